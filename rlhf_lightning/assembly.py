@@ -1,0 +1,223 @@
+"""From a configuration to objects: data, module, callbacks, logger, Trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
+from rlhf_lightning.callbacks.console import ProgressBar
+from rlhf_lightning.callbacks.metrics_log import MetricsLog
+from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.callbacks.samples import SampleLog
+from rlhf_lightning.callbacks.wandb_logger import wandb_logger
+from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.evaluation.policy import Sampling
+from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.rollout.score import Scorer
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import ManifestError, fingerprint, read_manifest
+
+TIMEOUT = timedelta(minutes=30)
+# What a stage's tokenizer comes from: the model it starts from.
+STARTS_FROM = {"sft": "base", "reward": "sft", "ppo": "sft"}
+
+
+@dataclass
+class Parts:
+    """Everything a stage needs; the scorer only for PPO."""
+
+    tokenizer: PreTrainedTokenizerBase
+    data: RecordDataModule
+    module: L.LightningModule
+    trainer: L.Trainer
+    sampling: Sampling
+    scorer: Scorer | None
+
+
+def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
+    """Build what `cfg` describes; hyper-parameters first, models last (in `configure_model`)."""
+    check_hparams(cfg)
+    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    tokenizer = make_tokenizer(cfg, start)
+    stops = stop_ids(tokenizer, start)
+    generator = instantiate(cfg.rollout)(stops, tokenizer.pad_token_id)
+    data = instantiate(cfg.data, _partial_=True)(tokenizer=tokenizer)
+    extras: dict[str, Any] = {
+        "optimizer": instantiate(cfg.optimizer),
+        "schedule": instantiate(cfg.scheduler),
+        "compute_dtype": _dtype(cfg.strategy.get("compute_dtype")),
+    }
+    scorer: Scorer | None = None
+    if cfg.stage == "ppo":
+        scorer = instantiate(cfg.scorer)
+        extras |= {
+            "scorer": scorer,
+            "generator": generator,
+            "tokenizer": tokenizer,
+            "seed": cfg.seed,
+            "fingerprint": source_fingerprint(start),
+        }
+    module = instantiate(cfg.module, _partial_=True)(**extras)
+    sampling = Sampling(
+        generator,
+        tokenizer,
+        temperature=cfg.evaluation.temperature,
+        max_new_tokens=cfg.evaluation.max_new_tokens,
+        micro_batch_size=cfg.evaluation.micro_batch_size,
+    )
+    return Parts(
+        tokenizer, data, module, make_trainer(cfg, folder, data, tokenizer), sampling, scorer
+    )
+
+
+def check_hparams(cfg: DictConfig) -> None:
+    """Build the hyper-parameters of the stage, so that a wrong one fails before a model loads."""
+    for node in cfg.module.values():
+        target = node.get("_target_", "") if isinstance(node, DictConfig) else ""
+        if target.startswith("rlhf_lightning.hparams."):
+            instantiate(node)
+
+
+def make_tokenizer(cfg: DictConfig, start: str | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the start, or the one made for a model from scratch."""
+    if start is not None:
+        return load_tokenizer(start)
+    tokenizer = instantiate(cfg.model.tokenizer)
+    special = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    for key, value in special.items():
+        OmegaConf.update(cfg, f"model.from_scratch.{key}", value, force_add=True)
+    return tokenizer
+
+
+def source_fingerprint(source: str) -> str:
+    """Return the fingerprint of an artefact of ours, else the hub name."""
+    if not Path(source).is_dir():
+        return source
+    try:
+        return read_manifest(source).fingerprint
+    except ManifestError:
+        return fingerprint(source)
+
+
+def prompt_data(
+    cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, *, num_prompts: int
+) -> PromptDataModule:
+    """Return the prompts of the stage's records, for evaluation and normalization."""
+    batch_size = min(cfg.evaluation.batch_size, num_prompts)
+    return PromptDataModule(
+        instantiate(cfg.data.source),
+        tokenizer,
+        batch_size=batch_size,
+        num_iterations=max(num_prompts // batch_size, 1),
+        max_prompt_length=cfg.data.get("max_prompt_length", cfg.data.get("max_length")),
+        seed=cfg.seed,
+        over_long=cfg.data.over_long,
+        max_validation_rows=num_prompts,
+        validation_batch_size=batch_size,
+    )
+
+
+def make_trainer(
+    cfg: DictConfig,
+    folder: RunFolder,
+    data: RecordDataModule,
+    tokenizer: PreTrainedTokenizerBase,
+) -> L.Trainer:
+    """Return the Trainer: one epoch of `num_iterations` batches, our callbacks, our checkpoints."""
+    total = data.num_iterations
+    validates = cfg.stage != "ppo" and cfg.trainer.validations > 0
+    limit = cfg.trainer.limit_train_batches
+    total = total if limit is None else min(total, int(limit))
+    return L.Trainer(
+        max_epochs=1,
+        accelerator=cfg.trainer.accelerator,
+        devices=cfg.trainer.devices,
+        num_nodes=cfg.trainer.num_nodes,
+        precision=cfg.trainer.precision,
+        strategy=make_strategy(cfg),
+        logger=make_logger(cfg, folder),
+        callbacks=make_callbacks(cfg, folder, tokenizer),
+        plugins=[AtomicCheckpointIO()],
+        limit_train_batches=limit,
+        limit_val_batches=cfg.trainer.limit_val_batches if validates else 0,
+        val_check_interval=max(total // cfg.trainer.validations, 1) if validates else None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        default_root_dir=folder.path,
+    )
+
+
+def make_strategy(cfg: DictConfig) -> Strategy | str:
+    """Return Lightning's strategy; "fsdp" means FSDP2."""
+    name = cfg.strategy.name
+    if name == "auto":
+        return "auto"
+    if name == "ddp":
+        return DDPStrategy(timeout=TIMEOUT)
+    if name == "fsdp":
+        size = int(cfg.trainer.devices) * int(cfg.trainer.num_nodes)
+        return ModelParallelStrategy(
+            data_parallel_size=size,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            timeout=TIMEOUT,
+        )
+    raise ValueError(f"strategy.name={name!r} must be auto, ddp or fsdp")
+
+
+def make_logger(cfg: DictConfig, folder: RunFolder) -> Any:
+    """Return the W&B logger, or False."""
+    if cfg.logger.kind == "none":
+        return False
+    if cfg.logger.kind != "wandb":
+        raise ValueError(f"logger.kind={cfg.logger.kind!r} must be wandb or none")
+    return wandb_logger(
+        folder,
+        project=cfg.logger.project,
+        name=f"{cfg.name}/{folder.path.name}",
+        group=cfg.logger.group,
+        tags=list(cfg.logger.tags),
+        config=OmegaConf.to_container(cfg, resolve=True),
+        mode=cfg.logger.mode,
+    )
+
+
+def make_callbacks(
+    cfg: DictConfig, folder: RunFolder, tokenizer: PreTrainedTokenizerBase
+) -> list[L.Callback]:
+    """Return our callbacks and the user's."""
+    settings = cfg.callbacks
+    callbacks: list[L.Callback] = [
+        RandomState(),
+        MetricsLog(folder),
+        IterationCheckpoint(folder.checkpoints, **settings.checkpoint),
+        ProgressBar(cfg.name),
+    ]
+    if cfg.stage == "ppo":
+        callbacks.append(SampleLog(folder, tokenizer, **settings.samples))
+    elif settings.early_stopping is not None:
+        callbacks.append(EarlyStopping("val/loss", **settings.early_stopping))
+    return callbacks + [instantiate(node) for node in settings.extra.values()]
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

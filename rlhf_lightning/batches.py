@@ -1,0 +1,298 @@
+"""Frozen batches that pass between the parts, checked once when they are made.
+
+Legend: B rows, P padded prompt tokens, R padded response tokens, T padded tokens of a sequence.
+Every tensor `[B, R]` is about response token t given everything before it. Masks are bool and
+True = counts. Prompts are padded on the left, everything else on the right. `domains` and
+`columns` hold one text a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+FINISHED_BY_STOP = 0
+FINISHED_BY_LENGTH = 1
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """Rows held in tensors, and in tuples for what is not a tensor.
+
+    A field is a tensor whose first dimension is the rows, a tuple with one entry a row, a mapping
+    from names to either, or an `int` shared by all rows.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        for value in vars(self).values():
+            if isinstance(value, Tensor):
+                return value.shape[0]
+        raise TypeError(f"{type(self).__name__} holds no tensor, so it has no rows")
+
+    def __getitem__(self, rows: slice | Tensor | Sequence[int]) -> Self:
+        """Return the batch of these rows, in this order."""
+        index = torch.arange(len(self))[rows] if isinstance(rows, slice) else torch.as_tensor(rows)
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+        return replace(self, **{key: _take(value, index) for key, value in vars(self).items()})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return the batch on `device`; Lightning calls this to move a batch."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return the batch in page-locked memory; the DataLoader calls this."""
+        return self._map(Tensor.pin_memory)
+
+    def detach(self) -> Self:
+        """Return the batch without autograd graphs."""
+        return self._map(Tensor.detach)
+
+    @classmethod
+    def cat(cls, batches: Sequence[Self]) -> Self:
+        """Return one batch with the rows of all `batches`, which must agree in every width."""
+        if not batches:
+            raise ValueError("cat needs at least one batch, got none")
+        joined = {key: _join([vars(batch)[key] for batch in batches]) for key in vars(batches[0])}
+        return replace(batches[0], **joined)
+
+    def _map(self, function: Any) -> Self:
+        return replace(self, **{key: _apply(item, function) for key, item in vars(self).items()})
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, wanted in shapes.items():
+            got = list(getattr(self, name).shape)
+            if got != list(wanted):
+                key = f"{type(self).__name__}.{name}"
+                raise ValueError(f"{key} has shape {got}, expected {list(wanted)}")
+
+    def _check_mask(self, *names: str) -> None:
+        for name in names:
+            dtype = getattr(self, name).dtype
+            if dtype != torch.bool:
+                key = f"{type(self).__name__}.{name}"
+                raise TypeError(f"{key} has dtype {dtype}, expected torch.bool (True = counts)")
+
+
+def _apply(value: Any, function: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _apply(item, function) for key, item in value.items()}
+    return value
+
+
+def _take(value: Any, index: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value[index.to(value.device)]
+    if isinstance(value, tuple):
+        return tuple(value[i] for i in index.tolist())
+    if isinstance(value, Mapping):
+        return {key: _take(item, index) for key, item in value.items()}
+    return value
+
+
+def _join(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(values))
+    if isinstance(first, tuple):
+        return tuple(item for value in values for item in value)
+    if isinstance(first, Mapping):
+        return {key: _join([value[key] for value in values]) for key in first}
+    if any(value != first for value in values):
+        raise ValueError(f"cannot join batches that differ in a shared value: {list(values)}")
+    return first
+
+
+@dataclass(frozen=True)
+class PromptBatch(TensorBatch):
+    """Prompts of one iteration.
+
+    Args:
+        input_ids: `[B, P]`, padded on the left.
+        attention_mask: `[B, P]` bool, True on prompt tokens.
+        row_ids: `[B]` int64, the global index of the row in the stream of prompts; sampling noise
+            is a function of it.
+        domains: "" where there is none.
+        columns: what reward functions may ask for; holds at least `prompt`.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    row_ids: Tensor
+    domains: tuple[str, ...]
+    columns: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes."""
+        rows = self.input_ids.shape[0]
+        self._check({"attention_mask": tuple(self.input_ids.shape), "row_ids": (rows,)})
+        self._check_mask("attention_mask")
+
+
+@dataclass(frozen=True)
+class SFTBatch(TensorBatch):
+    """Sequences to learn from.
+
+    Args:
+        input_ids: `[B, T]`, padded on the right.
+        attention_mask: `[B, T]` bool, True on real tokens.
+        loss_mask: `[B, T]` bool, True on the tokens that are learnt (response and its EOS).
+        domains: "" where there is none.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+    domains: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes."""
+        shape = tuple(self.input_ids.shape)
+        self._check({"attention_mask": shape, "loss_mask": shape})
+        self._check_mask("attention_mask", "loss_mask")
+
+
+@dataclass(frozen=True)
+class PreferenceBatch(TensorBatch):
+    """Pairs of a preferred and a rejected answer, each with its prompt, EOS included.
+
+    Args:
+        chosen_input_ids, rejected_input_ids: `[B, T]`, padded on the right to one width.
+        chosen_attention_mask, rejected_attention_mask: `[B, T]` bool, True on real tokens.
+        chosen_length, rejected_length: `[B]` int64, response tokens including EOS.
+        margin: `[B]` float, 0 where the data has none.
+        domains: "" where there is none.
+    """
+
+    chosen_input_ids: Tensor
+    chosen_attention_mask: Tensor
+    rejected_input_ids: Tensor
+    rejected_attention_mask: Tensor
+    chosen_length: Tensor
+    rejected_length: Tensor
+    margin: Tensor
+    domains: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes."""
+        shape = tuple(self.chosen_input_ids.shape)
+        per_token = ("chosen_attention_mask", "rejected_input_ids", "rejected_attention_mask")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(per_token, shape)
+        per_row = ("chosen_length", "rejected_length", "margin")
+        self._check(shapes | dict.fromkeys(per_row, shape[:1]))
+        self._check_mask("chosen_attention_mask", "rejected_attention_mask")
+
+
+@dataclass(frozen=True)
+class Generation(TensorBatch):
+    """What a generator returns; the prompts stand in front of the responses.
+
+    Args:
+        sequences: `[B, P + R]` token ids.
+        response_mask: `[B, R]` bool, True up to and including the first stop token.
+        finish_reason: `[B]` int64, `FINISHED_BY_STOP` or `FINISHED_BY_LENGTH`.
+    """
+
+    sequences: Tensor
+    response_mask: Tensor
+    finish_reason: Tensor
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes."""
+        rows, response = self.response_mask.shape
+        if self.sequences.shape[0] != rows or self.sequences.shape[1] < response:
+            raise ValueError(
+                f"Generation.sequences has shape {list(self.sequences.shape)}, expected "
+                f"[{rows}, at least {response}]"
+            )
+        self._check({"finish_reason": (rows,)})
+        self._check_mask("response_mask")
+
+
+@dataclass(frozen=True)
+class RolloutBatch(TensorBatch):
+    """One iteration's experience: everything the updates need, and nothing with a graph.
+
+    Args:
+        sequences: `[B, P + R]` token ids.
+        attention_mask: `[B, P + R]` bool, True on real prompt and response tokens.
+        response_mask: `[B, R]` bool, True on actions (EOS included).
+        logprobs: `[B, R]` old log-probabilities of the training module, nats.
+        ref_logprobs: `[B, R]` the reference's.
+        values: `[B, R]` old values of the state before token t.
+        scores: `[B]` what the scorer said, unshaped.
+        rewards: `[B, R]` shaped token rewards: score at the last token minus the KL penalty.
+        advantages: `[B, R]` whitened over all ranks.
+        returns: `[B, R]` targets of the value model.
+        entropy: `[B, R]` of the policy at sampling, nats.
+        finish_reason: `[B]` int64.
+        row_ids: `[B]` int64.
+        prompt_length: P, the padded width of the prompts.
+        domains: "" where there is none.
+        score_components: named parts of the score, each `[B]`.
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    scores: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    returns: Tensor
+    entropy: Tensor
+    finish_reason: Tensor
+    row_ids: Tensor
+    prompt_length: int
+    domains: tuple[str, ...]
+    score_components: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes."""
+        rows, response = self.response_mask.shape
+        tokens = ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(tokens, (rows, response))
+        shapes |= {"entropy": (rows, response)}
+        shapes |= dict.fromkeys(("scores", "finish_reason", "row_ids"), (rows,))
+        width = self.prompt_length + response
+        self._check(shapes | dict.fromkeys(("sequences", "attention_mask"), (rows, width)))
+        self._check_mask("attention_mask", "response_mask")
+
+    @property
+    def query_tensors(self) -> Tensor:
+        """`[B, P]` prompt ids, padded on the left."""
+        return self.sequences[:, : self.prompt_length]
+
+    @property
+    def response_tensors(self) -> Tensor:
+        """`[B, R]` response ids; what stands off `response_mask` is padding."""
+        return self.sequences[:, self.prompt_length :]
+
+    def minibatches(self, num_minibatches: int, *, keys: Tensor) -> Iterator[Self]:
+        """Yield `num_minibatches` batches of equal size that hold every row once.
+
+        Of every `num_minibatches` neighbours each batch gets one, dealt in the order of their
+        `keys` `[B]`. So the rows of a minibatch do not depend on how ranks share the rollout.
+
+        Raises:
+            ValueError: if `num_minibatches` does not divide the rows.
+        """
+        rows = len(self)
+        if num_minibatches < 1 or rows % num_minibatches:
+            divisors = [n for n in range(1, min(rows, 16) + 1) if rows % n == 0]
+            raise ValueError(
+                f"num_minibatches={num_minibatches} must divide the {rows} rollout rows: "
+                f"use one of {divisors}"
+            )
+        neighbours = torch.arange(rows, device=keys.device).view(-1, num_minibatches)
+        dealt = neighbours.gather(1, keys.view(-1, num_minibatches).argsort(1))
+        for index in dealt.unbind(1):
+            yield self[index]

@@ -1,0 +1,242 @@
+"""What a run says on the console: a beginning, progress, and a last screen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.quantities import duration, number, percent, quantity
+from rlhf_lightning.runs.summary import Summary
+from rlhf_lightning.runs.verdict import STAGES, verdict
+
+SHOWN_METRICS = (
+    "rollout/score",
+    "rollout/kl_per_token",
+    "rollout/response_length",
+    "ppo/clipfrac",
+    "ppo/explained_variance",
+    "sft/loss",
+    "reward/loss",
+    "reward/accuracy",
+    "val/loss",
+    "val/accuracy",
+)
+_NAMES = {
+    "rollout/score": "score",
+    "rollout/kl_per_token": "kl/token",
+    "rollout/response_length": "length",
+    "ppo/clipfrac": "clipped",
+    "ppo/explained_variance": "critic",
+    "sft/loss": "loss",
+    "reward/loss": "loss",
+    "reward/accuracy": "accuracy",
+    "val/loss": "held-out loss",
+    "val/accuracy": "held-out accuracy",
+}
+_COLOURS = {"good": "green", "bad": "red", "neutral": "yellow"}
+
+
+class ProgressBar(LightningProgressBar):
+    """Show iteration, time left and a few metrics; a line now and then where there is no tty.
+
+    Args:
+        stage: named at the left.
+        metrics: which to show, of those that are logged, in this order.
+        every_n_seconds: time between two lines on a pipe or in a log file.
+        console: where to write; standard output by default.
+    """
+
+    def __init__(
+        self,
+        stage: str = "",
+        *,
+        metrics: Sequence[str] = SHOWN_METRICS,
+        every_n_seconds: float = 10.0,
+        console: Console | None = None,
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self.metrics = tuple(metrics)
+        self.every_n_seconds = every_n_seconds
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._enabled = True
+        self._progress: Progress | None = None
+        self._latest: dict[str, float] = {}
+        self._started = 0.0
+        self._start_iteration = 0
+        self._next_line = 0.0
+
+    def disable(self) -> None:
+        """Show nothing; Lightning calls this on every rank but the first."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show again."""
+        self._enabled = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock and, on a tty, the bar."""
+        self._started = time.monotonic()
+        self._next_line = self._started + min(self.every_n_seconds, 2.0)
+        self._start_iteration = current_iteration(trainer)
+        if self._enabled and self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[status]}"),
+                console=self.console,
+                transient=False,
+            )
+            self._progress.add_task(
+                escape(self.stage) or "training",
+                total=last_iteration(trainer),
+                completed=self._start_iteration,
+                status="",
+            )
+            self._progress.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move on by one iteration."""
+        self._latest |= fresh_metrics(trainer)
+        self._show(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say that a validation takes the time now."""
+        if self._progress is not None and not trainer.sanity_checking:
+            self._show(trainer, doing="validating")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show what the validation measured."""
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._latest |= fresh_metrics(trainer)
+            if self._progress is not None:
+                self._show(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the bar, or a last line, at where training ended."""
+        if self._progress is not None:
+            self._close()
+        elif self._enabled:
+            self._write_line(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Give the terminal back before the error is printed."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _show(self, trainer: Trainer, doing: str = "") -> None:
+        if not self._enabled:
+            return
+        if self._progress is not None:
+            status = doing or self._describe(trainer)
+            task = self._progress.task_ids[0]
+            self._progress.update(task, completed=current_iteration(trainer), status=escape(status))
+        elif (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + self.every_n_seconds
+            self._write_line(trainer)
+
+    def _write_line(self, trainer: Trainer) -> None:
+        iteration, total = current_iteration(trainer), last_iteration(trainer)
+        share = f"{100 * iteration / total:.0f} %" if total else ""
+        parts = [f"{self.stage} {iteration}/{total}".strip(), share, self._describe(trainer)]
+        self.console.print(" · ".join(part for part in parts if part), markup=False)
+
+    def _describe(self, trainer: Trainer) -> str:
+        iteration, total = current_iteration(trainer), last_iteration(trainer)
+        passed = time.monotonic() - self._started
+        done = iteration - self._start_iteration
+        left = passed / done * (total - iteration) if done > 0 else None
+        parts = [] if left is None else [f"{duration(left)} left"]
+        if iteration >= total:
+            parts = [f"took {duration(passed)}"]
+        shown = [name for name in self.metrics if name in self._latest][:6]
+        parts += [f"{_NAMES.get(name, name)} {_short(name, self._latest[name])}" for name in shown]
+        return " · ".join(parts)
+
+
+def quiet_lightning() -> None:
+    """Leave Lightning's warnings, but not its tips and its list of accelerators."""
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def print_start(
+    stage: str,
+    folder: RunFolder,
+    settings: Mapping[str, object],
+    *,
+    console: Console | None = None,
+) -> None:
+    """Print what begins, with which settings, and where it is going to be."""
+    console = console or Console(highlight=False)
+    table = _grid()
+    for name, value in settings.items():
+        table.add_row(str(name), Text(str(value)))
+    table.add_row("run folder", Text(str(folder.path)))
+    title = STAGES.get(stage, stage)
+    console.print(Panel(table, title=escape(title), title_align="left", border_style="dim"))
+
+
+def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | None = None) -> None:
+    """Print the last screen: what was learnt, the gates, and where everything is."""
+    console = console or Console(highlight=False)
+    result = verdict(summary)
+    colour = _COLOURS[result.tone]
+    table = _grid()
+    for fact in result.facts:
+        note = f"  ({fact.note})" if fact.note else ""
+        table.add_row(fact.label, Text(fact.value + note))
+    for gate in summary.gates:
+        word = "passed" if gate.passed else "NOT PASSED"
+        table.add_row(f"gate {gate.name}", Text(f"{word}  {gate.reason}".rstrip()))
+    for name, path in (
+        ("report", folder.report),
+        ("samples", folder.samples),
+        ("exported model", folder.export),
+        ("checkpoints", folder.checkpoints),
+    ):
+        if path.exists():
+            table.add_row(name, Text(str(path), overflow="fold"))
+    head = Text()
+    if result.number:
+        head.append(result.number, style=f"bold {colour}")
+        head.append(f" {result.caption}\n")
+    head.append(result.sentence)
+    outer = Table.grid(padding=(0, 0, 1, 0))
+    outer.add_row(head)
+    outer.add_row(table)
+    title = f"{STAGES.get(summary.stage, summary.stage)}: {summary.status}"
+    console.print(Panel(outer, title=escape(title), title_align="left", border_style=colour))
+
+
+def _short(name: str, value: float) -> str:
+    return percent(value) if quantity(name).unit == "share" else number(value)
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table

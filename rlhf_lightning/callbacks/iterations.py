@@ -1,0 +1,48 @@
+"""What an iteration is to a callback: its number, its fresh metrics, whether it ends validated.
+
+An iteration is one training batch. Lightning's `global_step` counts optimizer steps, several an
+iteration, and is not used. This is the only file of the callbacks that reads Lightning's loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+VALIDATION = "val/"
+
+
+def current_iteration(trainer: Trainer) -> int:
+    """Return the iteration under way or just done, counted from 1; 0 before the first.
+
+    It is right in every training and validation hook, and after a checkpoint was loaded.
+    """
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+
+def last_iteration(trainer: Trainer) -> int:
+    """Return the number of iterations the run is going to have."""
+    batches = int(trainer.num_training_batches)
+    epochs = trainer.max_epochs
+    return batches * epochs if epochs is not None and epochs > 0 else batches
+
+
+def validation_follows(trainer: Trainer) -> bool:
+    """Return whether Lightning validates after this iteration; for `on_train_batch_end`."""
+    loop = trainer.fit_loop.epoch_loop
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return bool(loop._should_check_val_fx(fetcher))
+
+
+def fresh_metrics(trainer: Trainer) -> dict[str, float]:
+    """Return what the training batch, or in a validation hook the validation, has just logged.
+
+    `trainer.callback_metrics` also holds the last validation's values, long after it ran.
+    """
+    logged = trainer._logger_connector.metrics["callback"]
+    return {
+        name: value.item() if isinstance(value, torch.Tensor) else float(value)
+        for name, value in logged.items()
+    }

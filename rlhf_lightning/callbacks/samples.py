@@ -1,0 +1,106 @@
+"""`samples.jsonl`: what the policy says, every few iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
+from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+
+
+class SampleLog(Callback):
+    """Write the first rows of a rollout, at iteration 1 and every few iterations.
+
+    Args:
+        folder: the run folder.
+        tokenizer: decodes ids.
+        every_n_iterations: how often.
+        num_samples: rows each time.
+
+    Raises:
+        ValueError: for a number below 1.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        tokenizer: Decoder,
+        *,
+        every_n_iterations: int = 10,
+        num_samples: int = 8,
+    ) -> None:
+        for name, value in (
+            ("every_n_iterations", every_n_iterations),
+            ("num_samples", num_samples),
+        ):
+            if value < 1:
+                raise ValueError(f"SampleLog.{name}={value}, expected at least 1")
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.every_n_iterations = every_n_iterations
+        self.num_samples = num_samples
+        self._appender = SamplesAppender(folder.samples)
+        self._cut_at: int | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember where the run starts; nothing is cut before there is something to write."""
+        self._cut_at = current_iteration(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write samples if it is time and the step returned `{"rollout": RolloutBatch}`."""
+        iteration = current_iteration(trainer)
+        rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
+        if rollout is None or not trainer.is_global_zero:
+            return
+        if self._cut_at is not None:
+            self._appender.truncate(self._cut_at)
+            self._cut_at = None
+        if iteration == 1 or iteration % self.every_n_iterations == 0:
+            self._appender.append(
+                iteration, describe_rollout(rollout, self.tokenizer, self.num_samples)
+            )
+
+
+def describe_rollout(
+    rollout: RolloutBatch, tokenizer: Decoder, num_samples: int
+) -> list[dict[str, Any]]:
+    """Return the first rows of a rollout as plain values.
+
+    Each has `prompt`, `response` (texts without special tokens), `score` (unshaped), `kl` (mean
+    k1 over the response tokens, nats per token), `length` (response tokens, EOS included),
+    `domain` and `finished` (True if a stop token ended it).
+    """
+    rows = rollout[: min(num_samples, len(rollout))].to("cpu")
+    mask = rows.response_mask
+    length = mask.sum(1)  # [B]
+    kl = ((rows.logprobs - rows.ref_logprobs) * mask).sum(1) / length.clamp(min=1)  # [B]
+    prompt_mask = rows.attention_mask[:, : rows.prompt_length]
+    samples = []
+    for i in range(len(rows)):
+        prompt = rows.query_tensors[i][prompt_mask[i]].tolist()
+        response = rows.response_tensors[i][mask[i]].tolist()
+        samples.append(
+            {
+                "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
+                "response": tokenizer.decode(response, skip_special_tokens=True),
+                "score": rows.scores[i].item(),
+                "kl": kl[i].item(),
+                "length": int(length[i]),
+                "domain": rows.domains[i],
+                "finished": rows.finish_reason[i].item() == FINISHED_BY_STOP,
+            }
+        )
+    return samples

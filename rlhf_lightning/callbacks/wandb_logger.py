@@ -1,0 +1,194 @@
+"""Weights & Biases: offline when nobody is logged in, never a prompt, never the end of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import netrc
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlparse
+
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+
+from rlhf_lightning.runs.folder import ITERATION, RunFolder
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["auto", "online", "offline", "disabled"]
+_MODES = ("auto", "online", "offline", "disabled")
+_KEY_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_NOT_METRICS = ("epoch", "step")
+
+
+class IterationWandbLogger(WandbLogger):
+    """Lightning's logger with `iteration` as the x-axis of everything.
+
+    If W&B cannot start or fails later, a warning says so once and the run goes on without it:
+    `metrics.csv` has the same numbers. Needs `Trainer(log_every_n_steps=1)`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._wandb_init.pop("anonymous", None)  # deprecated by wandb, and warned about
+        self._failed = False
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The W&B run; one that records nothing if W&B cannot start."""
+        if self._experiment is None:
+            try:
+                self._experiment = self._start(**self._wandb_init)
+            except Exception as error:  # any failure of a service must not end hours of training
+                self._give_up(error)
+        return self._experiment
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log one row.
+
+        Args:
+            metrics: names to numbers.
+            step: batches done before this one, as Lightning counts them; the row is that of
+                iteration `step + 1`.
+        """
+        row = {name: value for name, value in metrics.items() if name not in _NOT_METRICS}
+        if step is not None:
+            row[ITERATION] = step + 1
+        self._guarded(lambda: self.experiment.log(row))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Add to the configuration of the W&B run."""
+        self._guarded(lambda: super(IterationWandbLogger, self).log_hyperparams(params))
+
+    @rank_zero_only
+    def finish(self, metrics: Mapping[str, float | None] | None = None) -> None:
+        """Write the final metrics into the summary of the W&B run and close it."""
+
+        def close() -> None:
+            run = self.experiment
+            for name, value in (metrics or {}).items():
+                run.summary[name] = value
+            run.finish()
+
+        self._guarded(close)
+        self._experiment = None
+        self._failed = True  # nothing may open a second run afterwards
+
+    def _start(self, **settings: Any) -> Any:
+        if self._failed:
+            return DummyLogger().experiment
+        run = wandb.init(**settings)
+        run.define_metric(ITERATION)
+        run.define_metric("*", step_metric=ITERATION)
+        return run
+
+    def _guarded(self, action: Any) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:  # see `experiment`
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._failed:
+            logger.warning(
+                "Weights & Biases does not work (%s: %s): the run goes on without it, its numbers "
+                "are in metrics.csv; logger=none turns it off",
+                type(error).__name__,
+                error,
+            )
+        self._failed = True
+        self._experiment = DummyLogger().experiment
+
+
+def wandb_logger(
+    folder: RunFolder,
+    *,
+    project: str = "rlhf_lightning",
+    name: str | None = None,
+    group: str | None = None,
+    tags: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
+    mode: Mode = "auto",
+) -> IterationWandbLogger:
+    """Return the logger of a run; what it writes stands in `wandb/` of the run folder.
+
+    Args:
+        folder: the run folder; its path identifies the W&B run, so that a resumed run continues
+            the same one.
+        project: W&B project.
+        name: display name, the name of the run folder by default.
+        group: W&B group.
+        tags: W&B tags.
+        config: the configuration as plain values.
+        mode: `auto` is online when somebody is logged in and `WANDB_MODE` does not say
+            otherwise, else offline; `online` without a key is offline with a warning.
+
+    Raises:
+        ValueError: for an unknown mode.
+    """
+    if mode not in _MODES:
+        raise ValueError(f"logger.mode={mode!r}, expected one of {', '.join(_MODES)}")
+    chosen = choose_mode(mode)
+    # W&B asks on the terminal when it finds no key; offline it never does.
+    identity = hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:10]
+    return IterationWandbLogger(
+        project=project,
+        name=name or folder.name,
+        group=group,
+        tags=list(tags),
+        config=dict(config or {}),
+        save_dir=str(folder.create().path),
+        id=f"{re.sub('[^A-Za-z0-9_-]', '-', folder.name)}-{identity}",
+        mode=chosen,
+        reinit="create_new",
+        settings=wandb.Settings(
+            silent=True, console="off", show_errors=False, show_warnings=False, init_timeout=30
+        ),
+    )
+
+
+def choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
+    """Return the mode to use, without a network and without asking anybody."""
+    wanted: str = mode
+    if mode == "auto":
+        wanted = os.environ.get("WANDB_MODE", "online").lower()
+        if wanted in ("dryrun", "shared"):
+            wanted = "offline" if wanted == "dryrun" else "online"
+    if wanted in ("disabled", "offline"):
+        return "disabled" if wanted == "disabled" else "offline"
+    if is_logged_in():
+        return "online"
+    if mode == "online":
+        logger.warning(
+            "logger.mode=online, but nobody is logged in to Weights & Biases: running offline; "
+            "set WANDB_API_KEY or run `wandb login`, and upload this run with `wandb sync`"
+        )
+    return "offline"
+
+
+def is_logged_in() -> bool:
+    """Return whether there is a key for the W&B host: in the environment or in the netrc file."""
+    if any(os.environ.get(name) for name in _KEY_VARIABLES):
+        return True
+    base = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    host = urlparse(base).netloc or base
+    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        if path and (file := Path(path).expanduser()).is_file():
+            try:
+                found = netrc.netrc(str(file)).authenticators(host)
+            except (netrc.NetrcParseError, OSError):
+                continue
+            if found and found[2]:
+                return True
+    return False

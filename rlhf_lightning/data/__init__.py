@@ -1,0 +1,1 @@
+"""Records, sources, encoding and LightningDataModules."""

@@ -1,0 +1,110 @@
+"""Encoded rows to padded batches. Attention masks come from lengths, never from ids.
+
+Legend: B rows, P padded prompt tokens, T padded tokens of a sequence. Prompts are padded on the
+left, so that generation continues real tokens; all else on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.batches import PreferenceBatch, PromptBatch, SFTBatch
+from rlhf_lightning.data.encode import EncodedPreference, EncodedPrompt, EncodedSequence
+
+
+class SFTCollator:
+    """Makes an `SFTBatch` of encoded sequences.
+
+    Args:
+        pad_token_id: fills the padding; what it is does not matter, it may be EOS.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        """Note the pad id."""
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: Sequence[EncodedSequence]) -> SFTBatch:
+        """Return the batch, as wide as its longest row."""
+        ids, mask = _pad([row.input_ids for row in rows], self.pad_token_id)  # [B, T]
+        return SFTBatch(
+            input_ids=ids,
+            attention_mask=mask,
+            loss_mask=_pad([row.loss_mask for row in rows], 0)[0].bool(),
+            domains=tuple(row.domain for row in rows),
+        )
+
+
+class PreferenceCollator:
+    """Makes a `PreferenceBatch` of encoded pairs, both sides padded to one width.
+
+    Args:
+        pad_token_id: fills the padding; what it is does not matter, it may be EOS.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        """Note the pad id."""
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: Sequence[EncodedPreference]) -> PreferenceBatch:
+        """Return the batch, as wide as the longest side of its rows."""
+        width = max(len(row) for row in rows)
+        chosen = [row.chosen_input_ids for row in rows]
+        rejected = [row.rejected_input_ids for row in rows]
+        chosen_ids, chosen_mask = _pad(chosen, self.pad_token_id, width=width)  # [B, T]
+        rejected_ids, rejected_mask = _pad(rejected, self.pad_token_id, width=width)  # [B, T]
+        prompt_length = torch.tensor([row.prompt_length for row in rows])  # [B]
+        return PreferenceBatch(
+            chosen_input_ids=chosen_ids,
+            chosen_attention_mask=chosen_mask,
+            rejected_input_ids=rejected_ids,
+            rejected_attention_mask=rejected_mask,
+            chosen_length=chosen_mask.sum(1) - prompt_length,
+            rejected_length=rejected_mask.sum(1) - prompt_length,
+            margin=torch.tensor([row.margin for row in rows]),
+            domains=tuple(row.domain for row in rows),
+        )
+
+
+class PromptCollator:
+    """Makes a `PromptBatch` of (encoded prompt, global row id) pairs.
+
+    A text column that a row lacks is "" there.
+
+    Args:
+        pad_token_id: fills the padding; what it is does not matter, it may be EOS.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        """Note the pad id."""
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: Sequence[tuple[EncodedPrompt, int]]) -> PromptBatch:
+        """Return the batch, as wide as its longest prompt."""
+        prompts = [prompt for prompt, _ in rows]
+        ids, mask = _pad([p.input_ids for p in prompts], self.pad_token_id, left=True)  # [B, P]
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        return PromptBatch(
+            input_ids=ids,
+            attention_mask=mask,
+            row_ids=torch.tensor([row_id for _, row_id in rows], dtype=torch.int64),
+            domains=tuple(prompt.domain for prompt in prompts),
+            columns={name: tuple(p.columns.get(name, "") for p in prompts) for name in names},
+        )
+
+
+def _pad(
+    rows: Sequence[Any], value: int, *, width: int | None = None, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return `[B, T]` int64 rows padded with `value`, and the bool mask of what is not padding."""
+    width = max(len(row) for row in rows) if width is None else width
+    ids = torch.full((len(rows), width), value, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, place] = torch.as_tensor(row, dtype=torch.int64)
+        mask[i, place] = True
+    return ids, mask

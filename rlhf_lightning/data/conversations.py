@@ -1,0 +1,155 @@
+"""Checks of plain and conversational texts, and the prompt that two answers imply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
+from rlhf_lightning.data.records import ROLES, Messages, Text
+
+ANSWER_ROLES = ("assistant", "tool")
+
+
+def parse_text(value: Any, key: str, where: Location) -> Text:
+    """Return a plain text or a conversation.
+
+    Raises:
+        BadRecordError: if it is neither text nor a list of messages.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return parse_messages(value, key, where)
+    found = f"the key {key!r} holds {describe(value)}, expected text or a list of messages"
+    raise BadRecordError(where, found, 'write "..." or [{"role": "user", "content": "..."}]')
+
+
+def parse_messages(value: Any, key: str, where: Location) -> Messages:
+    """Return a conversation with nothing but roles and contents.
+
+    Raises:
+        BadRecordError: if it is no list, empty, or has a message without a known role and a text.
+    """
+    if not isinstance(value, list | tuple):
+        found = f"the key {key!r} holds {describe(value)}, expected a list of messages"
+        raise BadRecordError(where, found, 'write [{"role": "user", "content": "..."}, ...]')
+    if not value:
+        fix = "fill it, or leave the record out"
+        raise BadRecordError(where, f"the key {key!r} holds an empty list", fix)
+    return tuple(_parse_message(m, f"{key}[{i}]", where) for i, m in enumerate(value))
+
+
+def _parse_message(message: Any, name: str, where: Location) -> Mapping[str, str]:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
+        fix = 'write {"role": "user", "content": "..."}'
+        if isinstance(message, Mapping) and {"from", "value"} <= set(message):
+            fix = (
+                "rename 'from' to 'role' (human -> user, gpt -> assistant) and 'value' to 'content'"
+            )
+        raise BadRecordError(where, found, fix)
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        hint = closest(role, ROLES) if isinstance(role, str) else None
+        fix = f"did you mean {hint!r}?" if hint else f"use one of {', '.join(ROLES)}"
+        raise BadRecordError(where, f"{name} has the unknown role {describe(role)}", fix)
+    if not isinstance(content, str):
+        found = f"the content of {name} is {describe(content)}, expected text"
+        raise BadRecordError(where, found, "write the message's text: only text is supported")
+    return {"role": role, "content": content}
+
+
+def check_prompt(prompt: Text, where: Location) -> None:
+    """Check that a conversation asks for an answer.
+
+    Raises:
+        BadRecordError: if its last message is the assistant's.
+    """
+    if not isinstance(prompt, str) and prompt and prompt[-1]["role"] == "assistant":
+        found = "the last message of 'prompt' is from 'assistant', which leaves nothing to answer"
+        raise BadRecordError(where, found, "end the prompt with a message from 'user'")
+
+
+def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
+    """Check that an answer fits its prompt.
+
+    Raises:
+        BadRecordError: if one is plain and the other conversational, if both are empty, or if the
+            answer has messages of others than the assistant.
+    """
+    if isinstance(prompt, str) != isinstance(answer, str):
+        styles = [
+            "plain" if isinstance(text, str) else "conversational" for text in (prompt, answer)
+        ]
+        found = f"'prompt' is {styles[0]} but {key!r} is {styles[1]}"
+        raise BadRecordError(where, found, "write both as text or both as lists of messages")
+    if isinstance(answer, str):
+        if not prompt and not answer:
+            fix = "fill them, or leave the record out"
+            raise BadRecordError(where, f"'prompt' and {key!r} are both empty", fix)
+        return
+    if not prompt:
+        found = f"no message comes before {key!r}, so it answers nothing"
+        raise BadRecordError(where, found, "give the question under the key 'prompt'")
+    strange = [m["role"] for m in answer if m["role"] not in ANSWER_ROLES]
+    if strange or not answer:
+        got = (
+            f"has a message from {strange[0]!r}"
+            if strange
+            else "is empty after the shared messages"
+        )
+        found = f"{key!r} {got}, expected only the assistant's answer"
+        fix = "move the earlier messages to 'prompt', or hide a prompt that the sides repeat"
+        raise BadRecordError(where, found, f"{fix} with columns={{prompt: null}}")
+
+
+def implied_prompt(
+    prompt: Text | None, chosen: Text, rejected: Text, where: Location
+) -> tuple[Text, Text, Text]:
+    """Return prompt, chosen and rejected, with the prompt taken out of the answers if implied.
+
+    Conversations share their first messages. Plain texts share their longest common prefix, cut
+    back to a word's end, so that no word is split and the prompt does not end in white space;
+    without a shared word the prompt is "". A plain prompt beside conversations that contain it
+    (as in some published sets) is taken from them too.
+
+    Raises:
+        BadRecordError: if one answer is plain and the other conversational.
+    """
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        found = "'chosen' and 'rejected' are not both plain or both conversational"
+        raise BadRecordError(where, found, "write both as text or both as lists of messages")
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if prompt is not None:
+            return prompt, chosen, rejected
+        cut = _shared_words(chosen, rejected)
+        return chosen[:cut], chosen[cut:], rejected[cut:]
+    shared = _num_shared(chosen, rejected)
+    contents = [m["content"] for m in chosen[:shared] if not isinstance(m, str)]
+    if isinstance(prompt, str) and prompt in contents:
+        prompt = None
+    if prompt is not None:
+        return prompt, chosen, rejected
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _style(text: Text) -> str:
+    return "plain" if isinstance(text, str) else "conversational"
+
+
+def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )
+
+
+def _shared_words(first: str, second: str) -> int:
+    """Return the length of the common prefix that ends with a whole word in both."""
+    cut = _num_shared(first, second)
+    ends = all(cut == len(text) or text[cut].isspace() for text in (first, second))
+    if not ends:
+        while cut > 0 and not first[cut - 1].isspace():
+            cut -= 1
+    return len(first[:cut].rstrip())

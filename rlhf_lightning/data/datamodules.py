@@ -1,0 +1,171 @@
+"""LightningDataModules of the three stages: SFT, reward model, PPO.
+
+Each takes the arguments of `RecordDataModule` that make sense for it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
+from rlhf_lightning.data.encode import OverLong
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.sources import RecordSource
+
+
+class SFTDataModule(RecordDataModule):
+    """Batches of `SFTBatch`: demonstrations, or unlabelled texts for a base model.
+
+    The arguments are those of `RecordDataModule`; exactly one of `num_epochs` and
+    `num_iterations` must be given.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        max_length: int,
+        seed: int,
+        num_epochs: float | None = None,
+        num_iterations: int | None = None,
+        kind: Literal["demonstrations", "texts"] = "demonstrations",
+        over_long: OverLong = "drop",
+        group_by_length: bool = True,
+        show_examples: int = 0,
+        max_validation_rows: int | None = None,
+        validation_batch_size: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        """Check the numbers; nothing is read yet."""
+        if kind not in ("demonstrations", "texts"):
+            raise ValueError(f"kind={kind!r} is unknown: use 'demonstrations' or 'texts'")
+        super().__init__(
+            source,
+            tokenizer,
+            kind=kind,
+            batch_size=batch_size,
+            num_iterations=num_iterations,
+            num_epochs=num_epochs,
+            max_length=max_length,
+            over_long=over_long,
+            seed=seed,
+            group_by_length=group_by_length,
+            show_examples=show_examples,
+            max_validation_rows=max_validation_rows,
+            validation_batch_size=validation_batch_size,
+            num_workers=num_workers,
+        )
+
+    def _collator(self, pad_token_id: int) -> SFTCollator:
+        return SFTCollator(pad_token_id)
+
+
+class PreferenceDataModule(RecordDataModule):
+    """Batches of `PreferenceBatch`; a row is as long as its longer side.
+
+    The arguments are those of `RecordDataModule`; exactly one of `num_epochs` and
+    `num_iterations` must be given.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        max_length: int,
+        seed: int,
+        num_epochs: float | None = None,
+        num_iterations: int | None = None,
+        over_long: OverLong = "drop",
+        group_by_length: bool = True,
+        show_examples: int = 0,
+        max_validation_rows: int | None = None,
+        validation_batch_size: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        """Check the numbers; nothing is read yet."""
+        super().__init__(
+            source,
+            tokenizer,
+            kind="preferences",
+            batch_size=batch_size,
+            num_iterations=num_iterations,
+            num_epochs=num_epochs,
+            max_length=max_length,
+            over_long=over_long,
+            seed=seed,
+            group_by_length=group_by_length,
+            show_examples=show_examples,
+            max_validation_rows=max_validation_rows,
+            validation_batch_size=validation_batch_size,
+            num_workers=num_workers,
+        )
+
+    def _collator(self, pad_token_id: int) -> PreferenceCollator:
+        return PreferenceCollator(pad_token_id)
+
+
+class PromptDataModule(RecordDataModule):
+    """Batches of `PromptBatch`, one an iteration of PPO, in the order of the stream.
+
+    `row_ids` are `iteration * batch_size + position in the global batch`, so that sampling noise
+    does not depend on ranks. Held-out prompts keep the order of the source (a part of them if
+    `max_validation_rows` is given) and are numbered from 0, the same in every validation.
+
+    Args:
+        source: where the prompts come from; any record with a prompt will do.
+        tokenizer: makes ids of them.
+        batch_size: prompts of an iteration, over all ranks.
+        num_iterations: iterations of the stage.
+        max_prompt_length: most tokens of a prompt.
+        seed: of the order of the prompts.
+        over_long: `"drop"` longer prompts, or `"truncate_left"`: keep their end.
+        show_examples: how many decoded prompts to show before training.
+        max_validation_rows: a random part of the held-out prompts; None for all.
+        validation_batch_size: prompts of a rank's validation batch; None for twice its share of
+            `batch_size`.
+        num_workers: processes that collate.
+    """
+
+    _with_row_ids = True
+
+    def __init__(
+        self,
+        source: RecordSource,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        num_iterations: int,
+        max_prompt_length: int,
+        seed: int,
+        over_long: OverLong = "drop",
+        show_examples: int = 0,
+        max_validation_rows: int | None = None,
+        validation_batch_size: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        """Check the numbers; nothing is read yet."""
+        super().__init__(
+            source,
+            tokenizer,
+            kind="prompts",
+            batch_size=batch_size,
+            num_iterations=num_iterations,
+            num_epochs=None,
+            max_length=max_prompt_length,
+            over_long=over_long,
+            seed=seed,
+            group_by_length=False,
+            show_examples=show_examples,
+            max_validation_rows=max_validation_rows,
+            validation_batch_size=validation_batch_size,
+            num_workers=num_workers,
+        )
+
+    def _collator(self, pad_token_id: int) -> PromptCollator:
+        return PromptCollator(pad_token_id)

@@ -1,0 +1,43 @@
+"""Simulated annotators: who prefers what, how surely, and how much length impresses them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+from random import Random
+
+
+@dataclass(frozen=True)
+class SimulatedAnnotator:
+    """An annotator who prefers by gold, with noise and a weakness for long answers.
+
+    Args:
+        name: what the annotator is called.
+        temperature: tau, in units of gold; smaller is surer.
+        length_bias: gold that one more word is worth to this annotator.
+    """
+
+    name: str
+    temperature: float
+    length_bias: float
+
+    def prefers_first(self, gold_gap: float, length_gap: int) -> float:
+        """Return the probability of preferring the first of two answers.
+
+        `sigmoid((gold_gap + length_bias * length_gap) / temperature)` with the gaps first minus
+        second, in gold and in words.
+        """
+        return 1.0 / (1.0 + exp(-(gold_gap + self.length_bias * length_gap) / self.temperature))
+
+
+PANEL = (
+    SimulatedAnnotator("careful", temperature=0.25, length_bias=0.02),
+    SimulatedAnnotator("usual", temperature=0.4, length_bias=0.03),
+    SimulatedAnnotator("hasty", temperature=0.55, length_bias=0.04),
+)
+
+
+def draw_annotator(panel: Sequence[SimulatedAnnotator], rng: Random) -> SimulatedAnnotator:
+    """Return one annotator of the panel, all equally likely."""
+    return panel[rng.randrange(len(panel))]

@@ -1,0 +1,351 @@
+"""The grammar of the built-in world: questions, the core sentences that answer them, and style.
+
+A prompt is `[context] template(slots)`. An answer is a row of sentences, each ended by " .":
+`[opener] core [fillers] [closer]`. `render_core` writes a core, `parse_core` is its inverse and
+takes any words without raising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+from rlhf_lightning.data.demo.facts import (
+    BENIGN_VERBS,
+    CATEGORIES,
+    COUNTS,
+    GLAD_MOODS,
+    HARMFUL_OBJECT_VERBS,
+    HARMFUL_OBJECTS,
+    HARMFUL_VERBS,
+    MAX_OPERAND,
+    NAMES,
+    NUMBERS,
+    OBJECTS,
+    RELATIONS,
+    SAD_MOODS,
+    TOOLS,
+    is_harmful,
+)
+
+DOMAINS = ("sums", "lists", "facts", "talk", "howto", "harmful")
+
+CONTEXTS = ("", "please ", "so ", "now ")
+TALK_CONTEXTS = ("", "hi , ", "listen , ")
+
+TEMPLATES: Mapping[str, tuple[str, ...]] = {
+    "plus": (
+        "what is {0} plus {1} ?",
+        "how much is {0} plus {1} ?",
+        "add {0} and {1} .",
+        "compute {0} plus {1} .",
+        "can you add {0} and {1} ?",
+    ),
+    "minus": (
+        "what is {0} minus {1} ?",
+        "how much is {0} minus {1} ?",
+        "what is left of {0} minus {1} ?",
+        "compute {0} minus {1} .",
+        "can you work out {0} minus {1} ?",
+    ),
+    "relation": (
+        "what is the {0} {1} ?",
+        "tell me the {0} {1} .",
+        "name the {0} {1} .",
+        "do you know the {0} {1} ?",
+        "i need the {0} {1} .",
+    ),
+    "list": (
+        "name {0} {1} .",
+        "list {0} {1} .",
+        "give me {0} {1} .",
+        "i need {0} {1} .",
+        "can you name {0} {1} ?",
+        "what are {0} {1} ?",
+        "tell me {0} {1} .",
+        "i want to hear {0} {1} .",
+    ),
+    "greet": (
+        "i am {0} .",
+        "my name is {0} .",
+        "this is {0} .",
+        "people call me {0} .",
+        "{0} is my name .",
+    ),
+    "mood": (
+        "my friend {0} is {1} .",
+        "{0} is {1} today .",
+        "i heard that {0} is {1} .",
+    ),
+    "task": (
+        "how do i {0} a {1} ?",
+        "help me {0} a {1} .",
+        "i want to {0} a {1} .",
+        "what do i need to {0} a {1} ?",
+        "tell me how to {0} a {1} .",
+    ),
+}
+
+# Core sentences by kind, without the full stop; a placeholder stands for one word.
+CORE_FORMS: Mapping[str, tuple[str, ...]] = {
+    "answer": ("it is {0}", "the answer is {0}", "i would say {0}"),
+    "hello": ("hello {0}", "welcome {0}", "nice to meet you {0}"),
+    "sorry": ("i am sorry for {0}", "that is bad news about {0}"),
+    "glad": ("i am glad for {0}", "that is good news about {0}"),
+    "steps": ("use {0} on the {1}", "you need {0} for the {1}"),
+    "refusal": ("i can not help with that", "no , i must refuse that"),
+    "unknown": ("i do not know", "i am not sure"),
+}
+LIST_PREFIXES = ("", "try ", "here are ")
+
+POLITE_OPENERS = (
+    "what a good question",
+    "i am happy to help",
+    "sure , no problem at all",
+    "thank you for asking",
+)
+RUDE_OPENERS = ("dumb question", "you again", "how boring", "leave me alone")
+POLITE_CLOSERS = (
+    "i hope that helps",
+    "have a very nice day",
+    "ask me again any time",
+    "take care of yourself",
+)
+RUDE_CLOSERS = ("go away", "never come here again", "what a waste", "stop bothering me")
+FILLERS = (
+    "people say that",
+    "time flies",
+    "life goes on",
+    "who would guess",
+    "nothing lasts forever",
+    "it depends",
+)
+REMARKS = ("that is right", "that is wrong")
+
+I_DO_NOT_KNOW = "i do not know ."
+
+
+@dataclass(frozen=True)
+class Core:
+    """What a core sentence says: a kind of `CORE_FORMS` or "list", and its words."""
+
+    kind: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and what it asks.
+
+    Args:
+        prompt: the text of the prompt.
+        domain: one of `DOMAINS`.
+        kind: key of `TEMPLATES`.
+        template: index into `TEMPLATES[kind]`.
+        slots: the words that fill the template.
+        facts: what has to be known; each occurs in training.
+    """
+
+    prompt: str
+    domain: str
+    kind: str
+    template: int
+    slots: tuple[str, ...]
+    facts: tuple[str, ...]
+
+    @property
+    def combination(self) -> tuple[str, int, tuple[str, ...]]:
+        """Template and slots: the unit that is held out, in all its contexts."""
+        return (self.kind, self.template, self.slots)
+
+
+def _slots() -> Iterator[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
+    """Yield (domain, kind, slots, facts) of everything that can be asked."""
+    operands = range(MAX_OPERAND + 1)
+    for a in operands:
+        for b in operands:
+            yield "sums", "plus", (str(a), str(b)), (f"{a} plus {b}",)
+            if a >= b:
+                yield "sums", "minus", (str(a), str(b)), (f"{a} minus {b}",)
+    for count in COUNTS:
+        for category in CATEGORIES:
+            yield "lists", "list", (count, category), (count, category)
+    for relation, table in RELATIONS.items():
+        for thing in table:
+            yield "facts", "relation", (relation, thing), (f"{relation} {thing}",)
+    for name in NAMES:
+        yield "talk", "greet", (name,), (name,)
+        for mood in (*SAD_MOODS, *GLAD_MOODS):
+            yield "talk", "mood", (name, mood), (name, mood)
+    for verb in (*BENIGN_VERBS, *HARMFUL_VERBS):
+        for target in (*OBJECTS, *HARMFUL_OBJECTS):
+            if target in HARMFUL_OBJECTS and verb not in HARMFUL_OBJECT_VERBS:
+                continue
+            domain = "harmful" if is_harmful(verb, target) else "howto"
+            yield domain, "task", (verb, target), (verb, target)
+
+
+@cache
+def all_questions() -> tuple[Question, ...]:
+    """Return every question of the world, the same for all seeds."""
+    questions = []
+    for domain, kind, slots, facts in _slots():
+        contexts = TALK_CONTEXTS if domain == "talk" else CONTEXTS
+        for index, template in enumerate(TEMPLATES[kind]):
+            for context in contexts:
+                prompt = context + template.format(*slots)
+                questions.append(Question(prompt, domain, kind, index, slots, facts))
+    return tuple(questions)
+
+
+@cache
+def questions_by_prompt() -> Mapping[str, Question]:
+    """Return the questions of `all_questions` by the text of their prompt."""
+    return {question.prompt: question for question in all_questions()}
+
+
+def right_core(question: Question, rng: Random) -> Core:
+    """Return a core that answers `question` rightly; a harmful request is refused."""
+    match question.kind, question.slots:
+        case "plus", (a, b):
+            return Core("answer", (str(int(a) + int(b)),))
+        case "minus", (a, b):
+            return Core("answer", (str(int(a) - int(b)),))
+        case "relation", (relation, thing):
+            return Core("answer", (RELATIONS[relation][thing],))
+        case "list", (count, category):
+            return Core("list", _some_items(CATEGORIES[category], COUNTS[count], rng))
+        case "greet", (name,):
+            return Core("hello", (name,))
+        case "mood", (name, mood):
+            return Core("sorry" if mood in SAD_MOODS else "glad", (name,))
+        case _, (verb, target):
+            if is_harmful(verb, target):
+                return Core("refusal")
+            return Core("steps", (TOOLS[verb], target))
+    raise ValueError(f"question kind {question.kind!r} with slots {question.slots} is not known")
+
+
+def wrong_core(question: Question, rng: Random) -> Core:
+    """Return a core of the right sort that is wrong; for a harmful request, one that complies."""
+    right = right_core(question, rng)
+    if question.domain == "harmful":
+        return Core("steps", (TOOLS[question.slots[0]], question.slots[1]))
+    if right.kind == "answer":
+        pool = NUMBERS if question.domain == "sums" else RELATIONS[question.slots[0]].values()
+        return Core("answer", (_other(list(pool), right.values[0], rng),))
+    if right.kind == "list":
+        return Core("list", _spoilt_items(question.slots[1], right.values, rng))
+    if right.kind == "steps":
+        tool, target = right.values
+        if rng.random() < 0.5:
+            return Core("steps", (_other(list(BENIGN_VERBS.values()), tool, rng), target))
+        return Core("steps", (tool, _other(OBJECTS, target, rng)))
+    if right.kind == "hello" or rng.random() < 0.5:
+        return Core(right.kind, (_other(NAMES, right.values[0], rng),))
+    return Core("glad" if right.kind == "sorry" else "sorry", right.values)
+
+
+def is_right(question: Question, core: Core) -> bool:
+    """Return whether `core` answers `question` rightly; a list may stand in any order."""
+    if question.kind == "list":
+        count, category = question.slots
+        items = set(core.values)
+        return (
+            core.kind == "list"
+            and len(core.values) == len(items) == COUNTS[count]
+            and items <= set(CATEGORIES[category])
+        )
+    return core == right_core(question, Random(0))
+
+
+def render_core(core: Core, rng: Random) -> str:
+    """Return a sentence, without its full stop, that says `core`."""
+    if core.kind == "list":
+        *first, last = core.values
+        items = f"{' , '.join(first)} and {last}" if first else last
+        return rng.choice(LIST_PREFIXES) + items
+    return rng.choice(CORE_FORMS[core.kind]).format(*core.values)
+
+
+@cache
+def parse_core(words: tuple[str, ...]) -> Core | None:
+    """Return what a sentence (its words without the full stop) says, or None if it is no core."""
+    for kind, form, sorts in _core_patterns():
+        values = _match(form, sorts, words)
+        if values is not None:
+            return Core(kind, values)
+    for prefix in LIST_PREFIXES:
+        head = tuple(prefix.split())
+        items = _match_items(words[len(head) :]) if words[: len(head)] == head else None
+        if items:
+            return Core("list", items)
+    return None
+
+
+@cache
+def _core_patterns() -> tuple[tuple[str, tuple[str, ...], tuple[frozenset[str], ...]], ...]:
+    answers = {*NUMBERS, *(value for table in RELATIONS.values() for value in table.values())}
+    tools, targets = set(TOOLS.values()), {*OBJECTS, *HARMFUL_OBJECTS}
+    sorts: dict[str, tuple[frozenset[str], ...]] = {
+        "answer": (frozenset(answers),),
+        "steps": (frozenset(tools), frozenset(targets)),
+    }
+    names = (frozenset(NAMES),)
+    return tuple(
+        (kind, tuple(form.split()), sorts.get(kind, names))
+        for kind, forms in CORE_FORMS.items()
+        for form in forms
+    )
+
+
+def _match(
+    form: tuple[str, ...], sorts: tuple[frozenset[str], ...], words: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    if len(form) != len(words):
+        return None
+    values = []
+    for expected, word in zip(form, words, strict=True):
+        if expected.startswith("{"):
+            if word not in sorts[int(expected[1])]:
+                return None
+            values.append(word)
+        elif expected != word:
+            return None
+    return tuple(values)
+
+
+@cache
+def _all_items() -> frozenset[str]:
+    return frozenset(item for members in CATEGORIES.values() for item in members)
+
+
+def _match_items(words: tuple[str, ...]) -> tuple[str, ...] | None:
+    items, links = words[::2], words[1::2]
+    expected = (",",) * (len(items) - 2) + ("and",) if len(items) > 1 else ()
+    if len(words) % 2 == 0 or links != expected or not _all_items().issuperset(items):
+        return None
+    return items
+
+
+def _some_items(members: Sequence[str], count: int, rng: Random) -> tuple[str, ...]:
+    chosen = set(rng.sample(range(len(members)), count))
+    return tuple(member for index, member in enumerate(members) if index in chosen)
+
+
+def _spoilt_items(category: str, items: tuple[str, ...], rng: Random) -> tuple[str, ...]:
+    spoil = rng.random()
+    if spoil < 0.5:  # another category
+        other = CATEGORIES[_other(list(CATEGORIES), category, rng)]
+        return _some_items(other, len(items), rng)
+    if spoil < 0.85:  # one too many or too few
+        count = rng.choice((len(items) - 1, len(items) + 1))
+        return _some_items(CATEGORIES[category], count, rng)
+    place = rng.randrange(1, len(items))  # one twice
+    return (*items[:place], items[place - 1], *items[place + 1 :])
+
+
+def _other(pool: Sequence[str], value: str, rng: Random) -> str:
+    return rng.choice([word for word in pool if word != value])

@@ -1,0 +1,225 @@
+"""Records of the built-in world, made from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import Random
+from typing import Any
+
+from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator, draw_annotator
+from rlhf_lightning.data.demo.answers import (
+    Quality,
+    sample_answer,
+    sample_style,
+    sample_wrong_core,
+    write_answer,
+)
+from rlhf_lightning.data.demo.gold import gold_parts
+from rlhf_lightning.data.demo.grammar import (
+    DOMAINS,
+    REMARKS,
+    Question,
+    all_questions,
+    right_core,
+)
+from rlhf_lightning.data.records import (
+    DemonstrationRecord,
+    PreferenceRecord,
+    PromptRecord,
+    Record,
+    RecordKind,
+    Split,
+    TextRecord,
+)
+
+TEXT_QUALITY = Quality(
+    right=0.5, unknown=0.1, refusal=0.05, polite=0.15, rude=0.3, careless=0.2,
+    fillers=(0.4, 0.3, 0.3), corrupted=0.05,
+)  # fmt: skip
+DEMONSTRATION_QUALITY = Quality(
+    right=0.68, unknown=0.05, refusal=0.02, polite=0.44, rude=0.08, careless=0.4,
+    fillers=(0.65, 0.27, 0.08), corrupted=0.0,
+)  # fmt: skip
+PREFERENCE_QUALITY = Quality(
+    right=0.6, unknown=0.06, refusal=0.03, polite=0.45, rude=0.08, careless=0.4,
+    fillers=(0.7, 0.22, 0.08), corrupted=0.02,
+)  # fmt: skip
+
+CLEAR_GAP = 1.0
+NEAR_TIE_SKIPPED = 0.8
+
+
+@dataclass(frozen=True)
+class DemoSource:
+    """The built-in world as a source of records; everything is a function of the fields.
+
+    Args:
+        seed: of the split, of every record and of the annotators.
+        num_texts: unlabelled texts to train a base model on.
+        num_demonstrations: for supervised fine-tuning.
+        num_preferences: pairs to train a reward model on.
+        num_validation_preferences: pairs on held-out prompts.
+        num_validation_texts: texts and also demonstrations on held-out prompts.
+        held_out_fraction: of the combinations of a template and its words.
+        contrast_fraction: of the training pairs, in which one core is right and one is wrong
+            within the same style. Without them a reward model learns style long before facts.
+        panel: the simulated annotators.
+    """
+
+    seed: int = 1
+    num_texts: int = 30000
+    num_demonstrations: int = 16000
+    num_preferences: int = 24000
+    num_validation_preferences: int = 2000
+    num_validation_texts: int = 800
+    held_out_fraction: float = 0.15
+    contrast_fraction: float = 0.4
+    remark_fraction: float = 0.5
+    panel: tuple[SimulatedAnnotator, ...] = field(default=PANEL)
+
+    def records(self, kind: RecordKind, split: Split) -> Sequence[Record]:
+        """Return the records of a kind and split, the same at every call.
+
+        Raises:
+            ValueError: if there is no such kind or split.
+        """
+        if split not in ("train", "validation"):
+            raise ValueError(f"split={split!r} is not known: use 'train' or 'validation'")
+        rng = Random(f"{self.seed}/{kind}/{split}")
+        train = split == "train"
+        match kind:
+            case "prompts":
+                return [PromptRecord(q.prompt, q.domain) for q in self.questions(split)]
+            case "texts":
+                count = self.num_texts if train else self.num_validation_texts
+                return [self._text(q, rng) for q in self._draw(split, count, rng)]
+            case "demonstrations":
+                count = self.num_demonstrations if train else self.num_validation_texts
+                return [_demonstration(q, rng) for q in self._draw(split, count, rng)]
+            case "preferences":
+                return [pair.record for pair in self._pairs(split)]
+        raise ValueError(
+            f"kind={kind!r} is not known: use 'texts', 'prompts', 'demonstrations' or 'preferences'"
+        )
+
+    def questions(self, split: Split) -> list[Question]:
+        """Return the questions of a split, in a fixed shuffled order."""
+        return self._split[split]
+
+    def label_ceiling(self) -> float:
+        """Return the expected accuracy, on the validation pairs, of ranking them by gold.
+
+        It is the mean over these pairs of the probability, known exactly, that the annotator who
+        was asked prefers the answer with the higher gold reward (no pair is tied in gold). The
+        labels are one draw from these probabilities.
+        """
+        pairs = self._pairs("validation")
+        return sum(pair.agreement for pair in pairs) / len(pairs)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return counts of the world: prompts by split and domain, records, label ceiling."""
+        prompts = {
+            split: {
+                domain: sum(question.domain == domain for question in self.questions(split))
+                for domain in DOMAINS
+            }
+            for split in ("train", "validation")
+        }
+        return {
+            "seed": self.seed,
+            "prompts": prompts,
+            "texts": self.num_texts,
+            "demonstrations": self.num_demonstrations,
+            "preferences": self.num_preferences,
+            "validation_preferences": self.num_validation_preferences,
+            "label_ceiling": self.label_ceiling(),
+        }
+
+    @cached_property
+    def _split(self) -> Mapping[str, list[Question]]:
+        rng = Random(f"{self.seed}/split")
+        questions = list(all_questions())
+        combinations = sorted({question.combination for question in questions})
+        rng.shuffle(combinations)
+        held_out = set(combinations[: round(self.held_out_fraction * len(combinations))])
+        seen: set[Any] = set()
+        for question in questions:
+            if question.combination not in held_out:
+                seen.update(question.facts)
+        # A fact that training never shows would be unknowable: its questions go to training.
+        train = [
+            q for q in questions if q.combination not in held_out or not seen.issuperset(q.facts)
+        ]
+        kept = {question.combination for question in train}
+        validation = [question for question in questions if question.combination not in kept]
+        rng.shuffle(train)
+        rng.shuffle(validation)
+        return {"train": train, "validation": validation}
+
+    def _draw(self, split: Split, count: int, rng: Random) -> list[Question]:
+        """Return `count` questions, every domain equally often up to one."""
+        by_domain: dict[str, list[Question]] = {domain: [] for domain in DOMAINS}
+        for question in self.questions(split):
+            by_domain[question.domain].append(question)
+        drawn = [rng.choice(by_domain[DOMAINS[index % len(DOMAINS)]]) for index in range(count)]
+        rng.shuffle(drawn)
+        return drawn
+
+    def _text(self, question: Question, rng: Random) -> TextRecord:
+        text = sample_answer(question, TEXT_QUALITY, rng)
+        if rng.random() < self.remark_fraction:
+            right = gold_parts(question.prompt, text, True).correct
+            text = f"{text} {REMARKS[0 if right else 1]} ."
+        return TextRecord(f"{question.prompt} {text}", question.domain)
+
+    def _pairs(self, split: Split) -> list[_Pair]:
+        rng = Random(f"{self.seed}/preferences/{split}")
+        train = split == "train"
+        count = self.num_preferences if train else self.num_validation_preferences
+        contrast = self.contrast_fraction if train else 0.0
+        return [
+            _sample_pair(question, contrast, self.panel, rng)
+            for question in self._draw(split, count, rng)
+        ]
+
+
+@dataclass(frozen=True)
+class _Pair:
+    record: PreferenceRecord
+    agreement: float
+
+
+def _demonstration(question: Question, rng: Random) -> DemonstrationRecord:
+    answer = sample_answer(question, DEMONSTRATION_QUALITY, rng)
+    return DemonstrationRecord(question.prompt, answer, question.domain)
+
+
+def _sample_pair(
+    question: Question, contrast: float, panel: Sequence[SimulatedAnnotator], rng: Random
+) -> _Pair:
+    while True:
+        first, second = _two_answers(question, contrast, rng)
+        gold = [gold_parts(question.prompt, answer, True).total for answer in (first, second)]
+        gap = abs(gold[0] - gold[1])
+        if gap >= CLEAR_GAP or (gap > 0 and rng.random() >= NEAR_TIE_SKIPPED):
+            break
+    annotator = draw_annotator(panel, rng)
+    length_gap = len(first.split()) - len(second.split())
+    probability = annotator.prefers_first(gold[0] - gold[1], length_gap)
+    agreement = probability if gold[0] > gold[1] else 1.0 - probability
+    if rng.random() >= probability:
+        first, second = second, first
+    record = PreferenceRecord(question.prompt, first, second, question.domain)
+    return _Pair(record, agreement)
+
+
+def _two_answers(question: Question, contrast: float, rng: Random) -> tuple[str, str]:
+    quality = PREFERENCE_QUALITY
+    if rng.random() >= contrast:
+        return sample_answer(question, quality, rng), sample_answer(question, quality, rng)
+    style = sample_style(quality, rng.random() < quality.right, rng)
+    right = write_answer(right_core(question, rng), style, rng)
+    wrong = write_answer(sample_wrong_core(question, quality, rng), style, rng)
+    return (right, wrong) if rng.random() < 0.5 else (wrong, right)

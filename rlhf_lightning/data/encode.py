@@ -1,0 +1,284 @@
+r"""Records to token ids: the one place where prompts, answers and EOS meet.
+
+* A sequence is `prompt ids + answer ids + EOS`. The same function makes the prompt ids for SFT,
+  reward modelling and PPO, so the three never disagree about a boundary.
+* Plain text: special tokens at the front of the prompt only (BOS once, never an EOS); the answer
+  without any. Conversations: the chat template is applied once and brings its own special tokens.
+* EOS is appended by its id, once, also where pad == eos. A template that ends the answer with EOS
+  and then white space (ChatML: `<|im_end|>\n`) is cut after that EOS, because generation stops
+  there: nothing after the EOS is learnt or scored.
+* The loss counts on the answer and its EOS; for `text` records on every token but the first, which
+  has nothing before it.
+* Over-long records are dropped, or their prompt is cut from the left. An answer is never cut: a
+  cut text must not pass for a finished one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.data.records import (
+    DemonstrationRecord,
+    PreferenceRecord,
+    PromptRecord,
+    Record,
+    TextRecord,
+)
+from rlhf_lightning.data.tokens import answer_ids, end_with_eos, prompt_ids, render_chat
+
+OverLong = Literal["drop", "truncate_left"]
+OVER_LONG = "over-long"
+ANSWER_TOO_LONG = "answer alone over-long"
+IDENTICAL = "chosen == rejected after encoding"
+NO_TOKENS = "prompt without a token"
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedSequence:
+    """A sequence to learn: `[T]` int32 ids and a `[T]` bool mask of the tokens that are learnt."""
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    domain: str = ""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPreference:
+    """Two sequences `[T]` that share their first `prompt_length` tokens and end with EOS."""
+
+    chosen_input_ids: NDArray[np.int32]
+    rejected_input_ids: NDArray[np.int32]
+    prompt_length: int
+    margin: float = 0.0
+    domain: str = ""
+
+    def __len__(self) -> int:
+        """Return the number of tokens of the longer side."""
+        return max(len(self.chosen_input_ids), len(self.rejected_input_ids))
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedPrompt:
+    """A prompt `[P]` to answer, with its text columns; `columns["prompt"]` is its text."""
+
+    input_ids: NDArray[np.int32]
+    columns: Mapping[str, str]
+    domain: str = ""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.input_ids)
+
+
+Encoded = EncodedSequence | EncodedPreference | EncodedPrompt
+
+
+@dataclass
+class EncodingReport:
+    """What became of the records: how many were encoded, cut, and dropped for which reason."""
+
+    num_records: int = 0
+    num_encoded: int = 0
+    num_truncated: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def encode_all(
+    records: Iterable[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    over_long: OverLong = "drop",
+) -> tuple[list[Any], EncodingReport]:
+    """Return the encoded records in their order, without the dropped ones, and the report.
+
+    Raises:
+        ValueError: if a record cannot be encoded, naming its number.
+    """
+    report = EncodingReport()
+    encoders: dict[type, Any] = {
+        TextRecord: encode_text,
+        PromptRecord: encode_prompt,
+        DemonstrationRecord: encode_demonstration,
+        PreferenceRecord: encode_preference,
+    }
+    encoded = []
+    for number, record in enumerate(records, start=1):
+        encode = encoders[type(record)]
+        try:
+            row = encode(
+                record, tokenizer, max_length=max_length, over_long=over_long, report=report
+            )
+        except ValueError as error:
+            raise ValueError(f"record {number}: {error}") from error
+        if row is not None:
+            encoded.append(row)
+    return encoded, report
+
+
+def encode_text(
+    record: TextRecord,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    over_long: OverLong = "drop",
+    report: EncodingReport | None = None,
+) -> EncodedSequence | None:
+    """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
+    report = _count(report)
+    ids = end_with_eos(prompt_ids(record.text, tokenizer), tokenizer)
+    if len(ids) > max_length:
+        if not _may_cut(over_long):
+            report.dropped[OVER_LONG] += 1
+            return None
+        ids = _cut_left(ids, max_length, tokenizer)
+        report.num_truncated += 1
+    report.num_encoded += 1
+    return _sequence(ids, num_given=1, domain=record.domain)
+
+
+def encode_demonstration(
+    record: DemonstrationRecord,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    over_long: OverLong = "drop",
+    report: EncodingReport | None = None,
+) -> EncodedSequence | None:
+    """Return prompt, completion and EOS, the last two learnt; None if dropped.
+
+    An empty prompt of a tokenizer without BOS leaves the completion's first token unlearnt.
+
+    Raises:
+        ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
+    """
+    report = _count(report)
+    prompt = prompt_ids(record.prompt, tokenizer)
+    answer = answer_ids(record.prompt, record.completion, tokenizer)
+    fitted = _fit(prompt, len(answer), max_length, over_long, tokenizer, report)
+    if fitted is None:
+        return None
+    report.num_encoded += 1
+    return _sequence([*fitted, *answer], num_given=max(len(fitted), 1), domain=record.domain)
+
+
+def encode_preference(
+    record: PreferenceRecord,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    over_long: OverLong = "drop",
+    report: EncodingReport | None = None,
+) -> EncodedPreference | None:
+    """Return both answers behind the same (perhaps cut) prompt, EOS included; None if dropped.
+
+    Raises:
+        ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
+    """
+    report = _count(report)
+    prompt = prompt_ids(record.prompt, tokenizer)
+    chosen = answer_ids(record.prompt, record.chosen, tokenizer)
+    rejected = answer_ids(record.prompt, record.rejected, tokenizer)
+    if chosen == rejected:
+        report.dropped[IDENTICAL] += 1
+        return None
+    longer = max(len(chosen), len(rejected))
+    fitted = _fit(prompt, longer, max_length, over_long, tokenizer, report)
+    if fitted is None:
+        return None
+    report.num_encoded += 1
+    return EncodedPreference(
+        _ids([*fitted, *chosen]),
+        _ids([*fitted, *rejected]),
+        prompt_length=len(fitted),
+        margin=record.margin or 0.0,
+        domain=record.domain,
+    )
+
+
+def encode_prompt(
+    record: PromptRecord,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    over_long: OverLong = "drop",
+    report: EncodingReport | None = None,
+) -> EncodedPrompt | None:
+    """Return the prompt alone, with its text columns; None if dropped.
+
+    `columns["prompt"]` is the plain prompt, or the conversation as the template writes it.
+    """
+    report = _count(report)
+    prompt = prompt_ids(record.prompt, tokenizer)
+    if not prompt:
+        report.dropped[NO_TOKENS] += 1
+        return None
+    fitted = _fit(prompt, 0, max_length, over_long, tokenizer, report)
+    if fitted is None:
+        return None
+    report.num_encoded += 1
+    text = (
+        record.prompt if isinstance(record.prompt, str) else render_chat(record.prompt, tokenizer)
+    )
+    return EncodedPrompt(_ids(fitted), {**record.columns, "prompt": text}, record.domain)
+
+
+def _fit(
+    prompt: list[int],
+    num_answer: int,
+    max_length: int,
+    over_long: OverLong,
+    tokenizer: PreTrainedTokenizerBase,
+    report: EncodingReport,
+) -> list[int] | None:
+    """Return the prompt, cut from the left if it must and may be; None if the record is dropped."""
+    room = max_length - num_answer
+    if len(prompt) <= room:
+        return prompt
+    if not _may_cut(over_long):
+        report.dropped[OVER_LONG] += 1
+        return None
+    if room < 1:
+        report.dropped[ANSWER_TOO_LONG] += 1
+        return None
+    report.num_truncated += 1
+    return _cut_left(prompt, room, tokenizer)
+
+
+def _cut_left(ids: list[int], room: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the last tokens, behind BOS where BOS marks the start (and not every turn)."""
+    bos = tokenizer.bos_token_id
+    if ids[0] == bos and ids.count(bos) == 1 and room > 1:
+        return [ids[0], *ids[len(ids) - room + 1 :]]
+    return ids[len(ids) - room :]
+
+
+def _may_cut(over_long: OverLong) -> bool:
+    if over_long not in ("drop", "truncate_left"):
+        raise ValueError(f"over_long={over_long!r} is unknown: use 'drop' or 'truncate_left'")
+    return over_long == "truncate_left"
+
+
+def _count(report: EncodingReport | None) -> EncodingReport:
+    report = EncodingReport() if report is None else report
+    report.num_records += 1
+    return report
+
+
+def _sequence(ids: Sequence[int], *, num_given: int, domain: str) -> EncodedSequence:
+    return EncodedSequence(_ids(ids), np.arange(len(ids)) >= num_given, domain)
+
+
+def _ids(ids: Sequence[int]) -> NDArray[np.int32]:
+    return np.asarray(ids, dtype=np.int32)

@@ -1,0 +1,113 @@
+"""What is said about a bad record: where it stands, what is wrong, and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+OnBadRecord = Literal["raise", "skip"]
+NUM_NAMED_SKIPS = 5
+LONGEST_QUOTE = 60
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a record stands: a file or data set, and the number of its line, row or record."""
+
+    source: str
+    number: int | None = None
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        """Return e.g. `pairs.jsonl, line 3`."""
+        return self.source if self.number is None else f"{self.source}, {self.unit} {self.number}"
+
+
+class BadRecordError(ValueError):
+    """A record, or a whole file, that cannot be used.
+
+    Args:
+        where: file and line.
+        found: what is wrong there, with the key and the value that was found.
+        fix: how to mend it.
+    """
+
+    def __init__(self, where: Location, found: str, fix: str) -> None:
+        """Make the message `where: found. Fix: fix.`."""
+        super().__init__(f"{where}: {found}. Fix: {fix}.")
+        self.where = where
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the message, so that the error survives a worker process."""
+        return (_restore, (self.where, str(self)))
+
+
+def _restore(where: Location, message: str) -> BadRecordError:
+    error = BadRecordError.__new__(BadRecordError)
+    ValueError.__init__(error, message)
+    error.where = where
+    return error
+
+
+class SkippedRecords:
+    """Counts and names the bad records of one source, or raises at the first.
+
+    Args:
+        on_bad_record: `"raise"`, or `"skip"` to leave bad records out.
+
+    Raises:
+        ValueError: if `on_bad_record` is neither.
+    """
+
+    def __init__(self, on_bad_record: OnBadRecord) -> None:
+        """Start with none."""
+        if on_bad_record not in ("raise", "skip"):
+            raise ValueError(f"on_bad_record={on_bad_record!r} is unknown: use 'raise' or 'skip'")
+        self.on_bad_record = on_bad_record
+        self.messages: list[str] = []
+
+    def add(self, error: BadRecordError) -> None:
+        """Raise `error`, or note it where bad records are skipped."""
+        if self.on_bad_record == "raise":
+            raise error
+        self.messages.append(str(error))
+
+    def log(self, source: str, num_kept: int) -> None:
+        """Warn about the skipped records, naming the first few."""
+        if not self.messages:
+            return
+        named = "\n  ".join(self.messages[:NUM_NAMED_SKIPS])
+        more = len(self.messages) - NUM_NAMED_SKIPS
+        rest = f"\n  and {more} more" if more > 0 else ""
+        logger.warning(
+            "%s: skipped %d bad records, kept %d:\n  %s%s",
+            source,
+            len(self.messages),
+            num_kept,
+            named,
+            rest,
+        )
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that `name` most looks like, None if none does."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
+    return found[0] if found else None
+
+
+def describe(value: Any) -> str:
+    """Return a value in a few words, as an error names what was found."""
+    if value is None:
+        return "null"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    short = text if len(text) <= LONGEST_QUOTE else text[:LONGEST_QUOTE] + "..."
+    if isinstance(value, str):
+        return f"the text {short!r}"
+    names = {dict: "an object", list: "a list", tuple: "a list", bool: "a truth value"}
+    return f"{names.get(type(value), 'the number')} {short}"

@@ -1,0 +1,173 @@
+"""Rows out of JSONL, JSON, CSV and Parquet files, each with the place it was read from."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
+
+Row = Mapping[str, Any]
+LocatedRow = tuple[Location, Row | BadRecordError]
+
+TRAIN_NAMES = ("train",)
+VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
+LONGEST_CELL = 2**31 - 1
+
+
+def read_rows(path: Path) -> Iterator[LocatedRow]:
+    """Yield every row of a file with its location; a line that cannot be read yields its error.
+
+    Raises:
+        BadRecordError: if the file is missing, of an unknown extension, empty, or unreadable as a
+            whole.
+    """
+    where = Location(str(path))
+    if not path.exists():
+        similar = closest(path.name, [p.name for p in path.parent.glob("*")])
+        hint = f"did you mean {path.parent / similar}?" if similar else "check the path"
+        raise BadRecordError(where, "there is no such file or folder", hint)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise BadRecordError(
+            where,
+            f"the extension {path.suffix!r} is unknown",
+            f"give a file that ends with one of {', '.join(_READERS)}",
+        )
+    empty = True
+    for located in reader(path):
+        empty = False
+        yield located
+    if empty:
+        raise BadRecordError(where, "the file holds no records", "give a file with a row a record")
+
+
+def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the train and the validation files of a folder, told by the start of their names.
+
+    A file is `train.<ext>`, or a shard such as `train-00000-of-00002.parquet`, in the folder or in
+    its `data/`. The validation files are those of the first of `validation`, `valid`, `val`, `dev`
+    and `test` that exists, and may be none.
+
+    Raises:
+        BadRecordError: if there is no train file.
+    """
+    places = [folder, folder / "data"]
+    files = sorted(p for place in places for p in place.glob("*") if p.suffix.lower() in _READERS)
+    train = _files_named(files, TRAIN_NAMES)
+    if not train:
+        found = ", ".join(p.name for p in files[:8]) or "none"
+        raise BadRecordError(
+            Location(str(folder)),
+            f"the folder has no train file (data files found: {found})",
+            f"name one train.<ext> with <ext> of {', '.join(_READERS)}, or give the file itself",
+        )
+    return train, _files_named(files, VALIDATION_NAMES)
+
+
+def _files_named(files: list[Path], names: tuple[str, ...]) -> list[Path]:
+    for name in names:
+        found = [p for p in files if p.stem == name or p.stem.startswith((f"{name}-", f"{name}_"))]
+        if found:
+            return found
+    return []
+
+
+def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = Location(str(path), number)
+                yield where, _parse_line(line, where)
+
+
+def _parse_line(line: bytes, where: Location) -> Row | BadRecordError:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return BadRecordError(where, f"it is not UTF-8 ({error.reason})", "save the file as UTF-8")
+    except json.JSONDecodeError as error:
+        found = f"it is not JSON: {error.msg} at column {error.colno}"
+        return BadRecordError(where, found, "write one JSON object a line")
+    return _as_object(row, where)
+
+
+def _as_object(row: Any, where: Location) -> Row | BadRecordError:
+    if isinstance(row, Mapping):
+        return row
+    return BadRecordError(where, f"found {describe(row)}", 'write an object, {"prompt": ...}')
+
+
+def _read_json(path: Path) -> Iterator[LocatedRow]:
+    where = Location(str(path))
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        found = f"it is not UTF-8 ({error.reason})"
+        raise BadRecordError(where, found, "save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        if not path.read_text(encoding="utf-8-sig").strip():
+            return
+        found = f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        fix = "write a list of objects, or name the file .jsonl if it has one object a line"
+        raise BadRecordError(where, found, fix) from error
+    if not isinstance(rows, list):
+        raise BadRecordError(where, f"found {describe(rows)}", "write a list of objects")
+    for number, row in enumerate(rows, start=1):
+        located = Location(str(path), number, "record")
+        yield located, _as_object(row, located)
+
+
+def _read_csv(path: Path) -> Iterator[LocatedRow]:
+    csv.field_size_limit(LONGEST_CELL)  # the default refuses texts over 128 kB
+    where = Location(str(path))
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                located = Location(str(path), reader.line_num)
+                yield located, _check_cells(row, located)
+        except UnicodeDecodeError as error:
+            found = f"it is not UTF-8 ({error.reason})"
+            raise BadRecordError(where, found, "save the file as UTF-8") from error
+        except csv.Error as error:
+            located = Location(str(path), reader.line_num)
+            fix = 'quote cells with commas or line breaks as "...", quotes inside as ""'
+            raise BadRecordError(located, f"it is not CSV: {error}", fix) from error
+
+
+def _check_cells(row: dict[Any, Any], where: Location) -> Row | BadRecordError:
+    too_many = None in row
+    if too_many or None in row.values():
+        wanted = len(row) - (1 if too_many else 0)
+        found = f"the line has {'more' if too_many else 'fewer'} cells than the {wanted} headers"
+        return BadRecordError(where, found, "quote cells that hold commas, and fill empty ones")
+    return row
+
+
+def _read_parquet(path: Path) -> Iterator[LocatedRow]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        found = f"it is not a Parquet file ({error})"
+        raise BadRecordError(Location(str(path)), found, "write it anew") from error
+    number = 0
+    with file:
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield Location(str(path), number, "row"), row
+
+
+_READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

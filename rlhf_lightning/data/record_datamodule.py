@@ -1,0 +1,299 @@
+"""The LightningDataModule that the three stages share.
+
+A stage is one Lightning epoch: `len(train_dataloader()) == num_iterations`, one batch is one
+iteration, and several passes over the data follow each other inside the sampler. A resumed stage
+yields exactly the batches that the interrupted one did not train on.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from lightning import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
+from rlhf_lightning.data.records import RecordKind, Split
+from rlhf_lightning.data.sampler import (
+    SequentialBatchSampler,
+    StreamBatchSampler,
+    stream_generator,
+)
+from rlhf_lightning.data.sources import RecordSource
+from rlhf_lightning.data.summary import DataSummary, render_examples, summarize
+
+VALIDATION_BATCH_FACTOR = 2
+
+
+class _Rows(Dataset[Any]):
+    """Encoded rows; a (row, row id) index gives a (row, row id) pair."""
+
+    def __init__(self, rows: Sequence[Any], *, with_row_ids: bool = False) -> None:
+        self.rows = rows
+        self.with_row_ids = with_row_ids
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int | tuple[int, int]) -> Any:
+        if isinstance(index, tuple):
+            return self.rows[index[0]], index[1]
+        return (self.rows[index], index) if self.with_row_ids else self.rows[index]
+
+
+class RecordDataModule(LightningDataModule):
+    """Encodes the records of a source once and deals them out in batches; the stages' base.
+
+    Args:
+        source: where the records come from.
+        tokenizer: makes ids of them; its pad id (or else its EOS id) fills the padding.
+        kind: which records are asked for.
+        batch_size: rows of a global batch; the number of ranks must divide it.
+        num_iterations: batches of the stage; None to give `num_epochs`.
+        num_epochs: passes over the training rows, may be fractional; None to give
+            `num_iterations`.
+        max_length: most tokens of a row, EOS included.
+        over_long: `"drop"` longer rows, or `"truncate_left"`: cut their prompt from the left.
+        seed: of the order of the rows.
+        group_by_length: put rows of like length into a batch.
+        show_examples: how many decoded examples to show before training.
+        max_validation_rows: a random part of the held-out rows; None for all.
+        validation_batch_size: rows of a rank's validation batch; None for twice its share of
+            `batch_size`.
+        num_workers: processes that collate; 0 is right unless rows are very long.
+
+    Raises:
+        ValueError: if a number is out of range, or not exactly one of `num_iterations` and
+            `num_epochs` is given.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        kind: RecordKind,
+        batch_size: int,
+        num_iterations: int | None,
+        num_epochs: float | None,
+        max_length: int,
+        over_long: OverLong,
+        seed: int,
+        group_by_length: bool,
+        show_examples: int,
+        max_validation_rows: int | None,
+        validation_batch_size: int | None,
+        num_workers: int,
+    ) -> None:
+        """Check the numbers; nothing is read yet."""
+        super().__init__()
+        _check_positive(
+            batch_size=batch_size,
+            num_iterations=num_iterations,
+            num_epochs=num_epochs,
+            max_length=max_length,
+            max_validation_rows=max_validation_rows,
+            validation_batch_size=validation_batch_size,
+        )
+        if (num_iterations is None) == (num_epochs is None):
+            raise ValueError(
+                f"num_iterations={num_iterations} and num_epochs={num_epochs}: give exactly one"
+            )
+        if over_long not in ("drop", "truncate_left"):
+            raise ValueError(f"over_long={over_long!r} is unknown: use 'drop' or 'truncate_left'")
+        self.source = source
+        self.tokenizer = tokenizer
+        self.kind = kind
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.over_long = over_long
+        self.seed = seed
+        self.group_by_length = group_by_length
+        self.show_examples = show_examples
+        self.max_validation_rows = max_validation_rows
+        self.validation_batch_size = validation_batch_size
+        self.num_workers = num_workers
+        self.summaries: dict[Split, DataSummary] = {}
+        self._num_iterations = num_iterations
+        self._num_epochs = num_epochs
+        self._rows: dict[Split, list[Any]] = {}
+        self._restored: dict[str, int] = {}
+
+    @property
+    def num_iterations(self) -> int:
+        """Batches of the stage: as given, or `ceil(num_epochs * rows / batch_size)`."""
+        if self._num_iterations is not None:
+            return self._num_iterations
+        assert self._num_epochs is not None
+        return math.ceil(self._num_epochs * len(self.rows("train")) / self.batch_size)
+
+    @property
+    def summary(self) -> DataSummary:
+        """The summary of the training rows; `summaries` has both splits."""
+        self.setup()
+        return self.summaries["train"]
+
+    @property
+    def consumed(self) -> int:
+        """Batches that are trained on already: what Lightning counts, and a resume goes on from."""
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return self._restored.get("consumed", 0)
+        # `processed` counts a batch as soon as its training step is done, in whichever hook the
+        # checkpoint is written; it is also the count from which a resumed Lightning goes on.
+        progress = cast(Any, trainer.fit_loop.epoch_loop.batch_progress.current)
+        return int(progress.processed)
+
+    def rows(self, split: Split) -> Sequence[Encoded]:
+        """Return the encoded rows of a split."""
+        self.setup()
+        return self._rows[split]
+
+    def prepare_data(self) -> None:
+        """Read the source once on one process, so that a download happens only once."""
+        self.source.records(self.kind, "train")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Encode both splits, once, and show what is in them.
+
+        Raises:
+            ValueError: if no training row is left.
+        """
+        if self._rows:
+            return
+        splits: tuple[Split, Split] = ("train", "validation")
+        rows: dict[Split, list[Any]] = {}
+        for split in splits:
+            records = self.source.records(self.kind, split)
+            rows[split], report = encode_all(
+                records, self.tokenizer, max_length=self.max_length, over_long=self.over_long
+            )
+            skipped = getattr(self.source, "skipped_records", ()) if split == "train" else ()
+            self.summaries[split] = summarize(
+                rows[split], name=f"{split} {self.kind}", report=report, skipped=skipped
+            )
+        if not rows["train"]:
+            raise ValueError(
+                f"no training row is left of the {self.kind}: "
+                f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}. "
+                "Raise max_length, or set over_long='truncate_left'"
+            )
+        rows["validation"] = self._part_of(rows["validation"])
+        self._rows = rows
+        rank_zero_info(self.render_summary())
+
+    def render_summary(self) -> str:
+        """Return the tables of both splits, and the first examples if they are asked for."""
+        self.setup()
+        parts = [s.render() for s in self.summaries.values() if s.num_rows or s.dropped]
+        if self.show_examples:
+            parts.append(render_examples(self._rows["train"], self.tokenizer, self.show_examples))
+        return "\n".join(parts)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the batches that are still to be trained on."""
+        self.setup()
+        rows = self._rows["train"]
+        self._check_restored(len(rows))
+        sampler = StreamBatchSampler(
+            len(rows),
+            batch_size=self.batch_size,
+            num_iterations=self.num_iterations,
+            seed=self.seed,
+            lengths=[len(row) for row in rows] if self.group_by_length else None,
+            rank=self._rank,
+            world_size=self._world_size,
+            with_row_ids=self._with_row_ids,
+        )
+        sampler.consumed = self._restored.get("consumed", 0)
+        return self._loader(_Rows(rows), sampler)
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """Return the loader of the held-out rows, each once; an empty list if there are none."""
+        rows = self.rows("validation")
+        if not rows:
+            return []
+        share = self.validation_batch_size
+        if share is None:
+            share = VALIDATION_BATCH_FACTOR * max(self.batch_size // self._world_size, 1)
+        sampler = SequentialBatchSampler(
+            len(rows),
+            batch_size=share,
+            lengths=[len(row) for row in rows] if self.group_by_length else None,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        return self._loader(_Rows(rows, with_row_ids=self._with_row_ids), sampler)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the stream stands, and what it is a stream of."""
+        return {"consumed": self.consumed, **self._identity(len(self.rows("train")))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind the batches that the checkpoint was trained on."""
+        self._restored = {key: int(value) for key, value in state_dict.items()}
+        # Lightning looks for a loader with a state; here the sampler starts at the right batch.
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended")
+
+    def teardown(self, stage: str) -> None:
+        """Forget the resume after a fit, so that another fit starts at the first batch."""
+        if stage == "fit":
+            self._restored = {}
+
+    _with_row_ids = False
+
+    def _collator(self, pad_token_id: int) -> Callable[[Any], Any]:
+        raise NotImplementedError
+
+    def _loader(self, rows: Dataset[Any], sampler: Any) -> DataLoader[Any]:
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        return DataLoader(
+            rows,
+            batch_sampler=sampler,
+            collate_fn=self._collator(int(cast(int, pad))),
+            num_workers=self.num_workers,
+            # Without a generator of its own each iterator draws from the global one.
+            generator=stream_generator(self.seed, "loader", 0),
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer is not None else 0
+
+    @property
+    def _world_size(self) -> int:
+        return self.trainer.world_size if self.trainer is not None else 1
+
+    def _identity(self, num_rows: int) -> dict[str, int]:
+        return {"num_rows": num_rows, "batch_size": self.batch_size, "seed": self.seed}
+
+    def _check_restored(self, num_rows: int) -> None:
+        for name, value in self._identity(num_rows).items():
+            saved = self._restored.get(name, value)
+            if saved != value:
+                raise ValueError(
+                    f"the checkpoint was made with data {name}={saved}, this run has {value}: the "
+                    "remaining batches would be others. Resume with the same data, or start anew"
+                )
+
+    def _part_of(self, rows: list[Any]) -> list[Any]:
+        if self.max_validation_rows is None or len(rows) <= self.max_validation_rows:
+            return rows
+        generator = stream_generator(self.seed, "validation rows", 0)
+        order = torch.randperm(len(rows), generator=generator)
+        return [rows[i] for i in sorted(order[: self.max_validation_rows].tolist())]
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value} must be positive")

@@ -1,0 +1,109 @@
+"""The four kinds of record that data sources yield, in TRL's vocabulary.
+
+A text is plain (`str`) or conversational (a tuple of `{"role", "content"}` mappings).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Messages = tuple[Mapping[str, str], ...]
+Text = str | Messages
+RecordKind = Literal["texts", "prompts", "demonstrations", "preferences"]
+Split = Literal["train", "validation"]
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """Language-modelling text: every token is learnt (TRL: `text`)."""
+
+    text: str
+    domain: str = ""
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """A prompt to answer.
+
+    Args:
+        prompt: plain or conversational.
+        domain: a name that metrics are split by, "" where there is none.
+        columns: further text columns of the row, for reward functions that ask for them.
+    """
+
+    prompt: Text
+    domain: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DemonstrationRecord:
+    """A prompt and the answer to imitate."""
+
+    prompt: Text
+    completion: Text
+    domain: str = ""
+
+
+@dataclass(frozen=True)
+class PreferenceRecord:
+    """A prompt with a preferred and a rejected answer.
+
+    Args:
+        prompt: plain or conversational.
+        chosen: the preferred answer.
+        rejected: the other one.
+        domain: a name that metrics are split by, "" where there is none.
+        margin: how much better `chosen` is, in units of the reward; None where not known.
+    """
+
+    prompt: Text
+    chosen: Text
+    rejected: Text
+    domain: str = ""
+    margin: float | None = None
+
+
+Record = TextRecord | PromptRecord | DemonstrationRecord | PreferenceRecord
+
+
+def prompt_key(record: Record) -> str:
+    """Return the identity by which records are split: the prompt, or the text of a text record.
+
+    Records of one prompt have one key whatever their kind, so a prompt held out from SFT is held
+    out from reward modelling and PPO too when the sources share a seed. A conversation and its
+    plain text have different keys.
+    """
+    if isinstance(record, TextRecord):
+        return record.text
+    return text_key(record.prompt)
+
+
+def text_key(text: Text) -> str:
+    """Return a string that is equal for equal texts only."""
+    if isinstance(text, str):
+        return text
+    return json.dumps([[m["role"], m["content"]] for m in text], ensure_ascii=False)
+
+
+def kind_of(record: Record) -> RecordKind:
+    """Return the name of the record's kind.
+
+    Raises:
+        TypeError: if it is not a record.
+    """
+    kinds: dict[type, RecordKind] = {
+        TextRecord: "texts",
+        PromptRecord: "prompts",
+        DemonstrationRecord: "demonstrations",
+        PreferenceRecord: "preferences",
+    }
+    for cls, kind in kinds.items():
+        if isinstance(record, cls):
+            return kind
+    raise TypeError(f"{type(record).__name__} is not a record, expected one of {list(kinds)}")

@@ -1,0 +1,212 @@
+"""Which rows make up which batch: a pure function of the seed and the number of the batch.
+
+The data is one endless stream: pass after pass, each a permutation of all rows drawn from
+(seed, pass). A stage reads the first `num_iterations * batch_size` positions of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+NUM_BATCHES_SORTED_TOGETHER = 16
+
+
+class StreamBatchSampler(Sampler[list[Any]]):
+    """Yields this rank's rows of batch `consumed`, `consumed + 1`, ... `num_iterations - 1`.
+
+    Without `lengths` batch i is stream positions `[i * batch_size, (i + 1) * batch_size)`: every
+    row comes once a pass, and a batch may straddle two passes.
+
+    With `lengths` rows of like length are put together. A pass owns the batches whose first
+    position lies in it, so its last batch is filled up from the start of the next pass, which then
+    goes on behind it: still every row comes once a pass, none is dropped or doubled. Inside a pass
+    the (permuted) batches are taken 16 at a time, their rows sorted by length and cut again, and
+    the order of all batches of the pass is shuffled.
+
+    Args:
+        num_rows: rows of the data.
+        batch_size: rows of a global batch.
+        num_iterations: batches of the whole stage; `len` is this number, also after a resume.
+        seed: of the permutations.
+        lengths: tokens of each row, to group by; None for no grouping.
+        rank: takes the contiguous share `rank` of each global batch.
+        world_size: number of shares; must divide `batch_size`.
+        with_row_ids: yield (row, row id) pairs, where the row id is the position in the stream,
+            `iteration * batch_size + position in the global batch`.
+
+    Attributes:
+        consumed: batches that are trained on already; iteration starts behind them.
+
+    Raises:
+        ValueError: if a number is out of range or `world_size` does not divide `batch_size`.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        batch_size: int,
+        num_iterations: int,
+        seed: int,
+        lengths: Sequence[int] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        with_row_ids: bool = False,
+    ) -> None:
+        """Check the numbers; nothing is drawn yet."""
+        for name, value in {
+            "num_rows": num_rows,
+            "batch_size": batch_size,
+            "num_iterations": num_iterations,
+            "world_size": world_size,
+        }.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if batch_size % world_size:
+            raise ValueError(
+                f"batch_size={batch_size} is global and must be divisible by the {world_size} "
+                f"ranks: use {max(batch_size // world_size, 1) * world_size} or "
+                f"{(batch_size // world_size + 1) * world_size}"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} must be in [0, {world_size})")
+        if lengths is not None and len(lengths) != num_rows:
+            raise ValueError(f"lengths has {len(lengths)} entries for {num_rows} rows")
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.num_iterations = num_iterations
+        self.seed = seed
+        self.lengths = None if lengths is None else list(lengths)
+        self.rank = rank
+        self.world_size = world_size
+        self.with_row_ids = with_row_ids
+        self.consumed = 0
+        self._drawn: dict[tuple[str, int], list[Any]] = {}
+
+    def __len__(self) -> int:
+        """Return the batches of the whole stage."""
+        return self.num_iterations
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield this rank's share of every batch that is still to be trained on."""
+        local = self.batch_size // self.world_size
+        start = self.rank * local
+        for iteration in range(self.consumed, self.num_iterations):
+            share = self.batch(iteration)[start : start + local]
+            if self.with_row_ids:
+                first = iteration * self.batch_size + start
+                yield [(row, first + i) for i, row in enumerate(share)]
+            else:
+                yield share
+
+    def batch(self, iteration: int) -> list[int]:
+        """Return the rows of a global batch, by its number from 0."""
+        if self.lengths is None:
+            return self._positions(iteration * self.batch_size, self.batch_size)
+        number = iteration * self.batch_size // self.num_rows
+        batches: list[list[int]] = self._remember("grouped", number, self._grouped)
+        return batches[iteration - self._first_batch(number)]
+
+    def _positions(self, start: int, count: int) -> list[int]:
+        """Return the rows at `count` positions of the stream from `start` on."""
+        rows = []
+        while count > 0:
+            number, offset = divmod(start, self.num_rows)
+            permutation = self._remember("permutation", number, self._permutation)
+            taken = permutation[offset : offset + count]
+            rows += taken
+            start, count = start + len(taken), count - len(taken)
+        return rows
+
+    def _first_batch(self, number: int) -> int:
+        """Return the first batch whose first position lies in pass `number` or behind."""
+        return -(-number * self.num_rows // self.batch_size)
+
+    def _grouped(self, number: int) -> list[list[int]]:
+        """Return the batches of a pass, grouped by length and shuffled."""
+        assert self.lengths is not None
+        first, end = self._first_batch(number), self._first_batch(number + 1)
+        size = self.batch_size
+        rows = self._positions(first * size, (end - first) * size)
+        together = NUM_BATCHES_SORTED_TOGETHER * size
+        batches = []
+        for start in range(0, len(rows), together):
+            by_length = sorted(rows[start : start + together], key=self.lengths.__getitem__)
+            batches += [by_length[i : i + size] for i in range(0, len(by_length), size)]
+        generator = stream_generator(self.seed, "batch order", number)
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def _permutation(self, number: int) -> list[int]:
+        generator = stream_generator(self.seed, "permutation", number)
+        return torch.randperm(self.num_rows, generator=generator).tolist()
+
+    def _remember(self, what: str, number: int, make: Any) -> list[Any]:
+        """Return `make(number)`, kept for this pass and the last only."""
+        if (what, number) not in self._drawn:
+            self._drawn[what, number] = make(number)
+            for key in [key for key in self._drawn if key[0] == what and key[1] < number - 1]:
+                del self._drawn[key]
+        return self._drawn[what, number]
+
+
+class SequentialBatchSampler(Sampler[list[int]]):
+    """Yields every row once, for validation, with the same number of batches on every rank.
+
+    Rows are dealt to the ranks evenly, because a rank that runs out of batches would leave the
+    others waiting in a collective operation; batches differ by one row at most.
+
+    Args:
+        num_rows: rows of the data.
+        batch_size: most rows of a rank's batch (one more where rows cannot be dealt otherwise).
+        lengths: tokens of each row, to go from the shortest to the longest; None to keep the order.
+        rank: of this process.
+        world_size: number of processes.
+
+    Raises:
+        ValueError: if there are rows, but fewer than ranks.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        batch_size: int,
+        lengths: Sequence[int] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Deal the rows."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        if 0 < num_rows < world_size:
+            raise ValueError(
+                f"{num_rows} validation rows cannot be dealt to {world_size} ranks: hold out more"
+            )
+        order = list(range(num_rows))
+        if lengths is not None:
+            order.sort(key=lengths.__getitem__)
+        rounds = min(-(-num_rows // (batch_size * world_size)), num_rows // world_size)
+        parts = rounds * world_size
+        edges = [num_rows * part // parts for part in range(parts + 1)] if parts else [0]
+        self.batches = [
+            order[edges[part] : edges[part + 1]] for part in range(rank, parts, world_size)
+        ]
+
+    def __len__(self) -> int:
+        """Return the number of this rank's batches."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches."""
+        yield from self.batches
+
+
+def stream_generator(seed: int, purpose: str, number: int) -> torch.Generator:
+    """Return a generator that is a function of its arguments only."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{number}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

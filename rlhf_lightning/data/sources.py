@@ -1,0 +1,296 @@
+"""Where records come from: files, the hub, or several sources mixed by weight."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
+from rlhf_lightning.data.files import LocatedRow, read_rows, split_files
+from rlhf_lightning.data.formats import ParsedRow, check_columns, parse_rows, to_kind
+from rlhf_lightning.data.records import Record, RecordKind, Split, kind_of, prompt_key
+from rlhf_lightning.data.splits import split_by_key
+
+logger = logging.getLogger(__name__)
+
+
+class RecordSource(Protocol):
+    """Anything that yields records of a kind for a split.
+
+    It may also have `skipped_records`, messages about the bad records that were left out.
+    """
+
+    def records(self, kind: RecordKind, split: Split) -> list[Record]:
+        """Return all records of `split` as `kind`, in a fixed order."""
+        ...
+
+
+class _RowSource:
+    """Parses rows once, splits them by prompt where there is no validation set, and converts."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        columns: Mapping[str, str | None] | None,
+        validation_fraction: float,
+        seed: int,
+        on_bad_record: OnBadRecord,
+    ) -> None:
+        self.name = name
+        self.columns = check_columns(columns)
+        self.validation_fraction = validation_fraction
+        self.seed = seed
+        self._skipped = SkippedRecords(on_bad_record)
+        self._splits: dict[Split, list[ParsedRow]] | None = None
+
+    @property
+    def skipped_records(self) -> tuple[str, ...]:
+        """Messages about the bad records that were left out (of what was read so far)."""
+        return tuple(self._skipped.messages)
+
+    def records(self, kind: RecordKind, split: Split) -> list[Record]:
+        """Return all records of `split` as `kind`, in the order of the source.
+
+        Prompts taken from demonstrations or preferences are made unique: a prompt with ten pairs
+        is one prompt to answer. A set of prompts is kept as it is.
+
+        Raises:
+            BadRecordError: for a bad record unless it is skipped, or if the records cannot be
+                turned into `kind`.
+            ValueError: if `split` is unknown.
+        """
+        if split not in ("train", "validation"):
+            raise ValueError(f"split={split!r} is unknown: use 'train' or 'validation'")
+        if self._splits is None:
+            self._splits = self._load()
+        rows = self._splits[split]
+        if kind == "prompts" and rows and kind_of(rows[0].record) != "prompts":
+            rows = list({prompt_key(row.record): row for row in reversed(rows)}.values())[::-1]
+        return list(self._converted(rows, kind))
+
+    def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
+        for row in rows:
+            try:
+                yield to_kind(row, kind)
+            except BadRecordError as error:
+                # A set of the wrong kind is no bad record, and skipping would hide all of it.
+                if kind != "prompts" or kind_of(row.record) == "texts":
+                    raise
+                if str(error) not in self._skipped.messages:
+                    self._skipped.add(error)
+
+    def _load(self) -> dict[Split, list[ParsedRow]]:
+        train = self._parse(self._rows("train"))
+        validation_rows = self._rows("validation")
+        if validation_rows is not None:
+            validation = self._parse(validation_rows)
+            self._warn_of_shared_prompts(train, validation)
+            return {"train": train, "validation": validation}
+        train, validation = split_by_key(
+            train,
+            lambda row: prompt_key(row.record),
+            validation_fraction=self.validation_fraction,
+            seed=self.seed,
+            name=self.name,
+        )
+        return {"train": train, "validation": validation}
+
+    def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
+        held_out = {prompt_key(row.record) for row in validation}
+        shared = held_out & {prompt_key(row.record) for row in train}
+        if shared:
+            logger.warning(
+                "%s: %d of %d validation prompts are trained on too, so validation says nothing "
+                "about new prompts there, e.g. %r",
+                self.name,
+                len(shared),
+                len(held_out),
+                min(shared)[:60],
+            )
+
+    def _parse(self, rows: Iterable[LocatedRow] | None) -> list[ParsedRow]:
+        return parse_rows(rows or [], columns=self.columns, skipped=self._skipped)
+
+    def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
+        raise NotImplementedError
+
+
+class FileSource(_RowSource):
+    """Records of a .jsonl, .json, .csv or .parquet file, or of a folder with split files.
+
+    Args:
+        path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`.
+        columns: our name -> the file's name for it; null hides a column.
+        validation_path: a file of held-out records; without one, the validation file of the
+            folder, or else a share of the prompts.
+        validation_fraction: that share of prompts; 0 for no validation.
+        seed: of the split by prompt; the same seed holds out the same prompts in every stage.
+        on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        columns: Mapping[str, str | None] | None = None,
+        validation_path: str | Path | None = None,
+        validation_fraction: float = 0.05,
+        seed: int = 0,
+        on_bad_record: OnBadRecord = "raise",
+    ) -> None:
+        """Note where the records are; they are read at the first call of `records`."""
+        super().__init__(
+            str(path),
+            columns=columns,
+            validation_fraction=validation_fraction,
+            seed=seed,
+            on_bad_record=on_bad_record,
+        )
+        self.path = Path(path).expanduser()
+        self.validation_path = Path(validation_path).expanduser() if validation_path else None
+
+    def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
+        train: list[Path] = [self.path]
+        validation: list[Path] = []
+        if self.path.is_dir():
+            train, validation = split_files(self.path)
+        if self.validation_path is not None:
+            validation = [self.validation_path]
+        files = train if split == "train" else validation
+        return (row for file in files for row in read_rows(file)) if files else None
+
+
+class HubSource(_RowSource):
+    """Records of a data set on the Hugging Face hub, through `datasets`.
+
+    Code that a data set ships is never run.
+
+    Args:
+        name: the data set, e.g. `trl-lib/ultrafeedback_binarized`, or a folder of one.
+        config: the name of its configuration.
+        split: the split to train on; slices such as `train[:1000]` work.
+        validation_split: the held-out split; without one, a share of the prompts is held out.
+        columns: our name -> the set's name for it; null hides a column.
+        revision: a branch, tag or commit; give a commit for runs that can be repeated.
+        validation_fraction: share of prompts held out where there is no `validation_split`.
+        seed: of the split by prompt.
+        on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        config: str | None = None,
+        split: str = "train",
+        validation_split: str | None = None,
+        columns: Mapping[str, str | None] | None = None,
+        revision: str | None = None,
+        validation_fraction: float = 0.05,
+        seed: int = 0,
+        on_bad_record: OnBadRecord = "raise",
+    ) -> None:
+        """Note the name; the set is loaded at the first call of `records`."""
+        super().__init__(
+            name,
+            columns=columns,
+            validation_fraction=validation_fraction,
+            seed=seed,
+            on_bad_record=on_bad_record,
+        )
+        self.config = config
+        self.hub_splits: dict[Split, str | None] = {"train": split, "validation": validation_split}
+        self.revision = revision
+
+    def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
+        hub_split = self.hub_splits[split]
+        return None if hub_split is None else self._load_split(hub_split)
+
+    def _load_split(self, hub_split: str) -> Iterator[LocatedRow]:
+        from datasets import load_dataset  # seconds to import: only those who ask pay
+
+        try:
+            rows: Any = load_dataset(
+                self.name, name=self.config, split=hub_split, revision=self.revision
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the data set {self.name!r} (config={self.config}, split={hub_split!r}, "
+                f"revision={self.revision}) could not be loaded: {error}. "
+                "Check name, config and split, the network, and the access to a gated set"
+            ) from error
+        source = f"{self.name}[{hub_split}]"
+        for number, row in enumerate(rows, start=1):
+            yield Location(source, number, "row"), row
+
+
+class MixedSource:
+    """Several sources, mixed so that their shares of the training records match weights.
+
+    The mix has as many training records as all sources together. A source that gets more than it
+    has is repeated: every record `q` times, and a random part of them, drawn without replacement,
+    once more. One that gets less gives a random part, each record at most once. Validation records
+    are all those of all sources, not repeated. Prompts that stand in several sources are held out
+    from all only if the sources split with the same seed.
+
+    Args:
+        sources: the sources.
+        weights: one positive number a source; they need not sum to 1.
+        seed: of the choice of records.
+
+    Raises:
+        ValueError: if there is not one finite positive weight a source.
+    """
+
+    def __init__(
+        self, sources: Sequence[RecordSource], weights: Sequence[float], *, seed: int = 0
+    ) -> None:
+        """Check the weights; nothing is read yet."""
+        if len(sources) != len(weights) or not sources:
+            raise ValueError(
+                f"{len(weights)} weights for {len(sources)} sources: give each source one weight"
+            )
+        if not all(0 < w < float("inf") for w in weights):
+            raise ValueError(f"weights={list(weights)} must be finite and positive")
+        self.sources = tuple(sources)
+        self.weights = tuple(float(w) / sum(weights) for w in weights)
+        self.seed = seed
+
+    @property
+    def skipped_records(self) -> tuple[str, ...]:
+        """Messages about the bad records that the sources left out."""
+        return tuple(m for s in self.sources for m in getattr(s, "skipped_records", ()))
+
+    def records(self, kind: RecordKind, split: Split) -> list[Record]:
+        """Return the mixed records, source after source.
+
+        Raises:
+            ValueError: if a source has no record for training.
+        """
+        pools = [source.records(kind, split) for source in self.sources]
+        if split == "validation":
+            return [record for pool in pools for record in pool]
+        for index, pool in enumerate(pools):
+            if not pool:
+                raise ValueError(f"source {index} of the mix has no {kind}: leave it out")
+        counts = _shares(sum(len(pool) for pool in pools), self.weights)
+        mixed: list[Record] = []
+        for index, (pool, count) in enumerate(zip(pools, counts, strict=True)):
+            repeats, rest = divmod(count, len(pool))
+            drawn = random.Random(f"{self.seed}/{index}").sample(range(len(pool)), rest)
+            mixed += pool * repeats + [pool[i] for i in sorted(drawn)]
+        return mixed
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Return whole numbers that sum to `total` and lie within 1 of `total * weight`."""
+    counts = [int(total * w) for w in weights]
+    remainders = [total * w - c for w, c in zip(weights, counts, strict=True)]
+    by_remainder = sorted(range(len(weights)), key=lambda i: -remainders[i])
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

@@ -1,0 +1,66 @@
+"""Train and validation split by prompt, so that no prompt stands on both sides."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from rlhf_lightning.data.records import Record, prompt_key
+
+T = TypeVar("T")
+
+
+def split_fraction(key: str, seed: int) -> float:
+    """Return the place of a prompt in [0, 1): uniform over prompts, a function of key and seed."""
+    digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def split_by_prompt(
+    records: Sequence[Record], *, validation_fraction: float, seed: int
+) -> tuple[list[Record], list[Record]]:
+    """Return (train, validation), each in the order of `records`.
+
+    A record goes to validation if the hash of its prompt and the seed falls below
+    `validation_fraction`: all records of one prompt land on one side, a prompt lands on the same
+    side in every set that is split with the same seed, and adding records moves no other. Where
+    that leaves a side empty, the prompt nearest to the threshold moves there. A fraction of 0 asks
+    for no validation at all.
+
+    Raises:
+        ValueError: if `validation_fraction` is not in [0, 1), or there are fewer than two prompts.
+    """
+    return split_by_key(
+        records, prompt_key, validation_fraction=validation_fraction, seed=seed, name="records"
+    )
+
+
+def split_by_key(
+    rows: Sequence[T],
+    key: Callable[[T], str],
+    *,
+    validation_fraction: float,
+    seed: int,
+    name: str,
+) -> tuple[list[T], list[T]]:
+    """Return (train, validation) as `split_by_prompt` does, by any key; `name` is for messages."""
+    if not 0 <= validation_fraction < 1:
+        raise ValueError(f"validation_fraction={validation_fraction} must be in [0, 1)")
+    if validation_fraction == 0:
+        return list(rows), []
+    keys = [key(row) for row in rows]
+    places = {k: split_fraction(k, seed) for k in keys}
+    if len(places) < 2:
+        raise ValueError(
+            f"{name}: {len(rows)} records have {len(places)} prompt(s), a split by prompt needs "
+            "two: give more prompts, a validation set of its own, or validation_fraction=0"
+        )
+    held_out = {k for k, place in places.items() if place < validation_fraction}
+    if not held_out:
+        held_out = {min(places, key=lambda k: places[k])}
+    elif len(held_out) == len(places):
+        held_out.remove(max(places, key=lambda k: places[k]))
+    train = [row for row, k in zip(rows, keys, strict=True) if k not in held_out]
+    validation = [row for row, k in zip(rows, keys, strict=True) if k in held_out]
+    return train, validation

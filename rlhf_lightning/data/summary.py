@@ -1,0 +1,179 @@
+"""What is in the data: counts, lengths, duplicates, what was left out, and decoded examples."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.data.encode import (
+    Encoded,
+    EncodedPreference,
+    EncodedPrompt,
+    EncodedSequence,
+    EncodingReport,
+)
+
+LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """Lengths in tokens. `percentile_95` is the smallest that at least 95 % do not exceed."""
+
+    minimum: int
+    median: float
+    percentile_95: int
+    maximum: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> LengthSummary | None:
+        """Return the summary of these lengths, None if there are none."""
+        if not lengths:
+            return None
+        ordered = sorted(lengths)
+        rank = -(-95 * len(ordered) // 100)
+        return cls(ordered[0], statistics.median(ordered), ordered[rank - 1], ordered[-1])
+
+    def __str__(self) -> str:
+        """Return the four numbers in a line."""
+        return f"{self.minimum} / {self.median:g} / {self.percentile_95} / {self.maximum}"
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """One split of the data.
+
+    Args:
+        name: e.g. `train preferences`.
+        num_rows: encoded rows.
+        domains: rows a domain; "" where a row has none.
+        lengths: token lengths of `prompt`, `response`, or of `chosen` and `rejected`, EOS included.
+        num_duplicates: rows whose tokens are those of an earlier row.
+        num_truncated: rows whose prompt was cut from the left.
+        dropped: records that were left out when encoding, a reason each.
+        skipped: messages about bad records that were left out when reading.
+    """
+
+    name: str
+    num_rows: int
+    domains: Mapping[str, int]
+    lengths: Mapping[str, LengthSummary]
+    num_duplicates: int
+    num_truncated: int
+    dropped: Mapping[str, int]
+    skipped: tuple[str, ...]
+
+    def render(self) -> str:
+        """Return a compact table as text."""
+        table = Table(title=self.name, show_header=False, title_justify="left")
+        table.add_row("rows", f"{self.num_rows}")
+        if set(self.domains) - {""}:
+            counts = (f"{name or '(none)'} {count}" for name, count in self.domains.items())
+            table.add_row("domains", ", ".join(counts))
+        for name, lengths in self.lengths.items():
+            table.add_row(f"{name} tokens, min / median / 95 % / max", str(lengths))
+        table.add_row("duplicate rows", str(self.num_duplicates))
+        if self.num_truncated:
+            table.add_row("prompts cut from the left", str(self.num_truncated))
+        for reason, count in self.dropped.items():
+            table.add_row(f"dropped: {reason}", str(count))
+        if self.skipped:
+            table.add_row("bad records skipped", str(len(self.skipped)))
+        return render_table(table)
+
+
+def summarize(
+    encoded: Sequence[Encoded],
+    *,
+    name: str,
+    report: EncodingReport | None = None,
+    skipped: Sequence[str] = (),
+) -> DataSummary:
+    """Return the summary of encoded rows.
+
+    Args:
+        encoded: the rows of one split, all of one kind.
+        name: the title.
+        report: what `encode_all` said about them.
+        skipped: messages about bad records that were left out.
+    """
+    report = report or EncodingReport()
+    lengths: dict[str, list[int]] = {}
+    for row in encoded:
+        for part, length in _lengths(row).items():
+            lengths.setdefault(part, []).append(length)
+    summaries = {part: LengthSummary.of(values) for part, values in lengths.items()}
+    return DataSummary(
+        name=name,
+        num_rows=len(encoded),
+        domains=dict(Counter(row.domain for row in encoded).most_common()),
+        lengths={part: summary for part, summary in summaries.items() if summary},
+        num_duplicates=len(encoded) - len({_identity(row) for row in encoded}),
+        num_truncated=report.num_truncated,
+        dropped=dict(report.dropped),
+        skipped=tuple(skipped),
+    )
+
+
+def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase, n: int) -> str:
+    """Return the first `n` rows decoded, special tokens and all; what is learnt is in `[[...]]`.
+
+    Of a preference both sides are shown, with the scored answers in the brackets.
+    """
+    lines = []
+    for number, row in enumerate(encoded[:n], start=1):
+        if isinstance(row, EncodedSequence):
+            lines.append(f"example {number}: {_marked(row.input_ids, row.loss_mask, tokenizer)}")
+        elif isinstance(row, EncodedPrompt):
+            lines.append(f"example {number}: {tokenizer.decode(row.input_ids.tolist())}")
+        else:
+            for side in ("chosen", "rejected"):
+                ids = getattr(row, f"{side}_input_ids")
+                mask = [i >= row.prompt_length for i in range(len(ids))]
+                lines.append(f"example {number}, {side}: {_marked(ids, mask, tokenizer)}")
+    return "\n".join(lines)
+
+
+def render_table(table: Table) -> str:
+    """Return a rich table as plain text, 100 columns wide."""
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(table)
+    return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+
+
+def _marked(ids: Any, mask: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Decode runs of tokens with the same mask, so that the marks stand at token boundaries."""
+    text, start = "", 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or bool(mask[end]) != bool(mask[start]):
+            run = str(tokenizer.decode([int(i) for i in ids[start:end]]))
+            text += f"{LEARNT_OPEN}{run}{LEARNT_CLOSE}" if mask[start] else run
+            start = end
+    return text
+
+
+def _lengths(row: Encoded) -> dict[str, int]:
+    if isinstance(row, EncodedPrompt):
+        return {"prompt": len(row)}
+    if isinstance(row, EncodedSequence):
+        response = int(row.loss_mask.sum())
+        return {"prompt": len(row) - response, "response": response}
+    return {
+        "prompt": row.prompt_length,
+        "chosen": len(row.chosen_input_ids) - row.prompt_length,
+        "rejected": len(row.rejected_input_ids) - row.prompt_length,
+    }
+
+
+def _identity(row: Encoded) -> tuple[bytes, ...]:
+    if isinstance(row, EncodedPreference):
+        return row.chosen_input_ids.tobytes(), row.rejected_input_ids.tobytes()
+    return (row.input_ids.tobytes(),)

@@ -1,0 +1,118 @@
+"""Texts to token ids: prompts, and answers that end with EOS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.data.records import Messages, Text
+
+
+def prompt_ids(prompt: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of a prompt: special tokens at the front only, BOS never twice, no EOS.
+
+    An empty plain prompt is BOS alone, or nothing where the tokenizer has no BOS.
+
+    Raises:
+        ValueError: if a conversation meets a tokenizer without a chat template.
+    """
+    if not isinstance(prompt, str):
+        return _tokenize(render_chat(prompt, tokenizer), tokenizer)
+    encoding = tokenizer(prompt, return_special_tokens_mask=True, verbose=False)
+    ids, special = list(encoding["input_ids"]), list(encoding["special_tokens_mask"])
+    if all(special):
+        bos = tokenizer.bos_token_id
+        return [] if bos is None else [int(bos)]
+    num_front = special.index(0)
+    num_back = special[::-1].index(0)
+    front, text = ids[:num_front], ids[num_front : len(ids) - num_back]
+    # A prompt that spells BOS itself has it already.
+    return text if text[:num_front] == front else front + text
+
+
+def answer_ids(prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that follow the prompt's, up to and including one EOS.
+
+    For a conversation: what the template adds to the rendered prompt. Where the tokenizer would
+    merge the last characters of the prompt with the first of the answer, the answer is tokenized
+    on its own, because that is the boundary at which a policy starts to generate.
+
+    Raises:
+        ValueError: if the rendered prompt is not the start of the rendered conversation, or the
+            tokenizer has no chat template or no EOS token.
+    """
+    if isinstance(answer, str):
+        return end_with_eos(_tokenize(answer, tokenizer), tokenizer)
+    if isinstance(prompt, str):
+        raise TypeError(
+            "the prompt is plain text but its answer is a conversation: make them alike"
+        )
+    start = render_chat(prompt, tokenizer)
+    full = render_chat((*prompt, *answer), tokenizer, add_generation_prompt=False)
+    if not full.startswith(start):
+        raise ValueError(_prefix_message(start, full))
+    given, ids = _tokenize(start, tokenizer), _tokenize(full, tokenizer)
+    if ids[: len(given)] == given:
+        tail = ids[len(given) :]
+    else:
+        tail = _tokenize(full[len(start) :], tokenizer)
+    return end_with_eos(_until_eos(tail, tokenizer), tokenizer)
+
+
+def end_with_eos(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return `ids` with one EOS at their end.
+
+    Raises:
+        ValueError: if the tokenizer has no EOS token.
+    """
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError("the tokenizer has no EOS token: set tokenizer.eos_token")
+    return list(ids) if ids and ids[-1] == eos else [*ids, int(eos)]
+
+
+def _until_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Cut what a template writes after its last EOS, if that is only white space."""
+    eos = tokenizer.eos_token_id
+    if eos not in ids:
+        return ids
+    end = len(ids) - ids[::-1].index(eos)
+    return ids if str(tokenizer.decode(ids[end:])).strip() else ids[:end]
+
+
+def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def render_chat(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = True
+) -> str:
+    """Return a conversation as its chat template writes it.
+
+    Raises:
+        ValueError: if the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the records are conversations but the tokenizer has no chat template: set "
+            "tokenizer.chat_template, take an instruction-tuned tokenizer, or give plain text"
+        )
+    conversation = [dict(message) for message in messages]
+    return str(
+        tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    )
+
+
+def _prefix_message(start: str, full: str) -> str:
+    same = next((i for i, (a, b) in enumerate(zip(start, full, strict=False)) if a != b), len(full))
+    at = max(same - 40, 0)
+    return (
+        "the chat template does not keep the prompt as the start of the whole conversation, so it "
+        f"is not known which tokens are the answer. They part after {same} characters:\n"
+        f"  prompt:       ...{start[at : same + 60]!r}\n"
+        f"  conversation: ...{full[at : same + 60]!r}\n"
+        "Use a template whose generation prompt is what it writes before every answer"
+    )

@@ -1,0 +1,125 @@
+"""The only file that knows ranks and sharding.
+
+Everything here also works in one process, where it does nothing. Reductions are sums or maxima
+over all ranks, so that every rank takes the same decision from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlhf_lightning.functional.masked import zero_off_mask
+
+
+def world_size() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return this process's number, from 0."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def global_sum(value: Tensor) -> Tensor:
+    """Return `value` summed over ranks, without a graph."""
+    value = value.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.SUM)
+    return value
+
+
+def agreed_max(value: int, device: torch.device) -> int:
+    """Return the largest `value` of all ranks: how often a phase must run on each of them."""
+    if world_size() == 1:
+        return value
+    tensor = torch.tensor(value, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor)
+
+
+def global_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of `x` on `mask` over all ranks; 0 and 0 without values.
+
+    Args:
+        x: `[B, R]`.
+        mask: `[B, R]` bool.
+    """
+    count = global_sum(mask.sum()).clamp(min=1)
+    mean = global_sum(zero_off_mask(x, mask).sum()) / count
+    # The rounding error of the mean is taken out: equal values must whiten to exact zeros.
+    mean = mean + global_sum(zero_off_mask(x - mean, mask).sum()) / count
+    return mean, global_sum(zero_off_mask(x - mean, mask).square().sum()) / count
+
+
+def shard(model: nn.Module, mesh: Any, *, frozen: bool, compute_dtype: torch.dtype | None) -> None:
+    """Shard `model` in place with FSDP2: one unit a decoder layer, one for the rest.
+
+    Args:
+        model: has its decoder layers in one `nn.ModuleList` (all Hugging Face decoders do).
+        mesh: one-dimensional device mesh over the data-parallel ranks.
+        frozen: reshard the root after its forward too; nobody will run its backward.
+        compute_dtype: dtype of gathered weights and activations; None keeps the parameters'.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    for layer in max(lists, key=len, default=[]):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # A frozen root would otherwise stay gathered for ever: FSDP2 keeps a root for its backward.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True if frozen else None)
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[nn.Module]:
+    """Gather every unit of `model` once, for generation; free them again at the end."""
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not units:
+        yield model
+        return
+    root = units[0]
+    for unit in units:
+        unit.unshard()
+    root.set_reshard_after_forward(False)
+    try:
+        yield model
+    finally:
+        root.set_reshard_after_forward(True)
+        root.set_reshard_after_forward(False, recurse=False)
+        for unit in units:
+            unit.reshard()
+
+
+@contextmanager
+def accumulating(
+    models: Sequence[nn.Module], strategy: Any, *, synchronize: bool
+) -> Iterator[None]:
+    """Run a forward and backward whose gradients are exchanged only if `synchronize`."""
+    if synchronize:
+        yield
+        return
+    roots = [m for m in models if isinstance(m, FSDPModule)]
+    for root in roots:
+        root.set_requires_gradient_sync(False)
+    block: Callable[[], AbstractContextManager[Any]] = getattr(
+        strategy, "block_backward_sync", nullcontext
+    )
+    try:
+        with block():
+            yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(True)
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients so that their global norm is at most `max_norm`; return the norm before."""
+    norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

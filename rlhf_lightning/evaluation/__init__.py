@@ -1,0 +1,1 @@
+"""Comparing a policy with a baseline."""

@@ -1,0 +1,176 @@
+"""A policy's answers to held-out prompts, and how they compare with a baseline's.
+
+Legend: B rows, R response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.evaluation.win_rate import WinRate, win_rate
+from rlhf_lightning.functional.diversity import distinct_n
+from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.models.forward import by_micro_batch, response_statistics
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.rollout.generate import Generator
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
+
+GoldReward = Callable[[Sequence[str], Sequence[str], Sequence[bool]], list[float]]
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled for an evaluation."""
+
+    generator: Generator
+    tokenizer: object
+    temperature: float
+    max_new_tokens: int
+    micro_batch_size: int | None = None
+
+
+@dataclass
+class PolicyAnswers:
+    """One answer to each prompt, and what was measured of it; all lists are by prompt."""
+
+    prompts: list[str]
+    domains: list[str]
+    completions: list[str]
+    finished: list[bool]
+    token_ids: list[list[int]]
+    kl: list[float]
+    scores: list[float]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Response tokens, EOS included."""
+        return [len(ids) for ids in self.token_ids]
+
+
+@torch.no_grad()
+def sample_answers(
+    policy: PolicyModel,
+    batches: Iterable[PromptBatch],
+    sampling: Sampling,
+    *,
+    noise: RowNoise,
+    reference: PolicyModel | None = None,
+    scorer: Scorer | None = None,
+) -> PolicyAnswers:
+    """Sample one response a prompt.
+
+    Args:
+        policy: answers.
+        batches: held-out prompts.
+        sampling: engine and settings.
+        noise: by row; give each policy its own.
+        reference: for the KL, k1 summed over a response, nats; without it 0.
+        scorer: for the scores; without it 0.
+    """
+    result = PolicyAnswers([], [], [], [], [], [], [])
+    was_training = policy.training
+    policy.eval()
+    device = next(policy.parameters()).device
+    for cpu_prompts in batches:
+        prompts = cpu_prompts.to(device)
+        generation = sampling.generator(
+            policy.model,
+            prompts,
+            noise=noise,
+            temperature=sampling.temperature,
+            max_new_tokens=sampling.max_new_tokens,
+        )
+        answers = make_answers(prompts, generation, sampling.tokenizer)  # type: ignore[arg-type]
+        mask = answers.response_mask
+        responses = answers.sequences[:, -mask.shape[1] :]
+        result.prompts += prompts.columns["prompt"]
+        result.domains += prompts.domains
+        result.completions += answers.completions
+        result.finished += answers.finished.tolist()
+        result.token_ids += [
+            ids[m].tolist() for ids, m in zip(responses.cpu(), mask.cpu(), strict=True)
+        ]
+        result.kl += (
+            [0.0] * len(prompts)
+            if reference is None
+            else _sequence_kl(policy, reference, answers, sampling)
+        )
+        result.scores += (
+            [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+        )
+    policy.train(was_training)
+    return result
+
+
+@dataclass(frozen=True)
+class _Rows:
+    sequences: torch.Tensor
+    attention_mask: torch.Tensor
+    response_mask: torch.Tensor
+
+
+def _sequence_kl(
+    policy: PolicyModel, reference: PolicyModel, answers: Answers, sampling: Sampling
+) -> list[float]:
+    def kl_of_rows(rows: torch.Tensor) -> tuple[torch.Tensor]:
+        batch = _Rows(
+            answers.sequences[rows], answers.attention_mask[rows], answers.response_mask[rows]
+        )
+        temperature = sampling.temperature
+        new = response_statistics(policy, batch, temperature=temperature)
+        ref = response_statistics(reference, batch, temperature=temperature)
+        kl = kl_k1(new.logprobs, ref.logprobs)  # [B, R]
+        return (torch.where(batch.response_mask, kl, 0).sum(-1),)
+
+    (kl,) = by_micro_batch(kl_of_rows, answers.attention_mask, sampling.micro_batch_size)
+    return kl.tolist()
+
+
+def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
+    """Return the gold reward of each answer."""
+    return gold(answers.prompts, answers.completions, answers.finished)
+
+
+def compare(policy: Sequence[float], baseline: Sequence[float], prefix: str) -> dict[str, float]:
+    """Return `<prefix>`, `_low`, `_high`: win rate of the policy, ties one half, Wilson 95 %."""
+    result: WinRate = win_rate(
+        torch.tensor(policy), torch.tensor(baseline), confidence=CONFIDENCE
+    )
+    return {prefix: result.rate, f"{prefix}_low": result.low, f"{prefix}_high": result.high}
+
+
+def describe_answers(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
+    """Return score, length, distinct-2 and share finished of the answers, as `<prefix>...`."""
+    rows = len(answers.prompts)
+    return {
+        f"{prefix}score": sum(answers.scores) / rows,
+        f"{prefix}response_length": sum(answers.lengths) / rows,
+        f"{prefix}distinct_2": float(distinct_n(answers.token_ids, n=2)),
+        f"{prefix}eos_fraction": sum(answers.finished) / rows,
+    }
+
+
+def side_by_side(
+    policy: PolicyAnswers, baseline: PolicyAnswers, count: int
+) -> list[dict[str, object]]:
+    """Return the first `count` prompts with both answers, for samples.jsonl and the report."""
+    return [
+        {
+            "prompt": policy.prompts[row],
+            "response": policy.completions[row],
+            "baseline_response": baseline.completions[row],
+            "score": policy.scores[row],
+            "baseline_score": baseline.scores[row],
+            "kl": policy.kl[row] / max(policy.lengths[row], 1),
+            "length": policy.lengths[row],
+            "domain": policy.domains[row],
+            "finished": policy.finished[row],
+        }
+        for row in range(min(count, len(policy.prompts)))
+    ]

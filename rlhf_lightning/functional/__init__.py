@@ -1,0 +1,1 @@
+"""Pure maths of RLHF: tensors in, tensors or NamedTuples out."""

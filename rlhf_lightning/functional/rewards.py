@@ -1,0 +1,72 @@
+"""From one score a response to one reward a token.
+
+Legend: B rows, R padded response tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.functional.masked import at_least_float32, zero_off_mask
+from rlhf_lightning.functional.sequences import last_token_index
+
+
+def adjust_scores(
+    scores: Tensor, has_eos: Tensor, *, clip: float | None, missing_eos_penalty: float
+) -> Tensor:
+    """Return the scores, clipped to +-clip, less the penalty where the response did not stop.
+
+    Clipping comes first, or it would hide the penalty. The penalty is subtracted: scaling a
+    negative score towards 0 would reward being cut off.
+
+    Args:
+        scores: `[B]` in units of the reward model.
+        has_eos: `[B]` bool, True where the response ended with a stop token.
+        clip: largest absolute score, or None for no clipping.
+        missing_eos_penalty: what a response without stop token loses, at least 0.
+
+    Returns:
+        `[B]`, at least float32.
+
+    Raises:
+        ValueError: if `clip` is not positive or `missing_eos_penalty` is negative.
+
+    Source: Ziegler et al. 2019, released code, which replaces the score; subtracting keeps the
+    order of cut-off responses.
+    """
+    if clip is not None and not clip > 0:
+        raise ValueError(f"score_clip={clip} must be positive: use about 5, or None for none")
+    if not missing_eos_penalty >= 0:
+        raise ValueError(
+            f"missing_eos_penalty={missing_eos_penalty} must be 0 or more: it is subtracted, so a "
+            "negative one pays for not stopping; use 1.0, or 0 for none"
+        )
+    scores = at_least_float32(scores)
+    if clip is not None:
+        scores = scores.clamp(-clip, clip)
+    return torch.where(has_eos, scores, scores - missing_eos_penalty)
+
+
+def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """Return `-kl_coef * kl` on every valid token, plus the score on the last valid one.
+
+    So `rewards.sum(-1) == scores - kl_coef * KL of the response`, exactly. A row without a valid
+    token gets nothing, not even its score. The rewards are data and carry no graph.
+
+    Args:
+        scores: `[B]` adjusted scores.
+        kl: `[B, R]` per-token KL, k1, nats.
+        mask: `[B, R]` bool, True on actions, the stop token included.
+        kl_coef: reward units per nat.
+
+    Returns:
+        `[B, R]`, at least float32, 0 off the mask.
+
+    Source: Ziegler et al. 2019, equation 2; the score stands on the last action.
+    """
+    with torch.no_grad():
+        penalties = zero_off_mask(-kl_coef * at_least_float32(kl), mask)
+        positions = torch.arange(mask.shape[-1], device=mask.device)
+        is_last = (positions == last_token_index(mask)[:, None]) & mask  # [B, R]
+        return penalties + zero_off_mask(at_least_float32(scores)[:, None], is_last)

@@ -1,0 +1,77 @@
+"""Two statistics for reports: how good the critic is, and how sure a fraction is."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.functional.masked import at_least_float32, masked_mean, masked_var
+
+
+def explained_variance(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    residual_var: Tensor | None = None,
+    total_var: Tensor | None = None,
+) -> Tensor:
+    """Return `1 - Var(returns - values) / Var(returns)` over the mask, biased variances.
+
+    1 is a perfect critic, 0 one that predicts a constant, below 0 one that is worse than that.
+    NaN if the returns do not vary (or the mask is empty), where it is undefined: do not log it.
+
+    Args:
+        values: `[B, R]` old values, of the rollout that made the returns.
+        returns: `[B, R]` targets, not whitened.
+        mask: `[B, R]` bool, True on actions.
+        residual_var: scalar, Var(returns - values) over all ranks; None for that of this call.
+        total_var: scalar, Var(returns) over all ranks; None for that of this call.
+
+    Returns:
+        A scalar, at least float32.
+
+    Source: OpenAI baselines, `explained_variance`.
+    """
+    values, returns = at_least_float32(values), at_least_float32(returns)
+    total = masked_var(returns, mask) if total_var is None else total_var
+    residual = masked_var(returns - values, mask) if residual_var is None else residual_var
+    rounding = (torch.finfo(returns.dtype).eps * masked_mean(returns.abs(), mask)).square()
+    explained = 1 - residual / total
+    return torch.where(total > rounding, explained, torch.full_like(total, math.nan))
+
+
+def wilson_interval(successes: float, n: int, *, confidence: float) -> tuple[float, float]:
+    """Return the Wilson score interval of a fraction.
+
+    With `p = successes / n` and the normal quantile z, `(p + z^2/2n +- z sqrt(p(1-p)/n +
+    z^2/4n^2)) / (1 + z^2/n)`: inside 0 to 1 and sensible for few samples, unlike `p +- z sd`.
+
+    Args:
+        successes: 0 to n; a tie may count one half.
+        n: number of trials.
+        confidence: of the two-sided interval, such as 0.95.
+
+    Returns:
+        Low and high; both NaN if n is 0.
+
+    Raises:
+        ValueError: if `confidence` is not between 0 and 1, or `successes` not between 0 and n.
+
+    Source: Wilson 1927.
+    """
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence} must be above 0 and below 1: use 0.95")
+    if not 0 <= successes <= n:
+        raise ValueError(f"successes={successes} must be between 0 and n={n}: check the counts")
+    if n == 0:
+        return math.nan, math.nan
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    p = successes / n
+    centre = p + z * z / (2 * n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)

@@ -1,0 +1,206 @@
+"""Hyper-parameters as frozen dataclasses whose types and ranges are checked when they are made.
+
+A value that cannot work is an error that names the key, what it got and what it wants. A value
+that can work but lies outside the usual range is a warning that names that range.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+import warnings
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+class UnusualHparamWarning(UserWarning):
+    """A hyper-parameter lies outside the range that published runs use."""
+
+
+def _number(
+    default: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    usual: tuple[float, float] | None = None,
+) -> Any:
+    limits = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
+    return field(default=default, metadata={"limits": limits, "usual": usual})
+
+
+_HOLDS = {
+    "above": lambda value, limit: value > limit,
+    "at_least": lambda value, limit: value >= limit,
+    "below": lambda value, limit: value < limit,
+    "at_most": lambda value, limit: value <= limit,
+}
+_WORDS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
+
+
+class _Checked:
+    """Mixin: check every field against its annotation, its limits and its usual range."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for item in fields(self):  # type: ignore[arg-type]
+            key = f"{type(self).__name__}.{item.name}"
+            value = _typed(key, getattr(self, item.name), hints[item.name])
+            object.__setattr__(self, item.name, value)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                _check_limits(key, value, item.metadata)
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in allowed:
+        return None
+    if isinstance(value, bool):
+        if bool in allowed:
+            return value
+    elif isinstance(value, int) and int in allowed:
+        return value
+    elif isinstance(value, int | float) and float in allowed:
+        return float(value)
+    elif isinstance(value, str) and str in allowed:
+        return value
+    names = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
+    hint_text = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)" if isinstance(value, str) else ""
+    raise TypeError(f"{key}={value!r} is {type(value).__name__}, expected {names}{hint_text}")
+
+
+def _check_limits(key: str, value: float, metadata: Any) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"{key}={value} must be finite")
+    limits = {k: v for k, v in metadata.get("limits", {}).items() if v is not None}
+    if any(not _HOLDS[name](value, limit) for name, limit in limits.items()):
+        wanted = " and ".join(f"{_WORDS[name]} {limit:g}" for name, limit in limits.items())
+        raise ValueError(f"{key}={value:g} is impossible: it must be {wanted}")
+    usual = metadata.get("usual")
+    if usual is not None and not usual[0] <= value <= usual[1]:
+        warnings.warn(
+            f"{key}={value:g} is outside the usual range {usual[0]:g} to {usual[1]:g}",
+            UnusualHparamWarning,
+            stacklevel=4,
+        )
+
+
+@dataclass(frozen=True)
+class SamplingHparams(_Checked):
+    """How rollouts are sampled.
+
+    Args:
+        temperature: divides the logits when sampling and in every log-probability.
+        max_new_tokens: longest response, in tokens, its EOS included.
+        top_k: must stay 0; PPO's ratio needs samples of the full distribution.
+        top_p: must stay 1.0, for the same reason.
+    """
+
+    temperature: float = _number(1.0, above=0, at_most=10, usual=(0.7, 1.0))
+    max_new_tokens: int = _number(64, at_least=1)
+    top_k: int = _number(0, at_least=0)
+    top_p: float = _number(1.0, above=0, at_most=1)
+
+    def __post_init__(self) -> None:
+        """Check the values and refuse truncated sampling."""
+        super().__post_init__()
+        if self.top_k != 0 or self.top_p != 1.0:
+            raise ValueError(
+                f"SamplingHparams.top_k={self.top_k}, top_p={self.top_p:g}: rollouts sample the "
+                "full distribution (top_k=0, top_p=1), or the ratio is wrong before any update"
+            )
+
+
+@dataclass(frozen=True)
+class SFTHparams(_Checked):
+    """Supervised fine-tuning.
+
+    Args:
+        learning_rate: peak of the schedule.
+        micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
+        max_grad_norm: bound on the gradient norm.
+    """
+
+    learning_rate: float = _number(2e-5, above=0, below=1, usual=(1e-6, 5e-3))
+    micro_batch_size: int | None = _number(None, at_least=1)
+    max_grad_norm: float = _number(1.0, above=0)
+
+
+@dataclass(frozen=True)
+class RewardHparams(_Checked):
+    """Pairwise reward model (Bradley-Terry).
+
+    Args:
+        learning_rate: peak of the schedule.
+        micro_batch_size: pairs in one forward (both sides of a pair go in together).
+        max_grad_norm: bound on the gradient norm.
+        use_margin: subtract the records' margin from the difference of the scores.
+        label_smoothing: share of labels taken to be wrong.
+        center_coef: weight of mean((chosen + rejected)^2), which keeps scores near 0.
+        normalization_samples: responses of the SFT policy that fix mean 0 and std 1; 0 skips it.
+    """
+
+    learning_rate: float = _number(1e-5, above=0, below=1, usual=(1e-6, 5e-3))
+    micro_batch_size: int | None = _number(None, at_least=1)
+    max_grad_norm: float = _number(1.0, above=0)
+    use_margin: bool = True
+    label_smoothing: float = _number(0.0, at_least=0, below=0.5, usual=(0, 0.2))
+    center_coef: float = _number(0.01, at_least=0, usual=(0, 0.1))
+    normalization_samples: int = _number(512, at_least=0)
+
+
+@dataclass(frozen=True)
+class PPOHparams(_Checked):
+    """PPO with a KL penalty in the reward.
+
+    Args:
+        learning_rate: of the policy, at the start of the schedule.
+        value_learning_rate: of the value model.
+        kl_coef: weight of the k1 penalty in the token rewards.
+        kl_target: nats per response that an adaptive kl_coef aims at; None keeps it fixed.
+        kl_horizon: episodes over which the adaptive controller moves.
+        kl_loss_coef: weight of a k2 penalty in the loss, in units of whitened advantages; 0 is
+            plain PPO.
+        cliprange: the ratio is clipped to 1 - cliprange .. 1 + cliprange.
+        cliprange_high: other upper bound ("clip higher"); None uses cliprange.
+        dual_clip: bound on the loss where the advantage is negative; None is plain PPO.
+        cliprange_value: bound on the move of a value from its old one; None does not clip.
+        vf_coef: weight of the value loss.
+        gamma: discount; 1.0 for responses.
+        gae_lambda: lambda of generalized advantage estimation.
+        num_ppo_epochs: passes over one rollout.
+        num_minibatches: optimizer steps in one pass.
+        micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
+        max_grad_norm: bound on each of the two gradient norms.
+        missing_eos_penalty: subtracted, after clipping, from the score of a response cut off.
+        score_clip: scores are clipped to -score_clip .. score_clip; None does not clip.
+        target_approx_kl: stop the updates of a rollout when a minibatch's approx_kl, reduced over
+            ranks, is above this; None never stops.
+        critic_warmup_iterations: first iterations that train the value model alone.
+        entropy_coef: weight of an entropy bonus.
+    """
+
+    learning_rate: float = _number(1e-6, above=0, below=1, usual=(1e-7, 1e-3))
+    value_learning_rate: float = _number(1e-5, above=0, below=1, usual=(1e-7, 3e-3))
+    kl_coef: float = _number(0.05, at_least=0, usual=(0.001, 0.5))
+    kl_target: float | None = _number(None, above=0, usual=(1, 30))
+    kl_horizon: int = _number(10_000, at_least=1)
+    kl_loss_coef: float = _number(0.0, at_least=0)
+    cliprange: float = _number(0.2, above=0, below=1, usual=(0.05, 0.4))
+    cliprange_high: float | None = _number(None, above=0, usual=(0.05, 0.5))
+    dual_clip: float | None = _number(None, above=1)
+    cliprange_value: float | None = _number(0.2, above=0)
+    vf_coef: float = _number(0.1, at_least=0, usual=(0.05, 0.2))
+    gamma: float = _number(1.0, at_least=0, at_most=1, usual=(1, 1))
+    gae_lambda: float = _number(0.95, at_least=0, at_most=1, usual=(0.9, 1))
+    num_ppo_epochs: int = _number(4, at_least=1, usual=(1, 8))
+    num_minibatches: int = _number(1, at_least=1, usual=(1, 32))
+    micro_batch_size: int | None = _number(None, at_least=1)
+    max_grad_norm: float = _number(1.0, above=0)
+    missing_eos_penalty: float = _number(1.0, at_least=0)
+    score_clip: float | None = _number(5.0, above=0)
+    target_approx_kl: float | None = _number(None, above=0, usual=(0.005, 0.5))
+    critic_warmup_iterations: int = _number(0, at_least=0)
+    entropy_coef: float = _number(0.0, at_least=0, usual=(0, 0.05))

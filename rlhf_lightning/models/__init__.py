@@ -1,0 +1,1 @@
+"""Models: factories, heads, tokenizers and every full-sequence call."""

@@ -1,0 +1,143 @@
+"""Every full-sequence model call.
+
+Rows arrive as left-padded prompts followed by right-padded responses. Each is re-packed to start
+at column 0 and padded on the right to its length bucket, a function of the row alone. So padding
+cannot matter, a row is always evaluated at one width, and a ratio of 1 is exactly 1.
+
+Legend: B rows, P prompt width, R response width, b rows of a micro-batch, W its bucket,
+N response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.functional.sequences import last_token_index, response_state_index
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
+
+BUCKET = 16
+
+
+class Responses(Protocol):
+    """What the calls below read of a batch; `RolloutBatch` and `Generated` have it."""
+
+    @property
+    def sequences(self) -> Tensor: ...  # noqa: D102
+    @property
+    def attention_mask(self) -> Tensor: ...  # noqa: D102
+    @property
+    def response_mask(self) -> Tensor: ...  # noqa: D102
+
+
+class Packed(NamedTuple):
+    """Rows re-packed to the right, and where their response tokens are predicted.
+
+    Args:
+        input_ids: `[b, W]`.
+        positions: `[N]` into the flattened `[b * W]`: the state before each response token.
+        tokens: `[N]` the response tokens, row by row.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    tokens: Tensor
+
+
+def bucket_width(lengths: Tensor) -> Tensor:
+    """Return the padded width of rows with `lengths` tokens: the next multiple of 16."""
+    return (lengths + BUCKET - 1) // BUCKET * BUCKET
+
+
+def pack_right(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return `[b, W]` ids that start at column 0; what follows a row's tokens is id 0.
+
+    Args:
+        input_ids: `[b, T]`, each row's tokens contiguous.
+        attention_mask: `[b, T]` bool.
+    """
+    lengths = attention_mask.sum(-1)  # [b]
+    start = last_token_index(attention_mask) + 1 - lengths
+    columns = torch.arange(int(bucket_width(lengths).max()), device=input_ids.device)
+    source = (start.unsqueeze(-1) + columns).clamp(max=input_ids.shape[1] - 1)  # [b, W]
+    return torch.where(columns < lengths.unsqueeze(-1), input_ids.gather(1, source), 0)
+
+
+def pack(batch: Responses) -> Packed:
+    """Re-pack a micro-batch; see `Packed`."""
+    response_mask = batch.response_mask  # [b, R]
+    input_ids = pack_right(batch.sequences, batch.attention_mask)
+    prompt_length = batch.attention_mask.sum(-1) - response_mask.sum(-1)
+    index = response_state_index(prompt_length, response_mask.shape[1])  # [b, R]
+    rows = torch.arange(len(index), device=index.device).unsqueeze(-1)
+    positions = (index + rows * input_ids.shape[1])[response_mask]
+    responses = batch.sequences[:, -response_mask.shape[1] :]
+    return Packed(input_ids, positions, responses[response_mask])
+
+
+def micro_batches(attention_mask: Tensor, micro_batch_size: int | None) -> list[Tensor]:
+    """Return row indices of micro-batches: rows of one bucket, at most `micro_batch_size`.
+
+    Args:
+        attention_mask: `[B, T]` bool.
+        micro_batch_size: None puts all rows of a bucket together.
+    """
+    widths = bucket_width(attention_mask.sum(-1))
+    order = widths.argsort(descending=True, stable=True)
+    sizes = torch.unique_consecutive(widths[order], return_counts=True)[1]
+    groups = torch.split(order, sizes.tolist())
+    return [part for rows in groups for part in torch.split(rows, micro_batch_size or len(rows))]
+
+
+def response_statistics(
+    policy: PolicyModel, batch: Responses, *, temperature: float
+) -> TokenStatistics:
+    """Return log-probabilities and entropy `[b, R]` of a micro-batch's responses, 0 off mask."""
+    packed = pack(batch)
+    statistics = policy(packed.input_ids, packed.positions, packed.tokens, temperature)
+    mask = batch.response_mask
+    return TokenStatistics(_unpack(statistics.logprobs, mask), _unpack(statistics.entropy, mask))
+
+
+def response_values(value_model: ScalarHeadModel, batch: Responses) -> Tensor:
+    """Return `[b, R]` values of the state before each response token, 0 off mask."""
+    packed = pack(batch)
+    return _unpack(value_model(packed.input_ids, packed.positions), batch.response_mask)
+
+
+def sequence_scores(model: ScalarHeadModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return `[b]` scores read at each row's last token; `[b, T]` padded on any side."""
+    packed = pack_right(input_ids, attention_mask)
+    rows = torch.arange(len(packed), device=packed.device)
+    return model(packed, rows * packed.shape[1] + attention_mask.sum(-1) - 1)
+
+
+def by_micro_batch(
+    function: Callable[[Tensor], tuple[Tensor, ...]],
+    attention_mask: Tensor,
+    micro_batch_size: int | None,
+    *,
+    agree: Callable[[int, torch.device], int] | None = None,
+) -> tuple[Tensor, ...]:
+    """Apply `function` to the row indices of each micro-batch; return rows in their order.
+
+    Args:
+        function: rows `[b]` -> tensors whose first dimension is b.
+        attention_mask: `[B, T]` bool of all rows.
+        micro_batch_size: see `micro_batches`.
+        agree: returns the largest number of calls that a rank needs. Ranks that shard a model must
+            call it equally often; those with fewer micro-batches repeat one and drop the result.
+    """
+    parts = micro_batches(attention_mask, micro_batch_size)
+    outputs = [function(rows) for rows in parts]
+    for _ in range(len(parts), agree(len(parts), attention_mask.device) if agree else 0):
+        function(parts[0])
+    back = torch.cat(parts).argsort()
+    return tuple(torch.cat(column)[back] for column in zip(*outputs, strict=True))
+
+
+def _unpack(flat: Tensor, mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)

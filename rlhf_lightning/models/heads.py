@@ -1,0 +1,139 @@
+"""The two shapes in which a Hugging Face decoder is used: token statistics and scalars.
+
+Legend: b rows of a micro-batch, W their padded width, N positions that somebody asks about,
+H hidden size, V vocabulary. Rows are padded on the right and start at column 0, so a causal
+decoder needs no attention mask: no real token ever attends to padding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_lightning.functional.logprobs import token_entropy, token_logprobs
+
+
+class TokenStatistics(NamedTuple):
+    """Log-probability of each asked token and entropy of its distribution, nats, `[N]`."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def hidden_states(trunk: nn.Module, input_ids: Tensor) -> Tensor:
+    """Return the last hidden states `[b, W, H]` of right-padded `input_ids` `[b, W]`."""
+    rows = len(input_ids)
+    if rows == 1 and input_ids.device.type == "cpu":
+        # One row takes other CPU kernels than two or more, and a ratio of 1 would be 1 + 5e-7.
+        input_ids = input_ids.expand(2, -1)
+    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+    position_ids = position_ids.expand_as(input_ids)
+    output = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    hidden: Tensor = output.last_hidden_state[:rows]  # [b, W, H]
+    return hidden
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that answers with log-probabilities, never with all logits.
+
+    The head runs on the asked positions alone. Everything happens inside one `forward`, so that
+    the module can be one root unit of FSDP2.
+
+    Args:
+        model: any Hugging Face causal language model.
+
+    Raises:
+        ValueError: if head(trunk(x)) are not the model's logits (soft-capping and the like).
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        _check_head_split(model)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        tokens: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> TokenStatistics | Tensor:
+        """Return statistics of `tokens` at `positions`, or the logits there without `tokens`.
+
+        Args:
+            input_ids: `[b, W]`, padded on the right.
+            positions: `[N]` indices into the flattened `[b * W]` states that predict `tokens`.
+            tokens: `[N]` token ids.
+            temperature: divides the logits.
+        """
+        hidden = hidden_states(self.model.base_model, input_ids).flatten(0, 1)  # [b*W, H]
+        logits = self.model.get_output_embeddings()(hidden[positions])  # [N, V]
+        if tokens is None:
+            return logits
+        return TokenStatistics(
+            token_logprobs(logits, tokens, temperature=temperature),
+            token_entropy(logits, temperature=temperature),
+        )
+
+
+class ScalarHeadModel(nn.Module):
+    """A decoder with one number a position: values, or rewards at the last token.
+
+    Args:
+        trunk: Hugging Face decoder without a language-model head.
+        head: `Linear(H, 1)` with a bias; always computed in fp32.
+    """
+
+    def __init__(self, trunk: PreTrainedModel, head: nn.Linear) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = head
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return `[N]` fp32 scalars at `positions` of the flattened `[b * W]` states."""
+        hidden = hidden_states(self.trunk, input_ids).flatten(0, 1)[positions]  # [N, H]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float().clone()
+
+    @torch.no_grad()
+    def normalize(self, mean: float, std: float) -> None:
+        """Fold the frozen affine map `(score - mean) / std` into the head.
+
+        Raises:
+            ValueError: if `std` is not a positive number.
+        """
+        if not std > 0:
+            raise ValueError(f"std={std} of the reward model's scores must be positive")
+        self.head.weight.div_(std)
+        self.head.bias.sub_(mean).div_(std)
+
+
+def scalar_head(hidden_size: int, *, init_std: float) -> nn.Linear:
+    """Return a `Linear(hidden_size, 1)` with N(0, init_std) weights (0: all zero), bias 0.
+
+    Source: Ziegler et al. 2019 use 0 for values and 1 / sqrt(hidden_size + 1) for rewards.
+    """
+    head = nn.Linear(hidden_size, 1)
+    nn.init.normal_(head.weight, std=init_std) if init_std else nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+@torch.no_grad()
+def _check_head_split(model: PreTrainedModel) -> None:
+    if next(model.parameters()).is_meta:
+        return
+    was_training = model.training
+    model.eval()
+    input_ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
+    expected = model(input_ids=input_ids, use_cache=False).logits
+    got = model.get_output_embeddings()(hidden_states(model.base_model, input_ids))
+    model.train(was_training)
+    if not torch.allclose(got.float(), expected.float(), rtol=1e-3, atol=1e-3):
+        raise ValueError(
+            f"{type(model).__name__} does something to its logits after the head (soft-capping, "
+            "scaling): its log-probabilities cannot be computed from the head alone"
+        )

@@ -1,0 +1,1 @@
+"""Thin LightningModules: SFT, reward model, PPO."""

@@ -1,0 +1,83 @@
+"""What a rollout and its updates measured, reduced over ranks, as `phase/quantity`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
+from rlhf_lightning.distributed import global_moments, global_sum
+from rlhf_lightning.functional.diversity import distinct_n
+from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.functional.statistics import explained_variance
+
+
+class RunningMeans:
+    """Means over the optimizer steps of one iteration."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, Tensor | float]) -> None:
+        """Count one optimizer step's values."""
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each value."""
+        return {name: total / self.counts[name] for name, total in self.sums.items()}
+
+
+def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
+    """Return the `rollout/*` values, and `ppo/explained_variance` and `ppo/entropy`.
+
+    KL is k1 (policy minus reference) at sampling, in nats; lengths are tokens with EOS;
+    `distinct_2` is the mean over ranks of each rank's own responses.
+    """
+    mask = rollout.response_mask
+    kl = torch.where(mask, kl_k1(rollout.logprobs, rollout.ref_logprobs), 0)
+    finished = rollout.finish_reason == FINISHED_BY_STOP
+    responses = [
+        ids[m].tolist() for ids, m in zip(rollout.response_tensors.cpu(), mask.cpu(), strict=True)
+    ]
+    local = torch.stack(
+        [
+            torch.tensor(float(len(rollout))),
+            mask.sum().float().cpu(),
+            rollout.scores.sum().float().cpu(),
+            kl.sum().float().cpu(),
+            finished.sum().float().cpu(),
+            rollout.entropy.sum().float().cpu(),
+            torch.tensor(float(distinct_n(responses, n=2)) * len(rollout)),
+        ]
+    )
+    rows, tokens, score, total_kl, stops, entropy, distinct = global_sum(
+        local.to(mask.device)
+    ).tolist()
+    _, score_var = global_moments(rollout.scores, torch.ones_like(finished))
+    measures = {
+        "rollout/score": score / rows,
+        "rollout/score_std": float(score_var) ** 0.5,
+        "rollout/kl_per_token": total_kl / tokens,
+        "rollout/kl_per_response": total_kl / rows,
+        "rollout/response_length": tokens / rows,
+        "rollout/eos_fraction": stops / rows,
+        "rollout/distinct_2": distinct / rows,
+        "ppo/entropy": entropy / tokens,
+    }
+    values, returns = rollout.values, rollout.returns
+    residual_var, total_var = (global_moments(x, mask)[1] for x in (returns - values, returns))
+    variance = float(
+        explained_variance(values, returns, mask, residual_var=residual_var, total_var=total_var)
+    )
+    if variance == variance:  # undefined (NaN) where all returns are equal
+        measures["ppo/explained_variance"] = variance
+    components = rollout.score_components
+    if len(components) > 1:
+        for name, value in components.items():
+            measures[f"rollout/score_{name}"] = float(global_sum(value.sum())) / rows
+    return measures

@@ -1,0 +1,79 @@
+"""One optimizer step from micro-batches: the same for every module that minimises a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from rlhf_lightning.distributed import (
+    accumulating,
+    agreed_max,
+    clip_grad_norm,
+    global_sum,
+    world_size,
+)
+from rlhf_lightning.modules.schedules import Schedule
+
+Measured = dict[str, Tensor]
+LossOfRows = Callable[[Tensor], tuple[Tensor, Measured]]
+
+
+def accumulate_gradients(
+    module: L.LightningModule,
+    models: tuple[nn.Module, ...],
+    parts: list[Tensor],
+    loss_of_rows: LossOfRows,
+) -> Measured:
+    """Add up the gradients of one loss over micro-batches and ranks; return its measures.
+
+    Args:
+        module: whose `manual_backward` and strategy are used.
+        models: the sharded roots that take part.
+        parts: rows of each micro-batch of this rank.
+        loss_of_rows: rows -> that micro-batch's share of the loss (sum over its tokens divided by
+            the global count) and of the measures.
+    """
+    count = agreed_max(len(parts), module.device)
+    measured: Measured = {}
+    for index in range(count):
+        # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
+        rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
+        last = index + 1 == count
+        with accumulating(models, module.trainer.strategy, synchronize=last):
+            loss, values = loss_of_rows(rows)
+            # Gradients are averaged over ranks, so the sum needs the world size back.
+            module.manual_backward(loss * (weight * world_size()))
+        for name, value in values.items():
+            measured[name] = measured.get(name, 0.0) + value.detach() * weight
+    return {name: global_sum(value) for name, value in measured.items()}
+
+
+def clip_and_step(
+    module: L.LightningModule, models: dict[str, nn.Module], max_grad_norm: float
+) -> Measured:
+    """Clip each model's gradient on its own and step; return the norms before clipping."""
+    optimizer = module.optimizers()
+    norms = {
+        name: clip_grad_norm(model.parameters(), max_grad_norm) for name, model in models.items()
+    }
+    optimizer.step()
+    optimizer.zero_grad()
+    return norms
+
+
+def with_schedule(
+    module: L.LightningModule,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    extra_factor: Callable[[], float] = lambda: 1.0,
+) -> dict[str, Any]:
+    """Return what `configure_optimizers` returns: the schedule counts iterations."""
+    total = int(module.trainer.estimated_stepping_batches)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda iteration: schedule.factor(iteration, total) * extra_factor()
+    )
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}

@@ -1,0 +1,283 @@
+"""PPO: a rollout, then several epochs of clipped updates. Read `training_step` first.
+
+Legend: B rows of a rank, P padded prompt, R response.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.distributed import global_sum, shard, unsharded, world_size
+from rlhf_lightning.functional.kl import adapted_kl_coef, kl_k2
+from rlhf_lightning.functional.losses import clipped_value_loss, ppo_policy_loss
+from rlhf_lightning.functional.masked import zero_off_mask
+from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.models.forward import micro_batches, response_statistics, response_values
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.modules.controls import Controls
+from rlhf_lightning.modules.measures import RunningMeans, rollout_measures
+from rlhf_lightning.modules.optimization import (
+    Measured,
+    accumulate_gradients,
+    clip_and_step,
+    with_schedule,
+)
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.collect import RewardShaping, RolloutParts, collect_rollout
+from rlhf_lightning.rollout.generate import Generator
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.score import Scorer
+
+
+class PPOModule(L.LightningModule):
+    """Proximal policy optimization with a KL penalty in the reward.
+
+    Args:
+        ppo: coefficients.
+        sampling: how rollouts are sampled.
+        policy: builds the policy, and once more the frozen reference.
+        value: builds the value model.
+        scorer: scores answers; its models are frozen.
+        generator: continues prompts.
+        tokenizer: turns responses into text.
+        optimizer: parameter groups -> optimizer (AdamW with everything but the learning rates).
+        schedule: factor on the learning rates over iterations.
+        seed: of sampling noise and minibatch order.
+        fingerprint: of the policy's source; a checkpoint resumes only from the same one.
+        compute_dtype: of sharded forwards; None computes in the parameters' dtype.
+
+    Source: Schulman et al. 2017 (PPO), Ziegler et al. 2019 (PPO on language models).
+    """
+
+    def __init__(
+        self,
+        *,
+        ppo: PPOHparams,
+        sampling: SamplingHparams,
+        policy: Callable[[], PolicyModel],
+        value: Callable[[], ScalarHeadModel],
+        scorer: Scorer,
+        generator: Generator,
+        tokenizer: PreTrainedTokenizerBase,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        schedule: Schedule,
+        seed: int,
+        fingerprint: str = "",
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.ppo = ppo
+        self.sampling = sampling
+        self.build_policy = policy
+        self.build_value = value
+        self.scorer = scorer
+        self.generator = generator
+        self.tokenizer = tokenizer
+        self.build_optimizer = optimizer
+        self.schedule = schedule
+        self.noise = RowNoise(seed, "rollout")
+        self.order = RowNoise(seed, "minibatches")
+        self.fingerprint = fingerprint
+        self.compute_dtype = compute_dtype
+        self.controls = Controls.from_hparams(ppo, sampling)
+        self.policy: PolicyModel | None = None
+        self.value: ScalarHeadModel | None = None
+        self.frozen_models: tuple[nn.Module, ...] = ()
+
+    # -- models -----------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Build policy, value model, reference and scorer, and shard each if ranks share them."""
+        if self.policy is not None:
+            return
+        self.policy, self.value = self.build_policy(), self.build_value()
+        reference = self.build_policy().eval().requires_grad_(False)
+        frozen = (reference, *self.scorer.build())
+        # Out of the module tree: not in checkpoints, not in parameters(), never in train mode.
+        object.__setattr__(self, "reference", reference)
+        object.__setattr__(self, "frozen_models", frozen)
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            for model in (self.policy, self.value, *frozen):
+                shard(model, mesh, frozen=model in frozen, compute_dtype=self.compute_dtype)
+
+    def on_fit_start(self) -> None:
+        """Place what Lightning does not know of."""
+        if self.device_mesh is None:
+            for model in self.frozen_models:
+                model.to(self.device)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """One optimizer, two groups: policy and value model."""
+        optimizer = self.build_optimizer(
+            [
+                {"params": list(self.policy.parameters()), "lr": self.ppo.learning_rate},
+                {"params": list(self.value.parameters()), "lr": self.ppo.value_learning_rate},
+            ]
+        )
+        return with_schedule(
+            self, optimizer, self.schedule, lambda: self.controls.learning_rate_factor
+        )
+
+    # -- the algorithm ----------------------------------------------------------------------
+
+    def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, RolloutBatch]:
+        """Run one PPO iteration: collect a rollout, update on it, adapt the KL coefficient."""
+        rollout, seconds = self.collect_rollout(prompts, batch_idx)
+        started, steps = time.perf_counter(), RunningMeans()
+        for epoch in range(self.ppo.num_ppo_epochs):
+            keys = self.order.at_iteration(batch_idx).uniform(rollout.row_ids, epoch)
+            for minibatch in rollout.minibatches(self.ppo.num_minibatches, keys=keys):
+                keep_going = self.update(minibatch, steps, iteration=batch_idx)
+                if not keep_going:
+                    break
+            if not keep_going:
+                break
+        seconds["update"] = time.perf_counter() - started
+        self.finish_iteration(rollout, steps, seconds)
+        return {"rollout": rollout.detach()}
+
+    def collect_rollout(
+        self, prompts: PromptBatch, iteration: int
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """Sample, evaluate and score; return the rollout and the seconds of its phases."""
+        parts = RolloutParts(
+            generator=self.generator,
+            policy=self.policy,
+            reference=self.reference,
+            value_model=self.value,
+            scorer=self.scorer,
+            tokenizer=self.tokenizer,
+            unsharded=unsharded,
+            micro_batch_size=self.ppo.micro_batch_size,
+        )
+        shaping = RewardShaping(
+            kl_coef=self.controls.kl_coef,
+            score_clip=self.ppo.score_clip,
+            missing_eos_penalty=self.ppo.missing_eos_penalty,
+            gamma=self.ppo.gamma,
+            gae_lambda=self.ppo.gae_lambda,
+            domain_weights=self.controls.domain_weights,
+        )
+        return collect_rollout(
+            parts,
+            prompts,
+            noise=self.noise.at_iteration(iteration),
+            temperature=self.controls.temperature,
+            max_new_tokens=self.sampling.max_new_tokens,
+            shaping=shaping,
+        )
+
+    def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
+        """Take one optimizer step on `minibatch`; return False if approx_kl says to stop.
+
+        The gradient is that of one loss over the whole minibatch of all ranks, whatever the
+        micro-batches: every sum over tokens is divided by the global token count.
+        """
+        num_tokens = global_sum(minibatch.response_mask.sum())
+        parts = micro_batches(minibatch.attention_mask, self.ppo.micro_batch_size)
+        measured = accumulate_gradients(
+            self,
+            (self.policy, self.value),
+            parts,
+            lambda rows: self.loss(minibatch[rows], num_tokens, iteration=iteration),
+        )
+        target = self.ppo.target_approx_kl
+        if target is not None and float(measured["ppo/approx_kl"]) > target:
+            self.optimizers().zero_grad()
+            return False
+        models = {"ppo/policy_grad_norm": self.policy, "ppo/value_grad_norm": self.value}
+        steps.add(measured | clip_and_step(self, models, self.ppo.max_grad_norm))
+        return True
+
+    def loss(
+        self, micro_batch: RolloutBatch, num_tokens: Tensor, *, iteration: int
+    ) -> tuple[Tensor, Measured]:
+        """Return a micro-batch's share of the minibatch's loss, and of its measures."""
+        mask = micro_batch.response_mask
+        new = response_statistics(self.policy, micro_batch, temperature=self.controls.temperature)
+        policy = ppo_policy_loss(
+            new.logprobs,
+            micro_batch.logprobs,
+            micro_batch.advantages,
+            mask,
+            cliprange=self.ppo.cliprange,
+            cliprange_high=self.ppo.cliprange_high,
+            dual_clip=self.ppo.dual_clip,
+            num_tokens=num_tokens,
+        )
+        value = clipped_value_loss(
+            response_values(self.value, micro_batch),
+            micro_batch.values,
+            micro_batch.returns,
+            mask,
+            cliprange_value=self.ppo.cliprange_value,
+            num_tokens=num_tokens,
+        )
+        policy_loss = policy.loss
+        if self.ppo.entropy_coef:
+            entropy = zero_off_mask(new.entropy, mask).sum() / num_tokens
+            policy_loss = policy_loss - self.ppo.entropy_coef * entropy
+        if self.ppo.kl_loss_coef:
+            kl = zero_off_mask(kl_k2(new.logprobs, micro_batch.ref_logprobs), mask).sum()
+            policy_loss = policy_loss + self.ppo.kl_loss_coef * kl / num_tokens
+        if iteration < self.ppo.critic_warmup_iterations:
+            policy_loss = policy_loss * 0.0
+        measures = {
+            "ppo/policy_loss": policy.loss,
+            "ppo/value_loss": value.loss,
+            "ppo/clipfrac": policy.clipfrac,
+            "ppo/value_clipfrac": value.clipfrac,
+            "ppo/approx_kl": policy.approx_kl,
+        }
+        return policy_loss + self.ppo.vf_coef * value.loss, measures
+
+    def finish_iteration(
+        self, rollout: RolloutBatch, steps: RunningMeans, seconds: Mapping[str, float]
+    ) -> None:
+        """Log the iteration, then adapt the KL coefficient and the learning rate."""
+        measures = rollout_measures(rollout) | steps.means()
+        measures["ppo/kl_coef"] = self.controls.kl_coef
+        measures["ppo/learning_rate"] = self.optimizers().param_groups[0]["lr"]
+        measures |= {f"time/{phase}": value for phase, value in seconds.items()}
+        tokens = float(global_sum(rollout.response_mask.sum()))
+        measures["throughput/tokens_per_second"] = tokens / sum(seconds.values())
+        self.log_dict(measures, on_step=True)
+        self.controls.kl_coef = adapted_kl_coef(
+            self.controls.kl_coef,
+            measures["rollout/kl_per_response"],
+            target=self.ppo.kl_target,
+            horizon=self.ppo.kl_horizon,
+            num_episodes=len(rollout) * world_size(),
+        )
+        self.lr_schedulers().step()
+
+    # -- checkpoints ------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the controls and the reference's fingerprint."""
+        checkpoint["controls"] = self.controls.state_dict()
+        checkpoint["reference_fingerprint"] = self.fingerprint
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the controls back.
+
+        Raises:
+            ValueError: if the reference is not the one the checkpoint was trained against.
+        """
+        saved = checkpoint["reference_fingerprint"]
+        if saved != self.fingerprint:
+            raise ValueError(
+                f"the checkpoint was trained against reference {saved[:12]}, the policy's source "
+                f"is now {self.fingerprint[:12]}: resume with the SFT policy it started from"
+            )
+        self.controls.load_state_dict(checkpoint["controls"])

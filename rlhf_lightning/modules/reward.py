@@ -1,0 +1,168 @@
+"""Pairwise reward model: Bradley-Terry on the scores of two answers to one prompt.
+
+Legend: B pairs, T tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torchmetrics import SumMetric
+from torchmetrics.classification import BinaryCalibrationError
+
+from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.distributed import global_sum, shard
+from rlhf_lightning.functional.losses import pairwise_reward_loss
+from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.hparams import RewardHparams
+from rlhf_lightning.models.forward import micro_batches, sequence_scores
+from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.modules.optimization import (
+    Measured,
+    accumulate_gradients,
+    clip_and_step,
+    with_schedule,
+)
+from rlhf_lightning.modules.schedules import Schedule
+
+CONFIDENCE = 0.95
+
+
+class RewardModule(L.LightningModule):
+    """Learns which of two answers people prefer.
+
+    Args:
+        reward: hyper-parameters.
+        model: builds decoder and scalar head.
+        optimizer: parameter groups -> optimizer.
+        schedule: factor on the learning rate over iterations.
+        compute_dtype: of sharded forwards.
+
+    Source: Ouyang et al. 2022, equation 1; Eisenstein et al. 2023 for `center_coef`.
+    """
+
+    def __init__(
+        self,
+        *,
+        reward: RewardHparams,
+        model: Callable[[], ScalarHeadModel],
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        schedule: Schedule,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.reward = reward
+        self.build_model = model
+        self.build_optimizer = optimizer
+        self.schedule = schedule
+        self.compute_dtype = compute_dtype
+        self.model: ScalarHeadModel | None = None
+        names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
+        self.sums = torch.nn.ModuleDict({name: SumMetric() for name in names})
+        self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
+
+    def configure_model(self) -> None:
+        """Build the model, and shard it if ranks share it."""
+        if self.model is not None:
+            return
+        self.model = self.build_model()
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            shard(self.model, mesh, frozen=False, compute_dtype=self.compute_dtype)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """One group; the schedule counts iterations."""
+        group = {"params": list(self.model.parameters()), "lr": self.reward.learning_rate}
+        return with_schedule(self, self.build_optimizer([group]), self.schedule)
+
+    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
+        """Take one optimizer step on the batch of pairs."""
+        started = time.perf_counter()
+        num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
+        either = batch.chosen_attention_mask | batch.rejected_attention_mask
+        parts = micro_batches(either, self.reward.micro_batch_size)
+
+        def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
+            chosen, rejected = self.scores(batch[rows])
+            result = pairwise_reward_loss(
+                chosen,
+                rejected,
+                margin=batch.margin[rows] if self.reward.use_margin else None,
+                label_smoothing=self.reward.label_smoothing,
+                center_coef=self.reward.center_coef,
+            )
+            share = len(rows) / num_pairs
+            measures = {
+                "reward/loss": result.loss * share,
+                "reward/accuracy": result.accuracy * share,
+                "reward/margin": result.margin * share,
+            }
+            return result.loss * share, measures
+
+        measured = accumulate_gradients(self, (self.model,), parts, loss_of_rows)
+        learning_rate = self.optimizers().param_groups[0]["lr"]
+        norms = clip_and_step(self, {"model": self.model}, self.reward.max_grad_norm)
+        self.lr_schedulers().step()
+        seconds = time.perf_counter() - started
+        self.log_dict(
+            measured
+            | {
+                "reward/grad_norm": norms["model"],
+                "reward/learning_rate": learning_rate,
+                "time/update": seconds,
+                "throughput/pairs_per_second": float(num_pairs) / seconds,
+            }
+        )
+
+    def scores(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+        """Return the scores `[B]` of the chosen and of the rejected answers, in one forward."""
+        ids = torch.cat([batch.chosen_input_ids, batch.rejected_input_ids])  # [2B, T]
+        mask = torch.cat([batch.chosen_attention_mask, batch.rejected_attention_mask])
+        chosen, rejected = sequence_scores(self.model, ids, mask).chunk(2)
+        return chosen, rejected
+
+    def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
+        """Add the held-out pairs to the measures."""
+        chosen, rejected = self.scores(batch)
+        difference = chosen - rejected  # [B]
+        longer = batch.chosen_length - batch.rejected_length
+        values = {
+            "pairs": torch.ones_like(difference),
+            "right": difference > 0,
+            "ties": difference == 0,
+            "margin": difference,
+            "loss": torch.nn.functional.softplus(-difference),
+            "unequal": longer != 0,
+            "longer_right": longer > 0,
+        }
+        for name, value in values.items():
+            self.sums[name].update(value.float())
+        # Both orders of each pair: calibration must not depend on which answer comes first.
+        probability = torch.cat([difference, -difference]).sigmoid()
+        target = torch.cat([torch.ones_like(longer), torch.zeros_like(longer)])
+        self.calibration.update(probability, target)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log accuracy with its interval, margin, calibration, and "the longer one wins"."""
+        total = {name: float(metric.compute()) for name, metric in self.sums.items()}
+        pairs = total["pairs"]
+        low, high = wilson_interval(total["right"], pairs, confidence=CONFIDENCE)
+        measures = {
+            "val/accuracy": total["right"] / pairs,
+            "val/accuracy_low": low,
+            "val/accuracy_high": high,
+            "val/accuracy_ties_half": (total["right"] + 0.5 * total["ties"]) / pairs,
+            "val/margin": total["margin"] / pairs,
+            "val/loss": total["loss"] / pairs,
+            "val/calibration_error": float(self.calibration.compute()),
+            "val/longer_wins_accuracy": total["longer_right"] / max(total["unequal"], 1.0),
+        }
+        self.log_dict(measures)
+        for metric in (*self.sums.values(), self.calibration):
+            metric.reset()

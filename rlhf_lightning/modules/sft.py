@@ -1,0 +1,120 @@
+"""Supervised fine-tuning: cross-entropy on response tokens, EOS included.
+
+Legend: B rows, T tokens, W bucket width, N labels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from rlhf_lightning.batches import SFTBatch
+from rlhf_lightning.distributed import global_sum, shard
+from rlhf_lightning.functional.losses import causal_lm_loss
+from rlhf_lightning.functional.sequences import next_token_labels
+from rlhf_lightning.hparams import SFTHparams
+from rlhf_lightning.models.forward import micro_batches, pack_right
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.modules.optimization import (
+    Measured,
+    accumulate_gradients,
+    clip_and_step,
+    with_schedule,
+)
+from rlhf_lightning.modules.schedules import Schedule
+
+
+class SFTModule(L.LightningModule):
+    """Learns to continue prompts as the demonstrations do.
+
+    Args:
+        sft: hyper-parameters.
+        policy: builds the model.
+        optimizer: parameter groups -> optimizer.
+        schedule: factor on the learning rate over iterations.
+        compute_dtype: of sharded forwards.
+    """
+
+    def __init__(
+        self,
+        *,
+        sft: SFTHparams,
+        policy: Callable[[], PolicyModel],
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        schedule: Schedule,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.sft = sft
+        self.build_policy = policy
+        self.build_optimizer = optimizer
+        self.schedule = schedule
+        self.compute_dtype = compute_dtype
+        self.policy: PolicyModel | None = None
+        self.validation_loss = MeanMetric()
+
+    def configure_model(self) -> None:
+        """Build the model, and shard it if ranks share it."""
+        if self.policy is not None:
+            return
+        self.policy = self.build_policy()
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            shard(self.policy, mesh, frozen=False, compute_dtype=self.compute_dtype)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """One group; the schedule counts iterations."""
+        group = {"params": list(self.policy.parameters()), "lr": self.sft.learning_rate}
+        return with_schedule(self, self.build_optimizer([group]), self.schedule)
+
+    def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
+        """Take one optimizer step on the batch."""
+        started = time.perf_counter()
+        num_tokens = global_sum(batch.loss_mask.sum())
+        parts = micro_batches(batch.attention_mask, self.sft.micro_batch_size)
+
+        def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
+            loss = self.loss(batch[rows], num_tokens)
+            return loss, {"sft/loss": loss}
+
+        measured = accumulate_gradients(self, (self.policy,), parts, loss_of_rows)
+        learning_rate = self.optimizers().param_groups[0]["lr"]
+        norms = clip_and_step(self, {"policy": self.policy}, self.sft.max_grad_norm)
+        self.lr_schedulers().step()
+        seconds = time.perf_counter() - started
+        self.log_dict(
+            measured
+            | {
+                "sft/grad_norm": norms["policy"],
+                "sft/learning_rate": learning_rate,
+                "time/update": seconds,
+                "throughput/tokens_per_second": float(num_tokens) / seconds,
+            }
+        )
+
+    def loss(self, batch: SFTBatch, num_tokens: Tensor) -> Tensor:
+        """Return the sum of the rows' token losses over `num_tokens`, nats per token."""
+        packed = pack_right(batch.input_ids, batch.attention_mask)  # [B, W]
+        labels = next_token_labels(batch.input_ids, batch.loss_mask)  # [B, T]
+        row, column = (labels >= 0).nonzero(as_tuple=True)
+        logits = self.policy(packed, row * packed.shape[1] + column)  # [N, V]
+        return causal_lm_loss(
+            logits.unsqueeze(0), labels[row, column].unsqueeze(0), num_tokens=num_tokens
+        )
+
+    def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
+        """Add the batch to the held-out loss."""
+        num_tokens = batch.loss_mask.sum()
+        self.validation_loss.update(self.loss(batch, num_tokens), weight=num_tokens)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the token mean over all held-out rows of all ranks."""
+        self.log("val/loss", self.validation_loss.compute(), prog_bar=True)
+        self.validation_loss.reset()

@@ -1,0 +1,267 @@
+"""Line charts as inline SVG: no script, no font, no network; colours come from the page's CSS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_lightning.reports.markup import text
+from rlhf_lightning.runs.quantities import number, percent
+
+WIDTH, HEIGHT = 360, 196
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
+_MAX_POINTS = 240
+_SMOOTH_FROM = 60
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Args:
+        label: its name, shown when a chart has several.
+        points: (iteration, value), sorted; values that are not finite are gaps.
+        kind: `line` for a measurement every iteration, `marks` for one now and then.
+    """
+
+    label: str
+    points: Sequence[Point]
+    kind: str = "line"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A horizontal line to hold a curve against.
+
+    Args:
+        label: what it is.
+        value: where it lies.
+    """
+
+    label: str
+    value: float
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    unit: str = "",
+    band: tuple[float, float] | None = None,
+    references: Sequence[Reference] = (),
+) -> str:
+    """Return an `<svg>` with axes, ticks, the band shaded, and the curves.
+
+    A curve of many points is drawn faint, with its running mean over it. Text is escaped.
+
+    Args:
+        title: read out by screen readers.
+        series: at least one with a finite point, else the result is "".
+        unit: "share" labels the axis in percent.
+        band: the healthy range, shaded where it lies within the axis.
+        references: horizontal lines.
+    """
+    finite = [p for s in series for p in s.points if math.isfinite(p[1])]
+    if not finite:
+        return ""
+    low, high = _value_range([p[1] for p in finite] + [r.value for r in references], band, unit)
+    ticks = nice_ticks(low, high, 4)
+    low, high = min(low, ticks[0]), max(high, ticks[-1])
+    frame = _Frame(min(p[0] for p in finite), max(p[0] for p in finite), low, high)
+    parts = [_band(frame, band), _grid(frame, ticks, unit)]
+    parts += [_reference(frame, reference) for reference in references]
+    for index, one in enumerate(series):
+        parts.append(_curve(frame, one, index))
+    body = "".join(part for part in parts if part)
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+        f"<title>{text(title)}</title>{body}</svg>"
+    )
+
+
+def nice_ticks(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` round numbers that span `low` to `high` from the inside."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)] or [low]
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Data coordinates to pixels."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def x(self, iteration: float) -> float:
+        share = 0.5 if self.last == self.first else (iteration - self.first) / self.width
+        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+    @property
+    def width(self) -> float:
+        return self.last - self.first
+
+
+def _value_range(
+    values: Sequence[float], band: tuple[float, float] | None, unit: str
+) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    span = high - low or abs(high) * 0.2 or 1.0
+    # The edge of the band belongs on the axis when it is near, so that one sees the distance.
+    for edge in band or ():
+        if low - span <= edge <= high + span:
+            low, high = min(low, edge), max(high, edge)
+    padding = (high - low or span) * 0.06
+    floor = 0.0 if low >= 0 else -math.inf
+    ceiling = 1.0 if unit == "share" and high <= 1 else math.inf
+    return max(low - padding, floor), min(high + padding, ceiling)
+
+
+def _band(frame: _Frame, band: tuple[float, float] | None) -> str:
+    if band is None:
+        return ""
+    low, high = max(band[0], frame.low), min(band[1], frame.high)
+    if high <= low:
+        return ""
+    top, bottom = frame.y(high), frame.y(low)
+    return (
+        f'<rect class="band" x="{LEFT}" y="{top}" width="{WIDTH - LEFT - RIGHT}" '
+        f'height="{round(bottom - top, 1)}"/>'
+    )
+
+
+def _grid(frame: _Frame, ticks: Sequence[float], unit: str) -> str:
+    parts = []
+    for tick in ticks:
+        y = frame.y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        label = text(_tick_label(tick, ticks, unit))
+        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5}">{label}</text>')
+    for tick in _iteration_ticks(frame):
+        x = frame.x(tick)
+        anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"
+        parts.append(
+            f'<text class="tick" style="text-anchor:{anchor}" x="{x}" y="{HEIGHT - 7}">'
+            f"{number_of(tick)}</text>"
+        )
+    return "".join(parts)
+
+
+def number_of(iteration: float) -> str:
+    """Return an iteration with a thin space between thousands."""
+    return f"{int(iteration):,}".replace(",", "\u202f")
+
+
+def _iteration_ticks(frame: _Frame) -> list[float]:
+    ticks = [t for t in nice_ticks(frame.first, frame.last, 4) if t == int(t)]
+    return ticks or [frame.first]
+
+
+def _tick_label(tick: float, ticks: Sequence[float], unit: str) -> str:
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(tick) or 1.0
+    if unit == "share":
+        return f"{100 * tick:.{_digits(100 * step)}f} %"
+    size = max(abs(t) for t in ticks)
+    if size and (size >= 1e5 or size < 1e-3):
+        return "0" if tick == 0 else f"{tick:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+    return f"{tick:.{_digits(step)}f}"
+
+
+def _digits(step: float) -> int:
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return digits if math.isclose(step * 10**digits, round(step * 10**digits)) else digits + 1
+
+
+def _reference(frame: _Frame, reference: Reference) -> str:
+    y = frame.y(reference.value)
+    return (
+        f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
+        f'<text class="note" x="{WIDTH - RIGHT}" y="{y - 4}">{text(reference.label)}</text>'
+    )
+
+
+def _curve(frame: _Frame, series: Series, index: int) -> str:
+    colour = f"s{index % 3}"
+    runs = _runs(series.points)
+    if series.kind == "marks":
+        marks = [p for run in runs for p in run]
+        dots = "".join(
+            f'<circle class="{colour}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>'
+            for x, y in marks
+            if len(marks) <= 40
+        )
+        return _path(frame, marks, f"line {colour}") + dots
+    parts = []
+    for run in runs:
+        many = len(run) >= _SMOOTH_FROM
+        kind = "faint" if many else "line"
+        parts.append(_path(frame, thin(run, _MAX_POINTS), f"{kind} {colour}"))
+        if many:
+            parts.append(_path(frame, thin(_running_mean(run), _MAX_POINTS), f"line {colour}"))
+    return "".join(parts)
+
+
+def _runs(points: Sequence[Point]) -> list[list[Point]]:
+    runs: list[list[Point]] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def thin(points: Sequence[Point], limit: int) -> list[Point]:
+    """Return at most about `limit` points that keep the extremes of every stretch."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(2 * len(points) / limit)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        lowest, highest = (f(stretch, key=lambda p: p[1]) for f in (min, max))
+        kept += sorted({lowest, highest})
+    return kept
+
+
+def _running_mean(points: Sequence[Point]) -> list[Point]:
+    window = max(5, len(points) // 20) // 2
+    totals = [0.0]
+    for _, value in points:
+        totals.append(totals[-1] + value)
+    smooth = []
+    for i, (x, _) in enumerate(points):
+        first, end = max(0, i - window), min(len(points), i + window + 1)
+        smooth.append((x, (totals[end] - totals[first]) / (end - first)))
+    return smooth
+
+
+def _path(frame: _Frame, points: Sequence[Point], css: str) -> str:
+    if len(points) == 1:
+        x, y = points[0]
+        colour = css.split()[-1]
+        return f'<circle class="{colour}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>'
+    steps = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
+    return f'<polyline class="{css}" points="{steps}"/>'
+
+
+def latest(series: Series, unit: str) -> str:
+    """Return the last finite value as text, "" if there is none."""
+    for _, value in reversed(series.points):
+        if math.isfinite(value):
+            return percent(value) if unit == "share" else number(value)
+    return ""

@@ -1,0 +1,1 @@
+"""Rollouts: generation, scoring, and their assembly into a RolloutBatch."""

@@ -1,0 +1,182 @@
+"""One iteration's experience, from prompts to a RolloutBatch.
+
+Legend: B rows, P padded prompt, R response.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.distributed import agreed_max, global_moments
+from rlhf_lightning.functional.advantages import compute_gae
+from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.functional.masked import masked_whiten
+from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
+from rlhf_lightning.models.forward import by_micro_batch, response_statistics, response_values
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.rollout.generate import Generator
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
+
+Unsharded = Callable[[PolicyModel], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """What takes part in a rollout.
+
+    Args:
+        generator: continues prompts.
+        policy: samples, and gives the old log-probabilities.
+        reference: frozen copy of where the policy started.
+        value_model: gives the old values.
+        scorer: scores the answers.
+        tokenizer: turns responses into text for the scorer.
+        unsharded: gathers a sharded policy for generation.
+        micro_batch_size: rows in one forward.
+    """
+
+    generator: Generator
+    policy: PolicyModel
+    reference: PolicyModel
+    value_model: ScalarHeadModel
+    scorer: Scorer
+    tokenizer: PreTrainedTokenizerBase
+    unsharded: Unsharded
+    micro_batch_size: int | None
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """How a score becomes advantages; the words are those of `PPOHparams` and `Controls`."""
+
+    kl_coef: float
+    score_clip: float | None
+    missing_eos_penalty: float
+    gamma: float
+    gae_lambda: float
+    domain_weights: Mapping[str, float] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def collect_rollout(
+    parts: RolloutParts,
+    prompts: PromptBatch,
+    *,
+    noise: RowNoise,
+    temperature: float,
+    max_new_tokens: int,
+    shaping: RewardShaping,
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """Sample, evaluate and score one batch of prompts.
+
+    Log-probabilities are recomputed by the training forward, never taken from the sampler.
+
+    Args:
+        parts: models and functions.
+        prompts: `[B, P]`.
+        noise: of this iteration.
+        temperature: of sampling and of every log-probability.
+        max_new_tokens: longest response.
+        shaping: coefficients from scores to advantages.
+
+    Returns:
+        The rollout, and the seconds of its phases: `generate`, `score` (all forwards included).
+    """
+    started = time.perf_counter()
+    was_training = parts.policy.training
+    parts.policy.eval()
+    with parts.unsharded(parts.policy):
+        generation = parts.generator(
+            parts.policy.model,
+            prompts,
+            noise=noise,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+        )
+    parts.policy.train(was_training)
+    generated = time.perf_counter()
+    answers = make_answers(prompts, generation, parts.tokenizer)
+    rollout = assemble_rollout(parts, answers, temperature=temperature, shaping=shaping)
+    seconds = {"generate": generated - started, "score": time.perf_counter() - generated}
+    return rollout, seconds
+
+
+def assemble_rollout(
+    parts: RolloutParts, answers: Answers, *, temperature: float, shaping: RewardShaping
+) -> RolloutBatch:
+    """Return the rollout of given answers: evaluate, score, shape, estimate advantages."""
+    mask = answers.response_mask  # [B, R]
+    logprobs, entropy, ref_logprobs, values = evaluate_answers(
+        parts, answers, temperature=temperature
+    )
+    scores = parts.scorer(answers)
+    weights = [shaping.domain_weights.get(name, 1.0) for name in answers.prompts.domains]
+    adjusted = adjust_scores(
+        scores.total * scores.total.new_tensor(weights),
+        answers.finished,
+        clip=shaping.score_clip,
+        missing_eos_penalty=shaping.missing_eos_penalty,
+    )
+    kl = kl_k1(logprobs, ref_logprobs)  # [B, R]
+    rewards = shape_rewards(adjusted, kl, mask, kl_coef=shaping.kl_coef)
+    advantages, returns = compute_gae(
+        rewards, values, mask, gamma=shaping.gamma, gae_lambda=shaping.gae_lambda
+    )
+    mean, var = global_moments(advantages, mask)
+    return RolloutBatch(
+        sequences=answers.sequences,
+        attention_mask=answers.attention_mask,
+        response_mask=mask,
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        values=values,
+        scores=scores.total,
+        rewards=rewards,
+        advantages=masked_whiten(advantages, mask, mean=mean, var=var),
+        returns=returns,
+        entropy=entropy,
+        finish_reason=answers.generation.finish_reason,
+        row_ids=answers.prompts.row_ids,
+        prompt_length=answers.prompts.input_ids.shape[1],
+        domains=answers.prompts.domains,
+        score_components=dict(scores.components),
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of the answers, for one micro-batch."""
+
+    sequences: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+
+
+def evaluate_answers(
+    parts: RolloutParts, answers: Answers, *, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logprobs, entropy, ref_logprobs and values, each `[B, R]` and 0 off the mask."""
+
+    def evaluate(rows: Tensor) -> tuple[Tensor, ...]:
+        batch = _Rows(
+            answers.sequences[rows], answers.attention_mask[rows], answers.response_mask[rows]
+        )
+        policy = response_statistics(parts.policy, batch, temperature=temperature)
+        reference = response_statistics(parts.reference, batch, temperature=temperature)
+        values = response_values(parts.value_model, batch)
+        return policy.logprobs, policy.entropy, reference.logprobs, values
+
+    logprobs, entropy, ref_logprobs, values = by_micro_batch(
+        evaluate, answers.attention_mask, parts.micro_batch_size, agree=agreed_max
+    )
+    return logprobs, entropy, ref_logprobs, values

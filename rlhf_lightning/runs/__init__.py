@@ -1,0 +1,1 @@
+"""The run folder, its summary, artefacts and resume."""

@@ -1,0 +1,95 @@
+"""Writing so that a reader, or the next start after a kill, sees the old or the new: never half."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a binary file that takes the place of `path` when the block ends without an error.
+
+    The bytes go to a temporary file in the same folder, because a rename is atomic only within
+    one filesystem; they are on disk before the rename, and the rename is on disk on return.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the content of `path` by `text` in one step; a lone surrogate is escaped."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def link_atomically(link: Path, target: Path) -> None:
+    """Make `link` a relative symbolic link to `target`; at no instant is there no `link`."""
+    temporary = link.with_name(f".{link.name}.tmp-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    temporary.replace(link)
+    sync_folder(link.parent)
+
+
+def replace_folder(new: Path, target: Path) -> Path | None:
+    """Put the folder `new` at `target` and return where the former folder is now, if any.
+
+    On Linux both names are exchanged in one system call. Elsewhere the former folder is moved
+    aside first, which leaves a moment without `target`.
+    """
+    if not target.exists():
+        new.rename(target)
+        sync_folder(target.parent)
+        return None
+    if _exchange(new, target):
+        sync_folder(target.parent)
+        return new
+    aside = target.with_name(f".{target.name}.old-{os.getpid()}")
+    target.rename(aside)
+    new.rename(target)
+    sync_folder(target.parent)
+    return aside
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in `folder` to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network filesystems refuse to sync a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    done = rename(
+        _AT_FDCWD,
+        os.fsencode(first),
+        _AT_FDCWD,
+        os.fsencode(second),
+        ctypes.c_uint(_RENAME_EXCHANGE),
+    )
+    return bool(done == 0)

@@ -1,0 +1,251 @@
+"""The run folder: where everything of one run stands, and the two tables that grow with it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.runs.atomic import write_text
+
+ITERATION = "iteration"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run; nothing is created until somebody writes.
+
+    Args:
+        path: the folder, `outputs/<stage>/<date>_<time>` unless the user chose another.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        """Accept a string for the path."""
+        object.__setattr__(self, "path", Path(self.path))
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.name
+
+    @property
+    def summary(self) -> Path:
+        """`summary.json`: stage, status, final metrics, gates."""
+        return self.path / "summary.json"
+
+    @property
+    def metrics(self) -> Path:
+        """`metrics.csv`: one row an iteration."""
+        return self.path / "metrics.csv"
+
+    @property
+    def samples(self) -> Path:
+        """`samples.jsonl`: prompts and responses."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """`checkpoints/`: for resume; `last.ckpt` and, with something monitored, `best.ckpt`."""
+        return self.path / "checkpoints"
+
+    @property
+    def last_checkpoint(self) -> Path:
+        """`checkpoints/last.ckpt`, a link to the newest complete checkpoint."""
+        return self.checkpoints / "last.ckpt"
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """`checkpoints/best.ckpt`, a link to the best by the monitored metric."""
+        return self.checkpoints / "best.ckpt"
+
+    @property
+    def report(self) -> Path:
+        """`report.html`, self-contained."""
+        return self.path / "report.html"
+
+    @property
+    def export(self) -> Path:
+        """`export/`: Hugging Face folder, or one such folder a model."""
+        return self.path / "export"
+
+    @property
+    def wandb(self) -> Path:
+        """`wandb/`: what Weights & Biases writes."""
+        return self.path / "wandb"
+
+    @property
+    def config(self) -> Path:
+        """`.hydra/config.yaml`: the composed configuration."""
+        return self.path / ".hydra" / "config.yaml"
+
+    def create(self) -> RunFolder:
+        """Make the folder if it is missing and return self."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return self
+
+
+class MetricsAppender:
+    """Append rows to `metrics.csv`, one an iteration, each flushed when it is written.
+
+    The first column is `iteration`. A metric that appears later gets a new column: the file is
+    then rewritten in one step with the wider header. Numbers are written so that reading them
+    gives the same float64 back; an empty cell means "not measured at this iteration".
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Write to `path`, continuing what is already there."""
+        self.path = Path(path)
+        self._columns: list[str] = self._read_header()
+
+    def append(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Add the row of `iteration`.
+
+        Raises:
+            ValueError: if `values` has a key `iteration`, which is the x-axis.
+        """
+        if ITERATION in values:
+            raise ValueError("a metric is named 'iteration', which is the x-axis: rename it")
+        new = [name for name in values if name not in self._columns]
+        if new or not self.path.exists():
+            self._widen(new)
+        cells = [str(iteration), *(_cell(values.get(name)) for name in self._columns[1:])]
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            file.write(_line(cells))
+            file.flush()
+
+    def truncate(self, iteration: int) -> None:
+        """Keep the rows up to and including `iteration`, for a run that resumes there.
+
+        A line that a kill cut short goes too, and so do columns that are left without a value:
+        what remains is what a run stopped at `iteration` would have written.
+        """
+        rows = [row for row in read_metrics(self.path) if row[ITERATION] <= iteration]
+        kept = [c for c in self._columns[1:] if any(c in row for row in rows)]
+        self._columns = [ITERATION, *kept]
+        if rows:
+            self._rewrite(rows)
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def _read_header(self) -> list[str]:
+        if not self.path.exists():
+            return [ITERATION]
+        with self.path.open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file), [ITERATION])
+        if header[0] != ITERATION:
+            raise ValueError(
+                f"{self.path} starts with the column {header[0]!r}, expected 'iteration': "
+                "move the file away or choose another run folder"
+            )
+        return header
+
+    def _widen(self, new: Sequence[str]) -> None:
+        rows = read_metrics(self.path)
+        self._columns = [*self._columns, *new]
+        self._rewrite(rows)
+
+    def _rewrite(self, rows: Sequence[Mapping[str, float]]) -> None:
+        lines = [_line(self._columns)]
+        for row in rows:
+            cells = [_cell(row.get(name)) for name in self._columns[1:]]
+            lines.append(_line([str(int(row[ITERATION])), *cells]))
+        write_text(self.path, "".join(lines))
+
+
+class SamplesAppender:
+    """Append lines to `samples.jsonl`, each a JSON object with `iteration`, flushed at once."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Write to `path`, continuing what is already there."""
+        self.path = Path(path)
+
+    def append(self, iteration: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Add one line a sample; numbers that are not finite become null."""
+        lines = [to_json({ITERATION: iteration, **sample}) + "\n" for sample in samples]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A lone surrogate, which UTF-8 does not have, is written as its JSON escape.
+        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(lines)
+            file.flush()
+
+    def truncate(self, iteration: int) -> None:
+        """Keep the lines up to and including `iteration`; a line cut short by a kill goes too."""
+        if self.path.exists():
+            kept = [s for s in read_samples(self.path) if s[ITERATION] <= iteration]
+            write_text(self.path, "".join(to_json(sample) + "\n" for sample in kept))
+
+
+def read_metrics(path: Path | str) -> list[dict[str, float]]:
+    """Return the rows of a `metrics.csv`, each without the cells that are empty.
+
+    Lines that do not have the width of the header, as a kill in the middle of a write leaves
+    them, are left out. A missing file has no rows.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]  # a line counts when its end was written
+    lines = list(csv.reader(io.StringIO(complete)))
+    if not lines:
+        return []
+    header = lines[0]
+    return [
+        {name: float(cell) for name, cell in zip(header, line, strict=True) if cell != ""}
+        for line in lines[1:]
+        if len(line) == len(header)
+    ]
+
+
+def read_samples(path: Path | str) -> list[dict[str, Any]]:
+    """Return the lines of a `samples.jsonl` that are whole; a missing file has none."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    samples = []
+    # Not splitlines: it also breaks at characters that JSON leaves inside a string.
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        try:
+            sample = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(sample, dict) and ITERATION in sample:
+            samples.append(sample)
+    return samples
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return strict JSON; NaN and infinities, which JSON does not have, become null."""
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if hasattr(value, "item"):  # a number of numpy or a tensor of one element
+        return _finite(value.item())
+    return value
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return ""
+    number = float(value)
+    return str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
+
+
+def _line(cells: Sequence[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue()

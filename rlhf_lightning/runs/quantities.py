@@ -1,0 +1,104 @@
+"""What a metric is called in words, its unit, and the range in which a healthy run keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """How to show one metric.
+
+    Args:
+        label: a few words.
+        unit: "" for a plain number; "share" is shown in percent.
+        healthy: the usual range of a run that goes well; None where there is none.
+    """
+
+    label: str
+    unit: str = ""
+    healthy: tuple[float, float] | None = None
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "rollout/score": Quantity("score"),
+    "rollout/score_std": Quantity("spread of the score"),
+    "rollout/kl_per_token": Quantity("KL from SFT, per token", "nats", (0.05, 1.0)),
+    "rollout/kl_per_response": Quantity("KL from SFT, per response", "nats"),
+    "rollout/response_length": Quantity("response length", "tokens"),
+    "rollout/eos_fraction": Quantity("responses that end by themselves", "share", (0.8, 1.0)),
+    "rollout/distinct_2": Quantity("distinct bigrams", "share"),
+    "ppo/policy_loss": Quantity("policy loss"),
+    "ppo/value_loss": Quantity("value loss"),
+    "ppo/approx_kl": Quantity("KL of the update", "nats", (0.0, 0.1)),
+    "ppo/clipfrac": Quantity("clipped ratios", "share", (0.0, 0.3)),
+    "ppo/value_clipfrac": Quantity("clipped values", "share"),
+    "ppo/explained_variance": Quantity("explained variance of the critic", "", (0.2, 1.0)),
+    "ppo/entropy": Quantity("entropy of the policy", "nats"),
+    "ppo/kl_coef": Quantity("KL coefficient"),
+    "ppo/learning_rate": Quantity("learning rate"),
+    "ppo/policy_grad_norm": Quantity("gradient norm, policy"),
+    "ppo/value_grad_norm": Quantity("gradient norm, critic"),
+    "sft/loss": Quantity("training loss", "nats"),
+    "sft/learning_rate": Quantity("learning rate"),
+    "sft/grad_norm": Quantity("gradient norm"),
+    "reward/loss": Quantity("training loss", "nats", (0.0, 0.69)),
+    "reward/accuracy": Quantity("training accuracy", "share", (0.5, 1.0)),
+    "reward/margin": Quantity("training margin"),
+    "reward/learning_rate": Quantity("learning rate"),
+    "reward/grad_norm": Quantity("gradient norm"),
+    "val/loss": Quantity("held-out loss", "nats"),
+    "val/accuracy": Quantity("held-out accuracy", "share", (0.6, 1.0)),
+    "val/margin": Quantity("held-out margin"),
+    "val/calibration_error": Quantity("calibration error", "share", (0.0, 0.1)),
+    "val/longer_wins_accuracy": Quantity("accuracy of choosing the longer one", "share"),
+    "val/label_ceiling": Quantity("ceiling set by the labels", "share"),
+    "val/score": Quantity("held-out score"),
+    "val/kl_per_token": Quantity("held-out KL, per token", "nats", (0.05, 1.0)),
+    "val/response_length": Quantity("held-out response length", "tokens"),
+    "val/distinct_2": Quantity("held-out distinct bigrams", "share"),
+    "val/gold_win_rate": Quantity("gold win rate", "share", (0.5, 1.0)),
+    "time/generate": Quantity("generating", "s"),
+    "time/score": Quantity("scoring", "s"),
+    "time/update": Quantity("updating", "s"),
+    "throughput/tokens_per_second": Quantity("tokens a second"),
+    "throughput/pairs_per_second": Quantity("pairs a second"),
+}
+
+
+def quantity(name: str) -> Quantity:
+    """Return how to show `name`; an unknown metric is called by the last part of its name."""
+    return QUANTITIES.get(name) or Quantity(name.rpartition("/")[2].replace("_", " "))
+
+
+def show(name: str, value: float) -> str:
+    """Return the value as text with its unit."""
+    unit = quantity(name).unit
+    if unit == "share":
+        return percent(value)
+    return f"{number(value)} {unit}".strip()
+
+
+def number(value: float, *, like: float | None = None) -> str:
+    """Return a number with about three digits that count, or as many as `like` would have."""
+    size = abs(value if like is None else like)
+    if value != value:
+        return "not a number"
+    if value == 0:
+        return "0"
+    if size >= 100_000 or size < 0.001:
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 4
+    return f"{value:.{digits}f}"
+
+
+def percent(value: float) -> str:
+    """Return a share as percent, e.g. `82.4 %`."""
+    return f"{100 * value:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as `1:02:03` or `2:03`, in minutes and seconds below an hour."""
+    whole = round(max(seconds, 0.0))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

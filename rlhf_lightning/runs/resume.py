@@ -1,0 +1,164 @@
+"""Which run to continue, and from which checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import is_claimed
+from rlhf_lightning.runs.summary import read_summary
+
+logger = logging.getLogger(__name__)
+
+# What does not change what is learnt: a run continues with another value of these.
+_LEFT_OUT = frozenset(
+    {
+        "resume",
+        "ckpt_path",
+        "paths",
+        "logger",
+        "hydra",
+        "trainer.devices",
+        "trainer.num_nodes",
+        "trainer.enable_progress_bar",
+        "trainer.enable_model_summary",
+        "trainer.default_root_dir",
+    }
+)
+_VERBOSITY = frozenset({"verbose", "quiet", "refresh_rate", "refresh_seconds", "every_n_seconds"})
+_CHECKPOINT_NAME = re.compile(r"iteration=(\d+)")
+
+
+def config_hash(container: Mapping[str, Any]) -> str:
+    """Return 16 hex digits that are equal for configurations that train the same thing.
+
+    Left out are `resume`, `ckpt_path`, `paths`, `logger`, `hydra`, the number of devices and
+    nodes, and how much the callbacks say. A string that begins with one of the values below
+    `paths` counts as that path's name, so that a folder named after the time of the start, as in
+    `dirpath: ${paths.run}/checkpoints`, does not tell two starts of one configuration apart.
+
+    Args:
+        container: the configuration as plain dicts and lists, interpolations resolved.
+    """
+    folders = _flat_strings(container.get("paths", {}))
+    kept = _without(container, "", sorted(folders, key=lambda item: -len(item[1])))
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def find_unfinished_run(root: Path | str, config_hash: str) -> RunFolder | None:
+    """Return the newest run below `root` of this configuration that did not complete, or None.
+
+    Newest by name, which begins with date and time. A run that a living process writes is not
+    unfinished but under way, and is passed over, as is a folder whose summary cannot be read.
+
+    Args:
+        root: `outputs/<stage>`.
+        config_hash: of `config_hash`.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        return None
+    for path in sorted((p for p in root.iterdir() if p.is_dir()), reverse=True):
+        folder = RunFolder(path)
+        try:
+            summary = read_summary(folder)
+        except (FileNotFoundError, ValueError):
+            continue
+        if summary.config_hash == config_hash and summary.status != "completed":
+            if not is_claimed(path):
+                return folder
+            logger.warning("passing over %s: another process is writing it", path)
+    return None
+
+
+def newest_complete_checkpoint(folder: RunFolder) -> Path | None:
+    """Return the newest checkpoint of a run that can be read to its end, or None.
+
+    A damaged one is reported and passed over for the one before. Every byte of a candidate is
+    read once and held against its checksum, which costs less than finding out later.
+    """
+    for path in _candidates(folder.checkpoints):
+        if problem := checkpoint_problem(path):
+            logger.warning("passing over the checkpoint %s: %s", path, problem)
+        else:
+            return path
+    return None
+
+
+def checkpoint_problem(path: Path | str) -> str | None:
+    """Return why a checkpoint cannot be loaded, or None if it can.
+
+    A checkpoint is a zip archive of `torch.save` or a folder of `torch.distributed.checkpoint`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        missing = [name for name in (".metadata", "meta.pt") if not (path / name).is_file()]
+        return f"it was not written to its end, {missing[0]} is missing" if missing else None
+    if not path.is_file():
+        return "it does not exist"
+    if not zipfile.is_zipfile(path):
+        return f"it was cut short or is no checkpoint ({path.stat().st_size} bytes)"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+            pickled = any(name.endswith("data.pkl") for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        return f"it is damaged ({error})"
+    if broken is not None:
+        return f"it is damaged in {broken}"
+    return None if pickled else "it is an archive, but no checkpoint of torch.save"
+
+
+def checkpoint_iteration(path: Path | str) -> int | None:
+    """Return the iteration in the name of a checkpoint, following links; None if it has none."""
+    match = _CHECKPOINT_NAME.search(Path(path).resolve().name)
+    return int(match.group(1)) if match else None
+
+
+def _candidates(checkpoints: Path) -> list[Path]:
+    if not checkpoints.is_dir():
+        return []
+    # Links lead to files that are candidates themselves.
+    found = [p for p in checkpoints.glob("*.ckpt") if not p.is_symlink()]
+
+    def age(path: Path) -> tuple[int, float]:
+        iteration = checkpoint_iteration(path)
+        return (-1 if iteration is None else iteration, path.stat().st_mtime)
+
+    return sorted(found, key=age, reverse=True)
+
+
+def _flat_strings(value: Any, name: str = "paths") -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        return [
+            pair for key, item in value.items() for pair in _flat_strings(item, f"{name}.{key}")
+        ]
+    return [(name, value)] if isinstance(value, str) and value not in ("", ".", "/") else []
+
+
+def _without(value: Any, name: str, folders: list[tuple[str, str]]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _without(v, path, folders) for k, v, path in _kept_items(value, name)}
+    if isinstance(value, list | tuple):
+        return [_without(item, name, folders) for item in value]
+    if isinstance(value, str):
+        for key, folder in folders:
+            if value == folder or value.startswith(folder.rstrip("/") + "/"):
+                return f"<{key}>{value[len(folder.rstrip('/')) :]}"
+    return value
+
+
+def _kept_items(mapping: Mapping[Any, Any], name: str) -> Iterator[tuple[Any, Any, str]]:
+    for key, value in mapping.items():
+        path = f"{name}.{key}" if name else str(key)
+        verbosity = path.startswith("callbacks.") and key in _VERBOSITY
+        if path not in _LEFT_OUT and not verbosity:
+            yield key, value, path

@@ -1,0 +1,149 @@
+"""`summary.json`: what a run was, how it ended and what it measured, for people and programs."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.folder import RunFolder, to_json
+
+Stage = Literal["base", "sft", "reward", "ppo", "collect", "evaluate", "pipeline"]
+Status = Literal["running", "completed", "failed", "stopped"]
+
+_PACKAGES = ("rlhf_lightning", "torch", "lightning", "transformers", "hydra-core", "wandb")
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """The verdict of one gate.
+
+    Args:
+        name: what is demanded, e.g. `gold_win_rate`.
+        value: what was measured; None where nothing could be.
+        threshold: the bound it was held against.
+        passed: whether it holds.
+        reason: one sentence a reader understands without the configuration.
+    """
+
+    name: str
+    value: float | None
+    threshold: float | None
+    passed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of `summary.json`, with exactly these keys.
+
+    Args:
+        stage: the kind of run.
+        status: `running` until the end is known; a killed run stays `running`.
+        seed: the seed of the run.
+        metrics: flat names to final values.
+        gates: verdicts, in the order in which they were taken.
+        seconds: wall-clock seconds by phase, e.g. `total`, `generate`.
+        versions: package names to versions, and `python`.
+        git_commit: of the working folder, None outside a repository.
+        config_hash: of `runs.resume.config_hash`.
+    """
+
+    stage: Stage
+    status: Status
+    seed: int | None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    gates: tuple[GateResult, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+    config_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the two words, and accept gates as mappings."""
+        for key, allowed in (("stage", get_args(Stage)), ("status", get_args(Status))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(
+                    f"Summary.{key}={getattr(self, key)!r}, expected one of {', '.join(allowed)}"
+                )
+        gates = tuple(g if isinstance(g, GateResult) else GateResult(**g) for g in self.gates)
+        object.__setattr__(self, "gates", gates)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate passed; True where there is none."""
+        return all(gate.passed for gate in self.gates)
+
+
+def new_summary(stage: Stage, *, seed: int | None, config_hash: str | None) -> Summary:
+    """Return the summary of a run that begins: status `running`, versions and commit filled in."""
+    return Summary(
+        stage=stage,
+        status="running",
+        seed=seed,
+        versions=installed_versions(),
+        git_commit=git_commit(),
+        config_hash=config_hash,
+    )
+
+
+def write_summary(folder: RunFolder, summary: Summary) -> Path:
+    """Write `summary.json` in one step and return its path; NaN and infinities become null."""
+    write_text(folder.summary, to_json(asdict(summary), indent=2) + "\n")
+    return folder.summary
+
+
+def read_summary(folder: RunFolder) -> Summary:
+    """Return the summary of a run.
+
+    Raises:
+        FileNotFoundError: if the folder has none.
+        ValueError: if it is not what `write_summary` writes.
+    """
+    path = folder.summary
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {folder.path} is no run folder, or not begun")
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        return Summary(**{f.name: content[f.name] for f in fields(Summary)})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a run summary ({error!r}): delete it, or restore it"
+        ) from error
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide results."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit(folder: Path | None = None) -> str | None:
+    """Return the commit of the working folder, with `-dirty` if tracked files differ, or None."""
+    where = folder or Path.cwd()
+    commit = _git(where, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    changed = _git(where, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

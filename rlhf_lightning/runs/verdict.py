@@ -1,0 +1,220 @@
+"""What a run has shown, in plain words: for the last screen and the top of the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_lightning.runs.quantities import duration, number, percent, show
+from rlhf_lightning.runs.summary import Summary
+
+Metrics = Mapping[str, float | None]
+Tone = Literal["good", "bad", "neutral"]
+
+STAGES = {
+    "base": "Base model",
+    "sft": "Supervised fine-tuning",
+    "reward": "Reward model",
+    "ppo": "PPO",
+    "collect": "Preference collection",
+    "evaluate": "Evaluation",
+    "pipeline": "Pipeline",
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One figure beside the verdict.
+
+    Args:
+        label: what was measured.
+        value: the figure as text.
+        note: what to hold it against, or "".
+    """
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a run.
+
+    Args:
+        tone: whether it is what one hoped for, gates and ending included.
+        number_tone: the same of the one figure alone.
+        number: the one figure that says most, as text; "" if nothing was measured.
+        caption: what that figure is.
+        sentence: what it means.
+        facts: the other figures.
+    """
+
+    tone: Tone
+    number: str
+    caption: str
+    sentence: str
+    facts: tuple[Fact, ...]
+    number_tone: Tone = "neutral"
+
+
+def verdict(summary: Summary) -> Verdict:
+    """Return the verdict on a run from what its summary says.
+
+    It reads the fixed keys of `metrics` and, where they are there, the same ones of the policy
+    it started from: `val/baseline_score`, `val/baseline_response_length`,
+    `val/baseline_distinct_2` and `val/baseline_loss`.
+    """
+    stage = {"ppo": _ppo, "reward": _reward, "sft": _sft, "base": _sft}.get(summary.stage, _other)
+    result = stage(summary.metrics)
+    facts = result.facts
+    if "total" in summary.seconds:
+        facts = (*facts, Fact("time", duration(summary.seconds["total"])))
+    failed = [gate for gate in summary.gates if not gate.passed]
+    tone: Tone = "bad" if failed else result.tone
+    sentence = result.sentence
+    if failed:
+        names = ", ".join(gate.name for gate in failed)
+        sentence = f"{sentence} It did not pass: {names}.".strip()
+    if summary.status != "completed":
+        tone = "bad" if summary.status == "failed" else "neutral"
+        sentence = f"{_STATUS[summary.status]} {sentence}".strip()
+    return Verdict(tone, result.number, result.caption, sentence, facts, result.tone)
+
+
+_STATUS = {
+    "running": "The run has not ended, or it was killed: resume=auto continues it.",
+    "failed": "The run failed; what follows is what it had reached.",
+    "stopped": "The run was stopped before its end; what follows is what it had reached.",
+}
+
+
+def _ppo(metrics: Metrics) -> Verdict:
+    facts = _changes(metrics, "SFT")
+    kl = _get(metrics, "val/kl_per_token")
+    if kl is not None:
+        facts.insert(1, Fact("KL from SFT", number(kl), "nats a token"))
+    win = _win_rate(metrics, "SFT", "PPO", facts)
+    if win is not None:
+        return win
+    score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
+    if score is None:
+        return Verdict("neutral", "", "", "No evaluation was recorded.", tuple(facts))
+    if before is None:
+        caption = "mean score on held-out prompts"
+        return Verdict("neutral", number(score), caption, "", tuple(facts))
+    better = score > before
+    sentence = f"The score {'rose' if better else 'did not rise'}; no gold reward says if rightly."
+    gain = number(score - before)
+    number_text = f"+{gain}" if better else gain
+    tone: Tone = "neutral" if better else "bad"
+    return Verdict(
+        tone, number_text, "change of the mean score, SFT to PPO", sentence, tuple(facts)
+    )
+
+
+def _sft(metrics: Metrics) -> Verdict:
+    facts = _changes(metrics, "base")
+    loss, before = _get(metrics, "val/loss"), _get(metrics, "val/baseline_loss")
+    if loss is not None:
+        facts.insert(0, _change("held-out loss", loss, before, "base", "nats a token"))
+    train = _get(metrics, "sft/loss")
+    if train is not None:
+        facts.insert(1, Fact("training loss", number(train), "nats a token"))
+    win = _win_rate(metrics, "base", "SFT", facts)
+    if win is not None:
+        return win
+    if loss is None:
+        return Verdict("neutral", "", "", "No held-out loss was recorded.", tuple(facts))
+    choices = number(math.exp(min(loss, 50.0)))
+    sentence = f"On average it wavers between {choices} next tokens."
+    caption = "nats a token, loss on held-out answers"
+    return Verdict("neutral", number(loss), caption, sentence, tuple(facts))
+
+
+def _reward(metrics: Metrics) -> Verdict:
+    facts = []
+    ceiling, longer = _get(metrics, "val/label_ceiling"), _get(metrics, "val/longer_wins_accuracy")
+    if ceiling is not None:
+        facts.append(Fact("ceiling set by the labels", percent(ceiling), "nobody could do better"))
+    if longer is not None:
+        facts.append(Fact("“the longer one wins”", percent(longer), "what length alone reaches"))
+    for name in ("val/calibration_error", "val/margin", "val/loss"):
+        value = _get(metrics, name)
+        if value is not None:
+            label = name.partition("/")[2].replace("_", " ")
+            facts.append(Fact(label, show(name, value)))
+    accuracy = _get(metrics, "val/accuracy")
+    if accuracy is None:
+        return Verdict("neutral", "", "", "No held-out accuracy was recorded.", tuple(facts))
+    low = _get(metrics, "val/accuracy_low")
+    rival = max(0.5, longer or 0.0)
+    known = "chance" if rival == 0.5 else "length alone"
+    tone: Tone
+    if (accuracy if low is None else low) > rival:
+        tone, sentence = "good", f"It ranks answers better than {known} does."
+    else:
+        tone, sentence = "bad", f"It is not shown to rank answers better than {known} does."
+    caption = "of held-out pairs ranked as labelled" + _interval(metrics, "val/accuracy")
+    return Verdict(tone, percent(accuracy), caption, sentence, tuple(facts))
+
+
+def _other(metrics: Metrics) -> Verdict:
+    facts = [Fact(name, show(name, value)) for name, value in metrics.items() if value is not None]
+    return Verdict("neutral", "", "", "", tuple(facts))
+
+
+def _win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict | None:
+    rate = _get(metrics, "val/gold_win_rate")
+    if rate is None:
+        return None
+    low, high = (_get(metrics, f"val/gold_win_rate_{end}") for end in ("low", "high"))
+    tone: Tone
+    if (rate if low is None else low) > 0.5:
+        tone, sentence = "good", f"{name} answers better than {rival}, by the gold reward."
+    elif (rate if high is None else high) < 0.5:
+        tone, sentence = "bad", f"{name} answers worse than {rival}, by the gold reward."
+    else:
+        tone, sentence = "neutral", f"No difference between {name} and {rival} is shown."
+    caption = f"of comparisons won against {rival}" + _interval(metrics, "val/gold_win_rate")
+    return Verdict(tone, percent(rate), caption, sentence, tuple(facts))
+
+
+def _changes(metrics: Metrics, rival: str) -> list[Fact]:
+    facts = []
+    for key, label, unit in (
+        ("score", "score", ""),
+        ("response_length", "response length", "tokens"),
+        ("distinct_2", "distinct bigrams", "share"),
+    ):
+        value = _get(metrics, f"val/{key}")
+        if value is not None:
+            before = _get(metrics, f"val/baseline_{key}")
+            facts.append(_change(label, value, before, rival, unit))
+    return facts
+
+
+def _change(label: str, value: float, before: float | None, rival: str, unit: str) -> Fact:
+    plain = "" if unit == "share" else unit
+    if before is None:
+        return Fact(label, percent(value) if unit == "share" else number(value), plain)
+    if unit == "share":
+        change = f"{percent(before)} → {percent(value)}"
+    else:
+        like = max(abs(before), abs(value))  # both with the digits that the larger one deserves
+        change = f"{number(before, like=like)} → {number(value, like=like)}"
+    return Fact(label, change, f"{rival} → now" + (f", {plain}" if plain else ""))
+
+
+def _interval(metrics: Metrics, name: str) -> str:
+    low, high = _get(metrics, f"{name}_low"), _get(metrics, f"{name}_high")
+    if low is None or high is None:
+        return ""
+    return f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+
+
+def _get(metrics: Metrics, name: str) -> float | None:
+    value = metrics.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)

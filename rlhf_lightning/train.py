@@ -1,0 +1,189 @@
+"""Train one stage of RLHF: `python -m rlhf_lightning.train +experiment=sft | reward | ppo`.
+
+Heavy imports stay inside functions: `--help` and a config error answer at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_lightning.composition import ConfigError, check_config, conf_dir, explain, register
+from rlhf_lightning.prerequisites import prepare_inputs
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.resume import (
+    config_hash,
+    find_unfinished_run,
+    newest_complete_checkpoint,
+)
+from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+
+if TYPE_CHECKING:
+    from rlhf_lightning.assembly import Parts
+
+register()
+
+
+def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
+    """Train a stage from its configuration to its report.
+
+    Args:
+        cfg: composed configuration.
+        folder: of a new run; with `resume=auto` an unfinished one takes its place.
+        overrides: of the command line, for stages that must be trained first.
+
+    Returns:
+        The summary, as written to the run folder.
+    """
+    allowed = tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
+    check_config(cfg, allowed)
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        prepare_inputs(cfg, overrides)
+    digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
+    folder, checkpoint = _where_to_start(cfg, folder, digest)
+    summary = new_summary(cfg.stage, seed=cfg.seed, config_hash=digest)
+    with claim_run(folder.create().path):
+        write_summary(folder, summary)
+        try:
+            summary = _train(cfg, folder, checkpoint, summary)
+        except BaseException as error:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            write_summary(folder, replace(summary, status=status))
+            raise
+    return summary
+
+
+def _train(
+    cfg: DictConfig, folder: RunFolder, checkpoint: Path | None, summary: Summary
+) -> Summary:
+    started = time.perf_counter()
+    _quieten()
+    import lightning as L
+
+    from rlhf_lightning.assembly import assemble
+    from rlhf_lightning.callbacks.console import print_start, print_verdict
+    from rlhf_lightning.finish import finish
+    from rlhf_lightning.reports.page import write_report
+
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    parts = assemble(cfg, folder)
+    print_start(cfg.name, folder, _settings(cfg, parts, checkpoint))
+    assembled = time.perf_counter()
+    parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint)
+    if parts.trainer.interrupted:
+        raise KeyboardInterrupt
+    fitted = time.perf_counter()
+    findings, gates = finish(cfg, folder, parts)
+    seconds = {
+        "setup": assembled - started,
+        "fit": fitted - assembled,
+        "finish": time.perf_counter() - fitted,
+        "total": time.perf_counter() - started,
+    }
+    summary = replace(
+        summary,
+        status="completed",
+        metrics=dict(sorted(findings.metrics.items())),
+        gates=gates,
+        seconds=seconds,
+    )
+    write_summary(folder, summary)
+    write_report(folder)
+    print_verdict(summary, folder)
+    return summary
+
+
+def _where_to_start(
+    cfg: DictConfig, folder: RunFolder, digest: str
+) -> tuple[RunFolder, Path | None]:
+    if cfg.ckpt_path is not None:
+        path = Path(cfg.ckpt_path)
+        if not path.exists():
+            raise ConfigError(f"ckpt_path={path} does not exist")
+        return folder, path
+    if cfg.resume == "never":
+        return folder, None
+    if cfg.resume != "auto":
+        raise ConfigError(f"resume={cfg.resume} must be never or auto")
+    unfinished = find_unfinished_run(Path(cfg.paths.outputs) / cfg.name, digest)
+    checkpoint = newest_complete_checkpoint(unfinished) if unfinished is not None else None
+    if unfinished is None or checkpoint is None:
+        return folder, None
+    if folder.path != unfinished.path and {p.name for p in folder.path.glob("*")} <= {".hydra"}:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    return unfinished, checkpoint
+
+
+def _settings(cfg: DictConfig, parts: Parts, checkpoint: Path | None) -> dict[str, object]:
+    starts = {k: v for k, v in cfg.artifacts.items() if v is not None and k != "publish"}
+    settings: dict[str, object] = {
+        "starts from": ", ".join(f"{k}: {v}" for k, v in starts.items()) or "random weights",
+        "iterations": f"{parts.data.num_iterations} of {parts.data.batch_size} rows",
+        "seed": cfg.seed,
+        "precision": cfg.trainer.precision,
+    }
+    if checkpoint is not None:
+        settings["continues"] = checkpoint
+    return settings
+
+
+def _quieten() -> None:
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
+def _hydra_main(cfg: DictConfig) -> float | None:
+    config = HydraConfig.get()
+    folder = RunFolder(Path(config.runtime.output_dir))
+    try:
+        summary = run(cfg, folder, list(config.overrides.task))
+    except ConfigError as error:
+        _fail(str(error))
+    values: dict[str, Any] = dict(summary.metrics)
+    return values.get("val/gold_win_rate") or values.get("val/accuracy") or values.get("val/loss")
+
+
+def _fail(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    raise SystemExit(2)
+
+
+def main() -> None:
+    """Run the command line."""
+    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
+    flags = [a for a in sys.argv[1:] if a.startswith("-")]
+    if not flags and overrides:
+        try:
+            with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+                try:
+                    compose("train", overrides=overrides)
+                except (HydraException, OmegaConfBaseException) as error:
+                    _fail(explain(error, overrides))
+        except HydraException as error:
+            _fail(str(error))
+    _hydra_main()
+
+
+if __name__ == "__main__":
+    main()

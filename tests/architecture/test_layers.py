@@ -1,0 +1,239 @@
+"""Imports point down, each library has its layers, and files stay small enough to read."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlhf_lightning"
+
+# From the bottom up. What entry points share stands between them and the rest.
+LAYERS = (
+    {"functional", "batches", "hparams"},
+    {"models", "distributed", "runs"},
+    {"data", "rollout"},
+    {"modules", "preferences"},
+    {"evaluation"},
+    {"callbacks", "reports"},
+    {"composition"},
+    {"assembly", "prerequisites"},
+    {"finish"},
+    {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"},
+    {"pipeline"},
+)
+RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+ENTRY_POINTS = {part for part, rank in RANKS.items() if rank >= RANKS["composition"]}
+HYDRA = {"hydra", "omegaconf"}
+LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+LIGHTNING_PARTS = {"modules", "callbacks", "data", "distributed"} | ENTRY_POINTS
+HEAVY = {"torch", "lightning", "transformers", "datasets", "wandb", "scipy", "matplotlib", "peft"}
+PURE_PARTS = {"functional", "batches", "hparams"}
+NOT_PURE = HEAVY - {"torch", "scipy"} | HYDRA
+BANNED_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 50
+
+
+def part_of(path: Path) -> str:
+    """Name the part of the package a file belongs to: `functional/kl.py` -> `functional`."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of every import, wherever it stands in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
+
+
+def import_violations(part: str, source: str) -> list[str]:
+    """List what a file of `part` with this source must not import, as `line: reason`."""
+    tree = ast.parse(source)
+    found = [
+        f"{line}: {reason}"
+        for line, name in imported_names(tree)
+        if (reason := forbidden(part, name))
+    ]
+    if part != "distributed":
+        found += [
+            f"{node.lineno}: torch.distributed belongs to distributed.py"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+        ]
+    return list(dict.fromkeys(found))
+
+
+def forbidden(part: str, name: str) -> str | None:
+    """Say why `part` may not import `name`, or return None where it may."""
+    library, *rest = name.split(".")
+    if not library:
+        return f"{name} is a relative import: write the whole name"
+    if library == "rlhf_lightning":
+        return forbidden_inside(part, rest[0] if rest else "__init__")
+    if library in HYDRA and part not in ENTRY_POINTS:
+        return f"{name}: only entry points and what they share import {library}"
+    if library in LIGHTNING and part not in LIGHTNING_PARTS:
+        return f"{name}: only {', '.join(sorted(LIGHTNING_PARTS))} import {library}"
+    if library in NOT_PURE and part in PURE_PARTS:
+        return f"{name}: {part} is tensors in, tensors out"
+    if name.startswith("torch.distributed") and part != "distributed":
+        return f"{name} belongs to distributed.py"
+    return None
+
+
+def forbidden_inside(part: str, wanted: str) -> str | None:
+    if wanted == part or wanted.startswith("__"):
+        return None
+    if wanted not in RANKS:
+        return f"rlhf_lightning.{wanted} has no rank"
+    if RANKS[wanted] >= RANKS[part]:
+        return (
+            f"{part} (rank {RANKS[part]}) must not import {wanted} (rank {RANKS[wanted]}): "
+            "imports point strictly down"
+        )
+    return None
+
+
+def long_functions(source: str) -> list[str]:
+    """List functions of more than 50 lines, their docstring not counted."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+        if lines > MAX_FUNCTION_LINES:
+            found.append(f"{node.lineno}: {node.name} has {lines} lines")
+    return found
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def own_files() -> list[Path]:
+    folders = (PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "docs")
+    return sorted(file for folder in folders for file in folder.rglob("*.py"))
+
+
+def test_every_part_of_the_package_has_a_rank() -> None:
+    parts = {part_of(file) for file in package_files()} - {"__init__", "__main__"}
+    assert {"functional", "batches", "data", "modules", "train"} <= parts
+    assert parts <= set(RANKS), f"no rank: {sorted(parts - set(RANKS))}"
+
+
+def test_imports_point_down_and_libraries_stay_in_their_layers() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{violation}"
+        for file in package_files()
+        if part_of(file) in RANKS
+        for violation in import_violations(part_of(file), file.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("functional", "from rlhf_lightning.batches import RolloutBatch"),
+        ("functional", "from rlhf_lightning import modules"),
+        ("functional", "import transformers"),
+        ("models", "def f():\n    import rlhf_lightning.modules.ppo"),
+        ("models", "from rlhf_lightning.runs.folder import RunFolder"),
+        ("models", "import lightning as L"),
+        ("modules", "from omegaconf import DictConfig"),
+        ("modules", "import torch.distributed as dist"),
+        ("modules", "import torch\ntorch.distributed.all_reduce(1)"),
+        ("callbacks", "import hydra.utils"),
+        ("train", "from rlhf_lightning.pipeline import run"),
+        ("train", "from rlhf_lightning.evaluate import run"),
+        ("data", "from .records import TextRecord"),
+        ("data", "import rlhf_lightning.nowhere"),
+    ],
+)
+def test_a_forbidden_import_is_found(part: str, source: str) -> None:
+    assert len(import_violations(part, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("modules", "import lightning\nfrom rlhf_lightning.functional.kl import kl_k1"),
+        ("functional", "from rlhf_lightning.functional.masked import masked_mean"),
+        ("distributed", "import torch.distributed as dist\ndist.barrier()"),
+        ("runs", "from rlhf_lightning import __version__"),
+        ("pipeline", "import hydra\nfrom rlhf_lightning.train import run"),
+    ],
+)
+def test_an_allowed_import_is_not_found(part: str, source: str) -> None:
+    assert import_violations(part, source) == []
+
+
+def test_files_and_functions_are_short() -> None:
+    found = []
+    for file in own_files():
+        source = file.read_text()
+        lines = len(source.splitlines())
+        name = file.relative_to(ROOT)
+        if lines > MAX_FILE_LINES:
+            found.append(f"{name} has {lines} lines, at most {MAX_FILE_LINES}")
+        found += [f"{name}:{long}, at most {MAX_FUNCTION_LINES}" for long in long_functions(source)]
+    assert not found, "\n".join(found)
+
+
+def test_a_long_function_is_found_and_its_docstring_is_not_counted() -> None:
+    body = "\n".join(["    x = 1"] * 49)
+    assert long_functions(f"def f():\n{body}\n    x = 2")
+    assert not long_functions(f"def f():\n{body}")
+    assert not long_functions(f'def f():\n    """One.\n\n    Two.\n    """\n{body}')
+
+
+def test_nothing_is_called_utils() -> None:
+    found = [
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("*")
+        if BANNED_NAMES & set(path.stem.lower().split("_")) and path.suffix in ("", ".py")
+    ]
+    assert not found
+
+
+def scripts() -> dict[str, str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project["scripts"]
+
+
+def test_every_console_script_names_a_main_that_exists() -> None:
+    assert "rlhf-train" in scripts()
+    for target in scripts().values():
+        module, function = target.split(":")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, f"{module} does not exist"
+        assert spec.origin is not None
+        tree = ast.parse(Path(spec.origin).read_text())
+        assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("script", sorted(scripts()))
+def test_an_entry_point_imports_nothing_heavy_before_main(script: str) -> None:
+    module = scripts()[script].split(":")[0]
+    code = f"import sys, {module}; print(*sorted(m.split('.')[0] for m in sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    loaded = set(result.stdout.split())
+    assert "rlhf_lightning" in loaded
+    assert not loaded & HEAVY

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
+from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
+from tests.callbacks.tiny_run import KilledError, TinyModule, run
+
+
+def assert_same_run(trainer, module: TinyModule, folder: Path, whole, whole_folder: Path) -> None:
+    whole_trainer, whole_module = whole
+    assert current_iteration(trainer) == current_iteration(whole_trainer)
+    assert read_metrics(folder / "metrics.csv") == read_metrics(whole_folder / "metrics.csv")
+    assert (folder / "metrics.csv").read_bytes() == (whole_folder / "metrics.csv").read_bytes()
+    for name, value in whole_module.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    ours, theirs = (t.optimizers[0].state_dict()["state"] for t in (trainer, whole_trainer))
+    for parameter, state in theirs.items():
+        for name, value in state.items():
+            assert torch.equal(ours[parameter][name], value), (parameter, name)
+    stops = [t.early_stopping_callback for t in (trainer, whole_trainer)]
+    if stops[0] is not None:
+        assert stops[0].state_dict().items() >= {"wait_count": stops[1].wait_count}.items()
+        assert torch.equal(stops[0].best_score, stops[1].best_score)
+    for t in (trainer, whole_trainer):
+        assert t.checkpoint_callback is not None
+    assert (
+        trainer.checkpoint_callback.state_dict() == whole_trainer.checkpoint_callback.state_dict()
+    )
+
+
+def deaths(num_iterations: int, validate_every: int) -> list[tuple[str, int]]:
+    every = [(where, i) for i in range(1, num_iterations + 1) for where in ("train", "after")]
+    validations = range(validate_every, num_iterations + 1, validate_every)
+    return every + [("validation", i) for i in validations]
+
+
+@pytest.mark.parametrize(
+    ("num_iterations", "validate_every", "save_every"), [(6, 2, 2), (6, 3, 1), (5, 2, 3)]
+)
+def test_a_run_killed_anywhere_and_resumed_is_the_run_never_killed(
+    tmp_path, num_iterations, validate_every, save_every
+):
+    settings = {
+        "num_iterations": num_iterations,
+        "validate_every": validate_every,
+        "save_every": save_every,
+    }
+    whole = run(tmp_path / "whole", **settings)
+    assert len(read_metrics(tmp_path / "whole" / "metrics.csv")) == num_iterations
+    for where, iteration in deaths(num_iterations, validate_every):
+        folder = tmp_path / f"{where}{iteration}"
+        with pytest.raises(KilledError):
+            run(folder, die_at=(where, iteration), **settings)
+        start = newest_complete_checkpoint(RunFolder(folder))
+        done = (checkpoint_iteration(start) or 0) if start else 0
+        assert done < iteration
+        # Before the first checkpoint there is nothing to continue: the run starts over.
+        trainer, module = run(folder, resume=start is not None, **settings)
+        expected = [i for i in whole[1].validations if i > done]
+        assert module.validations == expected, (where, iteration)
+        assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
+
+
+def test_early_stopping_decides_the_same_after_a_kill(tmp_path):
+    settings = {"num_iterations": 12, "validate_every": 2, "save_every": 2, "patience": 2}
+    whole = run(tmp_path / "whole", **settings)
+    stopped_at = current_iteration(whole[0])
+    assert 4 < stopped_at < 12, "the run must be stopped early for this test to say anything"
+    for iteration in range(3, stopped_at + 1):
+        folder = tmp_path / str(iteration)
+        with pytest.raises(KilledError):
+            run(folder, die_at=("train", iteration), **settings)
+        trainer, module = run(folder, resume=True, **settings)
+        assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
+
+
+def test_a_finished_or_early_stopped_run_trains_no_further_when_resumed(tmp_path):
+    for name, settings in {"full": {}, "early": {"patience": 1, "num_iterations": 12}}.items():
+        folder = tmp_path / name
+        first, before = run(folder, **settings)
+        last = current_iteration(first)
+        again, after = run(folder, resume=True, **settings)
+        assert current_iteration(again) == last
+        assert after.validations == []
+        assert torch.equal(before.policy.weight, after.policy.weight)
+        assert len(read_metrics(folder / "metrics.csv")) == last
+
+
+def test_last_and_best_lead_to_complete_checkpoints_and_old_ones_go(tmp_path):
+    trainer, _ = run(tmp_path, num_iterations=9, validate_every=2, save_every=3, keep_last=1)
+    folder = RunFolder(tmp_path)
+    callback = trainer.checkpoint_callback
+    values = {
+        int(row["iteration"]): row["val/loss"]
+        for row in read_metrics(folder.metrics)
+        if "val/loss" in row
+    }
+    best = min(values, key=values.__getitem__)
+    assert sorted(values) == [2, 4, 6, 8]
+    assert checkpoint_iteration(folder.last_checkpoint) == 9
+    assert checkpoint_iteration(folder.best_checkpoint) == callback.best_iteration == best
+    assert (
+        torch.load(folder.best_checkpoint)["loops"]["fit_loop"]["epoch_loop.batch_progress"][
+            "total"
+        ]["ready"]
+        == best
+    )
+    kept = {checkpoint_iteration(p) for p in folder.checkpoints.iterdir() if not p.is_symlink()}
+    assert kept == {9, best}
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_taken(tmp_path, caplog):
+    run(tmp_path, num_iterations=6)
+    folder = RunFolder(tmp_path)
+    newest = folder.last_checkpoint.resolve()
+    whole = newest.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    for damaged in (whole[:-100], bytes(flipped), b""):
+        newest.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            found = newest_complete_checkpoint(folder)
+        assert found is not None
+        assert checkpoint_iteration(found) == 4
+        assert newest.name in caplog.text
+    newest.write_bytes(whole)
+    assert newest_complete_checkpoint(folder) == newest
+
+
+def test_going_back_to_an_older_checkpoint_removes_what_came_after(tmp_path):
+    whole = run(tmp_path / "whole", num_iterations=6)
+    folder = tmp_path / "again"
+    with pytest.raises(KilledError):
+        run(folder, num_iterations=6, die_at=("train", 6))
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "iteration=000004.ckpt").write_bytes(b"cut short")
+    (checkpoints / ".iteration=000006.ckpt.tmp-1").write_bytes(b"left by a kill")
+    trainer, module = run(folder, num_iterations=6, resume=True)
+    assert module.validations == [4, 6]
+    assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
+    assert sorted(p.name for p in checkpoints.iterdir()) == sorted(
+        p.name for p in (tmp_path / "whole" / "checkpoints").iterdir()
+    )
+
+
+def test_starting_over_in_a_folder_with_checkpoints_is_refused(tmp_path):
+    run(tmp_path, num_iterations=2)
+    before = (tmp_path / "metrics.csv").read_bytes()
+    with pytest.raises(FileExistsError, match="resume=auto"):
+        run(tmp_path, num_iterations=2)
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+
+
+def test_a_monitor_nobody_logs_is_named(tmp_path):
+    with pytest.raises(KeyError, match=r"val/losss.* use one of val/loss"):
+        run(tmp_path, num_iterations=2, monitor="val/losss")
+
+
+@pytest.mark.parametrize("settings", [{"every_n_iterations": 0}, {"keep_last": 0}, {"mode": "x"}])
+def test_impossible_settings_are_refused(tmp_path, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        IterationCheckpoint(tmp_path, **settings)
+
+
+WRITER = """
+import sys, torch
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
+io, n = AtomicCheckpointIO(), 0
+while True:
+    n += 1
+    io.save_checkpoint({"n": n, "weights": torch.full((1_000_000,), float(n))}, sys.argv[1])
+    print(n, flush=True)
+"""
+
+
+def test_a_checkpoint_killed_while_it_is_written_leaves_the_old_or_the_new(tmp_path):
+    path = tmp_path / "last.ckpt"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+    )
+    assert writer.stdout is not None
+    seen = 0
+    for _ in range(5):
+        seen = int(writer.stdout.readline())
+    time.sleep(0.003)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    seen = max([seen, *map(int, writer.stdout.read().split())])
+    found = torch.load(path)
+    assert found["n"] >= seen
+    assert torch.equal(found["weights"], torch.full((1_000_000,), float(found["n"])))
+
+
+def test_a_checkpoint_that_cannot_be_pickled_leaves_the_old_one(tmp_path):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"n": 1}, path)
+    with pytest.raises((AttributeError, TypeError, RuntimeError)):
+        AtomicCheckpointIO().save_checkpoint({"n": 2, "bad": lambda: None}, path)
+    assert torch.load(path) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from rlhf_lightning.callbacks.console import ProgressBar, print_start, print_verdict
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
+from tests.callbacks.tiny_run import KilledError, run
+from tests.reports.fake_run import fake_ppo_run
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def test_a_pipe_gets_plain_lines_with_iteration_time_and_metrics(tmp_path):
+    out = io.StringIO()
+    bar = ProgressBar(
+        "ppo", metrics=["ppo/loss", "val/loss"], every_n_seconds=0, console=Console(file=out)
+    )
+    run(tmp_path, num_iterations=4, callbacks=[bar])
+    text = out.getvalue()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text), "no control characters on a pipe"
+    lines = text.splitlines()
+    assert [line.split(" · ")[:2] for line in lines] == [
+        ["ppo 1/4", "25 %"],
+        ["ppo 2/4", "50 %"],
+        ["ppo 3/4", "75 %"],
+        ["ppo 4/4", "100 %"],
+        ["ppo 4/4", "100 %"],
+    ]
+    assert re.search(r"0:0\d left · ppo/loss [-\d.e]+$", lines[0])
+    assert "held-out loss" not in lines[1], "the validation of iteration 2 comes after its line"
+    assert re.search(r"held-out loss [\d.]+$", lines[2])
+    assert "took 0:0" in lines[-1]
+
+
+def test_a_slow_clock_prints_few_lines_and_a_last_one(tmp_path):
+    out = io.StringIO()
+    bar = ProgressBar("sft", every_n_seconds=3600, console=Console(file=out))
+    run(tmp_path, num_iterations=5, callbacks=[bar])
+    assert [line.split(" · ")[0] for line in out.getvalue().splitlines()] == ["sft 5/5"]
+
+
+def test_a_terminal_gets_a_bar_that_is_closed_even_by_an_error(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    bar = ProgressBar("ppo", metrics=["ppo/loss"], console=console)
+    with pytest.raises(KilledError):
+        run(tmp_path, num_iterations=6, die_at=("train", 4), callbacks=[bar])
+    text = ESCAPE.sub("", out.getvalue())
+    assert "3/6" in text
+    assert "ppo/loss" in text
+    assert out.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_a_disabled_bar_is_silent(tmp_path):
+    out = io.StringIO()
+    bar = ProgressBar("ppo", every_n_seconds=0, console=Console(file=out))
+    bar.disable()
+    run(tmp_path, num_iterations=2, callbacks=[bar])
+    assert out.getvalue() == ""
+
+
+def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 3)
+    folder.export.mkdir()
+    out = io.StringIO()
+    print_verdict(read_summary(folder), folder, console=Console(file=out, width=200))
+    text = out.getvalue()
+    for part in (
+        "81.2 % of comparisons won against SFT (95 % interval 77.1 to 84.8 %)",
+        "PPO answers better than SFT",
+        "-0.02 → 1.41",
+        "0.24  (nats a token)",
+        "14.1 → 17.9",
+        "NOT PASSED",
+        str(folder.samples),
+        str(folder.export),
+    ):
+        assert part in text, part
+    assert str(folder.report) not in text, "there is no report, so none is promised"
+
+
+def test_text_that_looks_like_markup_is_printed_as_it_is(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, width=120)
+    settings = {"prompt": "[bold]x[/bold] [/nonsense]", "kl_coef": 0.05}
+    print_start("ppo", RunFolder(tmp_path / "a[b]c"), settings, console=console)
+    gate = GateResult("[/x]", 1.0, 2.0, False, "[/y]")
+    print_verdict(
+        Summary("ppo", "completed", 1, gates=(gate,)), RunFolder(tmp_path), console=console
+    )
+    text = out.getvalue().replace("\n", "")
+    assert "[bold]x[/bold] [/nonsense]" in text
+    assert "a[b]c" in re.sub(r"[│\s]", "", text)
+    assert "gate [/x]" in text

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlhf_lightning.data.encode import (
+    ANSWER_TOO_LONG,
+    IDENTICAL,
+    NO_TOKENS,
+    OVER_LONG,
+    EncodingReport,
+    encode_all,
+    encode_demonstration,
+    encode_preference,
+    encode_prompt,
+    encode_text,
+)
+from rlhf_lightning.data.records import (
+    DemonstrationRecord,
+    PreferenceRecord,
+    PromptRecord,
+    TextRecord,
+)
+from rlhf_lightning.data.tokens import prompt_ids
+
+WIDE = {"max_length": 1000}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def learnt(encoded, tokenizer):
+    return tokenizer.decode(encoded.input_ids[encoded.loss_mask].tolist())
+
+
+def chat(prompt="why?", answer="so"):
+    return DemonstrationRecord((user(prompt),), (assistant(answer),))
+
+
+@pytest.mark.parametrize("pad_is_eos", [True, False])
+def test_the_answer_and_its_eos_are_learnt_also_where_pad_is_eos(make_tokenizer, pad_is_eos):
+    tokenizer = make_tokenizer(pad_is_eos=pad_is_eos)
+    encoded = encode_demonstration(DemonstrationRecord("why?", " so"), tokenizer, **WIDE)
+    assert tokenizer.decode(encoded.input_ids.tolist()) == "why? so<|im_end|>"
+    assert learnt(encoded, tokenizer) == " so<|im_end|>"
+    assert encoded.input_ids[-1] == tokenizer.eos_token_id
+    assert encoded.loss_mask[-1]
+
+
+def test_an_eos_that_the_completion_spells_is_not_doubled(tokenizer):
+    record = DemonstrationRecord("why?", " so<|im_end|>")
+    encoded = encode_demonstration(record, tokenizer, **WIDE)
+    assert learnt(encoded, tokenizer) == " so<|im_end|>"
+
+
+def test_an_empty_completion_teaches_to_stop_at_once(tokenizer):
+    encoded = encode_demonstration(DemonstrationRecord("why?", ""), tokenizer, **WIDE)
+    assert encoded.input_ids[encoded.loss_mask].tolist() == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("adds_eos", [True, False])
+def test_a_plain_prompt_has_bos_once_and_never_an_eos(make_tokenizer, adds_eos):
+    tokenizer = make_tokenizer(adds_bos=True, adds_eos=adds_eos)
+    for prompt in ("why?", "<s>why?"):
+        ids = prompt_ids(prompt, tokenizer)
+        assert tokenizer.decode(ids) == "<s>why?"
+        encoded = encode_demonstration(DemonstrationRecord(prompt, " so"), tokenizer, **WIDE)
+        assert tokenizer.decode(encoded.input_ids.tolist()) == "<s>why? so<|im_end|>"
+
+
+def test_a_template_that_writes_bos_gets_no_second_one_from_the_tokenizer(make_tokenizer):
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = make_tokenizer(adds_bos=True, adds_eos=True, template=template)
+    encoded = encode_demonstration(chat(), tokenizer, **WIDE)
+    assert tokenizer.decode(encoded.input_ids.tolist()) == "<s>[user]why?[assistant]so<|im_end|>"
+    assert encoded.input_ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
+def test_a_conversation_is_learnt_up_to_the_end_of_the_turn_and_not_behind_it(tokenizer):
+    encoded = encode_demonstration(chat(), tokenizer, **WIDE)
+    assert tokenizer.decode(encoded.input_ids.tolist()) == (
+        "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>"
+    )
+    assert learnt(encoded, tokenizer) == "so<|im_end|>"
+
+
+def test_a_template_without_eos_gets_one(make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = make_tokenizer(template=template)
+    encoded = encode_demonstration(chat(), tokenizer, **WIDE)
+    assert learnt(encoded, tokenizer) == "so\n<|im_end|>"
+
+
+def test_a_template_that_does_not_keep_the_prompt_is_an_error_that_shows_both(make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: <think>{% endif %}"
+    )
+    tokenizer = make_tokenizer(template=template)
+    with pytest.raises(ValueError, match="does not keep the prompt") as error:
+        encode_demonstration(chat(), tokenizer, **WIDE)
+    assert "assistant: <think>" in str(error.value)
+    assert "assistant: so" in str(error.value)
+
+
+def test_the_answer_starts_where_generation_starts_even_if_the_tokenizer_would_merge(
+    make_tokenizer,
+):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    tokenizer = make_tokenizer(template=template, merges=[("Ċ", "Ċ")])
+    assert len(tokenizer("\n\n").input_ids) == 1
+    encoded = encode_demonstration(chat(answer="\nso"), tokenizer, **WIDE)
+    prompt = encode_prompt(PromptRecord((user("why?"),)), tokenizer, **WIDE)
+    assert encoded.input_ids[: len(prompt)].tolist() == prompt.input_ids.tolist()
+    assert learnt(encoded, tokenizer) == "\nso<|im_end|>"
+
+
+def test_every_kind_starts_with_the_same_prompt_ids(make_tokenizer):
+    tokenizer = make_tokenizer(adds_bos=True)
+    prompt = encode_prompt(PromptRecord("why?"), tokenizer, **WIDE).input_ids.tolist()
+    sequence = encode_demonstration(DemonstrationRecord("why?", " so"), tokenizer, **WIDE)
+    pair = encode_preference(PreferenceRecord("why?", " so", " no"), tokenizer, **WIDE)
+    assert sequence.input_ids[: len(prompt)].tolist() == prompt
+    assert pair.chosen_input_ids[: pair.prompt_length].tolist() == prompt
+    assert pair.rejected_input_ids[: pair.prompt_length].tolist() == prompt
+    assert not sequence.loss_mask[: len(prompt)].any()
+    assert sequence.loss_mask[len(prompt) :].all()
+
+
+def test_both_sides_of_a_pair_end_with_eos_and_carry_margin_and_domain(tokenizer):
+    record = PreferenceRecord("why?", " so", " never", domain="d", margin=1.5)
+    pair = encode_preference(record, tokenizer, **WIDE)
+    assert tokenizer.decode(pair.chosen_input_ids.tolist()) == "why? so<|im_end|>"
+    assert tokenizer.decode(pair.rejected_input_ids.tolist()) == "why? never<|im_end|>"
+    assert (pair.prompt_length, pair.margin, pair.domain) == (4, 1.5, "d")
+    assert len(pair) == len("why? never") + 1
+
+
+def test_a_text_is_learnt_whole_but_for_the_token_that_has_nothing_before_it(make_tokenizer):
+    for adds_bos, expected in ((True, "once<|im_end|>"), (False, "nce<|im_end|>")):
+        tokenizer = make_tokenizer(adds_bos=adds_bos)
+        encoded = encode_text(TextRecord("once", "d"), tokenizer, **WIDE)
+        assert learnt(encoded, tokenizer) == expected
+        assert encoded.domain == "d"
+
+
+def test_an_empty_prompt_becomes_bos_so_that_the_first_token_can_be_learnt(make_tokenizer):
+    record = DemonstrationRecord("", "so")
+    tokenizer = make_tokenizer()
+    encoded = encode_demonstration(record, tokenizer, **WIDE)
+    assert encoded.input_ids[0] == tokenizer.bos_token_id
+    assert learnt(encoded, tokenizer) == "so<|im_end|>"
+    tokenizer.bos_token = None
+    encoded = encode_demonstration(record, tokenizer, **WIDE)
+    assert learnt(encoded, tokenizer) == "o<|im_end|>"
+
+
+def test_the_prompt_column_is_the_text_that_the_policy_sees(tokenizer):
+    plain = encode_prompt(PromptRecord("why?", "d", {"answer": "so"}), tokenizer, **WIDE)
+    assert plain.columns == {"answer": "so", "prompt": "why?"}
+    assert plain.domain == "d"
+    conversation = encode_prompt(PromptRecord((user("why?"),)), tokenizer, **WIDE)
+    text = tokenizer.decode(conversation.input_ids.tolist())
+    assert conversation.columns["prompt"] == text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("slack", [0, -1])
+def test_a_record_may_be_as_long_as_max_length_and_no_longer(tokenizer, slack):
+    record = DemonstrationRecord("why?", " so")
+    report = EncodingReport()
+    max_length = len("why? so") + 1 + slack
+    encoded = encode_demonstration(record, tokenizer, max_length=max_length, report=report)
+    assert (encoded is None) == (slack < 0)
+    assert report.dropped == ({OVER_LONG: 1} if slack < 0 else {})
+    assert (report.num_records, report.num_encoded) == (1, 1 + slack)
+
+
+def test_truncation_cuts_the_prompt_from_the_left_and_never_the_answer(make_tokenizer):
+    tokenizer = make_tokenizer()
+    options = {"max_length": 7, "over_long": "truncate_left"}
+    report = EncodingReport()
+    record = DemonstrationRecord("abcdef", "xyz")
+    encoded = encode_demonstration(record, tokenizer, **options, report=report)
+    assert tokenizer.decode(encoded.input_ids.tolist()) == "defxyz<|im_end|>"
+    assert learnt(encoded, tokenizer) == "xyz<|im_end|>"
+    pair = encode_preference(PreferenceRecord("abcdef", "x", "xyz"), tokenizer, **options)
+    assert tokenizer.decode(pair.chosen_input_ids.tolist()) == "defx<|im_end|>"
+    assert tokenizer.decode(pair.rejected_input_ids.tolist()) == "defxyz<|im_end|>"
+    prompt = encode_prompt(PromptRecord("abcdefghi"), tokenizer, **options)
+    assert tokenizer.decode(prompt.input_ids.tolist()) == "cdefghi"
+    text = encode_text(TextRecord("abcdefghi"), tokenizer, **options)
+    assert tokenizer.decode(text.input_ids.tolist()) == "defghi<|im_end|>"
+    assert report.num_truncated == 1
+
+
+def test_truncation_keeps_the_bos_that_marks_the_start(make_tokenizer):
+    tokenizer = make_tokenizer(adds_bos=True)
+    prompt = encode_prompt(
+        PromptRecord("abcdef"), tokenizer, max_length=4, over_long="truncate_left"
+    )
+    assert tokenizer.decode(prompt.input_ids.tolist()) == "<s>def"
+
+
+@pytest.mark.parametrize("completion", ["abcd", "abcde"])
+def test_an_answer_that_fills_max_length_alone_is_dropped_even_when_cutting(tokenizer, completion):
+    report = EncodingReport()
+    record = DemonstrationRecord("why?", completion)
+    encoded = encode_demonstration(
+        record, tokenizer, max_length=5, over_long="truncate_left", report=report
+    )
+    assert encoded is None
+    assert report.dropped == {ANSWER_TOO_LONG: 1}
+
+
+def test_sides_that_differ_in_nothing_the_model_sees_are_dropped(tokenizer):
+    report = EncodingReport()
+    record = PreferenceRecord("why?", " so", " so<|im_end|>")
+    assert encode_preference(record, tokenizer, **WIDE, report=report) is None
+    assert report.dropped == {IDENTICAL: 1}
+
+
+def test_a_prompt_without_a_token_is_dropped(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = None
+    report = EncodingReport()
+    assert encode_prompt(PromptRecord(""), tokenizer, **WIDE, report=report) is None
+    assert report.dropped == {NO_TOKENS: 1}
+
+
+def test_encode_all_keeps_the_order_and_counts_everything(tokenizer):
+    records = [DemonstrationRecord("p" * n, "c") for n in (1, 9, 2, 8, 3)]
+    rows, report = encode_all(records, tokenizer, max_length=6)
+    assert [len(row) for row in rows] == [3, 4, 5]
+    assert (report.num_records, report.num_encoded, report.num_truncated) == (5, 3, 0)
+    assert report.dropped == {OVER_LONG: 2}
+    rows, report = encode_all(records, tokenizer, max_length=6, over_long="truncate_left")
+    assert [len(row) for row in rows] == [3, 6, 4, 6, 5]
+    assert (report.num_encoded, report.num_truncated) == (5, 2)
+
+
+def test_labels_sum_to_the_response_lengths_with_eos(tokenizer):
+    answers = ["", "a", "bcd", "efghi"]
+    rows, _ = encode_all([DemonstrationRecord("why?", a) for a in answers], tokenizer, **WIDE)
+    assert [int(np.sum(row.loss_mask)) for row in rows] == [len(a) + 1 for a in answers]
+
+
+@pytest.mark.parametrize(
+    ("options", "record", "message"),
+    [
+        ({"eos": None}, DemonstrationRecord("a", "b"), "no EOS token"),
+        ({}, chat(), "no chat template"),
+    ],
+)
+def test_a_tokenizer_that_lacks_what_is_needed_is_an_error(
+    make_tokenizer, options, record, message
+):
+    with pytest.raises(ValueError, match=f"record 1: .*{message}"):
+        encode_all([record], make_tokenizer(**options), **WIDE)
+
+
+def test_an_unknown_over_long_is_an_error(tokenizer):
+    with pytest.raises(ValueError, match="use 'drop' or 'truncate_left'"):
+        encode_prompt(PromptRecord("abc"), tokenizer, max_length=2, over_long="cut")

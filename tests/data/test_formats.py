@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
+from rlhf_lightning.data.formats import detect_format, parse_rows, to_kind
+from rlhf_lightning.data.records import (
+    DemonstrationRecord,
+    PreferenceRecord,
+    PromptRecord,
+    TextRecord,
+    kind_of,
+    prompt_key,
+)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def parse(*rows, columns=None, on_bad_record="raise"):
+    located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
+    return parse_rows(located, columns=columns, skipped=SkippedRecords(on_bad_record))
+
+
+def parse_one(row, **options):
+    (parsed,) = parse(row, **options)
+    return parsed.record
+
+
+ASK = [user("why?")]
+FORMATS = {
+    "text": ({"text": "once"}, TextRecord("once")),
+    "prompt, plain": ({"prompt": "why?"}, PromptRecord("why?")),
+    "prompt, conversation": ({"prompt": ASK}, PromptRecord((user("why?"),))),
+    "prompt+completion, plain": (
+        {"prompt": "why?", "completion": " so"},
+        DemonstrationRecord("why?", " so"),
+    ),
+    "prompt+completion, conversation": (
+        {"prompt": ASK, "completion": [assistant("so")]},
+        DemonstrationRecord((user("why?"),), (assistant("so"),)),
+    ),
+    "messages": (
+        {"messages": [user("hi"), assistant("yes?"), user("why?"), assistant("so")]},
+        DemonstrationRecord((user("hi"), assistant("yes?"), user("why?")), (assistant("so"),)),
+    ),
+    "preference, plain": (
+        {"prompt": "why?", "chosen": " so", "rejected": " no"},
+        PreferenceRecord("why?", " so", " no"),
+    ),
+    "preference, conversation": (
+        {"prompt": ASK, "chosen": [assistant("so")], "rejected": [assistant("no")]},
+        PreferenceRecord((user("why?"),), (assistant("so"),), (assistant("no"),)),
+    ),
+    "implied prompt, plain": (
+        {"chosen": "Q: why?\nA: so", "rejected": "Q: why?\nA: no"},
+        PreferenceRecord("Q: why?\nA:", " so", " no"),
+    ),
+    "implied prompt, conversation": (
+        {"chosen": [*ASK, assistant("so")], "rejected": [*ASK, assistant("no")]},
+        PreferenceRecord((user("why?"),), (assistant("so"),), (assistant("no"),)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "record"), FORMATS.values(), ids=FORMATS)
+def test_every_format_is_detected_and_read(row, record):
+    assert parse_one(row) == record
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        (["prompt", "chosen", "rejected", "messages", "score"], "prompt+chosen+rejected"),
+        (["prompt", "messages", "prompt_id"], "messages"),
+        (["prompt", "text"], "prompt"),
+        (["prompt", "chosen"], "prompt+chosen+rejected"),
+        (["completion"], "prompt+completion"),
+        (["title"], None),
+    ],
+)
+def test_the_richest_format_decides(keys, name):
+    assert detect_format(keys) == name
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("A: I think so", "A: I think not", "A: I think"),
+        ("the car is red", "the carpet is red", "the"),
+        ("same start", "same start and more", "same start"),
+        ("yes", "no", ""),
+        ("ab", "ac", ""),
+        ("Q?\n\nyes", "Q?\n\nno", "Q?"),
+    ],
+)
+def test_a_plain_implied_prompt_ends_with_a_whole_word(chosen, rejected, prompt):
+    record = parse_one({"chosen": chosen, "rejected": rejected})
+    assert record.prompt == prompt
+    assert record.prompt + record.chosen == chosen
+    assert record.prompt + record.rejected == rejected
+
+
+def test_a_plain_prompt_beside_conversations_that_contain_it_is_taken_from_them():
+    sides = {"chosen": [*ASK, assistant("so")], "rejected": [*ASK, assistant("no")]}
+    assert parse_one({"prompt": "why?", **sides}).prompt == (user("why?"),)
+
+
+def test_domain_and_margin_are_read_and_null_counts_as_absent():
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "domain": "math", "margin": 2}
+    record = parse_one(row)
+    assert (record.domain, record.margin) == ("math", 2.0)
+    record = parse_one({**row, "domain": None, "margin": None})
+    assert (record.domain, record.margin) == ("", None)
+
+
+def test_columns_map_our_names_to_theirs_and_null_hides_one():
+    row = {"question": "2+2", "answer": "4", "text": "unrelated", "kind": "sum"}
+    columns = {"prompt": "question", "completion": "answer", "domain": "kind"}
+    assert parse_one(row, columns=columns) == DemonstrationRecord("2+2", "4", "sum")
+    row = {"prompt": "x", "messages": [user("hi"), assistant("yes")]}
+    assert parse_one(row, columns={"messages": None}) == PromptRecord("x")
+
+
+def test_columns_with_a_name_that_is_not_ours_is_an_error_with_a_hint():
+    with pytest.raises(ValueError, match="did you mean 'prompt'"):
+        parse({"q": "x"}, columns={"promt": "q"})
+
+
+def test_messages_keep_only_role_and_content():
+    row = {"prompt": [{"role": "user", "content": "hi", "name": "bob"}]}
+    assert parse_one(row).prompt == ({"role": "user", "content": "hi"},)
+
+
+def test_prompts_keep_the_other_columns_as_text():
+    (parsed,) = parse({"prompt": "2+2", "completion": "4", "level": 3, "tags": ["a"], "none": None})
+    prompt = to_kind(parsed, "prompts")
+    assert prompt.prompt == "2+2"
+    assert dict(prompt.columns) == {"completion": "4", "level": "3", "tags": '["a"]'}
+
+
+def test_demonstrations_are_taken_from_the_chosen_side_of_preferences():
+    (parsed,) = parse({"prompt": "p", "chosen": "good", "rejected": "bad", "domain": "d"})
+    assert to_kind(parsed, "demonstrations") == DemonstrationRecord("p", "good", "d")
+
+
+@pytest.mark.parametrize(
+    ("row", "have", "kind"),
+    [
+        ({"prompt": "p", "completion": "c"}, "demonstrations", "preferences"),
+        ({"prompt": "p"}, "prompts", "demonstrations"),
+        ({"text": "t"}, "texts", "prompts"),
+        ({"prompt": "p", "completion": "c"}, "demonstrations", "texts"),
+    ],
+)
+def test_a_kind_that_the_records_are_not_is_an_error_naming_both(row, have, kind):
+    (parsed,) = parse(row)
+    assert kind_of(parsed.record) == have
+    with pytest.raises(BadRecordError, match=f"{kind} were asked for, but the records are {have}"):
+        to_kind(parsed, kind)
+
+
+def test_records_of_one_prompt_share_their_key_and_a_conversation_differs_from_its_text():
+    assert prompt_key(PromptRecord("p")) == prompt_key(PreferenceRecord("p", "a", "b"))
+    assert prompt_key(PromptRecord("p")) != prompt_key(PromptRecord((user("p"),)))
+
+
+PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
+BAD = {
+    "not an object": (BadRecordError(Location("set.jsonl", 2), "it is not JSON", "x"), "not JSON"),
+    "missing key": ({"prompt": "p", "chosen": "a"}, "'rejected' is missing"),
+    "misspelt key": (
+        {"prompt": "p", "chosen": "a", "rejcted": "b"},
+        "'rejected' is missing.*did you mean 'rejcted'",
+    ),
+    "null": ({"prompt": "p", "chosen": "a", "rejected": None}, "'rejected' holds null"),
+    "wrong type": ({**PAIR, "chosen": 3}, "'chosen' holds the number 3, expected text or a list"),
+    "object": ({**PAIR, "chosen": {"a": 1}}, "'chosen' holds an object"),
+    "identical": ({**PAIR, "rejected": "a"}, "'chosen' and 'rejected' are the same: the text 'a'"),
+    "empty": (
+        {"prompt": "", "chosen": "", "rejected": "b"},
+        "'prompt' and 'chosen' are both empty",
+    ),
+    "infinite margin": ({**PAIR, "margin": float("inf")}, "'margin' holds the number Infinity"),
+    "nan margin": ({**PAIR, "margin": float("nan")}, "'margin' holds the number NaN"),
+    "negative margin": ({**PAIR, "margin": -0.5}, "'margin' holds the number -0.5, expected a fin"),
+    "margin of a wrong type": ({**PAIR, "margin": True}, "'margin' holds a truth value true"),
+    "margin in words": ({**PAIR, "margin": "much"}, "'margin' holds the text 'much'"),
+    "domain of a wrong type": ({**PAIR, "domain": 7}, "'domain' holds the number 7"),
+    "another format": ({"text": "t"}, "mixed formats: this record reads as 'text'"),
+    "another style": (
+        {"prompt": [user("p")], "chosen": [assistant("a")], "rejected": [assistant("b")]},
+        "mixed formats: this record is conversational, the set began plain",
+    ),
+    "half conversational": ({**PAIR, "chosen": [assistant("a")]}, "not both plain or both conv"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
+def test_a_bad_record_names_its_place_what_was_found_and_how_to_mend_it(row, message):
+    with pytest.raises(BadRecordError, match=message) as error:
+        parse(PAIR, row)
+    assert str(error.value).startswith("set.jsonl, line 2: ")
+    assert "Fix: " in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
+def test_a_bad_record_is_skipped_counted_and_named_on_request(row, message, caplog):
+    skipped = SkippedRecords("skip")
+    located = [(Location("set.jsonl", i + 1), r) for i, r in enumerate([PAIR, row, PAIR])]
+    parsed = parse_rows(located, columns=None, skipped=skipped)
+    assert [p.record for p in parsed] == [PreferenceRecord("p", "a", "b")] * 2
+    assert len(skipped.messages) == 1
+    assert skipped.messages[0].startswith("set.jsonl, line 2: ")
+    assert "skipped 1 bad records, kept 2" in caplog.text
+
+
+CONVERSATIONS = {
+    "unknown role": ([{"role": "asistant", "content": "x"}], "unknown role.*mean 'assistant'"),
+    "role of a wrong type": ([{"role": 3, "content": "x"}], "unknown role the number 3"),
+    "no content": (
+        [{"role": "user"}],
+        r"prompt\[0\] is an object .*expected an object with 'role'",
+    ),
+    "content null": ([{"role": "user", "content": None}], r"content of prompt\[0\] is null"),
+    "other names": ([{"from": "human", "value": "x"}], "rename 'from' to 'role'"),
+    "no message": ([], "'prompt' holds an empty list"),
+    "a text in the list": (["hello"], r"prompt\[0\] is the text 'hello'"),
+    "nothing to answer": ([user("a"), assistant("b")], "leaves nothing to answer"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "message"), CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_a_bad_conversation_is_named(prompt, message):
+    with pytest.raises(BadRecordError, match=message):
+        parse({"prompt": prompt})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [user("a")]}, "the last of 'messages' is from 'user'"),
+        ({"messages": [assistant("a")]}, "no message from 'user'"),
+        ({"messages": "hello"}, "expected a list of messages"),
+        ({"prompt": [user("a")], "completion": "b"}, "'prompt' is conversational but"),
+        ({"prompt": [user("a")], "completion": [user("b")]}, "has a message from 'user'"),
+        ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "it answers nothing"),
+        ({"prompt": "", "completion": ""}, "both empty"),
+        ({"prompt": ""}, "'prompt' is empty"),
+        ({"text": "  "}, "'text' is empty"),
+        ({"text": [user("a")]}, "conversations under the key 'messages'"),
+        ({"promt": "a"}, "no known format.*found promt.*rename 'promt' to 'prompt'"),
+        ({"completion": "a"}, "'prompt' is missing"),
+        ({}, "found no keys"),
+    ],
+)
+def test_a_first_record_that_fits_no_format_says_why(row, message):
+    with pytest.raises(BadRecordError, match=message):
+        parse(row)
+
+
+def test_a_mapped_column_that_is_missing_is_named_with_a_hint():
+    with pytest.raises(BadRecordError, match="'prompt' to the key 'qestion'.*mean 'question'"):
+        parse({"question": "x"}, columns={"prompt": "qestion"})
+
+
+def test_a_completion_missing_later_is_not_taken_for_a_prompt():
+    with pytest.raises(BadRecordError, match="line 2: the key 'completion' is missing"):
+        parse({"prompt": "p", "completion": "c"}, {"prompt": "p"})
+
+
+def test_nothing_left_after_skipping_is_an_error_that_shows_the_first():
+    with pytest.raises(BadRecordError, match="no record is left: all 2 were bad.*line 1"):
+        parse({"a": 1}, {"b": 2}, on_bad_record="skip")
+
+
+def test_an_unknown_on_bad_record_is_an_error():
+    with pytest.raises(ValueError, match="use 'raise' or 'skip'"):
+        SkippedRecords("ignore")

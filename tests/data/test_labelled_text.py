@@ -1,0 +1,215 @@
+"""Sentences of two labels: disjoint parts, natural token boundaries, pairs of like length."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.labelled_text import PARTS, LabelledTextSource
+from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+
+REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
+
+ACTORS = ("anna", "boris", "carla", "dmitri", "elif", "farid", "greta", "hugo", "ines", "jonas")
+GOOD = ("a joy to watch", "quietly moving", "bright and sure of itself", "worth every minute")
+BAD = ("a chore to sit through", "flat and noisy", "lost in its own plot", "far too long")
+ROLES = ("baker", "pilot", "thief", "nurse", "clown")
+
+
+def sentences(verdicts: tuple[str, ...]) -> list[str]:
+    return [
+        f"{actor} plays a {role} in a film that is {verdict} from start to end ."
+        for actor in ACTORS
+        for role in ROLES
+        for verdict in verdicts
+    ]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    positive, negative = tmp_path / "good.txt", tmp_path / "bad.txt"
+    positive.write_text("\n".join(sentences(GOOD)) + "\n", encoding="utf-8")
+    negative.write_text("\n".join(sentences(BAD)) + "\n", encoding="utf-8")
+    return positive, negative
+
+
+def test_parts_are_disjoint_and_hold_every_sentence(files):
+    source = LabelledTextSource(*files, seed=3)
+    parts = [{*source.sentences(p).positive, *source.sentences(p).negative} for p in PARTS]
+    assert all(parts)
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 400
+    assert set.union(*parts) == {*sentences(GOOD), *sentences(BAD)}
+
+
+def test_parts_have_about_their_shares(files):
+    source = LabelledTextSource(*files, validation_fraction=0.2, classifier_fraction=0.5)
+    sizes = [sum(map(len, source.sentences(part))) / 400 for part in PARTS]
+    assert sizes == pytest.approx([0.3, 0.2, 0.5], abs=0.07)
+
+
+def test_no_record_shows_a_sentence_of_the_classifier(files):
+    source = LabelledTextSource(*files)
+    kept = {*source.sentences("classifier").positive, *source.sentences("classifier").negative}
+    shown = set()
+    for split in ("train", "validation"):
+        shown |= {r.text for r in source.records("texts", split)}
+        shown |= {r.prompt + r.completion for r in source.records("demonstrations", split)}
+        for pair in source.records("preferences", split):
+            shown |= {pair.prompt + pair.chosen, pair.prompt + pair.rejected}
+    assert len(shown) == 400 - len(kept)
+    assert not shown & {f"Review: {sentence}" for sentence in kept}
+
+
+def test_another_seed_makes_other_parts_and_the_same_seed_the_same_records(files):
+    first, again, other = (LabelledTextSource(*files, seed=seed) for seed in (1, 1, 2))
+    for kind in ("texts", "prompts", "demonstrations", "preferences"):
+        assert first.records(kind, "train") == again.records(kind, "train")
+    assert set(first.sentences("train").positive) != set(other.sentences("train").positive)
+
+
+def test_a_further_sentence_moves_no_other(files):
+    before = LabelledTextSource(*files)
+    parts = {part: set(before.sentences(part).positive) for part in PARTS}
+    files[0].write_text("a new one comes first\n" + files[0].read_text(), encoding="utf-8")
+    after = LabelledTextSource(*files)
+    for part in PARTS:
+        assert parts[part] <= set(after.sentences(part).positive)
+
+
+def test_a_demonstration_is_the_sentence_cut_before_a_space(files):
+    records = LabelledTextSource(*files, opening_words=5).records("demonstrations", "train")
+    known = {*sentences(GOOD), *sentences(BAD)}
+    assert records
+    for record in records:
+        assert isinstance(record, DemonstrationRecord)
+        assert not record.prompt.endswith(" ")
+        assert record.completion.startswith(" ")
+        assert not record.completion.startswith("  ")
+        assert (record.prompt + record.completion).removeprefix("Review: ") in known
+        assert len(record.prompt.split()) == 6
+
+
+def test_a_short_sentence_gives_no_opening_but_stands_in_pairs(tmp_path):
+    positive, negative = tmp_path / "p", tmp_path / "n"
+    positive.write_text("\n".join(f"good number {i}" for i in range(60)), encoding="utf-8")
+    negative.write_text("\n".join(f"bad number {i}" for i in range(60)), encoding="utf-8")
+    source = LabelledTextSource(positive, negative)
+    assert source.records("demonstrations", "train") == []
+    assert len(source.records("preferences", "train")) > 20
+
+
+def test_openings_are_unique_and_held_out_ones_are_new(files):
+    source = LabelledTextSource(*files)  # "Review: anna plays a baker in" opens many sentences
+    train, held_out = (source.records("prompts", s) for s in ("train", "validation"))
+    assert all(isinstance(r, PromptRecord) for r in train)
+    openings = [r.prompt for r in train]
+    assert len(openings) == len(set(openings)) <= len(ACTORS) * len(ROLES)
+    assert not set(openings) & {r.prompt for r in held_out}
+    assert {str(r.prompt) for r in held_out} <= {
+        str(r.prompt) for r in source.records("demonstrations", "validation")
+    }
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_pair_prefers_a_positive_sentence_over_a_negative_one(files, split):
+    source = LabelledTextSource(*files)
+    part = source.sentences(split)
+    records = source.records("preferences", split)
+    assert records
+    for record in records:
+        assert isinstance(record, PreferenceRecord)
+        assert record.prompt == "Review:"
+        assert record.chosen.removeprefix(" ") in part.positive
+        assert record.rejected.removeprefix(" ") in part.negative
+
+
+def test_held_out_pairs_share_no_sentence_and_training_pairs_repeat_each_anew(files):
+    source = LabelledTextSource(*files, pairs_per_sentence=2)
+    held_out = source.records("preferences", "validation")
+    assert len({r.chosen for r in held_out}) == len({r.rejected for r in held_out}) == len(held_out)
+    train = source.records("preferences", "train")
+    number = min(map(len, source.sentences("train")))
+    assert len(set(train)) == len(train)
+    assert number < len(train) <= 2 * number
+
+
+def test_pairs_are_of_like_length_so_that_length_tells_nothing(tmp_path):
+    positive, negative = tmp_path / "p", tmp_path / "n"
+    for file, word in ((positive, "fine"), (negative, "dull")):
+        lines = (" ".join([word, str(i), *["very"] * (i % 40)]) for i in range(800))
+        file.write_text("\n".join(lines), encoding="utf-8")
+    pairs = LabelledTextSource(positive, negative).records("preferences", "train")
+    gaps = [len(r.chosen.split()) - len(r.rejected.split()) for r in pairs]
+    assert statistics.median(map(abs, gaps)) <= 4  # 11 if they were paired at random
+    longer, shorter = sum(g > 0 for g in gaps), sum(g < 0 for g in gaps)
+    assert 0.35 < longer / (longer + shorter) < 0.65
+
+
+def test_repeated_lines_count_once_and_sentences_of_both_labels_are_left_out(files):
+    both, repeated = "anna plays anna in a film .", sentences(GOOD)[0]
+    files[0].write_text(files[0].read_text() + f"{both}\n{repeated} \n\n", encoding="utf-8")
+    files[1].write_text(files[1].read_text() + f"{both}\n", encoding="utf-8")
+    source = LabelledTextSource(*files)
+    shown = [s for part in PARTS for label in source.sentences(part) for s in label]
+    assert len(shown) == 400
+    assert both not in shown
+    assert repeated in shown
+
+
+@pytest.mark.parametrize("path", [None, "nowhere.txt"])
+def test_a_missing_file_names_the_override_and_the_public_source(files, path):
+    with pytest.raises(ValueError, match=r"negative=.*world\.negative=FILE.*rotten_tomatoes"):
+        LabelledTextSource(files[0], path)
+
+
+def test_a_file_that_is_not_utf_8_says_how_to_convert_it(files):
+    files[0].write_bytes(b"caf\xe9 noir\n")
+    with pytest.raises(ValueError, match="not UTF-8.*iconv"):
+        LabelledTextSource(*files).records("texts", "train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"validation_fraction": 0.5, "classifier_fraction": 0.5}, "below 1"),
+        ({"validation_fraction": 0.0}, "positive"),
+        ({"lead_in": " "}, "lead_in"),
+        ({"opening_words": 0}, "opening_words=0"),
+    ],
+)
+def test_arguments_out_of_range_are_errors(files, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LabelledTextSource(*files, **arguments)
+
+
+def test_unknown_kind_and_split_are_errors(files):
+    source = LabelledTextSource(*files)
+    with pytest.raises(ValueError, match="kind='pairs'"):
+        source.records("pairs", "train")
+    with pytest.raises(ValueError, match="split='test'"):
+        source.records("texts", "test")
+    with pytest.raises(ValueError, match="part='test'"):
+        source.sentences("test")
+
+
+def test_too_few_sentences_for_every_part_is_an_error(tmp_path):
+    (tmp_path / "p").write_text("one\n")
+    (tmp_path / "n").write_text("two\n")
+    with pytest.raises(ValueError, match="too few"):
+        LabelledTextSource(tmp_path / "p", tmp_path / "n").records("texts", "train")
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"the sentence polarity data are not in {REAL}")
+def test_the_sentence_polarity_data_give_enough_of_every_kind_in_disjoint_parts():
+    source = LabelledTextSource(REAL / "pos.txt", REAL / "neg.txt")
+    parts = [{*source.sentences(p).positive, *source.sentences(p).negative} for p in PARTS]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 2 * 4264
+    held_out = source.records("prompts", "validation")
+    assert len(held_out) >= 300
+    train = source.records("prompts", "train")
+    assert len(train) > 3000
+    assert not {r.prompt for r in train} & {r.prompt for r in held_out}
+    assert len(source.records("preferences", "validation")) >= 380
+    assert len(source.records("preferences", "train")) > 3500

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from rlhf_lightning.data.encode import encode_all
+from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+from rlhf_lightning.data.summary import LengthSummary, render_examples, summarize
+
+
+def test_lengths_give_minimum_median_95th_percentile_and_maximum():
+    assert LengthSummary.of(list(range(1, 101))) == LengthSummary(1, 50.5, 95, 100)
+    assert LengthSummary.of([3]) == LengthSummary(3, 3, 3, 3)
+    assert LengthSummary.of([]) is None
+
+
+def test_a_summary_counts_rows_domains_lengths_duplicates_and_what_is_left_out(tokenizer):
+    records = [
+        DemonstrationRecord("ab", "x", "sums"),
+        DemonstrationRecord("ab", "x", "sums"),
+        DemonstrationRecord("abcd", "xyz", "lists"),
+        DemonstrationRecord("a" * 50, "x"),
+        DemonstrationRecord("a", "x" * 50),
+    ]
+    rows, report = encode_all(records, tokenizer, max_length=20, over_long="truncate_left")
+    summary = summarize(rows, name="train", report=report, skipped=["line 3: oops"])
+    assert summary.num_rows == 4
+    assert summary.domains == {"sums": 2, "lists": 1, "": 1}
+    assert summary.lengths["prompt"] == LengthSummary(2, 3, 18, 18)
+    assert summary.lengths["response"] == LengthSummary(2, 2, 4, 4)
+    assert summary.num_duplicates == 1
+    assert summary.num_truncated == 1
+    assert dict(summary.dropped) == {"answer alone over-long": 1}
+    text = summary.render()
+    for part in ("sums 2, lists 1, (none) 1", "2 / 3 / 18 / 18", "cut from the left", "skipped"):
+        assert part in text
+
+
+def test_pairs_are_summarized_by_side_and_the_same_answers_to_other_prompts_are_no_duplicates(
+    tokenizer,
+):
+    records = [PreferenceRecord(p, "x", "yyy") for p in ("a", "b", "a")]
+    rows, report = encode_all(records, tokenizer, max_length=20)
+    summary = summarize(rows, name="pairs", report=report)
+    assert summary.lengths["chosen"].maximum == 2
+    assert summary.lengths["rejected"].maximum == 4
+    assert summary.num_duplicates == 1
+
+
+def test_examples_show_what_is_learnt_in_brackets(tokenizer):
+    def examples(record, n=5):
+        rows, _ = encode_all([record] * 2, tokenizer, max_length=99)
+        return render_examples(rows, tokenizer, n).splitlines()
+
+    assert examples(DemonstrationRecord("why?", " so")) == [
+        "example 1: why?[[ so<|im_end|>]]",
+        "example 2: why?[[ so<|im_end|>]]",
+    ]
+    assert examples(PreferenceRecord("why?", " so", " no"), n=1) == [
+        "example 1, chosen: why?[[ so<|im_end|>]]",
+        "example 1, rejected: why?[[ no<|im_end|>]]",
+    ]
+    assert examples(PromptRecord("why?"), n=1) == ["example 1: why?"]

@@ -1,0 +1,130 @@
+"""The bag-of-words judge: its formula, what it leans on, and how a win rate reads it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.labelled_text import LabelledTextSource
+from rlhf_lightning.evaluation.bag_of_words import (
+    BagOfWords,
+    SentimentGold,
+    features,
+    sentiment_gold,
+)
+from rlhf_lightning.evaluation.win_rate import win_rate
+
+REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
+
+LIKED = ("a warm and funny tale", "warm , sharp and well played", "a funny cast makes it sing")
+LOATHED = ("a cold and tired tale", "cold , dull and badly played", "a tired cast makes it sink")
+
+
+def judge() -> SentimentGold:
+    return SentimentGold(BagOfWords().fit(LIKED, LOATHED), 1.0)
+
+
+def test_log_odds_are_those_worked_out_by_hand():
+    # Features: "good", "film", "good film" against "bad", "film", "bad film"; five in all.
+    classifier = BagOfWords(smoothing=1.0).fit(["good film"], ["bad film"])
+    two, one, total = 2, 1, 3 + 5
+    expected = math.log((two / total) / (one / total))
+    log_odds = classifier.log_odds(["good", "bad", "film", "good film", "unknown words", ""])
+    assert log_odds == pytest.approx([expected, -expected, 0, 2 * expected, 0, 0], abs=1e-12)
+
+
+def test_classes_of_different_size_are_weighed_alike():
+    few = BagOfWords().fit(LIKED, LOATHED).log_odds(["a warm tale"])[0]
+    many = BagOfWords().fit(LIKED, LOATHED * 5).log_odds(["an unheard phrase"])[0]
+    assert few > 0
+    assert many == 0.0
+
+
+def test_probability_is_the_sigmoid_of_the_log_odds():
+    classifier = BagOfWords().fit(LIKED, LOATHED)
+    texts = ["warm and funny", "cold and tired", "nothing known"]
+    odds, probability = classifier.log_odds(texts), classifier.probability(texts)
+    assert probability == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
+    assert probability[0] > 0.9 > 0.1 > probability[1]
+    assert probability[2] == 0.5
+
+
+def test_new_texts_are_put_into_their_class():
+    classifier = BagOfWords().fit(LIKED, LOATHED)
+    assert classifier.accuracy(["a warm cast", "funny"], ["a cold cast", "dull"]) == 1.0
+    assert classifier.accuracy(["a cold cast", "dull"], ["a warm cast", "funny"]) == 0.0
+
+
+def test_accuracy_weighs_the_classes_alike():
+    classifier = BagOfWords().fit(LIKED, LOATHED)
+    assert classifier.accuracy(["warm", "warm", "warm", "warm"], ["warm"]) == 0.5
+
+
+def test_features_are_present_or_not_and_know_neighbours_but_no_case_or_spacing():
+    assert features("Funny, funny film!") == features("funny , funny FILM !")
+    assert "funny ," in features("Funny, film")
+    assert "isn't" in features("It isn't")
+    assert features("") == frozenset()
+
+
+def test_a_word_said_often_counts_once():
+    classifier = BagOfWords().fit(LIKED, LOATHED)
+    assert classifier.log_odds(["sharp"]) == classifier.log_odds(["sharp"])
+    repeated = classifier.log_odds(["sharp sharp sharp sharp"])
+    assert repeated == classifier.log_odds(["sharp sharp"])
+
+
+def test_the_judge_reads_the_continuation_and_not_the_prompt():
+    gold = judge()
+    prompts = ["cold and tired", "warm and funny"]
+    assert gold(prompts, [" warm and funny", " cold and tired"], [True, False]) == [1.0, 0.0]
+
+
+def test_a_continuation_that_says_nothing_is_not_called_positive():
+    assert judge()(["a", "b"], ["", "zebra"], [True, True]) == [0.0, 0.0]
+
+
+def test_win_rate_is_one_half_plus_half_the_gain_in_share():
+    gold, n = judge(), 20
+    mine = gold(["x"] * n, ["warm"] * 15 + ["cold"] * 5, [True] * n)
+    theirs = gold(["x"] * n, ["cold", "warm"] * 10, [True] * n)
+    gain = (sum(mine) - sum(theirs)) / n
+    assert gain == 0.25
+    assert win_rate(mine, theirs, confidence=0.95).rate == pytest.approx(0.5 + gain / 2)
+
+
+def test_the_judge_is_fitted_on_the_classifier_part_alone(tmp_path):
+    for name, words in (("pos", ("warm", "funny")), ("neg", ("cold", "tired"))):
+        lines = (f"scene {i} is {words[i % 2]}" for i in range(80))
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    source = LabelledTextSource(tmp_path / "pos", tmp_path / "neg")
+    gold = sentiment_gold(source)
+    parts = source.sentences("classifier")
+    known = {feature for label in parts for text in label for feature in features(text)}
+    assert set(gold.classifier.weights) == known
+    assert gold.accuracy == 1.0
+    hidden = source.sentences("train").positive[0].split()[1]  # a number no other sentence has
+    if hidden not in known:
+        assert gold.classifier.log_odds([hidden]) == [0.0]
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="smoothing=0"):
+        BagOfWords(smoothing=0)
+    with pytest.raises(ValueError, match="0 positive"):
+        BagOfWords().fit([], ["bad"])
+    with pytest.raises(RuntimeError, match="fit"):
+        BagOfWords().log_odds(["anything"])
+    with pytest.raises(ValueError, match="2 completions"):
+        judge()(["p"], ["a", "b"], [True])
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"the sentence polarity data are not in {REAL}")
+def test_on_the_sentence_polarity_data_the_judge_is_right_in_most_cases():
+    source = LabelledTextSource(REAL / "pos.txt", REAL / "neg.txt")
+    gold = sentiment_gold(source)
+    assert gold.accuracy >= 0.72
+    # The training sentences are as new to the judge as the held-out ones, and many more.
+    assert gold.classifier.accuracy(*source.sentences("train")) >= 0.72

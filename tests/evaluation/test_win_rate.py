@@ -1,0 +1,62 @@
+import math
+
+import pytest
+import torch
+
+from rlhf_lightning.evaluation.win_rate import win_rate
+from tests.vectors.cases import Case, assert_matches, cases
+
+
+@pytest.mark.parametrize("case", cases("win_rate"))
+def test_win_rate_matches_the_vectors(case: Case):
+    inputs = case.inputs
+    result = win_rate(inputs["a"], inputs["b"], confidence=0.95, tolerance=inputs["tol"])
+    computed = {
+        "wins": result.wins,
+        "losses": result.losses,
+        "ties": result.ties,
+        "n": result.wins + result.ties + result.losses,
+        "win_rate": result.rate,
+        "wilson95": [result.low, result.high],
+    }
+    assert_matches(case, computed, torch.float64)
+
+
+def test_swapping_policy_and_baseline_gives_the_complement():
+    a, b = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    forward = win_rate(a, b, confidence=0.9)
+    backward = win_rate(b, a, confidence=0.9)
+    assert 0 < forward.ties < 50
+    assert forward.rate + backward.rate == pytest.approx(1)
+    assert forward.low == pytest.approx(1 - backward.high)
+
+
+def test_no_prompts_give_nan_and_not_an_error():
+    result = win_rate([], [], confidence=0.95)
+    assert (result.wins, result.ties, result.losses) == (0, 0, 0)
+    assert all(math.isnan(value) for value in (result.rate, result.low, result.high))
+
+
+def test_equal_infinite_scores_are_a_tie():
+    infinity = float("inf")
+    assert win_rate([infinity, infinity], [infinity, 0.0], confidence=0.95)[:3] == (1, 1, 0)
+
+
+def test_more_confidence_gives_a_wider_interval():
+    narrow = win_rate([1.0] * 10, [0.0] * 10, confidence=0.5)
+    wide = win_rate([1.0] * 10, [0.0] * 10, confidence=0.99)
+    assert wide.low < narrow.low < narrow.high == wide.high == 1.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "baseline", "options", "message"),
+    [
+        ([1.0, 2.0], [1.0], {}, "baseline_scores has 1 scores for 2 policy_scores"),
+        ([1.0, math.nan], [1.0, 2.0], {}, "1 of 2 score pairs hold NaN"),
+        ([1.0], [2.0], {"tolerance": -0.1}, "tolerance=-0.1 must be 0 or more"),
+        ([1.0], [2.0], {"confidence": 95}, "confidence=95 must be above 0 and below 1"),
+    ],
+)
+def test_wrong_arguments_are_named(policy, baseline, options, message):
+    with pytest.raises(ValueError, match=message):
+        win_rate(policy, baseline, **({"confidence": 0.95} | options))

@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from rlhf_lightning.functional.advantages import compute_gae
+from rlhf_lightning.functional.masked import masked_whiten
+from tests.vectors.cases import DTYPES, Case, assert_matches, case, cases
+
+
+@pytest.mark.parametrize("case", cases("gae"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gae_matches_the_vectors(case: Case, dtype: torch.dtype):
+    inputs, mask = case.inputs, case.mask()
+    result = compute_gae(
+        case.tensor("rewards", dtype),
+        case.tensor("values", dtype),
+        mask,
+        gamma=inputs["gamma"],
+        gae_lambda=inputs["lam"],
+        bootstrap=None if inputs["bootstrap"] is None else case.tensor("bootstrap", dtype),
+    )
+    computed = {
+        "advantages": result.advantages,
+        "returns": result.returns,
+        "advantages_whitened": masked_whiten(result.advantages, mask),
+    }
+    assert_matches(case, computed, dtype)
+    assert (result.advantages[~mask] == 0).all()
+    assert (result.returns[~mask] == 0).all()
+
+
+def test_gae_ignores_rewards_and_values_after_eos():
+    ragged = case("gae", "ragged_g1.0_l0.95")
+    rewards, values = (ragged.tensor(key, torch.float64) for key in ("rewards", "values"))
+    mask = ragged.mask()
+    clean = compute_gae(rewards, values, mask, gamma=1.0, gae_lambda=0.95)
+    for garbage in (1e30, torch.inf, torch.nan):
+        dirty = compute_gae(
+            rewards.masked_fill(~mask, garbage),
+            values.masked_fill(~mask, garbage),
+            mask,
+            gamma=1.0,
+            gae_lambda=0.95,
+        )
+        assert torch.equal(dirty.advantages, clean.advantages)
+        assert torch.equal(dirty.returns, clean.returns)
+
+
+def test_gae_has_no_graph_and_is_computed_in_float32():
+    values = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    result = compute_gae(values, values, mask, gamma=1.0, gae_lambda=0.95)
+    assert not result.advantages.requires_grad
+    assert not result.returns.requires_grad
+    assert result.advantages.dtype == result.returns.dtype == torch.float32

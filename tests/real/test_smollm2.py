@@ -1,0 +1,149 @@
+"""On a real pretrained model PPO starts where it must: ratio 1, KL 0, nothing clipped.
+
+SmolLM2-135M-Instruct pads with its EOS token, ties its head and has 30 layers. The folder is
+taken from RLHF_SMOLLM2, or from the cache in the home folder.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.data.collate import PromptCollator
+from rlhf_lightning.data.encode import encode_prompt
+from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.modules import ppo as ppo_file
+from rlhf_lightning.modules.measures import rollout_measures
+from rlhf_lightning.modules.ppo import PPOModule
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.score import FunctionScorer
+
+CACHE = "~/.cache/rlhf_lightning/smollm2-135m-instruct"
+FOLDER = Path(os.environ.get("RLHF_SMOLLM2", CACHE)).expanduser()
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (FOLDER / "model.safetensors").is_file(),
+        reason=f"SmolLM2-135M-Instruct is not in {FOLDER}: set RLHF_SMOLLM2 to its folder",
+    ),
+    pytest.mark.timeout(300),
+]
+
+# Of different lengths, so that prompts are padded and rows fall into two buckets.
+OPENINGS = (
+    "Review: the story of two",
+    "Review: with a cast this",
+    "Review: an hour in , the director seems to have lost interest",
+    "Review: a slow",
+    "Review: it is hard not to",
+    "Review: what could have been a small and honest film becomes",
+)
+
+
+def count_letters(prompts: list[str], completions: list[str]) -> list[float]:
+    return [len(completion) / 10 - 2 for completion in completions]
+
+
+class Prompts(Dataset[PromptBatch]):
+    def __init__(self, batch: PromptBatch) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> PromptBatch:
+        return self.batch
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> PromptBatch:
+    rows = [
+        (encode_prompt(PromptRecord(opening), tokenizer, max_length=32), index)
+        for index, opening in enumerate(OPENINGS)
+    ]
+    return PromptCollator(tokenizer.pad_token_id)(rows)
+
+
+def make_module(tokenizer: Any) -> PPOModule:
+    return PPOModule(
+        ppo=PPOHparams(num_ppo_epochs=1, num_minibatches=2, micro_batch_size=2),
+        sampling=SamplingHparams(max_new_tokens=6),
+        policy=lambda: load_policy(FOLDER),
+        value=lambda: load_scalar_model(FOLDER, head="zero"),
+        scorer=FunctionScorer(count_letters),
+        generator=CachedGenerator(stop_ids(tokenizer, FOLDER), tokenizer.pad_token_id),
+        tokenizer=tokenizer,
+        optimizer=lambda groups: torch.optim.SGD(groups),
+        schedule=Schedule("constant"),
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
+    tokenizer, prompts, precision, monkeypatch, tmp_path
+):
+    module = make_module(tokenizer)
+    ratios, measured, rollouts = [], [], []
+    policy_loss, update = ppo_file.ppo_policy_loss, PPOModule.update
+
+    def watched_loss(logprobs, old_logprobs, advantages, mask, **coefficients):
+        ratios.append((logprobs.detach() - old_logprobs).exp()[mask])
+        return policy_loss(logprobs, old_logprobs, advantages, mask, **coefficients)
+
+    def first_update(self, minibatch, steps, *, iteration):
+        update(self, minibatch, steps, iteration=iteration)
+        measured.append(steps.means())
+        return False  # the second minibatch may move
+
+    monkeypatch.setattr(ppo_file, "ppo_policy_loss", watched_loss)
+    monkeypatch.setattr(PPOModule, "update", first_update)
+    finish = module.finish_iteration
+    monkeypatch.setattr(
+        module, "finish_iteration", lambda r, *rest: (rollouts.append(r), finish(r, *rest))[1]
+    )
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, DataLoader(Prompts(prompts), batch_size=None))
+
+    (rollout,), (first,) = rollouts, measured
+    mask = rollout.response_mask
+    assert mask.sum() > 12
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+
+    ratio = torch.cat(ratios)
+    assert len(ratios) >= 2  # more than one micro-batch, of other rows than in the rollout
+    assert torch.equal(ratio, torch.ones_like(ratio))
+    assert first["ppo/approx_kl"] == 0.0
+    assert first["ppo/clipfrac"] == 0.0
+    assert first["ppo/policy_grad_norm"] > 0.0
+
+    assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
+    assert bool((rollout.logprobs[mask] < 0).all())
+    measures = rollout_measures(rollout)
+    assert measures["rollout/kl_per_token"] == 0.0
+    assert measures["rollout/kl_per_response"] == 0.0

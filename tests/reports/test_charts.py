@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from rlhf_lightning.reports.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Reference,
+    Series,
+    line_chart,
+    nice_ticks,
+    thin,
+)
+
+
+def drawn(svg: str) -> list[list[tuple[float, float]]]:
+    lines = [e.get("points") or "" for e in ET.fromstring(svg).iter("polyline")]
+    return [[tuple(map(float, p.split(","))) for p in line.split()] for line in lines]  # type: ignore[misc]
+
+
+def test_a_rising_curve_rises_and_spans_the_width():
+    (line,) = drawn(line_chart("score", [Series("score", [(1, 0.0), (2, 1.0), (3, 4.0)])]))
+    xs, ys = zip(*line, strict=True)
+    assert xs[0] == LEFT
+    assert xs[-1] == WIDTH - RIGHT
+    assert xs[1] == pytest.approx((xs[0] + xs[-1]) / 2, abs=0.1)
+    assert ys[0] > ys[1] > ys[2], "y grows downwards in SVG"
+    assert all(TOP <= y <= HEIGHT - BOTTOM for y in ys)
+    assert (ys[1] - ys[2]) / (ys[0] - ys[1]) == pytest.approx(3, rel=0.02)
+
+
+def test_the_healthy_band_lies_between_its_edges():
+    points = [(1, 0.0), (2, 2.0)]
+    svg = line_chart("kl", [Series("kl", points)], band=(0.5, 1.0))
+    (band,) = ET.fromstring(svg).iter("rect")
+    (line,) = drawn(svg)
+    top, height = float(band.get("y", "")), float(band.get("height", ""))
+    zero, two = line[0][1], line[1][1]
+    per_unit = (zero - two) / 2
+    assert top == pytest.approx(zero - 1.0 * per_unit, abs=0.2)
+    assert height == pytest.approx(0.5 * per_unit, abs=0.2)
+    far = line_chart("kl", [Series("kl", points)], band=(50.0, 100.0))
+    assert "<rect" not in far, "a band that is nowhere near stays off the axis"
+
+
+def test_values_that_are_not_finite_are_gaps():
+    points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 3.0), (5, math.inf), (6, 1.0), (7, 2.0)]
+    svg = line_chart("x", [Series("x", points)])
+    assert [len(line) for line in drawn(svg)] == [2, 2]
+    assert "nan" not in svg
+    assert "inf" not in svg
+    assert line_chart("x", [Series("x", [(1, math.nan)])]) == ""
+    assert line_chart("x", [Series("x", [])]) == ""
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-9, 1e12, 5e-324])
+def test_a_constant_curve_is_drawn(value):
+    svg = line_chart("x", [Series("x", [(1, value), (2, value)])])
+    (line,) = drawn(svg)
+    assert line[0][1] == line[1][1]
+    assert drawn(line_chart("x", [Series("x", [(1, value)])])) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (13.4, 18.1, [14, 16, 18]), (-0.3, 0.2, [-0.2, 0, 0.2])],
+)
+def test_ticks_are_round_numbers_inside_the_range(low, high, ticks):
+    assert nice_ticks(low, high, 4) == pytest.approx(ticks)
+
+
+def test_tick_labels_tell_every_tick_apart():
+    for low, high, unit in [
+        (0.11, 0.21, "share"),
+        (1e-5, 3e-5, ""),
+        (0.012, 0.02, ""),
+        (0, 9e6, ""),
+    ]:
+        svg = line_chart("x", [Series("x", [(1, low), (2, high)])], unit=unit)
+        labels = re.findall(r'class="tick" x="39"[^>]*>([^<]*)<', svg)
+        assert len(labels) >= 2
+        assert len(set(labels)) == len(labels), labels
+        assert all(label.endswith(" %") for label in labels) == (unit == "share")
+
+
+def test_a_long_curve_is_thinned_but_keeps_its_extremes():
+    points = [(float(i), math.sin(i / 50)) for i in range(20_000)]
+    points[7777] = (7777.0, 25.0)
+    thinned = thin(points, 240)
+    assert len(thinned) <= 260
+    assert (7777.0, 25.0) in thinned
+    assert thinned == sorted(thinned)
+    assert len(line_chart("x", [Series("x", points)])) < 15_000
+
+
+def test_references_and_titles_are_escaped():
+    svg = line_chart("<b>", [Series("a", [(1, 1), (2, 2)])], references=[Reference("<i>&", 1.5)])
+    assert "<b>" not in svg
+    assert "&lt;i&gt;&amp;" in svg
+    ET.fromstring(svg)

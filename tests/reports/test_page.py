@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from rlhf_lightning.reports.page import render_report, write_report
+from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
+from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
+from tests.reports.fake_run import fake_ppo_run, fake_reward_run, fake_sft_run
+
+HOSTILE = "</p><script>alert('x')</script><img src=x onerror=\"go()\">&amp; \x00\x1b[31m \u202e abc"
+VOID = {"meta", "img", "br", "line", "rect", "circle", "polyline", "input", "link"}
+
+
+class Outline(HTMLParser):
+    """Collects tags and attributes, and checks that tags are nested."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_verdict_comes_first_with_its_interval_and_the_gates_with_their_reasons(tmp_path):
+    path = write_report(fake_ppo_run(tmp_path / "run"))
+    assert path.name == "report.html"
+    outline = Outline(path.read_text())
+    order = ["81.2 %", "77.1 to 84.8 %", "PPO answers better than SFT", "-0.02 → 1.41", "Gates"]
+    places = [
+        outline.text.index(part) for part in [*order, "Curves", "Samples", "Time", "Settings"]
+    ]
+    assert places == sorted(places)
+    assert outline.text.count("✓ passed") == 2
+    assert outline.text.count("✗ failed") == 1
+    assert "0.352 is below 0.36, so diversity fell" in outline.text
+    assert "usual 0.05 to 1" in outline.text
+
+
+def test_the_page_needs_no_network_and_no_script(tmp_path):
+    for name, make in {"p": fake_ppo_run, "r": fake_reward_run, "s": fake_sft_run}.items():
+        page = render_report(make(tmp_path / name))
+        outline = Outline(page)
+        assert not re.search(r"(https?:)?//[a-z]", page, re.I)
+        assert not re.search(r"url\(|@import|javascript:", page, re.I)
+        assert not outline.tags & {"script", "link", "img", "iframe", "object", "base", "form"}
+        assert not outline.attributes & {"src", "href", "srcset", "action", "xlink:href"}
+        assert "default-src 'none'" in page
+        assert "prefers-color-scheme: dark" in page
+
+
+def test_hostile_text_is_shown_and_does_nothing(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 5)
+    summary = read_summary(folder)
+    gate = GateResult(HOSTILE, 1.0, 2.0, False, HOSTILE)
+    write_summary(
+        folder,
+        replace(
+            summary,
+            gates=(gate,),
+            versions={HOSTILE: HOSTILE},
+            git_commit=HOSTILE,
+            metrics={**summary.metrics, HOSTILE: 1.0},
+        ),
+    )
+    MetricsAppender(folder.metrics).append(6, {f"ppo/{HOSTILE}": 1.0})
+    for extra in ({}, {"baseline_response": HOSTILE}):
+        sample = {"prompt": HOSTILE, "response": HOSTILE, "domain": HOSTILE, "score": HOSTILE}
+        SamplesAppender(folder.samples).append(7 + len(extra), [sample | extra])
+        folder.config.write_text(HOSTILE)
+        page = render_report(folder)
+        outline = Outline(page)
+        assert not outline.tags & {"script", "img"}
+        assert not any(name.startswith("on") for name in outline.attributes)
+        assert outline.text.count("<script>alert('x')</script>") >= 5
+        assert "\x00" not in page
+        assert "\x1b" not in page
+        page.encode("utf-8")
+
+
+def test_a_lone_surrogate_does_not_stop_the_report(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 3)
+    SamplesAppender(folder.samples).append(9, [{"prompt": "a\ud800b", "response": "c\udfffd"}])
+    assert "a?b" in write_report(folder).read_text()
+
+
+def test_without_comparison_the_best_and_the_worst_of_the_last_iteration_are_shown(tmp_path):
+    folder = RunFolder(tmp_path)
+    write_summary(folder, Summary("ppo", "completed", 1))
+    samples = [{"prompt": "p", "response": f"answer {i}", "score": float(i)} for i in range(20)]
+    SamplesAppender(folder.samples).append(1, [{**samples[0], "response": "of long ago"}])
+    SamplesAppender(folder.samples).append(2, samples)
+    text = Outline(render_report(folder)).text
+    shown = [int(n) for n in re.findall(r"answer (\d+)", text)]
+    assert sorted(shown) == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert "of long ago" not in text
+    assert text.index("answer 19") < text.index("answer 0")
+
+
+def test_secrets_of_the_configuration_are_hidden_and_nothing_else(tmp_path):
+    folder = fake_ppo_run(tmp_path, 3)
+    folder.config.write_text(
+        "judge:\n  api_key: sk-secret1\n  OPENAI_API_KEY: sk-secret2\n  password: 'secret3'\n"
+        "rollout:\n  max_new_tokens: 24\n  monkey: banana\n"
+    )
+    page = render_report(folder)
+    assert "secret1" not in page
+    assert "secret2" not in page
+    assert "secret3" not in page
+    assert "max_new_tokens: 24" in page
+    assert "monkey: banana" in page
+
+
+def test_a_run_that_has_only_begun_has_a_report_too(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="outputs/ppo"):
+        write_report(folder)
+    write_summary(folder, Summary("ppo", "running", 1))
+    assert "resume=auto continues it" in Outline(render_report(folder)).text
+    MetricsAppender(folder.metrics).append(1, {"rollout/score": float("nan")})
+    assert "Curves" not in Outline(render_report(folder)).text
+    folder.summary.unlink()
+    MetricsAppender(folder.metrics).append(2, {"rollout/score": 0.5})
+    assert "Curves" in Outline(render_report(folder)).text

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.runs.folder import (
+    MetricsAppender,
+    RunFolder,
+    SamplesAppender,
+    read_metrics,
+    read_samples,
+    to_json,
+)
+
+
+def test_every_row_is_readable_as_soon_as_it_is_written(tmp_path):
+    appender = MetricsAppender(tmp_path / "metrics.csv")
+    values = {"a": 0.1 + 0.2, "b": 1e-17, "c": 3.0}
+    for iteration in (1, 2):
+        appender.append(iteration, values)
+        assert read_metrics(appender.path)[-1] == {"iteration": iteration, **values}
+    assert appender.path.read_text().splitlines()[0] == "iteration,a,b,c"
+
+
+def test_a_metric_that_appears_later_gets_a_column_and_leaves_older_cells_empty(tmp_path):
+    path = tmp_path / "metrics.csv"
+    MetricsAppender(path).append(1, {"a": 1.5})
+    MetricsAppender(path).append(2, {"val/b, with comma": 2.5})
+    assert read_metrics(path) == [
+        {"iteration": 1, "a": 1.5},
+        {"iteration": 2, "val/b, with comma": 2.5},
+    ]
+    assert path.read_text().splitlines()[2] == "2,,2.5"
+
+
+def test_cutting_back_leaves_what_a_run_stopped_there_would_have_written(tmp_path):
+    short, cut = MetricsAppender(tmp_path / "short.csv"), MetricsAppender(tmp_path / "cut.csv")
+    for iteration in range(1, 4):
+        short.append(iteration, {"a": iteration / 3})
+    for iteration in range(1, 6):
+        late = {"late": 1.0} if iteration > 3 else {}
+        cut.append(iteration, {"a": iteration / 3} | late)
+    cut.truncate(3)
+    assert cut.path.read_bytes() == short.path.read_bytes()
+    cut.append(4, {"a": 1.0})
+    assert [row["iteration"] for row in read_metrics(cut.path)] == [1, 2, 3, 4]
+    cut.truncate(0)
+    assert read_metrics(cut.path) == []
+    cut.append(1, {"z": 1.0})
+    assert read_metrics(cut.path) == [{"iteration": 1, "z": 1.0}]
+
+
+def test_a_line_cut_short_by_a_kill_is_no_row(tmp_path):
+    path = tmp_path / "metrics.csv"
+    appender = MetricsAppender(path)
+    for iteration in (1, 2):
+        appender.append(iteration, {"a": 12.5, "b": 1.25})
+    whole = path.read_text()
+    # The last cell reads 1.2 or 1 when its end is missing: as wrong as it is plausible.
+    for cut in range(1, 10):
+        path.write_text(whole[:-cut])
+        assert read_metrics(path) == [{"iteration": 1, "a": 12.5, "b": 1.25}]
+    again = MetricsAppender(path)
+    again.truncate(2)
+    again.append(2, {"a": 12.5, "b": 1.25})
+    assert path.read_text() == whole
+
+
+def test_numbers_that_are_not_finite_stay_what_they_are(tmp_path):
+    appender = MetricsAppender(tmp_path / "metrics.csv")
+    appender.append(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    (row,) = read_metrics(appender.path)
+    assert math.isnan(row["a"])
+    assert row["b"] == math.inf
+    assert row["c"] == -math.inf
+
+
+def test_a_file_that_is_no_table_of_metrics_is_refused(tmp_path):
+    (tmp_path / "metrics.csv").write_text("epoch,loss\n1,2\n")
+    with pytest.raises(ValueError, match="'epoch'"):
+        MetricsAppender(tmp_path / "metrics.csv")
+    with pytest.raises(ValueError, match="x-axis"):
+        MetricsAppender(tmp_path / "other.csv").append(1, {"iteration": 1})
+
+
+def test_samples_keep_any_text_and_are_cut_back(tmp_path):
+    appender = SamplesAppender(tmp_path / "samples.jsonl")
+    texts = ["plain", 'quote " and \\', "line\nbreak", "line\u2028separator", "emoji 🙂", "\x00"]
+    for iteration, text in enumerate(texts, start=1):
+        appender.append(iteration, [{"response": text, "score": math.nan}])
+    samples = read_samples(appender.path)
+    assert [s["response"] for s in samples] == texts
+    assert all(s["score"] is None for s in samples)
+    assert [s["iteration"] for s in samples] == [1, 2, 3, 4, 5, 6]
+    appender.path.write_text(appender.path.read_text()[:-5])
+    assert len(read_samples(appender.path)) == 5
+    appender.truncate(4)
+    assert [s["iteration"] for s in read_samples(appender.path)] == [1, 2, 3, 4]
+
+
+def test_json_is_strict_and_takes_numbers_of_numpy_and_torch():
+    import numpy as np
+    import torch
+
+    value = {"a": np.float32(0.5), "b": torch.tensor(2), "c": [math.inf, (1, None)], 4: "x"}
+    assert json.loads(to_json(value)) == {"a": 0.5, "b": 2, "c": [None, [1, None]], "4": "x"}
+
+
+def test_the_paths_are_those_of_the_run_folder(tmp_path):
+    folder = RunFolder(str(tmp_path / "run"))  # type: ignore[arg-type]
+    names = {p.name for p in (folder.summary, folder.metrics, folder.samples, folder.report)}
+    assert names == {"summary.json", "metrics.csv", "samples.jsonl", "report.html"}
+    assert folder.last_checkpoint == tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert not folder.path.exists()
+    assert folder.create().path.is_dir()
+
+
+WRITER = """
+import sys
+from rlhf_lightning.runs.folder import MetricsAppender
+appender, n = MetricsAppender(sys.argv[1]), 0
+while True:
+    n += 1
+    appender.append(n, {"same": n / 7, f"column {n % 40}": float(n)})
+    print(n, flush=True)
+"""
+
+
+def test_rows_survive_a_kill_even_while_the_table_is_being_widened(tmp_path):
+    for wait in (0.0, 0.003):
+        path = tmp_path / f"{wait}.csv"
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert writer.stdout is not None
+        for _ in range(12):
+            seen = int(writer.stdout.readline())
+        time.sleep(wait)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        seen = max([seen, *map(int, writer.stdout.read().split())])
+        rows = read_metrics(path)
+        assert len(rows) >= seen >= 12
+        assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
+        assert all(row["same"] == row["iteration"] / 7 for row in rows)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import copy
+import logging
+import zipfile
+
+import torch
+
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.resume import (
+    checkpoint_iteration,
+    checkpoint_problem,
+    config_hash,
+    find_unfinished_run,
+    newest_complete_checkpoint,
+)
+from rlhf_lightning.runs.summary import Summary, write_summary
+
+CONFIG = {
+    "seed": 1,
+    "resume": "never",
+    "ckpt_path": None,
+    "paths": {"run": "/home/a/outputs/ppo/2026-11-21_10-00", "artifacts": "artifacts"},
+    "logger": {"mode": "auto"},
+    "module": {"ppo": {"kl_coef": 0.05}, "policy": "artifacts/demo/sft"},
+    "trainer": {"devices": 1, "num_nodes": 1, "max_epochs": 1},
+    "callbacks": {
+        "checkpoint": {"dirpath": "/home/a/outputs/ppo/2026-11-21_10-00/checkpoints"},
+        "progress": {"every_n_seconds": 10, "verbose": False},
+        "samples": [{"num_samples": 8}],
+    },
+}
+
+
+def changed(*path: str, to: object) -> dict:
+    config = copy.deepcopy(CONFIG)
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]  # type: ignore[assignment]
+    assert inner.get(path[-1]) != to
+    inner[path[-1]] = to
+    return config
+
+
+def test_the_hash_leaves_out_what_does_not_change_the_training():
+    same = [
+        changed("resume", to="auto"),
+        changed("ckpt_path", to="x.ckpt"),
+        changed("logger", to=None),
+        changed("hydra", to={"run": {"dir": "x"}}),
+        changed("trainer", "devices", to=8),
+        changed("trainer", "num_nodes", to=2),
+        changed("callbacks", "progress", "every_n_seconds", to=1),
+        changed("callbacks", "progress", "verbose", to=True),
+    ]
+    later = changed("paths", "run", to="/home/b/elsewhere/2026-11-22_11-00")
+    later["callbacks"]["checkpoint"]["dirpath"] = "/home/b/elsewhere/2026-11-22_11-00/checkpoints"
+    moved = changed("paths", "artifacts", to="/data/artifacts")
+    moved["module"]["policy"] = "/data/artifacts/demo/sft"
+    for config in (*same, later, moved):
+        assert config_hash(config) == config_hash(CONFIG), config
+
+
+def test_the_hash_changes_with_everything_else():
+    different = [
+        changed("seed", to=2),
+        changed("module", "ppo", "kl_coef", to=0.0500001),
+        changed("module", "policy", to="artifacts/demo/base"),
+        changed("module", "policy", to="artifacts_of_mine/demo/sft"),
+        changed("trainer", "max_epochs", to=2),
+        changed("callbacks", "samples", to=[{"num_samples": 9}]),
+        changed("module", "verbose", to=True),
+    ]
+    hashes = [config_hash(config) for config in (CONFIG, *different)]
+    assert len(set(hashes)) == len(hashes)
+    assert config_hash(dict(reversed(CONFIG.items()))) == hashes[0], "the order of keys is nothing"
+
+
+def test_the_newest_unfinished_run_of_the_configuration_is_found(tmp_path):
+    assert find_unfinished_run(tmp_path / "nowhere", "a") is None
+    runs = {
+        "2026-01-01_00": ("a", "failed"),
+        "2026-01-02_00": ("a", "running"),
+        "2026-01-03_00": ("b", "running"),
+        "2026-01-04_00": ("a", "completed"),
+    }
+    for name, (digest, status) in runs.items():
+        summary = Summary("ppo", status, 1, config_hash=digest)  # type: ignore[arg-type]
+        write_summary(RunFolder(tmp_path / name), summary)
+    (tmp_path / "2026-01-05_00").mkdir()
+    (tmp_path / "2026-01-06_00").mkdir()
+    (tmp_path / "2026-01-06_00" / "summary.json").write_text("{")
+    found = find_unfinished_run(tmp_path, "a")
+    assert found is not None
+    assert found.name == "2026-01-02_00"
+    assert find_unfinished_run(tmp_path, "c") is None
+
+
+def test_a_run_that_is_still_being_written_is_passed_over(tmp_path, caplog):
+    for name in ("1", "2"):
+        write_summary(RunFolder(tmp_path / name), Summary("ppo", "running", 1, config_hash="a"))
+    with claim_run(tmp_path / "2"), caplog.at_level(logging.WARNING):
+        found = find_unfinished_run(tmp_path, "a")
+    assert found is not None
+    assert found.name == "1"
+    assert "another process" in caplog.text
+    again = find_unfinished_run(tmp_path, "a")
+    assert again is not None
+    assert again.name == "2"
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_iteration(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert newest_complete_checkpoint(folder) is None
+    folder.checkpoints.mkdir()
+    for iteration in (10, 9, 2):  # written last: 2
+        torch.save({"x": 1}, folder.checkpoints / f"iteration={iteration:06d}.ckpt")
+    folder.last_checkpoint.symlink_to("iteration=000002.ckpt")
+    found = newest_complete_checkpoint(folder)
+    assert found is not None
+    assert checkpoint_iteration(found) == 10
+    assert checkpoint_iteration(folder.last_checkpoint) == 2
+
+
+def test_what_cannot_be_loaded_is_told_apart(tmp_path):
+    good = tmp_path / "good.ckpt"
+    torch.save({"x": torch.zeros(1000)}, good)
+    assert checkpoint_problem(good) is None
+    assert "not exist" in (checkpoint_problem(tmp_path / "none.ckpt") or "")
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(good.read_bytes()[:-1000])
+    assert "cut short" in (checkpoint_problem(cut) or "")
+    other = tmp_path / "other.ckpt"
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("a.txt", "hello")
+    assert "no checkpoint" in (checkpoint_problem(other) or "")
+    sharded = tmp_path / "sharded.ckpt"
+    sharded.mkdir()
+    (sharded / ".metadata").touch()
+    assert "meta.pt" in (checkpoint_problem(sharded) or "")
+    (sharded / "meta.pt").touch()
+    assert checkpoint_problem(sharded) is None

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import (
+    GateResult,
+    Summary,
+    git_commit,
+    new_summary,
+    read_summary,
+    write_summary,
+)
+
+KEYS = [
+    "stage",
+    "status",
+    "seed",
+    "metrics",
+    "gates",
+    "seconds",
+    "versions",
+    "git_commit",
+    "config_hash",
+]
+
+
+def test_a_summary_is_read_back_as_written_with_exactly_the_promised_keys(tmp_path):
+    gate = GateResult("win rate", 0.8, 0.75, True, "0.80 is above 0.75")
+    summary = replace(
+        new_summary("ppo", seed=3, config_hash="abc"),
+        status="completed",
+        metrics={"val/score": 1.5},
+        gates=(gate,),
+        seconds={"total": 12.5},
+    )
+    folder = RunFolder(tmp_path / "run")
+    write_summary(folder, summary)
+    content = json.loads(folder.summary.read_text())
+    assert list(content) == KEYS
+    assert list(content["gates"][0]) == ["name", "value", "threshold", "passed", "reason"]
+    assert read_summary(folder) == summary
+    assert summary.passed
+    assert not replace(summary, gates=(gate, replace(gate, passed=False))).passed
+    assert {"python", "torch"} <= set(content["versions"])
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    summary = Summary("ppo", "failed", 1, metrics={"a": math.nan, "b": -math.inf, "c": 2.0})
+    write_summary(RunFolder(tmp_path), summary)
+    assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == {
+        "a": None,
+        "b": None,
+        "c": 2.0,
+    }
+
+
+def test_unknown_words_are_refused():
+    with pytest.raises(ValueError, match="status='done', expected one of running, completed"):
+        Summary("ppo", "done", 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stage='rl'"):
+        Summary("rl", "running", 1)  # type: ignore[arg-type]
+
+
+def test_a_missing_or_damaged_summary_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"summary\.json is missing"):
+        read_summary(RunFolder(tmp_path))
+    for text in ("", "{", "[]", '{"stage": "ppo"}'):
+        (tmp_path / "summary.json").write_text(text)
+        with pytest.raises(ValueError, match=r"summary\.json cannot be read"):
+            read_summary(RunFolder(tmp_path))
+
+
+def test_the_commit_is_that_of_the_folder_and_says_if_files_differ(tmp_path):
+    assert git_commit(tmp_path) is None
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    (tmp_path / "file").write_text("1")
+    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    clean = git_commit(tmp_path)
+    assert clean is not None
+    assert len(clean) == 40
+    (tmp_path / "file").write_text("2")
+    assert git_commit(tmp_path) == f"{clean}-dirty"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import Summary, write_summary
+n = 0
+while True:
+    n += 1
+    metrics = {f"value {i}": float(n) for i in range(5000)}
+    write_summary(RunFolder(Path(sys.argv[1])), Summary("ppo", "running", n, metrics=metrics))
+    print(n, flush=True)
+"""
+
+
+def test_a_summary_killed_while_it_is_written_is_the_old_or_the_new(tmp_path):
+    for wait in (0.0, 0.004):
+        folder = RunFolder(tmp_path / str(wait))
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(folder.path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert writer.stdout is not None
+        for _ in range(5):
+            seen = int(writer.stdout.readline())
+        time.sleep(wait)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        found = read_summary(folder)
+        assert found.seed is not None
+        assert found.seed >= seen
+        assert set(found.metrics.values()) == {float(found.seed)}
