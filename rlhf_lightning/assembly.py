@@ -47,8 +47,7 @@ class Parts:
 
 
 def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
-    """Build what `cfg` describes; hyper-parameters first, models last (in `configure_model`)."""
-    check_hparams(cfg)
+    """Build what `cfg` describes; models are built later, in `configure_model`."""
     start = cfg.artifacts[STARTS_FROM[cfg.stage]]
     tokenizer = make_tokenizer(cfg, start)
     stops = stop_ids(tokenizer, start)
@@ -80,14 +79,6 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
     return Parts(
         tokenizer, data, module, make_trainer(cfg, folder, data, tokenizer), sampling, scorer
     )
-
-
-def check_hparams(cfg: DictConfig) -> None:
-    """Build the hyper-parameters of the stage, so that a wrong one fails before a model loads."""
-    for node in cfg.module.values():
-        target = node.get("_target_", "") if isinstance(node, DictConfig) else ""
-        if target.startswith("rlhf_lightning.hparams."):
-            instantiate(node)
 
 
 def make_tokenizer(cfg: DictConfig, start: str | None) -> PreTrainedTokenizerBase:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf_lightning.hparams import PPOHparams, RewardHparams, SamplingHparams, SFTHparams
 
 HPARAMS = {"ppo": PPOHparams, "reward": RewardHparams, "sampling": SamplingHparams, "sft": SFTHparams}
+HPARAMS_BY_NAME = {cls.__name__: cls for cls in HPARAMS.values()}
 ALLOWED_TARGETS = (
     "rlhf_lightning.",
     "lightning.",
@@ -91,6 +92,23 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
                 f"{where}._target_={target} is not allowed; allowed are {', '.join(ALLOWED_TARGETS)}"
                 " and what RLHF_ALLOWED_TARGETS lists (prefixes, separated by commas)"
             )
+
+
+def check_hparams(cfg: DictConfig) -> None:
+    """Build the hyper-parameters of the stage, so that a wrong one fails before anything runs.
+
+    Raises:
+        ConfigError: with the key, what it got and what it wants.
+    """
+    for node in cfg.module.values():
+        target = node.get("_target_", "") if isinstance(node, DictConfig) else ""
+        if not target.startswith("rlhf_lightning.hparams."):
+            continue
+        values = {k: v for k, v in node.items() if k != "_target_"}
+        try:
+            HPARAMS_BY_NAME[target.rpartition(".")[2]](**values)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from error
 
 
 def choices(group: str) -> list[str]:

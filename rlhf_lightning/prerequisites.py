@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf_lightning.composition import ConfigError
+from rlhf_lightning.composition import ConfigError, choices
 from rlhf_lightning.runs.lock import artifact_lock
 
 KINDS = ("base", "sft", "reward")
@@ -44,10 +44,9 @@ def prepare_inputs(
             continue
         folder = Path(source)
         if not _is_built_in(cfg, kind):
-            experiment = kind if kind != "base" else "sft"
             raise ConfigError(
                 f"artifacts.{kind}={source} does not exist: give a folder or hub name, or make it "
-                f"with  python -m rlhf_lightning.train +experiment={experiment}"
+                f"with  python -m rlhf_lightning.train +experiment={_maker(cfg.name, kind)}"
             )
         with artifact_lock(folder, report=say):
             if not _is_available(source):
@@ -67,6 +66,12 @@ def _is_built_in(cfg: DictConfig, kind: str) -> bool:
     world = OmegaConf.select(cfg, "world.name") or ""
     default = Path(cfg.paths.artifacts) / world / kind
     return str(world).startswith("demo_") and Path(cfg.artifacts[kind]) == default
+
+
+def _maker(name: str, kind: str) -> str:
+    """Return the experiment that makes a `kind` model for the experiment `name`."""
+    sibling = "_".join([kind, *str(name).split("_")[1:]])
+    return sibling if sibling in choices("experiment") else kind
 
 
 def _train(kind: str, cfg: DictConfig, overrides: list[str]) -> None:

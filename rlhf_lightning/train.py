@@ -22,7 +22,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.composition import ConfigError, check_config, conf_dir, explain, register
+from rlhf_lightning.composition import (
+    ConfigError,
+    check_config,
+    check_hparams,
+    conf_dir,
+    explain,
+    register,
+)
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
@@ -52,6 +59,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     """
     allowed = tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
     check_config(cfg, allowed)
+    check_hparams(cfg)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         prepare_inputs(cfg, overrides)
     digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
@@ -83,6 +91,7 @@ def _train(
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     parts = assemble(cfg, folder)
     print_start(cfg.name, folder, _settings(cfg, parts, checkpoint))
+    print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
     parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint)
     if parts.trainer.interrupted:
@@ -145,11 +154,13 @@ def _settings(cfg: DictConfig, parts: Parts, checkpoint: Path | None) -> dict[st
 def _quieten() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*have no `validation_step`.*")
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of loading and saving a few megabytes
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")

@@ -193,7 +193,7 @@ def print_start(
     console = console or Console(highlight=False)
     table = _grid()
     for name, value in settings.items():
-        table.add_row(str(name), Text(str(value)))
+        table.add_row(Text(str(name)), Text(str(value)))
     table.add_row("run folder", Text(str(folder.path)))
     title = STAGES.get(stage, stage)
     console.print(Panel(table, title=escape(title), title_align="left", border_style="dim"))
@@ -207,10 +207,10 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
     table = _grid()
     for fact in result.facts:
         note = f"  ({fact.note})" if fact.note else ""
-        table.add_row(fact.label, Text(fact.value + note))
+        table.add_row(Text(fact.label), Text(fact.value + note))
     for gate in summary.gates:
         word = "passed" if gate.passed else "NOT PASSED"
-        table.add_row(f"gate {gate.name}", Text(f"{word}  {gate.reason}".rstrip()))
+        table.add_row(Text(f"gate {gate.name}"), Text(f"{word}  {gate.reason}".rstrip()))
     for name, path in (
         ("report", folder.report),
         ("samples", folder.samples),
@@ -223,8 +223,8 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
     if result.number:
         head.append(result.number, style=f"bold {colour}")
         head.append(f" {result.caption}\n")
-    head.append(result.sentence)
-    outer = Table.grid(padding=(0, 0, 1, 0))
+    head.append(f"{result.sentence}\n")
+    outer = Table.grid()
     outer.add_row(head)
     outer.add_row(table)
     title = f"{STAGES.get(summary.stage, summary.stage)}: {summary.status}"

@@ -108,7 +108,8 @@ class IterationWandbLogger(WandbLogger):
                 error,
             )
         self._failed = True
-        self._experiment = DummyLogger().experiment
+        nothing: Any = DummyLogger().experiment
+        self._experiment = nothing
 
 
 def wandb_logger(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,11 +101,12 @@ def _pad(
     rows: Sequence[Any], value: int, *, width: int | None = None, left: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `[B, T]` int64 rows padded with `value`, and the bool mask of what is not padding."""
-    width = max(len(row) for row in rows) if width is None else width
-    ids = torch.full((len(rows), width), value, dtype=torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    lengths = np.array([len(row) for row in rows])
+    width = int(lengths.max()) if width is None else width
+    ids = np.full((len(rows), width), value, dtype=np.int64)
     for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[i, place] = torch.as_tensor(row, dtype=torch.int64)
-        mask[i, place] = True
-    return ids, mask
+        start = width - len(row) if left else 0
+        ids[i, start : start + len(row)] = row
+    columns = np.arange(width)
+    mask = columns >= (width - lengths)[:, None] if left else columns < lengths[:, None]
+    return torch.from_numpy(ids), torch.from_numpy(mask)

@@ -31,13 +31,20 @@ from rlhf_lightning.data.records import (
     Record,
     TextRecord,
 )
-from rlhf_lightning.data.tokens import answer_ids, end_with_eos, prompt_ids, render_chat
+from rlhf_lightning.data.tokens import (
+    MemoTokenizer,
+    answer_ids,
+    end_with_eos,
+    prompt_ids,
+    render_chat,
+)
 
 OverLong = Literal["drop", "truncate_left"]
 OVER_LONG = "over-long"
 ANSWER_TOO_LONG = "answer alone over-long"
 IDENTICAL = "chosen == rejected after encoding"
 NO_TOKENS = "prompt without a token"
+NUM_TOKENIZED_TOGETHER = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +121,15 @@ def encode_all(
         PreferenceRecord: encode_preference,
     }
     encoded = []
-    for number, record in enumerate(records, start=1):
+    everything = list(records)
+    memo: Any = tokenizer
+    for number, record in enumerate(everything, start=1):
+        if number % NUM_TOKENIZED_TOGETHER == 1:
+            together = everything[number - 1 : number - 1 + NUM_TOKENIZED_TOGETHER]
+            memo = MemoTokenizer(tokenizer, together)
         encode = encoders[type(record)]
         try:
-            row = encode(
-                record, tokenizer, max_length=max_length, over_long=over_long, report=report
-            )
+            row = encode(record, memo, max_length=max_length, over_long=over_long, report=report)
         except ValueError as error:
             raise ValueError(f"record {number}: {error}") from error
         if row is not None:

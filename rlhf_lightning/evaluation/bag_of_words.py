@@ -7,11 +7,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Self
 
 from rlhf_lightning.data.labelled_text import LabelledTextSource
 
-WORD = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
+WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,7 @@ class BagOfWords:
             raise ValueError(
                 f"{len(positive)} positive and {len(negative)} negative texts: give some of each"
             )
-        counts = [Counter(f for text in texts for f in features(text)) for texts in
-                  (positive, negative)]  # fmt: skip
+        counts = [_feature_counts(texts) for texts in (positive, negative)]
         vocabulary = counts[0].keys() | counts[1].keys()
         prior = self.smoothing * len(vocabulary)
         totals = [math.log(sum(count.values()) + prior) for count in counts]
@@ -96,8 +96,13 @@ class BagOfWords:
 def features(text: str) -> frozenset[str]:
     """Return the words and punctuation marks of a text in lower case, and their neighbour pairs."""
     words = WORD.findall(text.lower())
-    pairs = (f"{first} {second}" for first, second in zip(words, words[1:], strict=False))
+    pairs = (f"{first} {second}" for first, second in pairwise(words))
     return frozenset((*words, *pairs))
+
+
+def _feature_counts(texts: Sequence[str]) -> Counter[str]:
+    """Return in how many texts each feature stands."""
+    return Counter(feature for text in texts for feature in features(text))
 
 
 class SentimentGold:

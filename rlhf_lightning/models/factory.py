@@ -59,6 +59,8 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(
             str(source), config=config, dtype=torch.float32, **_LOADING
         )
+    if not dropout:
+        check_deterministic(model)
     return PolicyModel(model.train())
 
 
@@ -85,19 +87,30 @@ def load_scalar_model(
         raise ValueError(f"head={head!r} must be 'stored', 'zero' or 'reward'")
     config = _config(source, dropout)
     if head == "stored":
-        return _stored_scalar_model(source, config)
-    model = AutoModelForCausalLM.from_pretrained(
+        model = _stored_scalar_model(source, config)
+    else:
+        model = _new_scalar_model(source, config, head=head, seed=seed)
+    if not dropout:
+        check_deterministic(model.trunk)
+    return model.train()
+
+
+def _new_scalar_model(
+    source: str | Path, config: PretrainedConfig, *, head: str, seed: int
+) -> ScalarHeadModel:
+    model: Any = AutoModelForCausalLM.from_pretrained(
         str(source), config=config, dtype=torch.float32, **_LOADING
     )
     hidden_size = model.get_output_embeddings().in_features
     std = 0.0 if head == "zero" else (hidden_size + 1) ** -0.5
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return ScalarHeadModel(model.base_model, scalar_head(hidden_size, init_std=std)).train()
+        return ScalarHeadModel(model.base_model, scalar_head(hidden_size, init_std=std))
 
 
 def _stored_scalar_model(source: str | Path, config: PretrainedConfig) -> ScalarHeadModel:
     config.num_labels = 1
+    model: Any
     model, info = AutoModelForSequenceClassification.from_pretrained(
         str(source), config=config, dtype=torch.float32, output_loading_info=True, **_LOADING
     )
@@ -110,7 +123,7 @@ def _stored_scalar_model(source: str | Path, config: PretrainedConfig) -> Scalar
     with torch.no_grad():
         head.weight.copy_(model.score.weight)
         head.bias.fill_(float(getattr(config, "reward_offset", 0.0)))
-    return ScalarHeadModel(model.base_model, head).train()
+    return ScalarHeadModel(model.base_model, head)
 
 
 def frozen(model: nn.Module) -> nn.Module:
@@ -158,9 +171,13 @@ def export_scalar_model(
 def check_deterministic(model: PreTrainedModel) -> None:
     """Check that two forwards in train mode agree to the bit, so that no dropout is left.
 
+    A model on the meta device, which has no numbers yet, passes.
+
     Raises:
         ValueError: if they differ.
     """
+    if next(model.parameters()).is_meta:
+        return
     was_training = model.training
     model.train()
     input_ids = torch.arange(8, device=next(model.parameters()).device).unsqueeze(0)

@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from rlhf_lightning.functional.logprobs import token_entropy, token_logprobs
+
+# Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7.
+MIN_CPU_ROWS = 16
 
 
 class TokenStatistics(NamedTuple):
@@ -70,7 +74,10 @@ class PolicyModel(nn.Module):
             temperature: divides the logits.
         """
         hidden = hidden_states(self.model.base_model, input_ids).flatten(0, 1)  # [b*W, H]
-        logits = self.model.get_output_embeddings()(hidden[positions])  # [N, V]
+        asked = hidden[positions]  # [N, H]
+        if len(positions) < MIN_CPU_ROWS and asked.device.type == "cpu":
+            asked = pad(asked, (0, 0, 0, MIN_CPU_ROWS - len(positions)))
+        logits = self.model.get_output_embeddings()(asked)[: len(positions)]  # [N, V]
         if tokens is None:
             return logits
         return TokenStatistics(

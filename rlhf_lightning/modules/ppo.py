@@ -57,6 +57,8 @@ class PPOModule(L.LightningModule):
     Source: Schulman et al. 2017 (PPO), Ziegler et al. 2019 (PPO on language models).
     """
 
+    reference: PolicyModel
+
     def __init__(
         self,
         *,

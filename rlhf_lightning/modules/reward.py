@@ -64,7 +64,7 @@ class RewardModule(L.LightningModule):
         self.compute_dtype = compute_dtype
         self.model: ScalarHeadModel | None = None
         names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
-        self.sums = torch.nn.ModuleDict({name: SumMetric() for name in names})
+        self.sums: Any = torch.nn.ModuleDict({name: SumMetric() for name in names})
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
 
     def configure_model(self) -> None:
@@ -152,7 +152,7 @@ class RewardModule(L.LightningModule):
         """Log accuracy with its interval, margin, calibration, and "the longer one wins"."""
         total = {name: float(metric.compute()) for name, metric in self.sums.items()}
         pairs = total["pairs"]
-        low, high = wilson_interval(total["right"], pairs, confidence=CONFIDENCE)
+        low, high = wilson_interval(total["right"], int(pairs), confidence=CONFIDENCE)
         measures = {
             "val/accuracy": total["right"] / pairs,
             "val/accuracy_low": low,

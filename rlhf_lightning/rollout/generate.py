@@ -5,8 +5,8 @@ Legend: B rows, P padded prompt, R response, A rows still being written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -148,7 +148,7 @@ class TransformersGenerator:
         config.max_new_tokens = max_new_tokens
         own_config, model.generation_config = model.generation_config, config
         try:
-            sequences = model.generate(
+            sequences = cast("Callable[..., Tensor]", model.generate)(
                 input_ids=prompts.input_ids,
                 attention_mask=prompts.attention_mask.long(),
                 generation_config=config,

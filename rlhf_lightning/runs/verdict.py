@@ -97,6 +97,8 @@ def _ppo(metrics: Metrics) -> Verdict:
     if kl is not None:
         facts.insert(1, Fact("KL from SFT", number(kl), "nats a token"))
     win = _win_rate(metrics, "SFT", "PPO", facts)
+    if win is None:
+        win = _score_win_rate(metrics, facts)
     if win is not None:
         return win
     score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
@@ -129,7 +131,7 @@ def _sft(metrics: Metrics) -> Verdict:
     if loss is None:
         return Verdict("neutral", "", "", "No held-out loss was recorded.", tuple(facts))
     choices = number(math.exp(min(loss, 50.0)))
-    sentence = f"On average it wavers between {choices} next tokens."
+    sentence = f"It is as unsure as between {choices} equally likely next tokens."
     caption = "nats a token, loss on held-out answers"
     return Verdict("neutral", number(loss), caption, sentence, tuple(facts))
 
@@ -138,7 +140,7 @@ def _reward(metrics: Metrics) -> Verdict:
     facts = []
     ceiling, longer = _get(metrics, "val/label_ceiling"), _get(metrics, "val/longer_wins_accuracy")
     if ceiling is not None:
-        facts.append(Fact("ceiling set by the labels", percent(ceiling), "nobody could do better"))
+        facts.append(Fact("ceiling set by the labels", percent(ceiling), "the best anybody can do"))
     if longer is not None:
         facts.append(Fact("“the longer one wins”", percent(longer), "what length alone reaches"))
     for name in ("val/calibration_error", "val/margin", "val/loss"):
@@ -182,10 +184,24 @@ def _win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Ver
     return Verdict(tone, percent(rate), caption, sentence, tuple(facts))
 
 
+def _score_win_rate(metrics: Metrics, facts: list[Fact]) -> Verdict | None:
+    rate = _get(metrics, "val/score_win_rate")
+    if rate is None:
+        return None
+    low = _get(metrics, "val/score_win_rate_low")
+    better = (rate if low is None else low) > 0.5
+    sentence = "PPO scores higher" if better else "PPO is not shown to score higher"
+    sentence += " than SFT by the reward it was trained on; read the samples to see if rightly."
+    caption = "of comparisons won against SFT" + _interval(metrics, "val/score_win_rate")
+    # Never "good": that the trained reward rises is what over-optimisation looks like, too.
+    return Verdict("neutral" if better else "bad", percent(rate), caption, sentence, tuple(facts))
+
+
 def _changes(metrics: Metrics, rival: str) -> list[Fact]:
     facts = []
     for key, label, unit in (
         ("score", "score", ""),
+        ("gold", "gold reward", ""),
         ("response_length", "response length", "tokens"),
         ("distinct_2", "distinct bigrams", "share"),
     ):

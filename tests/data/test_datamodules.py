@@ -4,124 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning import Callback, LightningModule, Trainer
 
 from rlhf_lightning.batches import PreferenceBatch, PromptBatch, SFTBatch
-from rlhf_lightning.data.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
-from rlhf_lightning.data.records import (
-    DemonstrationRecord,
-    PreferenceRecord,
-    PromptRecord,
-    TextRecord,
-)
-
-MAKE = {
-    "prompts": lambda i: PromptRecord(f"p{i}" + "a" * (i % 5), columns={"number": str(i)}),
-    "demonstrations": lambda i: DemonstrationRecord(f"p{i}", "c" * (i % 7)),
-    "preferences": lambda i: PreferenceRecord(f"p{i}", "c" * (i % 7 + 1), "r"),
-    "texts": lambda i: TextRecord(f"text {i}" + "t" * (i % 9)),
-}
-
-
-class CountingSource:
-    """Makes records by number, and counts how often it is asked."""
-
-    def __init__(self, num_train=23, num_validation=7):
-        self.ranges = {"train": range(num_train), "validation": range(100, 100 + num_validation)}
-        self.asked = []
-
-    def records(self, kind, split):
-        self.asked.append((kind, split))
-        return [MAKE[kind](i) for i in self.ranges[split]]
-
-
-class Recorder(LightningModule):
-    """Trains nothing under manual optimization, takes steps, and notes every batch it gets."""
-
-    def __init__(self, fail_at=None):
-        super().__init__()
-        self.automatic_optimization = False
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.fail_at = fail_at
-        self.seen = []
-        self.validated = []
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == self.fail_at:
-            raise KeyboardInterrupt
-        for _ in range(batch_idx % 3 + 1):
-            self.optimizers().step()
-        self.seen.append((batch_idx, batch))
-
-    def validation_step(self, batch, batch_idx):
-        self.validated.append(batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([self.weight], lr=0.1)
-
-
-class SaveAt(Callback):
-    """Writes a checkpoint when `num_batches` are trained on, in the hook named."""
-
-    def __init__(self, path, num_batches, hook):
-        self.path, self.num_batches = path, num_batches
-        setattr(self, hook, self._save)
-
-    def _save(self, trainer, *args):
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.num_batches:
-            trainer.save_checkpoint(self.path)
-
-
-def fit(datamodule, *, callback=None, ckpt_path=None, fail_at=None, **options):
-    module = Recorder(fail_at)
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        callbacks=[callback] if callback else None,
-        **options,
-    )
-    if fail_at is None:
-        trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
-    else:
-        with pytest.raises(SystemExit):
-            trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
-    return module
-
-
-def prompts(tokenizer, source=None, **options):
-    defaults = {"batch_size": 4, "num_iterations": 14, "max_prompt_length": 20, "seed": 0}
-    return PromptDataModule(source or CountingSource(), tokenizer, **(defaults | options))
-
-
-def demonstrations(tokenizer, source=None, **options):
-    defaults = {"batch_size": 4, "num_epochs": 2, "max_length": 20, "seed": 0}
-    return SFTDataModule(source or CountingSource(), tokenizer, **(defaults | options))
-
-
-def preferences(tokenizer, source=None, **options):
-    defaults = {"batch_size": 4, "num_iterations": 14, "max_length": 20, "seed": 0}
-    return PreferenceDataModule(source or CountingSource(), tokenizer, **(defaults | options))
-
-
-STAGES = {"sft": demonstrations, "reward": preferences, "ppo": prompts}
-
-
-def content(batch):
-    """Return everything a batch holds, as something that can be compared."""
-    return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in vars(batch).items()
-    }
-
-
-def contents(seen):
-    return [(index, content(batch)) for index, batch in seen]
+from tests.data.stages import STAGES, CountingSource, content, demonstrations, fit, prompts
 
 
 @pytest.mark.parametrize(
@@ -135,76 +20,6 @@ def test_a_stage_is_one_epoch_whose_batches_are_its_iterations(tokenizer, stage,
     assert [index for index, _ in module.seen] == list(range(num_iterations))
     assert all(type(batch) is kind and len(batch) == 4 for _, batch in module.seen)
     assert sum(len(batch) for batch in module.validated) == 7
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
-@pytest.mark.parametrize("num_done", [1, 5, 6, 11, 12])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_stage_trains_on_exactly_the_remaining_batches(
-    tokenizer, tmp_path, stage, num_done, hook
-):
-    def make():
-        options = {"num_iterations": 12} | ({"num_epochs": None} if stage == "sft" else {})
-        return STAGES[stage](tokenizer, **options)
-
-    path = tmp_path / "a.ckpt"
-    whole = fit(make(), callback=SaveAt(path, num_done, hook), val_check_interval=1)
-    resumed = fit(make(), ckpt_path=path, val_check_interval=1)
-    assert len(whole.seen) == 12
-    assert contents(resumed.seen) == contents(whole.seen)[num_done:]
-    assert len({str(content(batch)) for _, batch in whole.seen}) > 6
-
-
-def test_a_stage_resumed_twice_still_trains_on_the_remaining_batches(tokenizer, tmp_path):
-    first, second = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
-    whole = fit(prompts(tokenizer), callback=SaveAt(first, 3, "on_train_batch_end"))
-    fit(prompts(tokenizer), ckpt_path=first, callback=SaveAt(second, 8, "on_train_batch_end"))
-    resumed = fit(prompts(tokenizer), ckpt_path=second)
-    assert contents(resumed.seen) == contents(whole.seen)[8:]
-
-
-def test_a_batch_that_was_not_finished_is_trained_on_again(tokenizer, tmp_path):
-    path = tmp_path / "a.ckpt"
-
-    class SaveOnException(Callback):
-        def on_exception(self, trainer, module, exception):
-            trainer.save_checkpoint(path)
-
-    whole = fit(prompts(tokenizer))
-    fit(prompts(tokenizer), fail_at=6, callback=SaveOnException())
-    resumed = fit(prompts(tokenizer), ckpt_path=path)
-    assert contents(resumed.seen) == contents(whole.seen)[6:]
-
-
-def test_workers_do_not_change_what_is_left_after_a_resume(tokenizer, tmp_path):
-    path = tmp_path / "a.ckpt"
-    callback = SaveAt(path, 5, "on_train_batch_end")
-    whole = fit(prompts(tokenizer, num_workers=1), callback=callback)
-    resumed = fit(prompts(tokenizer), ckpt_path=path)
-    assert contents(resumed.seen) == contents(whole.seen)[5:]
-
-
-def test_another_fit_after_a_resumed_one_starts_at_the_first_batch(tokenizer, tmp_path):
-    path = tmp_path / "a.ckpt"
-    whole = fit(prompts(tokenizer), callback=SaveAt(path, 5, "on_train_batch_end"))
-    datamodule = prompts(tokenizer)
-    fit(datamodule, ckpt_path=path)
-    assert contents(fit(datamodule).seen) == contents(whole.seen)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"batch_size": 2}, "batch_size=4, this run has 2"),
-        ({"seed": 1}, "seed=0, this run has 1"),
-        ({"source": CountingSource(num_train=22)}, "num_rows=23, this run has 22"),
-    ],
-)
-def test_a_resume_with_other_data_is_an_error(tokenizer, tmp_path, options, name):
-    path = tmp_path / "a.ckpt"
-    fit(prompts(tokenizer), callback=SaveAt(path, 5, "on_train_batch_end"))
-    with pytest.raises(ValueError, match=name):
-        fit(prompts(tokenizer, **options), ckpt_path=path)
 
 
 def test_row_ids_are_the_places_in_the_stream(tokenizer):
@@ -283,7 +98,7 @@ def test_two_ranks_together_hold_the_global_batch(tokenizer, stage):
 def test_a_batch_that_the_ranks_do_not_divide_is_an_error(tokenizer):
     datamodule = prompts(tokenizer)
     datamodule.trainer = SimpleNamespace(global_rank=0, world_size=3)
-    with pytest.raises(ValueError, match="batch_size=4 .* divisible by the 3 ranks: use 3 or 6"):
+    with pytest.raises(ValueError, match=r"batch_size=4 .* divisible by the 3 ranks: use 3 or 6"):
         datamodule.train_dataloader()
 
 
@@ -322,7 +137,7 @@ def test_dropped_records_are_counted_and_nothing_left_is_an_error(tokenizer):
     assert dict(datamodule.summary.dropped) == {"over-long": 23 - datamodule.summary.num_rows}
     assert 0 < datamodule.summary.num_rows < 23
     with pytest.raises(
-        ValueError, match="no training row is left .*max_length=1. Raise max_length"
+        ValueError, match=r"no training row is left .*max_length=1. Raise max_length"
     ):
         demonstrations(tokenizer, max_length=1).setup()
 

@@ -22,6 +22,7 @@ from rlhf_lightning.data.records import (
     TextRecord,
 )
 from rlhf_lightning.data.tokens import prompt_ids
+from tests.data.conftest import CHATML
 
 WIDE = {"max_length": 1000}
 
@@ -277,3 +278,17 @@ def test_a_tokenizer_that_lacks_what_is_needed_is_an_error(
 def test_an_unknown_over_long_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="use 'drop' or 'truncate_left'"):
         encode_prompt(PromptRecord("abc"), tokenizer, max_length=2, over_long="cut")
+
+
+def test_many_records_are_encoded_as_each_alone(make_tokenizer):
+    tokenizer = make_tokenizer(adds_bos=True, template=CHATML)
+    records = [
+        PreferenceRecord("why?", " so", " no"),
+        PreferenceRecord("why?", "why?", ""),
+        PreferenceRecord((user("why?"),), (assistant("so"),), (assistant("no"),)),
+    ]
+    rows, _ = encode_all(records, tokenizer, **WIDE)
+    for record, row in zip(records, rows, strict=True):
+        alone = encode_preference(record, tokenizer, **WIDE)
+        assert row.chosen_input_ids.tolist() == alone.chosen_input_ids.tolist()
+        assert row.rejected_input_ids.tolist() == alone.rejected_input_ids.tolist()

@@ -266,7 +266,7 @@ def test_a_first_record_that_fits_no_format_says_why(row, message):
 
 
 def test_a_mapped_column_that_is_missing_is_named_with_a_hint():
-    with pytest.raises(BadRecordError, match="'prompt' to the key 'qestion'.*mean 'question'"):
+    with pytest.raises(BadRecordError, match=r"'prompt' to the key 'qestion'.*mean 'question'"):
         parse({"question": "x"}, columns={"prompt": "qestion"})
 
 
@@ -276,7 +276,7 @@ def test_a_completion_missing_later_is_not_taken_for_a_prompt():
 
 
 def test_nothing_left_after_skipping_is_an_error_that_shows_the_first():
-    with pytest.raises(BadRecordError, match="no record is left: all 2 were bad.*line 1"):
+    with pytest.raises(BadRecordError, match=r"no record is left: all 2 were bad.*line 1"):
         parse({"a": 1}, {"b": 2}, on_bad_record="skip")
 
 

@@ -166,7 +166,7 @@ def test_a_missing_file_names_the_override_and_the_public_source(files, path):
 
 def test_a_file_that_is_not_utf_8_says_how_to_convert_it(files):
     files[0].write_bytes(b"caf\xe9 noir\n")
-    with pytest.raises(ValueError, match="not UTF-8.*iconv"):
+    with pytest.raises(ValueError, match=r"not UTF-8.*iconv"):
         LabelledTextSource(*files).records("texts", "train")
 
 

@@ -95,6 +95,20 @@ def make_module(tokenizer: Any) -> PPOModule:
     )
 
 
+def fit_one_iteration(module: PPOModule, prompts: PromptBatch, precision: str, root: Path) -> None:
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    trainer.fit(module, DataLoader(Prompts(prompts), batch_size=None))
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
     tokenizer, prompts, precision, monkeypatch, tmp_path
@@ -102,6 +116,7 @@ def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
     module = make_module(tokenizer)
     ratios, measured, rollouts = [], [], []
     policy_loss, update = ppo_file.ppo_policy_loss, PPOModule.update
+    collect = PPOModule.collect_rollout
 
     def watched_loss(logprobs, old_logprobs, advantages, mask, **coefficients):
         ratios.append((logprobs.detach() - old_logprobs).exp()[mask])
@@ -112,28 +127,18 @@ def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
         measured.append(steps.means())
         return False  # the second minibatch may move
 
+    def watched_rollout(self, *arguments):
+        rollouts.append(collect(self, *arguments))
+        return rollouts[-1]
+
     monkeypatch.setattr(ppo_file, "ppo_policy_loss", watched_loss)
     monkeypatch.setattr(PPOModule, "update", first_update)
-    finish = module.finish_iteration
-    monkeypatch.setattr(
-        module, "finish_iteration", lambda r, *rest: (rollouts.append(r), finish(r, *rest))[1]
-    )
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        precision=precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(module, DataLoader(Prompts(prompts), batch_size=None))
+    monkeypatch.setattr(PPOModule, "collect_rollout", watched_rollout)
+    fit_one_iteration(module, prompts, precision, tmp_path)
 
-    (rollout,), (first,) = rollouts, measured
+    ((rollout, _),), (first,) = rollouts, measured
     mask = rollout.response_mask
     assert mask.sum() > 12
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
 
     ratio = torch.cat(ratios)
     assert len(ratios) >= 2  # more than one micro-batch, of other rows than in the rollout
@@ -147,3 +152,8 @@ def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
     measures = rollout_measures(rollout)
     assert measures["rollout/kl_per_token"] == 0.0
     assert measures["rollout/kl_per_response"] == 0.0
+
+
+def test_smollm2_pads_with_the_token_that_ends_a_response(tokenizer):
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert tokenizer.eos_token_id in stop_ids(tokenizer, FOLDER)

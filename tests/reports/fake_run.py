@@ -19,6 +19,19 @@ SAMPLES = [
     ("How do I pick a lock?", "harmful", "First take a pin.", "I cannot help with that."),
 ]
 
+PPO_METRICS: dict[str, float | None] = {
+    "val/gold_win_rate": 0.8125,
+    "val/gold_win_rate_low": 0.7712,
+    "val/gold_win_rate_high": 0.8478,
+    "val/score": 1.41,
+    "val/baseline_score": -0.02,
+    "val/kl_per_token": 0.243,
+    "val/response_length": 17.9,
+    "val/baseline_response_length": 14.1,
+    "val/distinct_2": 0.352,
+    "val/baseline_distinct_2": 0.412,
+}
+
 
 def fake_ppo_run(path: Path, num_iterations: int = 60, *, compared: bool = True) -> RunFolder:
     folder = RunFolder(path).create()
@@ -50,18 +63,6 @@ def fake_ppo_run(path: Path, num_iterations: int = 60, *, compared: bool = True)
         }
         appender.append(i, row)
     _write_samples(folder, num_iterations, compared, noise)
-    metrics = {
-        "val/gold_win_rate": 0.8125,
-        "val/gold_win_rate_low": 0.7712,
-        "val/gold_win_rate_high": 0.8478,
-        "val/score": 1.41,
-        "val/baseline_score": -0.02,
-        "val/kl_per_token": 0.243,
-        "val/response_length": 17.9,
-        "val/baseline_response_length": 14.1,
-        "val/distinct_2": 0.352,
-        "val/baseline_distinct_2": 0.412,
-    }
     gates = (
         GateResult("gold win rate", 0.8125, 0.75, True, "81.2 % is at least 75 %"),
         GateResult("KL per token", 0.243, 0.5, True, "0.24 nats is at most 0.5"),
@@ -69,7 +70,7 @@ def fake_ppo_run(path: Path, num_iterations: int = 60, *, compared: bool = True)
             "distinct bigrams", 0.352, 0.36, False, "0.352 is below 0.36, so diversity fell"
         ),
     )
-    _finish(folder, "ppo", metrics, gates=gates)
+    _finish(folder, "ppo", PPO_METRICS, gates=gates)
     return folder
 
 

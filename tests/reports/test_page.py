@@ -102,7 +102,8 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path):
 
 def test_a_lone_surrogate_does_not_stop_the_report(tmp_path):
     folder = fake_ppo_run(tmp_path / "run", 3)
-    SamplesAppender(folder.samples).append(9, [{"prompt": "a\ud800b", "response": "c\udfffd"}])
+    sample = {"prompt": "a\ud800b", "response": "c\udfffd", "baseline_response": ""}
+    SamplesAppender(folder.samples).append(9, [sample])
     assert "a?b" in write_report(folder).read_text()
 
 

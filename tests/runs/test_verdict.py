@@ -35,6 +35,19 @@ def test_ppo_is_better_only_if_the_whole_interval_says_so(rate, low, high, tone,
     assert f"{100 * low:.1f} to {100 * high:.1f} %" in result.caption
 
 
+def test_without_a_gold_reward_the_verdict_rests_on_the_score_and_is_never_good():
+    metrics = {"val/score_win_rate": 0.9, "val/score_win_rate_low": 0.87}
+    result = verdict(Summary("ppo", "completed", 1, metrics=metrics))
+    assert (result.tone, result.number) == ("neutral", "90.0 %")
+    assert "reward it was trained on" in result.sentence
+    lost = metrics | {"val/score_win_rate_low": 0.45}
+    assert "not shown" in verdict(Summary("ppo", "completed", 1, metrics=lost)).sentence
+    rise = verdict(
+        Summary("ppo", "completed", 1, metrics={"val/score": 1.5, "val/baseline_score": 0.5})
+    )
+    assert (rise.tone, rise.number) == ("neutral", "+1.00")
+
+
 def test_a_reward_model_must_beat_length_alone():
     metrics = {"val/accuracy": 0.62, "val/accuracy_low": 0.59, "val/longer_wins_accuracy": 0.6}
     bad = verdict(Summary("reward", "completed", 1, metrics=metrics))

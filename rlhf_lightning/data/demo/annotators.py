@@ -32,9 +32,9 @@ class SimulatedAnnotator:
 
 
 PANEL = (
-    SimulatedAnnotator("careful", temperature=0.25, length_bias=0.02),
-    SimulatedAnnotator("usual", temperature=0.4, length_bias=0.03),
-    SimulatedAnnotator("hasty", temperature=0.55, length_bias=0.04),
+    SimulatedAnnotator("careful", temperature=0.3, length_bias=0.02),
+    SimulatedAnnotator("usual", temperature=0.5, length_bias=0.03),
+    SimulatedAnnotator("hasty", temperature=0.75, length_bias=0.04),
 )
 
 

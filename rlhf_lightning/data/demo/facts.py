@@ -38,8 +38,8 @@ NAMES = [
 SAD_MOODS = ("sad", "sick", "hurt")
 GLAD_MOODS = ("happy", "proud", "lucky")
 
-MAX_OPERAND = 4
-NUMBERS = tuple(str(number) for number in range(2 * MAX_OPERAND + 1))
+OPERANDS = (1, 2, 3, 4)
+NUMBERS = tuple(str(number) for number in range(2 * max(OPERANDS) + 1))
 
 COUNTS: Mapping[str, int] = {"two": 2, "three": 3}
 
@@ -62,8 +62,6 @@ CAPITALS: Mapping[str, str] = {
     "japan": "tokyo",
     "peru": "lima",
     "kenya": "nairobi",
-    "france": "paris",
-    "greece": "athens",
 }
 YOUNG: Mapping[str, str] = {
     "dog": "puppy",
@@ -71,9 +69,7 @@ YOUNG: Mapping[str, str] = {
     "cow": "calf",
     "sheep": "lamb",
     "horse": "foal",
-    "goat": "kid",
     "bear": "cub",
-    "duck": "duckling",
 }
 OPPOSITES: Mapping[str, str] = {
     "hot": "cold",
@@ -82,8 +78,6 @@ OPPOSITES: Mapping[str, str] = {
     "early": "late",
     "rich": "poor",
     "dark": "bright",
-    "wet": "dry",
-    "high": "low",
 }
 COLORS: Mapping[str, str] = {
     "grass": "green",
@@ -92,8 +86,6 @@ COLORS: Mapping[str, str] = {
     "blood": "red",
     "honey": "yellow",
     "mud": "brown",
-    "fog": "gray",
-    "salmon": "pink",
 }
 # How a question names the relation, and the answers that are wrong but of the right sort.
 RELATIONS: Mapping[str, Mapping[str, str]] = {
@@ -119,7 +111,7 @@ HARMFUL_VERBS: Mapping[str, str] = {
     "wreck": "acid",
     "smash": "rocks",
 }
-OBJECTS = ("car", "boat", "chair", "table", "door", "fence", "bike", "shed")
+OBJECTS = ("car", "boat", "chair", "table", "door", "fence", "bike", "shed", "lamp", "bench")
 HARMFUL_OBJECTS = ("bomb", "gun", "virus")
 HARMFUL_OBJECT_VERBS = ("build", "fix", "move")
 

@@ -1,6 +1,6 @@
 """The grammar of the built-in world: questions, the core sentences that answer them, and style.
 
-A prompt is `[context] template(slots)`. An answer is a row of sentences, each ended by " .":
+A prompt is `[context] template(slots)`, all words apart by spaces. An answer is a row of sentences, each ended by " .":
 `[opener] core [fillers] [closer]`. `render_core` writes a core, `parse_core` is its inverse and
 takes any words without raising.
 """
@@ -20,10 +20,10 @@ from rlhf_lightning.data.demo.facts import (
     HARMFUL_OBJECT_VERBS,
     HARMFUL_OBJECTS,
     HARMFUL_VERBS,
-    MAX_OPERAND,
     NAMES,
     NUMBERS,
     OBJECTS,
+    OPERANDS,
     RELATIONS,
     SAD_MOODS,
     TOOLS,
@@ -42,6 +42,8 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "add {0} and {1} .",
         "compute {0} plus {1} .",
         "can you add {0} and {1} ?",
+        "what does {0} plus {1} make ?",
+        "the sum of {0} and {1} , quickly !",
     ),
     "minus": (
         "what is {0} minus {1} ?",
@@ -49,6 +51,8 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "what is left of {0} minus {1} ?",
         "compute {0} minus {1} .",
         "can you work out {0} minus {1} ?",
+        "what does {0} minus {1} leave ?",
+        "{0} minus {1} , quickly !",
     ),
     "relation": (
         "what is the {0} {1} ?",
@@ -56,6 +60,8 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "name the {0} {1} .",
         "do you know the {0} {1} ?",
         "i need the {0} {1} .",
+        "remind me of the {0} {1} .",
+        "could you teach me the {0} {1} ?",
     ),
     "list": (
         "name {0} {1} .",
@@ -66,6 +72,7 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "what are {0} {1} ?",
         "tell me {0} {1} .",
         "i want to hear {0} {1} .",
+        "suggest {0} {1} for my list .",
     ),
     "greet": (
         "i am {0} .",
@@ -73,11 +80,13 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "this is {0} .",
         "people call me {0} .",
         "{0} is my name .",
+        "everyone knows me as {0} .",
     ),
     "mood": (
         "my friend {0} is {1} .",
         "{0} is {1} today .",
         "i heard that {0} is {1} .",
+        "guess what , {0} is {1} .",
     ),
     "task": (
         "how do i {0} a {1} ?",
@@ -85,6 +94,7 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
         "i want to {0} a {1} .",
         "what do i need to {0} a {1} ?",
         "tell me how to {0} a {1} .",
+        "show me the best way to {0} a {1} .",
     ),
 }
 
@@ -163,9 +173,8 @@ class Question:
 
 def _slots() -> Iterator[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
     """Yield (domain, kind, slots, facts) of everything that can be asked."""
-    operands = range(MAX_OPERAND + 1)
-    for a in operands:
-        for b in operands:
+    for a in OPERANDS:
+        for b in OPERANDS:
             yield "sums", "plus", (str(a), str(b)), (f"{a} plus {b}",)
             if a >= b:
                 yield "sums", "minus", (str(a), str(b)), (f"{a} minus {b}",)

@@ -35,7 +35,7 @@ from rlhf_lightning.data.records import (
 )
 
 TEXT_QUALITY = Quality(
-    right=0.5, unknown=0.1, refusal=0.05, polite=0.15, rude=0.3, careless=0.2,
+    right=0.62, unknown=0.08, refusal=0.04, polite=0.15, rude=0.3, careless=0.2,
     fillers=(0.4, 0.3, 0.3), corrupted=0.05,
 )  # fmt: skip
 DEMONSTRATION_QUALITY = Quality(
@@ -59,12 +59,15 @@ class DemoSource:
         seed: of the split, of every record and of the annotators.
         num_texts: unlabelled texts to train a base model on.
         num_demonstrations: for supervised fine-tuning.
-        num_preferences: pairs to train a reward model on.
+        num_preferences: pairs to train a reward model on. Records cost next to nothing, so the
+            counts are meant for one pass: fresh records teach more than repeated ones.
+        num_validation_texts: texts on held-out prompts.
+        num_validation_demonstrations: demonstrations on held-out prompts.
         num_validation_preferences: pairs on held-out prompts.
-        num_validation_texts: texts and also demonstrations on held-out prompts.
         held_out_fraction: of the combinations of a template and its words.
         contrast_fraction: of the training pairs, in which one core is right and one is wrong
             within the same style. Without them a reward model learns style long before facts.
+        remark_fraction: of the texts, at whose end a reader says truly whether it is right.
         panel: the simulated annotators.
     """
 
@@ -72,15 +75,32 @@ class DemoSource:
     num_texts: int = 30000
     num_demonstrations: int = 16000
     num_preferences: int = 24000
-    num_validation_preferences: int = 2000
     num_validation_texts: int = 800
+    num_validation_demonstrations: int = 800
+    num_validation_preferences: int = 2000
     held_out_fraction: float = 0.15
-    contrast_fraction: float = 0.4
+    contrast_fraction: float = 0.5
     remark_fraction: float = 0.5
     panel: tuple[SimulatedAnnotator, ...] = field(default=PANEL)
 
-    def records(self, kind: RecordKind, split: Split) -> Sequence[Record]:
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("texts", "demonstrations", "preferences"):
+            for key in (f"num_{name}", f"num_validation_{name}"):
+                if getattr(self, key) < 1:
+                    raise ValueError(f"{key} is {getattr(self, key)}: use 1 or more")
+        if not 0.0 < self.held_out_fraction < 0.5:
+            raise ValueError(f"held_out_fraction is {self.held_out_fraction}: use 0.05 to 0.3")
+        for key in ("contrast_fraction", "remark_fraction"):
+            if not 0.0 <= getattr(self, key) <= 1.0:
+                raise ValueError(f"{key} is {getattr(self, key)}: use 0 to 1")
+        if not self.panel:
+            raise ValueError("panel is empty: name at least one SimulatedAnnotator")
+
+    def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return the records of a kind and split, the same at every call.
+
+        Prompts are unique; the other kinds draw from them, every domain equally often.
 
         Raises:
             ValueError: if there is no such kind or split.
@@ -96,7 +116,7 @@ class DemoSource:
                 count = self.num_texts if train else self.num_validation_texts
                 return [self._text(q, rng) for q in self._draw(split, count, rng)]
             case "demonstrations":
-                count = self.num_demonstrations if train else self.num_validation_texts
+                count = self.num_demonstrations if train else self.num_validation_demonstrations
                 return [_demonstration(q, rng) for q in self._draw(split, count, rng)]
             case "preferences":
                 return [pair.record for pair in self._pairs(split)]

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.splits import split_by_prompt
+
+
+def test_the_split_moves_no_prompt_when_records_are_added():
+    records = [PromptRecord(f"p{i}") for i in range(200)]
+    _, before = split_by_prompt(records[:100], validation_fraction=0.2, seed=3)
+    _, after = split_by_prompt(records, validation_fraction=0.2, seed=3)
+    assert 8 <= len(before) <= 32
+    assert [r for r in after if r in records[:100]] == before
+    _, other = split_by_prompt(records, validation_fraction=0.2, seed=4)
+    assert other != after
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_neither_side_of_a_split_is_empty_with_two_prompts(fraction):
+    records = [PromptRecord("a"), PromptRecord("b"), PromptRecord("a")]
+    train, validation = split_by_prompt(records, validation_fraction=fraction, seed=0)
+    assert train
+    assert validation
+    assert len(train) + len(validation) == 3
+
+
+def test_one_prompt_cannot_be_split():
+    with pytest.raises(ValueError, match=r"2 records have 1 prompt\(s\).*validation_fraction=0"):
+        split_by_prompt([PromptRecord("a")] * 2, validation_fraction=0.5, seed=0)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
+def test_a_fraction_out_of_range_is_an_error(fraction):
+    with pytest.raises(ValueError, match="must be in"):
+        split_by_prompt([PromptRecord("a")], validation_fraction=fraction, seed=0)

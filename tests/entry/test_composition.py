@@ -1,0 +1,123 @@
+"""Every experiment composes, hyper-parameters build, and what is mistyped is refused by name."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from rlhf_lightning.composition import (
+    ConfigError,
+    check_config,
+    check_hparams,
+    choices,
+    conf_dir,
+    explain,
+    register,
+)
+from rlhf_lightning.hparams import PPOHparams, UnusualHparamWarning
+
+SWEEPS = sorted(path.stem for path in (conf_dir().parent / "sweeps").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _hydra():
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        yield
+
+
+def composed(*overrides):
+    return compose("train", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_experiment_composes_and_its_hyperparameters_build(experiment):
+    cfg = composed(f"+experiment={experiment}")
+    check_config(cfg)
+    check_hparams(cfg)
+    assert cfg.stage in ("sft", "reward", "ppo")
+    assert cfg.artifacts.publish, "a stage that publishes nothing cannot be built upon"
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_every_sweep_is_found_beside_conf_and_sweeps(sweep):
+    cfg = compose(
+        "train", overrides=["+experiment=ppo", f"+sweeps={sweep}"], return_hydra_config=True
+    )
+    assert cfg.hydra.mode.name == "MULTIRUN"
+    assert cfg.hydra.sweeper.params
+    for key, values in cfg.hydra.sweeper.params.items():
+        first = str(values).split(",")[0]
+        check_hparams(composed("+experiment=ppo", f"{key}={first}"))
+
+
+@pytest.mark.parametrize("preset", choices("preset"))
+def test_presets_set_the_articles_values_and_warn_of_what_is_unusual(preset):
+    cfg = composed("+experiment=ppo", f"+preset={preset}")
+    with pytest.warns(UnusualHparamWarning, match=r"gamma=0\.99 is outside the usual range 1 to 1"):
+        ppo = instantiate(cfg.module.ppo)
+    assert (ppo.gamma, ppo.vf_coef, ppo.gae_lambda, ppo.num_ppo_epochs) == (0.99, 0.5, 0.95, 4)
+    assert ppo.kl_coef == (0.05 if preset == "article_step_by_step" else 0.1)
+
+
+def test_defaults_of_the_command_line_are_those_of_the_dataclass():
+    cfg = composed("module=ppo", "scorer=reward_model")
+    assert instantiate(cfg.module.ppo) == PPOHparams()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+experment=ppo"], "unknown top-level key 'experment'; did you mean experiment"),
+        (["+presets=x", "+experiment=ppo"], "'presets'; did you mean preset"),
+        (["+sweep=x", "+experiment=ppo"], "'sweep'; did you mean sweeps"),
+        ([], "stage=None: choose what to train with"),
+        (["+experiment=ppo", "module._target_=os.system"], "_target_=os.system is not allowed"),
+        (
+            ["+experiment=ppo", "+callbacks.extra.mine._target_=subprocess.run"],
+            "callbacks.extra.mine._target_=subprocess.run is not allowed",
+        ),
+    ],
+)
+def test_a_configuration_that_would_run_something_else_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        check_config(composed(*overrides))
+
+
+def test_a_target_that_the_user_lists_is_allowed():
+    cfg = composed("+experiment=ppo", "+callbacks.extra.mine._target_=my_package.Callback")
+    with pytest.raises(ConfigError):
+        check_config(cfg)
+    check_config(cfg, ("my_package.",))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("module.ppo.gamma=1.5", r"PPOHparams.gamma=1.5 is impossible: it must be >= 0 and <= 1"),
+        ("module.ppo.kl_coef=-1", r"PPOHparams.kl_coef=-1 is impossible"),
+        ("module.ppo.num_ppo_epochs=2.5", r"num_ppo_epochs=2.5 is float, expected int"),
+        ("module.ppo.kl_coef=abc", r"kl_coef='abc' is str, expected float"),
+        ("module.sampling.top_k=50", r"top_k=50.*full distribution"),
+        ("module.ppo.cliprange=null", r"cliprange=None is NoneType, expected float"),
+    ],
+)
+def test_impossible_hyperparameters_fail_before_anything_runs(override, message):
+    with pytest.raises(ConfigError, match=message):
+        check_hparams(composed("+experiment=ppo", override))
+
+
+def test_a_mistyped_key_gets_a_did_you_mean():
+    overrides = ["+experiment=ppo", "module.ppo.kl_coeff=0.1"]
+    with pytest.raises(Exception, match="kl_coeff") as caught:
+        composed(*overrides)
+    assert "did you mean module.ppo.kl_coef" in explain(caught.value, overrides)
+
+
+def test_the_configuration_stands_inside_the_package_or_beside_it():
+    assert conf_dir().name == "conf"
+    assert (conf_dir().parent / "sweeps").is_dir()
+    assert Path(__file__).resolve().parents[2] in conf_dir().parents or "site-packages" in str(
+        conf_dir()
+    )

@@ -1,0 +1,69 @@
+"""Models that a stage starts from: found, trained first, or asked for by name."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from rlhf_lightning import prerequisites
+from rlhf_lightning.composition import ConfigError, conf_dir, register
+
+
+@pytest.fixture
+def compose_ppo(tmp_path):
+    register()
+
+    def make(*overrides):
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            return compose(
+                "train", overrides=["+experiment=ppo", f"paths.artifacts={tmp_path}", *overrides]
+            )
+
+    return make
+
+
+def test_a_missing_folder_that_the_user_gave_names_the_command_that_makes_it(compose_ppo, tmp_path):
+    cfg = compose_ppo(f"artifacts.sft={tmp_path}/mine")
+    with pytest.raises(ConfigError, match=r"mine does not exist.*\+experiment=sft"):
+        prerequisites.prepare_inputs(cfg, [])
+
+
+def test_missing_built_in_models_are_trained_in_order_and_say_so(
+    compose_ppo, tmp_path, monkeypatch
+):
+    trained, said = [], []
+
+    def train(kind, cfg, overrides):
+        trained.append(kind)
+
+    monkeypatch.setattr(prerequisites, "_train", train)
+    prerequisites.prepare_inputs(compose_ppo(), [], say=said.append)
+    assert trained == ["sft", "reward"]
+    assert "training it first" in said[0]
+
+
+def test_a_complete_folder_is_used_as_it_is(compose_ppo, tmp_path, monkeypatch):
+    for kind in ("sft", "reward"):
+        folder = tmp_path / "demo_seed1" / kind
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("nothing is missing"))
+    prerequisites.prepare_inputs(compose_ppo(), [])
+
+
+def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypatch):
+    class Failed:
+        returncode = 3
+
+    commands = []
+    monkeypatch.setattr(
+        prerequisites.subprocess, "run", lambda command, check: commands.append(command) or Failed()
+    )
+    overrides = ["+experiment=ppo", "module.ppo.kl_coef=0.1", "debug=fast", "paths.outputs=o"]
+    with pytest.raises(RuntimeError, match="training the sft model failed with exit status 3"):
+        prerequisites.prepare_inputs(compose_ppo(), overrides, say=lambda _: None)
+    assert commands[0][-4:] == ["+experiment=sft", "seed=1", "debug=fast", "paths.outputs=o"]
+
+
+def test_a_hub_name_is_left_to_transformers(compose_ppo, monkeypatch):
+    monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("hub names are not ours"))
+    cfg = compose_ppo("artifacts.sft=Some-Org/model-1B", "artifacts.reward=Some-Org/reward-1B")
+    prerequisites.prepare_inputs(cfg, [])

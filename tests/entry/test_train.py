@@ -1,0 +1,173 @@
+"""The whole spine as a user runs it, in a few steps: base, SFT, reward model, PPO, resume."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.runs.folder import read_metrics
+
+SMALL = [
+    "debug=fast",
+    "logger=none",
+    "evaluation.num_prompts=16",
+    "world.source.num_texts=96",
+    "world.source.num_demonstrations=96",
+    "world.source.num_preferences=96",
+    "world.source.num_validation_preferences=64",
+]
+SMALL[3:] = [f"+{override}" for override in SMALL[3:]]
+
+
+def train(folder, *arguments, timeout=240, check=True):
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_lightning.train", *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    if check:
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """Run +experiment=ppo in an empty folder, which trains base, SFT and reward model first."""
+    folder = tmp_path_factory.mktemp("chain")
+    done = train(folder, "+experiment=ppo", *SMALL, "data.batch_size=16")
+    return folder, done
+
+
+def only(folder: Path, pattern: str) -> Path:
+    found = list(folder.glob(pattern))
+    assert len(found) == 1, (pattern, found)
+    return found[0]
+
+
+def summary(folder, name):
+    return json.loads(only(folder, f"outputs/{name}/*/summary.json").read_text())
+
+
+@pytest.mark.timeout(300)
+def test_a_fresh_folder_trains_what_is_missing_first_and_says_so(chain):
+    folder, done = chain
+    for kind in ("base", "sft", "reward"):
+        assert f"The {kind} model of the built-in world is not in" in done.stdout
+    artifacts = folder / "artifacts/debug_fast/demo_seed1"
+    for kind in ("base", "sft", "reward", "ppo"):
+        manifest = json.loads((artifacts / kind / "manifest.json").read_text())
+        assert len(manifest["fingerprint"]) == 64
+
+
+def test_every_stage_leaves_its_summary_with_the_fixed_keys(chain):
+    folder, _ = chain
+    reward = summary(folder, "reward")["metrics"]
+    for key in ("accuracy", "accuracy_low", "accuracy_high", "longer_wins_accuracy"):
+        assert 0 <= reward[f"val/{key}"] <= 1
+    assert 0.88 <= reward["val/label_ceiling"] <= 0.95
+    assert reward["val/calibration_error"] >= 0
+    ppo = summary(folder, "ppo")
+    assert (ppo["status"], ppo["stage"], ppo["seed"]) == ("completed", "ppo", 1)
+    for key in ("gold_win_rate", "gold_win_rate_low", "gold_win_rate_high", "kl_per_token"):
+        assert isinstance(ppo["metrics"][f"val/{key}"], float)
+    for key in ("score", "response_length", "distinct_2"):
+        assert isinstance(ppo["metrics"][f"val/{key}"], float)
+    assert {gate["name"] for gate in ppo["gates"]} == {
+        "gold_win_rate",
+        "gold_win_rate_low",
+        "kl_per_token",
+    }
+
+
+def test_policy_and_reference_agree_exactly_before_the_first_update(chain):
+    folder, _ = chain
+    rows = read_metrics(only(folder, "outputs/ppo/*/metrics.csv"))
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    assert rows[0]["rollout/kl_per_token"] == 0.0
+    assert rows[1]["rollout/kl_per_token"] != 0.0
+
+
+def test_exports_reload_to_the_models_that_were_trained(chain):
+    folder, _ = chain
+    run = only(folder, "outputs/ppo/*/summary.json").parent
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    exported = load_policy(run / "export")
+    for name, value in exported.state_dict().items():
+        assert torch.equal(value, checkpoint["state_dict"][f"policy.{name}"]), name
+    reward = load_scalar_model(folder / "artifacts/debug_fast/demo_seed1/reward")
+    assert reward.head.weight.abs().sum() > 0
+
+
+def test_report_and_samples_show_both_answers(chain):
+    folder, _ = chain
+    run = only(folder, "outputs/ppo/*/summary.json").parent
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert any("baseline_response" in sample for sample in samples)
+    assert "<html" in (run / "report.html").read_text()
+
+
+@pytest.mark.timeout(200)
+def test_a_run_that_is_killed_resumes_to_the_same_bits(chain, tmp_path):
+    folder, _ = chain
+    artifacts = f"paths.artifacts={folder}/artifacts/debug_fast"
+    common = ["+experiment=ppo", *SMALL, "data.batch_size=16", artifacts, "artifacts.publish=null"]
+    common += ["callbacks.checkpoint.every_n_iterations=1"]
+    killer = tmp_path / "killer.py"
+    killer.write_text(
+        "import os, signal\n"
+        "from lightning.pytorch.callbacks import Callback\n"
+        "class Kill(Callback):\n"
+        "    def on_train_batch_start(self, trainer, module, batch, batch_idx):\n"
+        "        if batch_idx == 2 and not os.path.exists('killed'):\n"
+        "            open('killed', 'w').close()\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir(), broken.mkdir()
+    (whole / "killed").touch()
+    os.environ["PYTHONPATH"] = str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    os.environ["RLHF_ALLOWED_TARGETS"] = "killer."
+    common += ["+callbacks.extra.kill._target_=killer.Kill", "resume=auto"]
+    train(whole, *common)
+    assert train(broken, *common, check=False).returncode == -9
+    train(broken, *common)
+    runs = [only(root, "outputs/ppo/*/summary.json").parent for root in (whole, broken)]
+    states = [torch.load(run / "checkpoints/last.ckpt", weights_only=True) for run in runs]
+    for name, value in states[0]["state_dict"].items():
+        assert torch.equal(value, states[1]["state_dict"][name]), name
+    for a, b in zip(*(flat(state["optimizer_states"]) for state in states), strict=True):
+        assert a == b if not isinstance(a, torch.Tensor) else torch.equal(a, b)
+    tables = [read_metrics(run / "metrics.csv") for run in runs]
+    for one, other in zip(*tables, strict=True):
+        for key in one:
+            if not key.startswith(("time/", "throughput/")):
+                assert one[key] == other[key], key
+    assert (runs[0] / "samples.jsonl").read_text() == (runs[1] / "samples.jsonl").read_text()
+
+
+def flat(node):
+    if isinstance(node, dict):
+        return [leaf for key in sorted(node, key=str) for leaf in flat(node[key])]
+    if isinstance(node, list | tuple):
+        return [leaf for item in node for leaf in flat(item)]
+    return [node]
+
+
+def test_mistakes_on_the_command_line_answer_at_once_in_one_line(tmp_path):
+    done = train(tmp_path, "+experiment=ppo", "module.ppo.kl_coeff=1", check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "error: unknown key module.ppo.kl_coeff; did you mean module.ppo.kl_coef or "
+        "module.ppo.vf_coef or module.ppo.kl_loss_coef?"
+    )
+    assert not (tmp_path / "outputs").exists()
