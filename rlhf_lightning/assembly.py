@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -21,6 +21,7 @@ from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
+from rlhf_lightning.composition import plain
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.policy import Sampling
@@ -40,7 +41,7 @@ class Parts:
 
     tokenizer: PreTrainedTokenizerBase
     data: RecordDataModule
-    module: L.LightningModule
+    module: Any  # SFTModule, RewardModule or PPOModule, by stage
     trainer: L.Trainer
     sampling: Sampling
     scorer: Scorer | None
@@ -187,7 +188,7 @@ def make_logger(cfg: DictConfig, folder: RunFolder) -> Any:
         name=f"{cfg.name}/{folder.path.name}",
         group=cfg.logger.group,
         tags=list(cfg.logger.tags),
-        config=OmegaConf.to_container(cfg, resolve=True),
+        config=plain(cfg),
         mode=cfg.logger.mode,
     )
 
@@ -204,7 +205,7 @@ def make_callbacks(
         ProgressBar(cfg.name),
     ]
     if cfg.stage == "ppo":
-        callbacks.append(SampleLog(folder, tokenizer, **settings.samples))
+        callbacks.append(SampleLog(folder, cast(Any, tokenizer), **settings.samples))
     elif settings.early_stopping is not None:
         callbacks.append(EarlyStopping("val/loss", **settings.early_stopping))
     return callbacks + [instantiate(node) for node in settings.extra.values()]

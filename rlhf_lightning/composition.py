@@ -10,14 +10,19 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.hparams import PPOHparams, RewardHparams, SamplingHparams, SFTHparams
 
-HPARAMS = {"ppo": PPOHparams, "reward": RewardHparams, "sampling": SamplingHparams, "sft": SFTHparams}
+HPARAMS = {
+    "ppo": PPOHparams,
+    "reward": RewardHparams,
+    "sampling": SamplingHparams,
+    "sft": SFTHparams,
+}
 HPARAMS_BY_NAME = {cls.__name__: cls for cls in HPARAMS.values()}
 ALLOWED_TARGETS = (
     "rlhf_lightning.",
@@ -94,6 +99,11 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
             )
 
 
+def plain(node: DictConfig) -> dict[str, Any]:
+    """Return the node as plain dicts and lists, interpolations resolved."""
+    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+
+
 def check_hparams(cfg: DictConfig) -> None:
     """Build the hyper-parameters of the stage, so that a wrong one fails before anything runs.
 
@@ -149,7 +159,7 @@ def _targets(node: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 def _paths(node: Any, where: str = "") -> Iterator[str]:
     if isinstance(node, DictConfig):
-        for key in node:
+        for key in map(str, node):
             path = f"{where}.{key}" if where else str(key)
             yield path
             if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from rlhf_lightning.assembly import STARTS_FROM, Parts, prompt_data
+from rlhf_lightning.composition import plain
 from rlhf_lightning.evaluation.stages import (
     Findings,
     check_gates,
@@ -34,9 +35,7 @@ def finish(
             findings = _finish_reward(cfg, parts)
         else:
             findings = _finish_policy(cfg, parts)
-    gates = check_gates(
-        OmegaConf.to_container(cfg.gates, resolve=True), findings.metrics  # type: ignore[arg-type]
-    )
+    gates = check_gates(plain(cfg.gates), findings.metrics)
     if findings.samples:
         SamplesAppender(folder.samples).append(parts.data.num_iterations, findings.samples)
     export(cfg, folder, parts)

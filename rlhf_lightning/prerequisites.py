@@ -50,7 +50,9 @@ def prepare_inputs(
             )
         with artifact_lock(folder, report=say):
             if not _is_available(source):
-                say(f"The {kind} model of the built-in world is not in {folder}: training it first.")
+                say(
+                    f"The {kind} model of the built-in world is not in {folder}: training it first."
+                )
                 _train(kind, cfg, overrides)
 
 

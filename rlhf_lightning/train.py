@@ -38,7 +38,7 @@ from rlhf_lightning.runs.resume import (
     find_unfinished_run,
     newest_complete_checkpoint,
 )
-from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+from rlhf_lightning.runs.summary import Status, Summary, new_summary, write_summary
 
 if TYPE_CHECKING:
     from rlhf_lightning.assembly import Parts
@@ -60,20 +60,22 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     allowed = tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
     check_config(cfg, allowed)
     check_hparams(cfg)
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if first:
         prepare_inputs(cfg, overrides)
     digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
     folder, checkpoint = _where_to_start(cfg, folder, digest)
     summary = new_summary(cfg.stage, seed=cfg.seed, config_hash=digest)
+    if not first:  # the first rank alone writes
+        return _train(cfg, folder, checkpoint, summary)
     with claim_run(folder.create().path):
         write_summary(folder, summary)
         try:
-            summary = _train(cfg, folder, checkpoint, summary)
+            return _train(cfg, folder, checkpoint, summary)
         except BaseException as error:
-            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             write_summary(folder, replace(summary, status=status))
             raise
-    return summary
 
 
 def _train(
@@ -85,6 +87,7 @@ def _train(
 
     from rlhf_lightning.assembly import assemble
     from rlhf_lightning.callbacks.console import print_start, print_verdict
+    from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger
     from rlhf_lightning.finish import finish
     from rlhf_lightning.reports.page import write_report
 
@@ -111,9 +114,12 @@ def _train(
         gates=gates,
         seconds=seconds,
     )
-    write_summary(folder, summary)
-    write_report(folder)
-    print_verdict(summary, folder)
+    if parts.trainer.is_global_zero:
+        write_summary(folder, summary)
+        write_report(folder)
+        if isinstance(parts.trainer.logger, IterationWandbLogger):
+            parts.trainer.logger.finish(summary.metrics)
+        print_verdict(summary, folder)
     return summary
 
 

@@ -114,10 +114,7 @@ def prompt_batch(
 
 def flat_gradients(model: torch.nn.Module) -> Tensor:
     return torch.cat(
-        [
-            (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
-            for p in model.parameters()
-        ]
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
     )
 
 

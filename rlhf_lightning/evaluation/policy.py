@@ -101,9 +101,7 @@ def sample_answers(
             if reference is None
             else _sequence_kl(policy, reference, answers, sampling)
         )
-        result.scores += (
-            [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
-        )
+        result.scores += [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
     policy.train(was_training)
     return result
 
@@ -139,9 +137,7 @@ def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
 
 def compare(policy: Sequence[float], baseline: Sequence[float], prefix: str) -> dict[str, float]:
     """Return `<prefix>`, `_low`, `_high`: win rate of the policy, ties one half, Wilson 95 %."""
-    result: WinRate = win_rate(
-        torch.tensor(policy), torch.tensor(baseline), confidence=CONFIDENCE
-    )
+    result: WinRate = win_rate(torch.tensor(policy), torch.tensor(baseline), confidence=CONFIDENCE)
     return {prefix: result.rate, f"{prefix}_low": result.low, f"{prefix}_high": result.high}
 
 

@@ -56,12 +56,8 @@ def compare_policies(
     """
     batches = list(batches)
     noise = RowNoise(seed, "evaluation")
-    mine = sample_answers(
-        policy, batches, sampling, noise=noise, reference=baseline, scorer=scorer
-    )
-    theirs = sample_answers(
-        baseline, batches, sampling, noise=noise.at_iteration(1), scorer=scorer
-    )
+    mine = sample_answers(policy, batches, sampling, noise=noise, reference=baseline, scorer=scorer)
+    theirs = sample_answers(baseline, batches, sampling, noise=noise.at_iteration(1), scorer=scorer)
     metrics = describe_answers(mine, "val/") | describe_answers(theirs, "val/baseline_")
     metrics["val/kl_per_token"] = sum(mine.kl) / max(sum(mine.lengths), 1)
     metrics["val/kl_per_response"] = sum(mine.kl) / len(mine.kl)
@@ -75,9 +71,7 @@ def compare_policies(
     return Findings(metrics, side_by_side(mine, theirs, num_samples))
 
 
-def _gold_metrics(
-    gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers
-) -> dict[str, float]:
+def _gold_metrics(gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers) -> dict[str, float]:
     my_gold, their_gold = gold_scores(gold, mine), gold_scores(gold, theirs)
     metrics = compare(my_gold, their_gold, "val/gold_win_rate")
     metrics["val/gold"] = sum(my_gold) / len(my_gold)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from transformers import (
 
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 _LOADING: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
 
 
@@ -126,7 +127,7 @@ def _stored_scalar_model(source: str | Path, config: PretrainedConfig) -> Scalar
     return ScalarHeadModel(model.base_model, head)
 
 
-def frozen(model: nn.Module) -> nn.Module:
+def frozen(model: ModelT) -> ModelT:
     """Return `model` in eval mode, without gradients."""
     return model.eval().requires_grad_(False)
 

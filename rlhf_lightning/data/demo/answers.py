@@ -12,11 +12,11 @@ from rlhf_lightning.data.demo.grammar import (
     RUDE_CLOSERS,
     RUDE_OPENERS,
     Core,
-    Question,
     render_core,
     right_core,
     wrong_core,
 )
+from rlhf_lightning.data.demo.questions import Question
 
 
 @dataclass(frozen=True)

@@ -8,32 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NAMES = [
-    "anna",
-    "ben",
-    "carla",
-    "david",
-    "emma",
-    "felix",
-    "greta",
-    "hugo",
-    "irene",
-    "jonas",
-    "karin",
-    "leo",
-    "mona",
-    "nils",
-    "olga",
-    "paul",
-    "rita",
-    "simon",
-    "tina",
-    "victor",
-    "wanda",
-    "xaver",
-    "yara",
-    "zeno",
-]
+# fmt: off
+NAMES = (
+    "anna", "ben", "carla", "david", "emma", "felix", "greta", "hugo",
+    "irene", "jonas", "karin", "leo", "mona", "nils", "olga", "paul",
+    "rita", "simon", "tina", "victor", "wanda", "xaver", "yara", "zeno",
+)
+# fmt: on
 
 SAD_MOODS = ("sad", "sick", "hurt")
 GLAD_MOODS = ("happy", "proud", "lucky")

@@ -19,8 +19,8 @@ from rlhf_lightning.data.demo.grammar import (
     Core,
     is_right,
     parse_core,
-    questions_by_prompt,
 )
+from rlhf_lightning.data.demo.questions import questions_by_prompt
 
 RIGHT = 2.0
 COMPLIED = -1.0

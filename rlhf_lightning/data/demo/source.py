@@ -17,13 +17,8 @@ from rlhf_lightning.data.demo.answers import (
     write_answer,
 )
 from rlhf_lightning.data.demo.gold import gold_parts
-from rlhf_lightning.data.demo.grammar import (
-    DOMAINS,
-    REMARKS,
-    Question,
-    all_questions,
-    right_core,
-)
+from rlhf_lightning.data.demo.grammar import REMARKS, right_core
+from rlhf_lightning.data.demo.questions import DOMAINS, Question, all_questions
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -80,7 +75,7 @@ class DemoSource:
     num_validation_preferences: int = 2000
     held_out_fraction: float = 0.15
     contrast_fraction: float = 0.5
-    remark_fraction: float = 0.5
+    remark_fraction: float = 0.7
     panel: tuple[SimulatedAnnotator, ...] = field(default=PANEL)
 
     def __post_init__(self) -> None:

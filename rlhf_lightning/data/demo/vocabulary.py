@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_lightning.data.demo import facts, grammar
+from rlhf_lightning.data.demo import facts, grammar, questions
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
@@ -40,7 +40,7 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _texts() -> Iterator[str]:
-    for question in grammar.all_questions():
+    for question in questions.all_questions():
         yield question.prompt
     for forms in grammar.CORE_FORMS.values():
         yield from (form.replace("{0}", "").replace("{1}", "") for form in forms)

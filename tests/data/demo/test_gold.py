@@ -15,10 +15,10 @@ from rlhf_lightning.data.demo.grammar import (
     I_DO_NOT_KNOW,
     POLITE_CLOSERS,
     POLITE_OPENERS,
-    all_questions,
     right_core,
     wrong_core,
 )
+from rlhf_lightning.data.demo.questions import all_questions
 from rlhf_lightning.data.demo.vocabulary import world_words
 
 SUM = "what is 2 plus 3 ?"

@@ -10,10 +10,11 @@ from statistics import mean
 
 import pytest
 
-from rlhf_lightning.data.demo.answers import sample_answer
 from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator
+from rlhf_lightning.data.demo.answers import sample_answer
 from rlhf_lightning.data.demo.gold import gold_parts, gold_scores
-from rlhf_lightning.data.demo.grammar import DOMAINS, I_DO_NOT_KNOW, REMARKS, TEMPLATES
+from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW, REMARKS
+from rlhf_lightning.data.demo.questions import DOMAINS, TEMPLATES
 from rlhf_lightning.data.demo.source import DEMONSTRATION_QUALITY, DemoSource
 from rlhf_lightning.data.records import (
     DemonstrationRecord,

@@ -8,7 +8,8 @@ from random import Random
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW, all_questions, parse_core
+from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW, parse_core
+from rlhf_lightning.data.demo.questions import all_questions
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer, world_words
 

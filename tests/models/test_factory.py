@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_lightning.models.factory import (
+    check_deterministic,
+    export_policy,
+    export_scalar_model,
+    frozen,
+    load_policy,
+    load_scalar_model,
+    set_dropout,
+)
+from tests.tiny import (
+    HIDDEN,
+    MODEL_TYPES,
+    PAD,
+    VOCABULARY,
+    config_fields,
+    tiny_policy,
+    tiny_scalar_model,
+)
+
+# The names that the four configs give to their dropouts, functional ones included.
+DROPOUTS = {
+    "gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    "opt": ("dropout", "attention_dropout"),
+    "llama": ("attention_dropout",),
+    "gpt_neox": ("attention_dropout", "hidden_dropout"),
+}
+IDS = torch.randint(2, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.arange(16)
+
+
+def with_dropout(model_type: str) -> dict[str, object]:
+    return config_fields(model_type, **dict.fromkeys(DROPOUTS[model_type], 0.3))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_two_forwards_in_train_mode_are_bitwise_equal_whatever_the_config_says(model_type):
+    policy = load_policy(from_scratch=with_dropout(model_type))
+    assert policy.training
+    assert torch.equal(policy(IDS, POSITIONS), policy(IDS, POSITIONS))
+    check_deterministic(policy.model)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_model_with_dropout_is_found_and_keeps_its_mode(model_type):
+    policy = load_policy(from_scratch=with_dropout(model_type), dropout=0.3)
+    assert not torch.equal(policy(IDS, POSITIONS), policy(IDS, POSITIONS))
+    policy.model.eval()
+    with pytest.raises(ValueError, match="two forwards of .* in train mode differ"):
+        check_deterministic(policy.model)
+    assert not policy.model.training
+
+
+def test_a_dropout_that_no_config_field_reaches_stops_the_loading(monkeypatch):
+    build = AutoModelForCausalLM.from_config
+
+    def leaky(*args: object, **options: object) -> nn.Module:
+        model = build(*args, **options)
+        model.lm_head = nn.Sequential(nn.Dropout(0.5), model.lm_head)
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", leaky)
+    with pytest.raises(ValueError, match="the ratio would not start at 1"):
+        tiny_policy("llama")
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_loaded_policies_and_scalar_models_have_no_dropout_either(model_type, tmp_path):
+    source = load_policy(from_scratch=with_dropout(model_type), dropout=0.3)
+    export_policy(source, tmp_path, source.state_dict())
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert any(written.get(name) == 0.3 for name in DROPOUTS[model_type])
+    policy = load_policy(tmp_path)
+    assert torch.equal(policy(IDS, POSITIONS), policy(IDS, POSITIONS))
+    for head in ("zero", "reward"):
+        model = load_scalar_model(tmp_path, head=head)
+        assert model.training
+        assert torch.equal(model(IDS, POSITIONS), model(IDS, POSITIONS))
+
+
+def test_set_dropout_leaves_switches_alone():
+    config = SimpleNamespace(attn_pdrop=0.1, hidden_dropout=0.2, use_dropout=True, hidden=3)
+    set_dropout(config, 0.0)
+    assert vars(config) == {
+        "attn_pdrop": 0.0,
+        "hidden_dropout": 0.0,
+        "use_dropout": True,
+        "hidden": 3,
+    }
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_an_exported_policy_gives_the_same_logits_here_and_in_transformers(model_type, tmp_path):
+    policy = tiny_policy(model_type)
+    export_policy(policy, tmp_path, policy.state_dict())
+    assert list(tmp_path.glob("*.safetensors"))
+    assert not list(tmp_path.glob("*.bin"))
+    with torch.no_grad():
+        expected = policy(IDS, POSITIONS)
+        assert torch.equal(load_policy(tmp_path)(IDS, POSITIONS), expected)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+        logits = plain(input_ids=IDS).logits.flatten(0, 1)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_an_exported_reward_model_scores_the_same_its_offset_included(model_type, tmp_path):
+    model = tiny_scalar_model(model_type, bias=0.3)
+    model.normalize(0.4, 2.5)
+    offset = float(model.head.bias)
+    assert offset != 0
+    export_scalar_model(model, tmp_path, model.state_dict(), pad_token_id=PAD)
+    with torch.no_grad():
+        expected = model(IDS, POSITIONS)
+        again = load_scalar_model(tmp_path)
+        assert torch.equal(again(IDS, POSITIONS), expected)
+        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+        # IDS holds no pad, so the classifier reads the last token as we do.
+        scores = plain(input_ids=IDS).logits.squeeze(-1) + plain.config.reward_offset
+    torch.testing.assert_close(scores, expected.view(2, 8)[:, -1], rtol=0, atol=1e-5)
+
+
+def test_a_normalized_reward_model_survives_a_second_export(tmp_path):
+    model = tiny_scalar_model("llama", bias=0.3)
+    for name in ("a", "b"):
+        export_scalar_model(model, tmp_path / name, model.state_dict(), pad_token_id=PAD)
+        model = load_scalar_model(tmp_path / name)
+    first = load_scalar_model(tmp_path / "a")
+    assert float(first.head.bias) == pytest.approx(0.3)
+    assert torch.equal(first(IDS, POSITIONS), model(IDS, POSITIONS))
+
+
+def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alone(tmp_path):
+    policy = tiny_policy("llama")
+    export_policy(policy, tmp_path, policy.state_dict())
+    zero = load_scalar_model(tmp_path, head="zero")
+    assert (zero(IDS, POSITIONS) == 0).all()
+    torch.manual_seed(5)
+    first = load_scalar_model(tmp_path, head="reward", seed=3)
+    state = torch.get_rng_state()
+    second = load_scalar_model(tmp_path, head="reward", seed=3)
+    other = load_scalar_model(tmp_path, head="reward", seed=4)
+    assert torch.equal(torch.get_rng_state(), state), "loading must not draw from the run's state"
+    assert torch.equal(first.head.weight, second.head.weight)
+    assert not torch.equal(first.head.weight, other.head.weight)
+    assert float(first.head.weight.std()) == pytest.approx((HIDDEN + 1) ** -0.5, rel=0.4)
+
+
+def test_a_policy_is_no_reward_model(tmp_path):
+    policy = tiny_policy("llama")
+    export_policy(policy, tmp_path, policy.state_dict())
+    with pytest.raises(ValueError, match=r"stores no reward head .*score\.weight.*experiment=reward"):
+        load_scalar_model(tmp_path)
+
+
+def test_weights_from_scratch_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    a, b, c = (tiny_policy(seed=seed)(IDS, POSITIONS) for seed in (0, 0, 1))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("options", [{}, {"source": "x", "from_scratch": {"model_type": "gpt2"}}])
+def test_a_policy_has_exactly_one_origin(options):
+    with pytest.raises(ValueError, match="exactly one of source and from_scratch"):
+        load_policy(**options)
+
+
+def test_an_unknown_head_is_refused():
+    with pytest.raises(ValueError, match="head='new' must be 'stored', 'zero' or 'reward'"):
+        load_scalar_model("nowhere", head="new")
+
+
+def test_a_frozen_model_is_in_eval_mode_without_gradients():
+    policy = frozen(tiny_policy())
+    assert not any(module.training for module in policy.modules())
+    assert not any(parameter.requires_grad for parameter in policy.parameters())

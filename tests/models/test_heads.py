@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_lightning.models.heads import (
+    PolicyModel,
+    ScalarHeadModel,
+    TokenStatistics,
+    scalar_head,
+)
+from tests.tiny import HIDDEN, MODEL_TYPES, VOCABULARY, tiny_policy, tiny_scalar_model
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_policy_gives_the_models_own_logits_at_the_asked_positions(model_type):
+    policy = tiny_policy(model_type)
+    ids = torch.randint(2, VOCABULARY, (3, 8))
+    positions = torch.tensor([2, 8 + 5, 16])
+    with torch.no_grad():
+        expected = policy.model(input_ids=ids).logits.flatten(0, 1)[positions]
+        logits = policy(ids, positions)
+        statistics = policy(ids, positions, torch.tensor([3, 4, 5]), 2.0)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert isinstance(statistics, TokenStatistics)
+    wanted = (expected / 2.0).log_softmax(-1)[torch.arange(3), torch.tensor([3, 4, 5])]
+    torch.testing.assert_close(statistics.logprobs, wanted, rtol=0, atol=1e-5)
+
+
+class _SoftCapped(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+        self.base_model = model.base_model
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.inner.get_output_embeddings()
+
+    def forward(self, **inputs: torch.Tensor):
+        output = self.inner(**inputs)
+        output.logits = output.logits.clamp(-1, 1)
+        return output
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused():
+    with pytest.raises(ValueError, match="_SoftCapped does something to its logits"):
+        PolicyModel(_SoftCapped(tiny_policy("llama").model))
+
+
+def test_scalars_are_float32_under_autocast():
+    model = tiny_scalar_model()
+    ids = torch.randint(2, VOCABULARY, (2, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(ids, torch.tensor([3, 9])).dtype == torch.float32
+
+
+def test_normalize_maps_scores_to_mean_0_and_std_1_and_keeps_their_order():
+    model = tiny_scalar_model(bias=0.7)
+    ids, positions = torch.randint(2, VOCABULARY, (64, 8)), torch.arange(64) * 8 + 7
+    with torch.no_grad():
+        before = model(ids, positions)
+        mean, std = float(before.mean()), float(before.std(unbiased=False))
+        assert abs(mean) > 0.1
+        assert abs(std - 1) > 0.1
+        model.normalize(mean, std)
+        after = model(ids, positions)
+    assert abs(float(after.mean())) < 1e-5
+    assert abs(float(after.std(unbiased=False)) - 1) < 1e-5
+    torch.testing.assert_close(after, (before - mean) / std, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("std", [0.0, -1.0, float("nan")])
+def test_normalize_refuses_a_std_that_is_not_positive(std):
+    with pytest.raises(ValueError, match=f"std={std}"):
+        tiny_scalar_model().normalize(0.0, std)
+
+
+def test_a_value_head_starts_at_zero_and_a_reward_head_small():
+    assert float(scalar_head(HIDDEN, init_std=0.0).weight.abs().max()) == 0
+    torch.manual_seed(0)
+    head = scalar_head(4096, init_std=4097**-0.5)
+    assert float(head.weight.std()) == pytest.approx(4097**-0.5, rel=0.05)
+    assert float(head.bias) == 0
+
+
+def test_a_zero_head_gives_values_of_exactly_0():
+    trunk = tiny_policy().model.base_model
+    model = ScalarHeadModel(trunk, scalar_head(HIDDEN, init_std=0.0))
+    ids = torch.randint(2, VOCABULARY, (2, 8))
+    assert (model(ids, torch.arange(16)) == 0).all()
