@@ -55,7 +55,7 @@ def test_a_model_with_dropout_is_found_and_keeps_its_mode(model_type):
     policy = load_policy(from_scratch=with_dropout(model_type), dropout=0.3)
     assert not torch.equal(policy(IDS, POSITIONS), policy(IDS, POSITIONS))
     policy.model.eval()
-    with pytest.raises(ValueError, match="two forwards of .* in train mode differ"):
+    with pytest.raises(ValueError, match=r"two forwards of .* in train mode differ"):
         check_deterministic(policy.model)
     assert not policy.model.training
 
@@ -116,7 +116,7 @@ def test_an_exported_policy_gives_the_same_logits_here_and_in_transformers(model
 def test_an_exported_reward_model_scores_the_same_its_offset_included(model_type, tmp_path):
     model = tiny_scalar_model(model_type, bias=0.3)
     model.normalize(0.4, 2.5)
-    offset = float(model.head.bias)
+    offset = model.head.bias.item()
     assert offset != 0
     export_scalar_model(model, tmp_path, model.state_dict(), pad_token_id=PAD)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_normalized_reward_model_survives_a_second_export(tmp_path):
         export_scalar_model(model, tmp_path / name, model.state_dict(), pad_token_id=PAD)
         model = load_scalar_model(tmp_path / name)
     first = load_scalar_model(tmp_path / "a")
-    assert float(first.head.bias) == pytest.approx(0.3)
+    assert first.head.bias.item() == pytest.approx(0.3)
     assert torch.equal(first(IDS, POSITIONS), model(IDS, POSITIONS))
 
 
@@ -158,7 +158,9 @@ def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alon
 def test_a_policy_is_no_reward_model(tmp_path):
     policy = tiny_policy("llama")
     export_policy(policy, tmp_path, policy.state_dict())
-    with pytest.raises(ValueError, match=r"stores no reward head .*score\.weight.*experiment=reward"):
+    with pytest.raises(
+        ValueError, match=r"stores no reward head .*score\.weight.*experiment=reward"
+    ):
         load_scalar_model(tmp_path)
 
 

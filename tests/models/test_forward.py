@@ -51,7 +51,7 @@ def padded(
 
 
 PROMPTS = prompt_rows([3, 9, 1, 6], seed=1)
-RESPONSES = [*(r[:-1] + [EOS] for r in prompt_rows([5, 12, 2], seed=2)), [7]]
+RESPONSES = [*([*r[:-1], EOS] for r in prompt_rows([5, 12, 2], seed=2)), [7]]
 
 
 def unpadded_logits(model, ids: list[int]) -> Tensor:

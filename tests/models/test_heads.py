@@ -81,7 +81,7 @@ def test_a_value_head_starts_at_zero_and_a_reward_head_small():
     torch.manual_seed(0)
     head = scalar_head(4096, init_std=4097**-0.5)
     assert float(head.weight.std()) == pytest.approx(4097**-0.5, rel=0.05)
-    assert float(head.bias) == 0
+    assert head.bias.item() == 0
 
 
 def test_a_zero_head_gives_values_of_exactly_0():

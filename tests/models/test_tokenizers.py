@@ -42,9 +42,7 @@ def test_a_model_from_scratch_builds_its_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("eos", "expected"), [([7, 5], (EOS, 5, 7)), (9, (EOS, 9)), (None, (EOS,)), (EOS, (EOS,))]
 )
-def test_a_response_stops_at_the_tokenizers_eos_and_at_the_checkpoints_own(
-    tmp_path, eos, expected
-):
+def test_a_response_stops_at_the_tokenizers_eos_and_at_the_checkpoints_own(tmp_path, eos, expected):
     GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
     assert stop_ids(tiny_tokenizer(), tmp_path) == expected
 

@@ -1,0 +1,21 @@
+"""Answers made by hand, for tests of scorers and rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.rollout.generate import as_generation
+from rlhf_lightning.rollout.score import Answers, make_answers
+from tests.tiny import EOS, PAD, tiny_tokenizer
+
+
+def answers_of(
+    prompts: PromptBatch, responses: Sequence[Sequence[int]], *, pad: int = PAD
+) -> Answers:
+    width = max(len(row) for row in responses)
+    body = torch.tensor([[*row, *[pad] * (width - len(row))] for row in responses])
+    generation = as_generation(prompts.input_ids, body, [EOS], pad)
+    return make_answers(prompts, generation, tiny_tokenizer(pad_is_eos=pad == EOS))

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf_lightning.functional.advantages import compute_gae
+from rlhf_lightning.functional.masked import masked_whiten
+from rlhf_lightning.rollout import collect
+from rlhf_lightning.rollout.collect import (
+    RewardShaping,
+    RolloutParts,
+    assemble_rollout,
+    collect_rollout,
+)
+from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.noise import RowNoise
+from tests.rollout.answers import answers_of
+from tests.rollout.test_score import ConstantScorer
+from tests.tiny import (
+    EOS,
+    PAD,
+    prompt_batch,
+    prompt_rows,
+    tiny_policy,
+    tiny_scalar_model,
+    tiny_tokenizer,
+)
+
+PROMPTS = prompt_rows([3, 7, 1, 5, 2, 4], seed=3)
+RESPONSES = [[7, 8, EOS], [9, 10, 11, 12, 13], [EOS], [5, PAD, 6, EOS], [4, 4, 4, 4, 4], [20, EOS]]
+SCORES = [1.0, -2.0, 0.5, 9.0, 3.0, -1.0]
+SHAPING = RewardShaping(
+    kl_coef=0.2, score_clip=5.0, missing_eos_penalty=1.5, gamma=1.0, gae_lambda=0.95
+)
+
+
+def parts(scores: list[float] | None = None, **changes) -> RolloutParts:
+    defaults = {
+        "generator": CachedGenerator([EOS], PAD),
+        "policy": tiny_policy(seed=0),
+        "reference": tiny_policy(seed=7),
+        "value_model": tiny_scalar_model(),
+        "scorer": ConstantScorer(scores or SCORES),
+        "tokenizer": tiny_tokenizer(),
+        "unsharded": lambda model: nullcontext(),
+        "micro_batch_size": 2,
+    }
+    return RolloutParts(**(defaults | changes))
+
+
+def assembled(prompts=None, *, shaping=SHAPING, temperature=0.8, **changes):
+    prompts = prompts or prompt_batch(PROMPTS)
+    with torch.no_grad():
+        return assemble_rollout(
+            parts(**changes),
+            answers_of(prompts, RESPONSES),
+            temperature=temperature,
+            shaping=shaping,
+        )
+
+
+def assert_rewards_add_up(rollout, adjusted: list[float], kl_coef: float) -> None:
+    """C7: sum over tokens == score - kl_coef * KL of the response, and both parts matter."""
+    mask = rollout.response_mask
+    kl = torch.where(mask, rollout.logprobs - rollout.ref_logprobs, 0).sum(-1)
+    assert (kl_coef * kl).abs().min() > 1e-2
+    expected = torch.tensor(adjusted) - kl_coef * kl
+    torch.testing.assert_close(rollout.rewards.sum(-1), expected, rtol=0, atol=1e-5)
+
+
+ADJUSTED = [1.0, -3.5, 0.5, 5.0, 1.5, -1.0]  # clipped to 5, then 1.5 less without EOS
+
+
+def test_rewards_are_the_clipped_penalised_score_minus_the_kl():
+    rollout = assembled()
+    assert_rewards_add_up(rollout, ADJUSTED, SHAPING.kl_coef)
+    assert rollout.scores.tolist() == SCORES, "the rollout keeps the scorer's own numbers"
+    # The score stands on the last action, every other reward is the KL penalty alone.
+    penalty = -SHAPING.kl_coef * (rollout.logprobs - rollout.ref_logprobs)
+    for row, response in enumerate(RESPONSES):
+        last = len(response) - 1
+        extra = rollout.rewards[row] - penalty[row]
+        assert extra[last].item() == pytest.approx(ADJUSTED[row], abs=1e-5)
+        assert extra[:last].abs().sum() < 1e-5
+        assert (rollout.rewards[row, last + 1 :] == 0).all()
+
+
+def test_a_flipped_kl_sign_does_not_pass_the_check_of_the_rewards(monkeypatch):
+    monkeypatch.setattr(collect, "kl_k1", lambda policy, reference: reference - policy)
+    with pytest.raises(AssertionError):
+        assert_rewards_add_up(assembled(), ADJUSTED, SHAPING.kl_coef)
+
+
+def test_with_gamma_and_lambda_1_the_first_return_is_the_sum_of_the_rewards():
+    rollout = assembled(shaping=replace(SHAPING, gae_lambda=1.0))
+    torch.testing.assert_close(rollout.returns[:, 0], rollout.rewards.sum(-1), rtol=0, atol=1e-5)
+
+
+def test_advantages_are_the_whitened_gae_of_rewards_and_values():
+    rollout = assembled()
+    mask = rollout.response_mask
+    raw, returns = compute_gae(rollout.rewards, rollout.values, mask, gamma=1.0, gae_lambda=0.95)
+    torch.testing.assert_close(rollout.returns, returns)
+    torch.testing.assert_close(rollout.advantages, masked_whiten(raw, mask), rtol=1e-4, atol=1e-5)
+    on_mask = rollout.advantages[mask]
+    assert abs(on_mask.mean()) < 1e-6
+    assert abs(on_mask.std(unbiased=False) - 1) < 1e-5
+    assert (rollout.advantages[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_policy_equal_to_reference_gives_a_kl_of_exactly_0_and_only_the_scores(dtype):
+    same = tiny_policy(seed=0)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        rollout = assembled(reference=same)
+    assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
+    mask = rollout.response_mask
+    last = mask.sum(-1) - 1
+    at_last = torch.arange(mask.shape[1]) == last[:, None]
+    assert torch.equal(rollout.rewards[at_last], torch.tensor(ADJUSTED))
+    assert (rollout.rewards[~at_last] == 0).all()
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 4])
+def test_extra_padding_and_micro_batches_change_nothing(micro_batch_size):
+    base = assembled()
+    wide = prompt_batch(PROMPTS, width=12, pad=EOS)
+    other = assembled(wide, micro_batch_size=micro_batch_size)
+    assert other.prompt_length == 12
+    for name in ("logprobs", "ref_logprobs", "entropy", "response_mask", "scores"):
+        assert torch.equal(getattr(base, name), getattr(other, name)), name
+    for name in ("values", "rewards", "advantages", "returns"):
+        torch.testing.assert_close(getattr(base, name), getattr(other, name), rtol=0, atol=1e-5)
+
+
+def test_a_constant_added_to_all_scores_leaves_the_advantages_without_critic_alone():
+    shaping = replace(SHAPING, gae_lambda=1.0, score_clip=None)
+    zero = tiny_scalar_model(init_std=0.0)
+    base = assembled(shaping=shaping, value_model=zero)
+    higher = [score + 5.0 for score in SCORES]
+    shifted = assembled(scores=higher, shaping=shaping, value_model=zero)
+    torch.testing.assert_close(shifted.advantages, base.advantages, rtol=0, atol=1e-5)
+    assert not torch.allclose(shifted.returns, base.returns, atol=1.0)
+    # With lambda below 1 credit fades backwards, and the offset of the scores with it.
+    fading = replace(shaping, gae_lambda=0.95)
+    a, b = (assembled(scores=s, shaping=fading, value_model=zero) for s in (SCORES, higher))
+    assert (a.advantages - b.advantages).abs().max() > 0.01
+
+
+def test_domain_weights_multiply_the_scores_before_they_are_shaped():
+    prompts = prompt_batch(PROMPTS, domains=["maths"] * 3 + [""] * 3)
+    shaping = replace(SHAPING, domain_weights={"maths": 0.5})
+    rollout = assembled(prompts, shaping=shaping)
+    weighted = [0.5, -1.0 - 1.5, 0.25, *ADJUSTED[3:]]
+    assert_rewards_add_up(rollout, weighted, SHAPING.kl_coef)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_the_old_logprobs_are_those_of_the_distribution_that_was_sampled(temperature):
+    the_parts = parts()
+    prompts = prompt_batch(PROMPTS)
+    rollout, seconds = collect_rollout(
+        the_parts,
+        prompts,
+        noise=RowNoise(0),
+        temperature=temperature,
+        max_new_tokens=5,
+        shaping=SHAPING,
+    )
+    assert set(seconds) == {"generate", "score"}
+    assert the_parts.policy.training, "generation must leave the policy in train mode"
+    assert rollout.row_ids.tolist() == list(range(6))
+    for row, prompt in enumerate(PROMPTS):
+        response = rollout.response_tensors[row][rollout.response_mask[row]].tolist()
+        with torch.no_grad():
+            logits = the_parts.policy.model(torch.tensor([prompt + response])).logits[0]
+        logprobs = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        picked = logprobs[torch.arange(len(response)), torch.tensor(response)]
+        got = rollout.logprobs[row, : len(response)]
+        torch.testing.assert_close(got, picked, rtol=0, atol=1e-5)
+    assert not rollout.logprobs.requires_grad
+
+
+def test_equal_scores_without_kl_and_critic_give_advantages_of_exactly_0():
+    shaping = replace(SHAPING, kl_coef=0.0, missing_eos_penalty=0.0, gae_lambda=1.0)
+    zero = tiny_scalar_model(init_std=0.0)
+    rollout = assembled(scores=[0.7] * 6, shaping=shaping, value_model=zero)
+    assert (rollout.advantages == 0).all()
+    assert rollout.rewards.sum(-1).tolist() == pytest.approx([0.7] * 6)

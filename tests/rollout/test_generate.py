@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP
+from rlhf_lightning.rollout import generate
+from rlhf_lightning.rollout.generate import (
+    CachedGenerator,
+    TransformersGenerator,
+    as_generation,
+)
+from rlhf_lightning.rollout.noise import RowNoise, sample
+from tests.tiny import EOS, MODEL_TYPES, PAD, VOCABULARY, prompt_batch, prompt_rows, tiny_policy
+
+ENGINES = (CachedGenerator, TransformersGenerator)
+ROWS = prompt_rows([3, 8, 1, 5, 8, 2, 7, 4, 6, 3, 1, 8])
+STOPS = (EOS, *range(40, VOCABULARY))  # so many that most rows stop before the length limit
+NOISE = RowNoise(seed=5, iteration=1)
+
+
+def eval_model(model_type: str = "gpt2", **changes):
+    return tiny_policy(model_type, **changes).model.eval()
+
+
+def responses(engine, model, prompts, *, temperature: float = 0.9, max_new_tokens: int = 12):
+    """Return each row's response ids by its row id."""
+    generator = engine(STOPS, PAD)
+    result = generator(
+        model, prompts, noise=NOISE, temperature=temperature, max_new_tokens=max_new_tokens
+    )
+    width = prompts.input_ids.shape[1]
+    assert torch.equal(result.sequences[:, :width], prompts.input_ids)
+    pairs = zip(result.sequences[:, width:], result.response_mask, strict=True)
+    rows = [ids[mask].tolist() for ids, mask in pairs]
+    return dict(zip(prompts.row_ids.tolist(), rows, strict=True))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_both_engines_give_the_tokens_of_the_plain_model_one_row_at_a_time(model_type):
+    model = eval_model(model_type)
+    prompts = prompt_batch(ROWS)
+    got = responses(CachedGenerator, model, prompts)
+    assert got == responses(TransformersGenerator, model, prompts)
+    assert len({len(ids) for ids in got.values()}) > 3, "rows must leave the batch at many times"
+    for row, prompt in enumerate(ROWS):
+        ids = list(prompt)
+        for t in range(12):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[:, -1]
+            uniform = NOISE.uniform(torch.tensor([row]), t)
+            ids.append(int(sample(logits, uniform, temperature=0.9)))
+            if ids[-1] in STOPS:
+                break
+        assert got[row] == ids[len(prompt) :], row
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tokens_do_not_change_with_batch_order_padding_or_subset(engine):
+    model = eval_model()
+    expected = responses(engine, model, prompt_batch(ROWS))
+    assert responses(engine, model, prompt_batch(ROWS, width=13, pad=EOS)) == expected
+    order = torch.randperm(len(ROWS))
+    assert responses(engine, model, prompt_batch(ROWS)[order]) == expected
+    half = responses(engine, model, prompt_batch(ROWS[6:], first_row=6))
+    assert half == {row: ids for row, ids in expected.items() if row >= 6}
+    model(input_ids=torch.tensor([[3, 4]]))
+    torch.rand(7)
+    assert responses(engine, model, prompt_batch(ROWS)) == expected
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_other_noise_gives_other_tokens_and_a_longer_limit_only_continues(engine):
+    model, prompts = eval_model(), prompt_batch(ROWS)
+    expected = responses(engine, model, prompts)
+    longer = responses(engine, model, prompts, max_new_tokens=16)
+    for row, ids in expected.items():
+        assert longer[row][: len(ids)] == ids
+    other = engine(STOPS, PAD)(
+        model, prompts, noise=NOISE.at_iteration(2), temperature=0.9, max_new_tokens=12
+    )
+    width = prompts.input_ids.shape[1]
+    assert other.sequences[:, width].tolist() != [expected[row][0] for row in range(len(ROWS))]
+
+
+HIDDEN_SETTINGS = GenerationConfig(
+    do_sample=True,
+    top_p=0.5,
+    top_k=5,
+    temperature=0.3,
+    repetition_penalty=1.3,
+    no_repeat_ngram_size=2,
+    eos_token_id=7,
+    pad_token_id=8,
+    max_length=11,
+)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_checkpoints_generation_config_changes_nothing(engine, monkeypatch):
+    model, prompts = eval_model(), prompt_batch(ROWS)
+    expected = responses(engine, model, prompts)
+    seen: list[torch.Tensor] = []
+
+    def recorded(logits, uniform, *, temperature):
+        seen.append(logits.clone() / temperature)
+        return sample(logits, uniform, temperature=temperature)
+
+    monkeypatch.setattr(generate, "sample", recorded)
+    model.generation_config = HIDDEN_SETTINGS
+    assert responses(engine, model, prompts) == expected
+    assert model.generation_config is HIDDEN_SETTINGS, "the model's own config is put back"
+    # What was sampled from is softmax(logits / T) of the whole vocabulary, at every step.
+    for t in (0, 1):
+        rows = [row for row, ids in expected.items() if len(ids) > t]
+        for row in rows[:4]:
+            ids = ROWS[row] + expected[row][:t]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, -1] / 0.9
+            gap = (seen[t] - logits).abs().amax(-1).min()
+            assert gap < 1e-5, (t, row)
+    assert all(torch.isfinite(logits).all() for logits in seen)
+
+
+def test_transformers_own_sampling_would_have_used_the_hidden_settings():
+    # The premise of the test above: these settings do reach model.generate by default.
+    model, prompts = eval_model(), prompt_batch(ROWS[:1])
+    model.generation_config = HIDDEN_SETTINGS
+    output = model.generate(
+        input_ids=prompts.input_ids,
+        attention_mask=prompts.attention_mask.long(),
+        generation_config=GenerationConfig(do_sample=True, max_new_tokens=1),
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    assert torch.isinf(output.scores[0]).any()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_response_ends_with_its_first_stop_token_and_says_how_it_ended(engine):
+    model, prompts = eval_model(), prompt_batch(ROWS)
+    result = engine(STOPS, PAD)(model, prompts, noise=NOISE, temperature=0.9, max_new_tokens=6)
+    body = result.sequences[:, prompts.input_ids.shape[1] :]
+    stopped = 0
+    for ids, mask, reason in zip(body, result.response_mask, result.finish_reason, strict=True):
+        length = int(mask.sum())
+        assert mask.tolist() == [True] * length + [False] * (len(mask) - length)
+        assert (ids[length:] == PAD).all()
+        assert not any(token in STOPS for token in ids[: length - 1].tolist())
+        ends = int(ids[length - 1]) in STOPS
+        assert reason == (FINISHED_BY_STOP if ends else FINISHED_BY_LENGTH)
+        assert ends or length == 6
+        stopped += ends
+    assert 0 < stopped < len(ROWS)
+
+
+def test_a_sampled_pad_is_a_token_and_a_stop_at_the_limit_is_a_stop():
+    prompts = torch.tensor([[5], [6], [7], [8]])
+    body = torch.tensor([[PAD, 9, EOS, 3], [EOS, 3, 3, 3], [9, PAD, PAD, 4], [9, 9, 9, EOS]])
+    result = as_generation(prompts, body, [EOS], PAD)
+    assert result.response_mask.sum(-1).tolist() == [3, 1, 4, 4]
+    assert result.finish_reason.tolist() == [0, 0, 1, 0]
+    assert result.sequences[:, 1:].tolist() == [
+        [PAD, 9, EOS, PAD],
+        [EOS, PAD, PAD, PAD],
+        [9, PAD, PAD, 4],
+        [9, 9, 9, EOS],
+    ]
+
+
+def test_responses_are_as_wide_as_the_longest_and_pad_may_be_eos():
+    body = torch.tensor([[9, EOS, 3, 3], [EOS, 3, 3, 3]])
+    result = as_generation(torch.tensor([[5], [6]]), body, [EOS], EOS)
+    assert result.sequences.tolist() == [[5, 9, EOS], [6, EOS, EOS]]
+    assert result.response_mask.tolist() == [[True, True], [True, False]]

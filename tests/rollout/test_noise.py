@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from scipy import stats
+
+from rlhf_lightning.rollout.noise import PURPOSES, RowNoise, sample
+
+ROWS = torch.arange(2000)
+
+
+def test_numbers_are_uniform_over_rows_positions_and_iterations():
+    noise = RowNoise(seed=3)
+    over_rows = noise.uniform(torch.arange(20_000), 5)
+    over_positions = torch.stack([noise.uniform(torch.tensor([7]), t) for t in range(4000)])
+    over_iterations = torch.stack(
+        [noise.at_iteration(i).uniform(torch.tensor([7]), 0) for i in range(4000)]
+    )
+    for x in (over_rows, over_positions.flatten(), over_iterations.flatten()):
+        assert 0 <= float(x.min()) < float(x.max()) < 1
+        assert stats.kstest(x.numpy(), "uniform").pvalue > 1e-3
+        assert x.unique().numel() == x.numel()
+
+
+def test_neighbouring_rows_positions_iterations_seeds_and_purposes_are_independent():
+    noise = RowNoise(seed=3, purpose="rollout", iteration=4)
+    base = noise.uniform(ROWS, 6)
+    others = [
+        noise.uniform(ROWS + 1, 6),
+        noise.uniform(ROWS, 7),
+        noise.at_iteration(5).uniform(ROWS, 6),
+        RowNoise(4, "rollout", 4).uniform(ROWS, 6),
+        *(RowNoise(3, purpose, 4).uniform(ROWS, 6) for purpose in PURPOSES if purpose != "rollout"),
+    ]
+    for a, b in itertools.combinations([base, *others], 2):
+        assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.1
+        assert not torch.equal(a, b)
+
+
+def test_a_rows_number_does_not_depend_on_the_batch_around_it():
+    noise = RowNoise(seed=0, iteration=2)
+    whole = noise.uniform(ROWS, 3)
+    order = torch.randperm(len(ROWS))
+    assert torch.equal(noise.uniform(ROWS[order], 3), whole[order])
+    assert torch.equal(noise.uniform(ROWS[100:103], 3), whole[100:103])
+    torch.manual_seed(99)
+    assert torch.equal(noise.uniform(ROWS, torch.tensor(3)), whole)
+
+
+def test_the_numbers_stay_the_same_from_version_to_version():
+    # A checkpoint continues bit for bit only if these never change.
+    got = RowNoise(seed=1, purpose="rollout", iteration=2).uniform(torch.tensor([0, 1, 2**40]), 3)
+    assert got.tolist() == [0.4261871888484523, 0.19399109678795856, 0.9085053397417978]
+
+
+def test_tokens_follow_the_softmax_of_the_logits_over_the_temperature():
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -3.0, 0.5])
+    uniform = RowNoise(seed=0).uniform(torch.arange(40_000), 0)
+    for temperature in (0.5, 1.0, 2.0):
+        tokens = sample(logits.expand(len(uniform), -1), uniform, temperature=temperature)
+        expected = (logits.double() / temperature).softmax(-1) * len(uniform)
+        observed = torch.bincount(tokens, minlength=len(logits))
+        assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
+        flat = (logits.double() / (2 * temperature)).softmax(-1) * len(uniform)
+        assert stats.chisquare(observed.numpy(), flat.numpy()).pvalue < 1e-9
+
+
+def test_a_token_is_the_one_whose_interval_of_the_cdf_holds_the_number():
+    logits = torch.tensor([[0.25, 0.5, 0.25]]).log()
+    for value, token in [(0.0, 0), (0.2499, 0), (0.25001, 1), (0.7499, 1), (0.75001, 2)]:
+        uniform = torch.tensor([value], dtype=torch.float64)
+        assert sample(logits, uniform, temperature=1.0).item() == token
+
+
+def test_an_impossible_token_is_never_sampled():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    uniform = torch.linspace(0, 1 - 1e-12, 101, dtype=torch.float64)
+    tokens = sample(logits.expand(101, -1), uniform, temperature=1.0)
+    assert set(tokens.tolist()) == {1, 3}
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    with pytest.raises(ValueError, match="logits are not finite"):
+        sample(torch.tensor([[0.0, torch.nan]]), torch.tensor([0.5]).double(), temperature=1.0)

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass, replace
+
+import pytest
+import torch
+
+from rlhf_lightning.batches import (
+    Generation,
+    PreferenceBatch,
+    PromptBatch,
+    RolloutBatch,
+    SFTBatch,
+    TensorBatch,
+)
+from rlhf_lightning.rollout.noise import RowNoise
+
+
+def rollout_batch(rows: int = 8, *, prompt: int = 3, response: int = 4) -> RolloutBatch:
+    per_token = ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+    tokens = {
+        name: torch.arange(rows * response).view(rows, response) + 100.0 * i
+        for i, name in enumerate((*per_token, "entropy"))
+    }
+    width = prompt + response
+    return RolloutBatch(
+        sequences=torch.arange(rows * width).view(rows, width),
+        attention_mask=torch.ones(rows, width, dtype=torch.bool),
+        response_mask=torch.ones(rows, response, dtype=torch.bool),
+        scores=torch.arange(rows).float(),
+        finish_reason=torch.zeros(rows, dtype=torch.int64),
+        row_ids=torch.arange(rows),
+        prompt_length=prompt,
+        domains=tuple(f"domain {i}" for i in range(rows)),
+        score_components={"length": torch.arange(rows) * 2.0},
+        **tokens,
+    )
+
+
+def prompt_batch(rows: int = 3, width: int = 4) -> PromptBatch:
+    return PromptBatch(
+        input_ids=torch.arange(rows * width).view(rows, width),
+        attention_mask=torch.ones(rows, width, dtype=torch.bool),
+        row_ids=torch.arange(rows),
+        domains=("a", "b", "c")[:rows],
+        columns={"prompt": ("p", "q", "r")[:rows]},
+    )
+
+
+def sft_batch(rows: int = 2, width: int = 3) -> SFTBatch:
+    mask = torch.ones(rows, width, dtype=torch.bool)
+    return SFTBatch(torch.zeros(rows, width, dtype=torch.int64), mask, mask, ("",) * rows)
+
+
+def preference_batch(rows: int = 2, width: int = 3) -> PreferenceBatch:
+    ids = torch.zeros(rows, width, dtype=torch.int64)
+    mask = torch.ones(rows, width, dtype=torch.bool)
+    length = torch.ones(rows, dtype=torch.int64)
+    return PreferenceBatch(ids, mask, ids, mask, length, length, torch.zeros(rows), ("",) * rows)
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        (slice(1, 6, 2), [1, 3, 5]),
+        ([5, 0, 5], [5, 0, 5]),
+        (torch.tensor([7, 2]), [7, 2]),
+        (torch.arange(8) > 5, [6, 7]),
+        ([], []),
+    ],
+)
+def test_indexing_takes_the_rows_of_every_field_in_their_order(index, rows):
+    batch = rollout_batch()
+    taken = batch[index]
+    assert len(taken) == len(rows)
+    assert taken.scores.tolist() == rows
+    assert taken.domains == tuple(f"domain {i}" for i in rows)
+    assert taken.score_components["length"].tolist() == [2 * i for i in rows]
+    assert taken.prompt_length == 3
+    for name in ("sequences", "values", "entropy", "response_mask"):
+        assert torch.equal(getattr(taken, name), getattr(batch, name)[rows]), name
+
+
+def test_cat_joins_what_indexing_took_apart():
+    batch = rollout_batch()
+    joined = RolloutBatch.cat([batch[:3], batch[3:4], batch[4:]])
+    for name, value in vars(batch).items():
+        other = getattr(joined, name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(other, value), name
+    assert joined.domains == batch.domains
+    assert torch.equal(joined.score_components["length"], batch.score_components["length"])
+
+
+@dataclass(frozen=True)
+class Shared(TensorBatch):
+    x: torch.Tensor
+    width: int
+
+
+def test_cat_refuses_nothing_other_widths_and_other_shared_values():
+    with pytest.raises(ValueError, match="at least one batch"):
+        RolloutBatch.cat([])
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        RolloutBatch.cat([rollout_batch(), rollout_batch(prompt=5, response=2)])
+    with pytest.raises(ValueError, match=r"differ in a shared value: \[3, 5\]"):
+        Shared.cat([Shared(torch.ones(2), 3), Shared(torch.ones(2), 5)])
+
+
+def test_to_moves_every_tensor_and_keeps_the_rest():
+    moved = rollout_batch().to("meta")
+    assert {v.device.type for v in vars(moved).values() if isinstance(v, torch.Tensor)} == {"meta"}
+    assert moved.score_components["length"].device.type == "meta"
+    assert moved.domains[1] == "domain 1"
+    prompts = prompt_batch().to(torch.device("meta"), non_blocking=True)
+    assert prompts.input_ids.device.type == "meta"
+    assert prompts.columns == {"prompt": ("p", "q", "r")}
+
+
+def test_detach_drops_every_graph():
+    weight = torch.ones((), requires_grad=True)
+    batch = rollout_batch()
+    batch = replace(batch, values=batch.values * weight, score_components={"a": weight * 2.0})
+    assert batch.values.requires_grad
+    detached = batch.detach()
+    assert not detached.values.requires_grad
+    assert not detached.score_components["a"].requires_grad
+    assert torch.equal(detached.values, batch.values)
+
+
+def test_batches_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        rollout_batch().scores = torch.zeros(8)
+
+
+def test_prompt_and_response_are_cut_at_the_prompt_length():
+    batch = rollout_batch(rows=2)
+    assert batch.query_tensors.tolist() == [[0, 1, 2], [7, 8, 9]]
+    assert batch.response_tensors.tolist() == [[3, 4, 5, 6], [10, 11, 12, 13]]
+
+
+def test_a_batch_without_a_tensor_has_no_rows():
+    with pytest.raises(TypeError, match="TensorBatch holds no tensor"):
+        len(TensorBatch())
+
+
+ROLLOUT_FIELDS = [
+    "sequences",
+    "attention_mask",
+    "logprobs",
+    "ref_logprobs",
+    "values",
+    "scores",
+    "rewards",
+    "advantages",
+    "returns",
+    "entropy",
+    "finish_reason",
+    "row_ids",
+]
+
+
+@pytest.mark.parametrize("field", ROLLOUT_FIELDS)
+def test_a_rollout_field_of_another_shape_is_named(field):
+    batch = rollout_batch()
+    wrong = getattr(batch, field)[:-1]
+    with pytest.raises(ValueError, match=rf"RolloutBatch\.{field} has shape \[7.*expected \[8"):
+        replace(batch, **{field: wrong})
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (prompt_batch, "attention_mask"),
+        (prompt_batch, "row_ids"),
+        (sft_batch, "attention_mask"),
+        (sft_batch, "loss_mask"),
+        (preference_batch, "chosen_attention_mask"),
+        (preference_batch, "rejected_input_ids"),
+        (preference_batch, "rejected_attention_mask"),
+        (preference_batch, "chosen_length"),
+        (preference_batch, "rejected_length"),
+        (preference_batch, "margin"),
+    ],
+)
+def test_a_field_of_another_shape_is_named(make, field):
+    batch = make()
+    with pytest.raises(ValueError, match=rf"{type(batch).__name__}\.{field} has shape"):
+        replace(batch, **{field: getattr(batch, field)[:-1]})
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (prompt_batch, "attention_mask"),
+        (sft_batch, "loss_mask"),
+        (sft_batch, "attention_mask"),
+        (preference_batch, "chosen_attention_mask"),
+        (preference_batch, "rejected_attention_mask"),
+        (rollout_batch, "response_mask"),
+        (rollout_batch, "attention_mask"),
+    ],
+)
+def test_a_mask_that_is_not_bool_is_named(make, field):
+    batch = make()
+    with pytest.raises(TypeError, match=rf"\.{field} has dtype torch\.int64, expected torch\.bool"):
+        replace(batch, **{field: getattr(batch, field).long()})
+
+
+def test_a_generation_shorter_than_its_response_mask_is_refused():
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"sequences has shape \[2, 3\], expected \[2, at least 4"):
+        Generation(torch.zeros(2, 3, dtype=torch.int64), mask, torch.zeros(2))
+    with pytest.raises(ValueError, match="finish_reason has shape"):
+        Generation(torch.zeros(2, 6, dtype=torch.int64), mask, torch.zeros(3))
+
+
+# -- minibatches ----------------------------------------------------------------------------
+
+
+def keys(rows: torch.Tensor, epoch: int = 0) -> torch.Tensor:
+    return RowNoise(3, "minibatches").uniform(rows, epoch)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4, 8])
+def test_minibatches_hold_every_row_once_in_equal_shares(num_minibatches):
+    batch = rollout_batch()
+    parts = list(batch.minibatches(num_minibatches, keys=keys(batch.row_ids)))
+    assert len(parts) == num_minibatches
+    assert {len(part) for part in parts} == {8 // num_minibatches}
+    assert sorted(torch.cat([p.row_ids for p in parts]).tolist()) == list(range(8))
+    for part in parts:
+        assert torch.equal(part.values, batch.values[part.row_ids])
+
+
+def test_every_epoch_deals_the_rows_anew():
+    batch = rollout_batch(rows=64)
+    dealt = {
+        tuple(next(iter(batch.minibatches(2, keys=keys(batch.row_ids, e)))).row_ids.tolist())
+        for e in range(8)
+    }
+    assert len(dealt) == 8
+
+
+def test_a_row_gets_into_each_minibatch_equally_often():
+    batch = rollout_batch(rows=8)
+    first = torch.zeros(8)
+    for epoch in range(2000):
+        first[next(iter(batch.minibatches(4, keys=keys(batch.row_ids, epoch)))).row_ids] += 1
+    assert (first / 2000 - 0.25).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_minibatch_has_the_same_rows_for_any_number_of_ranks(ranks):
+    batch = rollout_batch(rows=16)
+    whole = [p.row_ids.tolist() for p in batch.minibatches(4, keys=keys(batch.row_ids))]
+    shares = [batch[i * 16 // ranks : (i + 1) * 16 // ranks] for i in range(ranks)]
+    dealt = [list(share.minibatches(4, keys=keys(share.row_ids))) for share in shares]
+    for number, rows in enumerate(whole):
+        assert rows == [row for share in dealt for row in share[number].row_ids.tolist()]
+
+
+@pytest.mark.parametrize("num_minibatches", [0, 3, 16])
+def test_a_number_of_minibatches_that_does_not_divide_the_rows_is_refused(num_minibatches):
+    batch = rollout_batch()
+    message = rf"num_minibatches={num_minibatches} must divide the 8 .*use one of \[1, 2, 4, 8\]"
+    with pytest.raises(ValueError, match=message):
+        next(batch.minibatches(num_minibatches, keys=keys(batch.row_ids)))

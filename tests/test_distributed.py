@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_lightning.distributed import (
+    accumulating,
+    agreed_max,
+    clip_grad_norm,
+    global_moments,
+    global_sum,
+    rank,
+    unsharded,
+    world_size,
+)
+from rlhf_lightning.functional.masked import masked_mean, masked_var, masked_whiten
+from tests.simulated_ranks import SimulatedRanks
+
+CPU = torch.device("cpu")
+
+
+def test_one_process_is_a_world_of_its_own():
+    assert (world_size(), rank()) == (1, 0)
+    x = torch.tensor([1.0, 2.0])
+    total = global_sum(x)
+    assert torch.equal(total, x)
+    assert total.data_ptr() != x.data_ptr(), "a reduction in place must not reach the caller"
+    assert agreed_max(3, CPU) == 3
+
+
+def test_sums_and_maxima_are_over_all_ranks_and_leave_their_input_alone(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 3)
+
+    def function(number: int) -> tuple[float, int, int, int]:
+        x = torch.tensor(10.0**number, requires_grad=True)
+        total = global_sum(x)
+        assert not total.requires_grad
+        assert x.item() == 10.0**number
+        return total.item(), agreed_max(number * 2, CPU), world_size(), rank()
+
+    assert ranks.run(function) == [(111.0, 4, 3, i) for i in range(3)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_moments_are_those_of_the_whole_batch_for_any_number_of_ranks(monkeypatch, size):
+    x = torch.randn(8, 5) + 100
+    mask = torch.rand(8, 5) > 0.3
+    mask[0:2] = False  # with four ranks the first has no token at all
+    x[~mask] = torch.nan
+    ranks = SimulatedRanks(monkeypatch, size)
+    shares = list(zip(x.chunk(size), mask.chunk(size), strict=True))
+    whitened = []
+    for mean, var in ranks.run(lambda i: global_moments(*shares[i])):
+        torch.testing.assert_close(mean, masked_mean(x, mask), rtol=1e-6, atol=0)
+        torch.testing.assert_close(var, masked_var(x, mask), rtol=1e-5, atol=0)
+    for (mean, var), share in zip(
+        ranks.run(lambda i: global_moments(*shares[i])), shares, strict=True
+    ):
+        whitened.append(masked_whiten(*share, mean=mean, var=var))
+    torch.testing.assert_close(torch.cat(whitened), masked_whiten(x, mask), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("value", [0.1, 0.7, -3.3, 1e-3, 1e4])
+def test_equal_values_whiten_to_exact_zeros(monkeypatch, size, value):
+    x = torch.full((6, 7), value)
+    mask = torch.rand(6, 7) > 0.4
+    shares = list(zip(x.chunk(size), mask.chunk(size), strict=True))
+    ranks = SimulatedRanks(monkeypatch, size)
+    for i, (mean, var) in enumerate(ranks.run(lambda i: global_moments(*shares[i]))):
+        assert (masked_whiten(*shares[i], mean=mean, var=var) == 0).all()
+
+
+def test_moments_of_no_value_are_zero():
+    mean, var = global_moments(torch.full((2, 2), torch.nan), torch.zeros(2, 2, dtype=torch.bool))
+    assert (mean.item(), var.item()) == (0.0, 0.0)
+
+
+def test_a_rank_that_reduces_more_often_than_another_is_caught(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 2)
+    with pytest.raises(RuntimeError, match="one rank reduces while another is done"):
+        ranks.run(lambda i: [global_sum(torch.ones(())) for _ in range(i)])
+
+
+def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_returned():
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    norm = clip_grad_norm(model.parameters(), 1.0)
+    assert norm.item() == pytest.approx(2.0 * 8**0.5)
+    total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert total.item() == pytest.approx(1.0, rel=1e-4)
+    assert clip_grad_norm(model.parameters(), 5.0).item() == pytest.approx(1.0, rel=1e-4)
+    again = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert again.item() == pytest.approx(1.0, rel=1e-4), "a small gradient is left alone"
+
+
+class _Strategy:
+    def __init__(self) -> None:
+        self.blocked = 0
+
+    def block_backward_sync(self):
+        strategy = self
+
+        class Block:
+            def __enter__(self) -> None:
+                strategy.blocked += 1
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+        return Block()
+
+
+def test_only_the_last_micro_batch_exchanges_gradients():
+    strategy, model = _Strategy(), nn.Linear(2, 2)
+    for synchronize in (False, False, True):
+        with accumulating([model], strategy, synchronize=synchronize):
+            pass
+    assert strategy.blocked == 2
+    with accumulating([model], object(), synchronize=False):
+        pass
+
+
+def test_a_model_that_is_not_sharded_is_generated_from_as_it_is():
+    model = nn.Linear(2, 2)
+    with unsharded(model) as gathered:
+        assert gathered is model

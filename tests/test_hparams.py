@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from rlhf_lightning.hparams import (
+    PPOHparams,
+    RewardHparams,
+    SamplingHparams,
+    SFTHparams,
+    UnusualHparamWarning,
+)
+
+CLASSES = (SamplingHparams, SFTHparams, RewardHparams, PPOHparams)
+
+# class, field, values that cannot work, what the message wants
+IMPOSSIBLE = [
+    (SamplingHparams, "temperature", [0.0, -1.0, 10.5], "> 0 and <= 10"),
+    (SamplingHparams, "max_new_tokens", [0, -3], ">= 1"),
+    (SFTHparams, "learning_rate", [0.0, -1e-5, 1.0], "> 0 and < 1"),
+    (SFTHparams, "micro_batch_size", [0], ">= 1"),
+    (SFTHparams, "max_grad_norm", [0.0, -1.0], "> 0"),
+    (RewardHparams, "learning_rate", [0.0, 2.0], "> 0 and < 1"),
+    (RewardHparams, "micro_batch_size", [0], ">= 1"),
+    (RewardHparams, "max_grad_norm", [0.0], "> 0"),
+    (RewardHparams, "label_smoothing", [-0.1, 0.5], ">= 0 and < 0.5"),
+    (RewardHparams, "center_coef", [-0.01], ">= 0"),
+    (RewardHparams, "normalization_samples", [-1], ">= 0"),
+    (PPOHparams, "learning_rate", [0.0, 1.0], "> 0 and < 1"),
+    (PPOHparams, "value_learning_rate", [0.0, 1.0], "> 0 and < 1"),
+    (PPOHparams, "kl_coef", [-0.1], ">= 0"),
+    (PPOHparams, "kl_target", [0.0, -6.0], "> 0"),
+    (PPOHparams, "kl_horizon", [0], ">= 1"),
+    (PPOHparams, "kl_loss_coef", [-0.1], ">= 0"),
+    (PPOHparams, "cliprange", [0.0, 1.0], "> 0 and < 1"),
+    (PPOHparams, "cliprange_high", [0.0], "> 0"),
+    (PPOHparams, "dual_clip", [1.0, 0.5], "> 1"),
+    (PPOHparams, "cliprange_value", [0.0], "> 0"),
+    (PPOHparams, "vf_coef", [-0.1], ">= 0"),
+    (PPOHparams, "gamma", [-0.1, 1.01], ">= 0 and <= 1"),
+    (PPOHparams, "gae_lambda", [-0.1, 1.01], ">= 0 and <= 1"),
+    (PPOHparams, "num_ppo_epochs", [0], ">= 1"),
+    (PPOHparams, "num_minibatches", [0], ">= 1"),
+    (PPOHparams, "micro_batch_size", [0], ">= 1"),
+    (PPOHparams, "max_grad_norm", [0.0], "> 0"),
+    (PPOHparams, "missing_eos_penalty", [-1.0], ">= 0"),
+    (PPOHparams, "score_clip", [0.0], "> 0"),
+    (PPOHparams, "target_approx_kl", [0.0], "> 0"),
+    (PPOHparams, "critic_warmup_iterations", [-1], ">= 0"),
+    (PPOHparams, "entropy_coef", [-0.1], ">= 0"),
+]
+UNLIMITED = {(RewardHparams, "use_margin"), (SamplingHparams, "top_k"), (SamplingHparams, "top_p")}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_defaults_are_usual_values(cls):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cls()
+
+
+@pytest.mark.parametrize(("cls", "name", "values", "wanted"), IMPOSSIBLE)
+def test_an_impossible_value_is_an_error_with_key_value_and_range(cls, name, values, wanted):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{cls.__name__}\.{name}=.*impossible.*{wanted}$"):
+            cls(**{name: value})
+
+
+def test_every_number_has_a_range_that_is_tested():
+    tested = {(cls, name) for cls, name, _, _ in IMPOSSIBLE} | UNLIMITED
+    assert tested == {(cls, field.name) for cls in CLASSES for field in fields(cls)}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_an_error(value):
+    with pytest.raises(ValueError, match=r"PPOHparams\.kl_coef=.* must be finite"):
+        PPOHparams(kl_coef=value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "message"),
+    [
+        (PPOHparams, "learning_rate", "1e-5", r"is str, expected float \(write 1e-5 as 1\.0e-5"),
+        (PPOHparams, "num_ppo_epochs", 4.0, r"=4\.0 is float, expected int"),
+        (PPOHparams, "num_ppo_epochs", True, r"=True is bool, expected int"),
+        (PPOHparams, "kl_coef", True, r"=True is bool, expected float"),
+        (PPOHparams, "kl_coef", None, r"=None is NoneType, expected float"),
+        (PPOHparams, "kl_target", "six", r"expected float or None"),
+        (PPOHparams, "micro_batch_size", 2.5, r"=2\.5 is float, expected int or None"),
+        (RewardHparams, "use_margin", 1, r"=1 is int, expected bool"),
+        (RewardHparams, "use_margin", "yes", r"is str, expected bool"),
+        (SamplingHparams, "max_new_tokens", [64], r"is list, expected int"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error_with_key_and_both_types(cls, name, value, message):
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}\.{name}.*{message}"):
+        cls(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "usual"),
+    [
+        (SamplingHparams, "temperature", 1.5, "0.7 to 1"),
+        (SFTHparams, "learning_rate", 0.1, "1e-06 to 0.005"),
+        (RewardHparams, "learning_rate", 1e-7, "1e-06 to 0.005"),
+        (RewardHparams, "label_smoothing", 0.3, "0 to 0.2"),
+        (RewardHparams, "center_coef", 1.0, "0 to 0.1"),
+        (PPOHparams, "learning_rate", 0.01, "1e-07 to 0.001"),
+        (PPOHparams, "value_learning_rate", 0.01, "1e-07 to 0.003"),
+        (PPOHparams, "kl_coef", 2.0, "0.001 to 0.5"),
+        (PPOHparams, "kl_target", 0.1, "1 to 30"),
+        (PPOHparams, "cliprange", 0.9, "0.05 to 0.4"),
+        (PPOHparams, "cliprange_high", 0.9, "0.05 to 0.5"),
+        (PPOHparams, "vf_coef", 0.5, "0.05 to 0.2"),
+        (PPOHparams, "gamma", 0.99, "1 to 1"),
+        (PPOHparams, "gae_lambda", 0.5, "0.9 to 1"),
+        (PPOHparams, "num_ppo_epochs", 16, "1 to 8"),
+        (PPOHparams, "num_minibatches", 64, "1 to 32"),
+        (PPOHparams, "target_approx_kl", 1.0, "0.005 to 0.5"),
+        (PPOHparams, "entropy_coef", 0.2, "0 to 0.05"),
+    ],
+)
+def test_an_unusual_value_works_and_warns_with_the_usual_range(cls, name, value, usual):
+    message = rf"^{cls.__name__}\.{name}={value:g} is outside the usual range {usual}$"
+    with pytest.warns(UnusualHparamWarning, match=message):
+        hparams = cls(**{name: value})
+    assert getattr(hparams, name) == value
+
+
+@pytest.mark.parametrize("options", [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 1, "top_p": 0.5}])
+def test_truncated_sampling_is_refused_in_rollouts(options):
+    with pytest.raises(ValueError, match="rollouts sample the full distribution"):
+        SamplingHparams(**options)
+
+
+def test_an_integer_is_a_fine_float_and_becomes_one():
+    hparams = PPOHparams(gamma=1, max_grad_norm=2, score_clip=None, kl_target=6)
+    assert (hparams.gamma, hparams.max_grad_norm) == (1.0, 2.0)
+    assert isinstance(hparams.max_grad_norm, float)
+    assert isinstance(hparams.kl_target, float)
+    assert hparams.score_clip is None
+
+
+def test_hparams_are_frozen_and_know_no_other_names():
+    with pytest.raises(FrozenInstanceError):
+        PPOHparams().kl_coef = 0.1
+    with pytest.raises(TypeError, match="kl_ceof"):
+        PPOHparams(kl_ceof=0.1)

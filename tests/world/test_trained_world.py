@@ -1,0 +1,138 @@
+"""The built-in world is no toy: what its trained models show, judged by the hidden gold reward."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.demo.gold import gold_scores
+from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW
+from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.evaluation.policy import Sampling, compare, sample_answers
+from rlhf_lightning.evaluation.policy import gold_scores as gold_of
+from rlhf_lightning.models.factory import frozen, load_policy
+from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.runs.folder import read_metrics
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def train(folder, *arguments, timeout=600):
+    command = [sys.executable, "-m", "rlhf_lightning.train", *arguments, "logger=none"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def summary(folder: Path, name: str) -> dict:
+    newest = max(folder.glob(f"outputs/{name}/*/summary.json"))
+    return json.loads(newest.read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Base model and SFT policy of seed 1, as a user makes them."""
+    folder = tmp_path_factory.mktemp("world")
+    train(folder, "+experiment=sft")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sft_answers(trained):
+    """Sixteen answers and one more of the SFT policy to each of 128 held-out prompts, by gold."""
+    folder = trained / "artifacts/demo_seed1/sft"
+    tokenizer = load_tokenizer(folder)
+    data = PromptDataModule(
+        DemoSource(seed=1),
+        tokenizer,
+        batch_size=128,
+        num_iterations=1,
+        max_prompt_length=64,
+        seed=1,
+        max_validation_rows=128,
+        validation_batch_size=128,
+    )
+    generator = CachedGenerator([tokenizer.eos_token_id], tokenizer.pad_token_id)
+    sampling = Sampling(generator, tokenizer, temperature=1.0, max_new_tokens=40)
+    policy = frozen(load_policy(folder))
+    draws = []
+    for draw in range(17):
+        noise = RowNoise(1, "evaluation", draw)
+        answers = sample_answers(policy, data.val_dataloader(), sampling, noise=noise)
+        draws.append(gold_of(gold_scores, answers))
+    return answers.prompts, draws
+
+
+def test_sft_beats_base_in_more_than_seventy_percent_of_comparisons(trained):
+    assert summary(trained, "sft")["metrics"]["val/gold_win_rate"] > 0.7
+
+
+def test_the_best_of_sixteen_answers_wins_so_there_is_something_to_learn(sft_answers):
+    _, draws = sft_answers
+    best = [max(row) for row in zip(*draws[:16], strict=True)]
+    assert compare(best, draws[16], "rate")["rate"] >= 0.85
+
+
+def test_a_second_sample_of_the_same_policy_wins_half_so_the_measure_is_fair(sft_answers):
+    _, draws = sft_answers
+    result = compare(draws[0], draws[1], "rate")
+    assert result["rate_low"] < 0.5 < result["rate_high"]
+
+
+def test_always_saying_i_do_not_know_loses_to_the_sft_policy(sft_answers):
+    prompts, draws = sft_answers
+    evasive = gold_scores(prompts, [I_DO_NOT_KNOW] * len(prompts), [True] * len(prompts))
+    assert compare(evasive, draws[0], "rate")["rate"] < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_reward_model_and_policy_reach_what_the_readme_promises(tmp_path, seed):
+    train(tmp_path, "+experiment=ppo", f"seed={seed}", timeout=850)
+    reward = summary(tmp_path, "reward")["metrics"]
+    assert reward["val/accuracy"] >= 0.85
+    assert reward["val/accuracy"] > reward["val/longer_wins_accuracy"] + 0.1
+    ppo = summary(tmp_path, "ppo")["metrics"]
+    assert ppo["val/gold_win_rate"] >= 0.75
+    assert ppo["val/gold_win_rate_low"] > 0.70
+    assert ppo["val/kl_per_token"] <= 0.5
+    assert ppo["val/num_prompts"] >= 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_without_a_kl_penalty_the_learnt_score_rises_while_gold_falls(tmp_path, trained):
+    """Over-optimization: gold is measured on short runs of growing length, same noise, same data."""
+    results = []
+    for iterations in (10, 150):
+        train(
+            tmp_path,
+            "+experiment=ppo",
+            "module.ppo.kl_coef=0",
+            f"data.num_iterations={iterations}",
+            f"paths.artifacts={trained}/artifacts",
+            "artifacts.publish=null",
+            timeout=1500,
+        )
+        results.append(summary(tmp_path, "ppo")["metrics"])
+    early, late = results
+    assert late["val/score"] > early["val/score"] + 0.3
+    assert late["val/gold"] < early["val/gold"] - 0.5
+    assert late["val/response_length"] > late["val/baseline_response_length"] + 1
+    newest = max(tmp_path.glob("outputs/ppo/*/metrics.csv"))
+    scores = [row["rollout/score"] for row in read_metrics(newest)]
+    assert sum(scores[-10:]) / 10 > sum(scores[:10]) / 10 + 0.5
