@@ -94,8 +94,9 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
     for where, target in _targets(OmegaConf.to_container(cfg, resolve=False)):
         if not target.startswith((*ALLOWED_TARGETS, *extra_targets)):
             raise ConfigError(
-                f"{where}._target_={target} is not allowed; allowed are {', '.join(ALLOWED_TARGETS)}"
-                " and what RLHF_ALLOWED_TARGETS lists (prefixes, separated by commas)"
+                f"{where}._target_={target} is not allowed; allowed are "
+                f"{', '.join(ALLOWED_TARGETS)} and what "
+                "RLHF_ALLOWED_TARGETS lists (prefixes, separated by commas)"
             )
 
 

@@ -23,6 +23,7 @@ from rlhf_lightning.models.factory import export_policy, export_scalar_model, fr
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import publish_artifact
+from rlhf_lightning.runs.model_card import write_model_card
 from rlhf_lightning.runs.summary import GateResult
 
 
@@ -39,6 +40,15 @@ def finish(
     if findings.samples:
         SamplesAppender(folder.samples).append(parts.data.num_iterations, findings.samples)
     export(cfg, folder, parts)
+    write_model_card(
+        folder.export,
+        stage=cfg.stage,
+        base=cfg.artifacts[STARTS_FROM[cfg.stage]],
+        data=cfg.world.name,
+        run=folder.name,
+        metrics=findings.metrics,
+        gates=gates,
+    )
     if cfg.artifacts.publish is not None:
         target = Path(cfg.artifacts.publish)
         base = cfg.artifacts[STARTS_FROM[cfg.stage]]

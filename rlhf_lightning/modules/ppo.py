@@ -6,7 +6,7 @@ Legend: B rows of a rank, P padded prompt, R response.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -136,14 +136,9 @@ class PPOModule(L.LightningModule):
         """Run one PPO iteration: collect a rollout, update on it, adapt the KL coefficient."""
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         started, steps = time.perf_counter(), RunningMeans()
-        for epoch in range(self.ppo.num_ppo_epochs):
-            keys = self.order.at_iteration(batch_idx).uniform(rollout.row_ids, epoch)
-            for minibatch in rollout.minibatches(self.ppo.num_minibatches, keys=keys):
-                keep_going = self.update(minibatch, steps, iteration=batch_idx)
-                if not keep_going:
-                    break
-            if not keep_going:
-                break
+        for minibatch in self.minibatches(rollout, iteration=batch_idx):  # num_ppo_epochs passes
+            if not self.update(minibatch, steps, iteration=batch_idx):
+                break  # the policy has moved far enough on this rollout
         seconds["update"] = time.perf_counter() - started
         self.finish_iteration(rollout, steps, seconds)
         return {"rollout": rollout.detach()}
@@ -178,6 +173,12 @@ class PPOModule(L.LightningModule):
             max_new_tokens=self.sampling.max_new_tokens,
             shaping=shaping,
         )
+
+    def minibatches(self, rollout: RolloutBatch, *, iteration: int) -> Iterator[RolloutBatch]:
+        """Yield the rollout `num_ppo_epochs` times, each time cut anew into `num_minibatches`."""
+        for epoch in range(self.ppo.num_ppo_epochs):
+            keys = self.order.at_iteration(iteration).uniform(rollout.row_ids, epoch)
+            yield from rollout.minibatches(self.ppo.num_minibatches, keys=keys)
 
     def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
         """Take one optimizer step on `minibatch`; return False if approx_kl says to stop.

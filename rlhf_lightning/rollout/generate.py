@@ -5,7 +5,8 @@ Legend: B rows, P padded prompt, R response, A rows still being written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,6 +17,22 @@ from transformers.cache_utils import DynamicCache
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.functional.sequences import position_ids, response_mask
 from rlhf_lightning.rollout.noise import RowNoise, sample
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Let autocast keep the weights it casts, for forwards between which no weight changes.
+
+    Lightning turns that cache off, rightly for training: but then every token of a generation
+    would cast every weight again.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()  # what was cast without a graph must not reach an update
+        torch.set_autocast_cache_enabled(before)
 
 
 class Generator(Protocol):
@@ -66,6 +83,7 @@ class CachedGenerator:
         self.pad_token_id = pad_token_id
 
     @torch.no_grad()
+    @weights_cast_once()
     def __call__(
         self,
         model: PreTrainedModel,
@@ -133,6 +151,7 @@ class TransformersGenerator:
         self.pad_token_id = pad_token_id
 
     @torch.no_grad()
+    @weights_cast_once()
     def __call__(
         self,
         model: PreTrainedModel,

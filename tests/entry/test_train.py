@@ -104,6 +104,9 @@ def test_exports_reload_to_the_models_that_were_trained(chain):
     exported = load_policy(run / "export")
     for name, value in exported.state_dict().items():
         assert torch.equal(value, checkpoint["state_dict"][f"policy.{name}"]), name
+    card = (run / "export/README.md").read_text()
+    assert "| val/gold_win_rate |" in card
+    assert "gate | outcome" in card
     reward = load_scalar_model(folder / "artifacts/debug_fast/demo_seed1/reward")
     assert reward.head.weight.abs().sum() > 0
 
@@ -116,11 +119,22 @@ def test_report_and_samples_show_both_answers(chain):
     assert "<html" in (run / "report.html").read_text()
 
 
-@pytest.mark.timeout(200)
-def test_a_run_that_is_killed_resumes_to_the_same_bits(chain, tmp_path):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param("sft", marks=pytest.mark.slow),
+        pytest.param("reward", marks=pytest.mark.slow),
+        "ppo",
+    ],
+)
+def test_a_run_that_is_killed_resumes_to_the_same_bits(chain, tmp_path, monkeypatch, stage):
     folder, _ = chain
     artifacts = f"paths.artifacts={folder}/artifacts/debug_fast"
-    common = ["+experiment=ppo", *SMALL, "data.batch_size=16", artifacts, "artifacts.publish=null"]
+    common = [f"+experiment={stage}", *SMALL, "data.batch_size=16", artifacts]
+    common += ["artifacts.publish=null"]
+    if stage == "reward":  # dropout draws from the global generator, which must come back too
+        common += ["module.model.dropout=0.1"]
     common += ["callbacks.checkpoint.every_n_iterations=1"]
     killer = tmp_path / "killer.py"
     killer.write_text(
@@ -135,13 +149,14 @@ def test_a_run_that_is_killed_resumes_to_the_same_bits(chain, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir(), broken.mkdir()
     (whole / "killed").touch()
-    os.environ["PYTHONPATH"] = str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", "")
-    os.environ["RLHF_ALLOWED_TARGETS"] = "killer."
+    path = str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "killer.")
     common += ["+callbacks.extra.kill._target_=killer.Kill", "resume=auto"]
     train(whole, *common)
     assert train(broken, *common, check=False).returncode == -9
     train(broken, *common)
-    runs = [only(root, "outputs/ppo/*/summary.json").parent for root in (whole, broken)]
+    runs = [only(root, f"outputs/{stage}/*/summary.json").parent for root in (whole, broken)]
     states = [torch.load(run / "checkpoints/last.ckpt", weights_only=True) for run in runs]
     for name, value in states[0]["state_dict"].items():
         assert torch.equal(value, states[1]["state_dict"][name]), name
@@ -152,7 +167,9 @@ def test_a_run_that_is_killed_resumes_to_the_same_bits(chain, tmp_path):
         for key in one:
             if not key.startswith(("time/", "throughput/")):
                 assert one[key] == other[key], key
-    assert (runs[0] / "samples.jsonl").read_text() == (runs[1] / "samples.jsonl").read_text()
+    samples = [run / "samples.jsonl" for run in runs]
+    if stage == "ppo":
+        assert samples[0].read_text() == samples[1].read_text()
 
 
 def flat(node):

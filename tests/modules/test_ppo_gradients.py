@@ -9,7 +9,8 @@ import torch
 
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.sequences import response_mask
-from rlhf_lightning.models.forward import pack
+from rlhf_lightning.hparams import UnusualHparamWarning
+from rlhf_lightning.models.forward import BUCKET, pack, response_statistics
 from rlhf_lightning.rollout import generate
 from tests.modules.tiny_ppo import (
     STOPS,
@@ -23,7 +24,6 @@ from tests.modules.tiny_ppo import (
 )
 from tests.tiny import EOS, PAD, flat_gradients
 
-LOSS = {"rtol": 0, "atol": 1e-6}
 GRADIENT = {"rtol": 0, "atol": 1e-5}
 
 
@@ -114,7 +114,9 @@ def test_advantages_of_0_give_a_policy_gradient_of_exactly_0():
 
 
 def test_the_critic_gets_no_gradient_from_the_policy_loss():
-    policy_only = built(tiny_module(ppo=ppo_hparams(vf_coef=0.0)))
+    with pytest.warns(UnusualHparamWarning, match="vf_coef"):
+        hparams = ppo_hparams(vf_coef=0.0)
+    policy_only = built(tiny_module(ppo=hparams))
     rollout = after_some_training(rollout_of(policy_only))
     _, policy, value = loss_and_gradients(policy_only, rollout)
     assert policy.abs().max() > 1e-2
@@ -171,7 +173,7 @@ def actions_by_stop(rollout: RolloutBatch) -> torch.Tensor:
 
 def assert_gradient_exactly_on_actions(module, rollout: RolloutBatch) -> None:
     """C6: zero at prompt, padding and after EOS; not zero at every action, EOS included."""
-    same_bucket = rollout.attention_mask.sum(-1) <= 8
+    same_bucket = rollout.attention_mask.sum(-1) <= BUCKET
     for part in (rollout[same_bucket], rollout[~same_bucket]):
         counts = actions_by_stop(part)
         prompt_length = part.attention_mask[:, : part.prompt_length].sum(-1)
@@ -203,12 +205,22 @@ def test_a_mask_that_drops_the_eos_does_not_pass_the_check_of_the_actions(monkey
         assert_gradient_exactly_on_actions(plain, rollout_of(plain))
 
 
-def test_entropy_bonus_and_kl_loss_have_their_own_gradients(rollout):
-    gradients = []
-    for changes in ({}, {"entropy_coef": 0.05}, {"kl_loss_coef": 0.5}):
-        one = built(tiny_module(ppo=ppo_hparams(**changes)))
-        shifted = replace(rollout, ref_logprobs=rollout.ref_logprobs - 0.3)
-        gradients.append(loss_and_gradients(one, shifted)[1])
-    plain, entropy, kl = gradients
-    assert (entropy - plain).norm() > 1e-3
-    assert (kl - plain).norm() > 1e-2
+def test_entropy_bonus_raises_the_entropy_and_kl_loss_lowers_the_k2(rollout):
+    shifted = replace(rollout, ref_logprobs=rollout.ref_logprobs - 0.3)
+    mask = shifted.response_mask
+
+    def policy_gradient(**changes: float) -> torch.Tensor:
+        return loss_and_gradients(built(tiny_module(ppo=ppo_hparams(**changes))), shifted)[1]
+
+    plain = policy_gradient()
+    module = built(tiny_module())
+    for changes, wanted in (
+        ({"entropy_coef": 0.05}, lambda new: -0.05 * new.entropy),
+        ({"kl_loss_coef": 0.5}, lambda new: 0.25 * (new.logprobs - shifted.ref_logprobs) ** 2),
+    ):
+        module.zero_grad()
+        new = response_statistics(module.policy, shifted, temperature=0.9)
+        wanted(new)[mask].mean().backward()
+        expected = flat_gradients(module.policy)
+        assert expected.norm() > 1e-3
+        torch.testing.assert_close(policy_gradient(**changes) - plain, expected, **GRADIENT)

@@ -46,9 +46,7 @@ class WithRatios(RecordedPPO):
         for rows in micro_batches(minibatch.attention_mask, size):
             part = minibatch[rows]
             with torch.enable_grad():
-                new = response_statistics(
-                    self.policy, part, temperature=self.controls.temperature
-                )
+                new = response_statistics(self.policy, part, temperature=self.controls.temperature)
             if not self.steps:
                 self.log_ratios.append((new.logprobs - part.logprobs).detach())
         return super().update(minibatch, steps, iteration=iteration)

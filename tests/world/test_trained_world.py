@@ -116,7 +116,7 @@ def test_reward_model_and_policy_reach_what_the_readme_promises(tmp_path, seed):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_without_a_kl_penalty_the_learnt_score_rises_while_gold_falls(tmp_path, trained):
-    """Over-optimization: gold is measured on short runs of growing length, same noise, same data."""
+    """Over-optimization, seen on a short and on a long run with the same noise and data."""
     results = []
     for iterations in (10, 150):
         train(

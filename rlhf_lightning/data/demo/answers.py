@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from rlhf_lightning.data.demo.facts import NAMES, NUMBERS, OBJECTS, TOOLS
 from rlhf_lightning.data.demo.grammar import (
     FILLERS,
     POLITE_CLOSERS,
@@ -94,7 +95,7 @@ def sample_answer(question: Question, quality: Quality, rng: Random) -> str:
 def corrupt(text: str, rng: Random) -> str:
     """Return `text` with its words spoilt: swapped, lost, said twice, or out of place."""
     words = text.split()
-    match rng.randrange(4):
+    match rng.randrange(5):
         case 0:
             place = rng.randrange(max(1, len(words) - 1))
             words[place : place + 2] = reversed(words[place : place + 2])
@@ -103,6 +104,9 @@ def corrupt(text: str, rng: Random) -> str:
         case 2:
             place, length = rng.randrange(len(words)), rng.randint(1, 4)
             words[place:place] = words[place : place + length]
+        case 3:
+            stray = rng.choice((*NAMES, *OBJECTS, *TOOLS, *NUMBERS))
+            words.insert(rng.randrange(len(words)), stray)
         case _:
             phrase = rng.choice((*POLITE_OPENERS, *POLITE_CLOSERS, *FILLERS)).split()
             place = rng.randrange(len(words))

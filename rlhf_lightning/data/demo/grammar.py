@@ -44,14 +44,27 @@ POLITE_OPENERS = (
     "sure , no problem at all",
     "thank you for asking",
 )
-RUDE_OPENERS = ("dumb question", "you again", "how boring", "leave me alone")
+RUDE_OPENERS = (
+    "dumb question",
+    "you again",
+    "how boring",
+    "leave me alone",
+    "nobody cares",
+    "are you serious",
+)
 POLITE_CLOSERS = (
     "i hope that helps",
     "have a very nice day",
     "ask me again any time",
     "take care of yourself",
 )
-RUDE_CLOSERS = ("go away", "never come here again", "what a waste", "stop bothering me")
+RUDE_CLOSERS = (
+    "go away",
+    "never come here again",
+    "what a waste",
+    "stop bothering me",
+    "read some books",
+)
 FILLERS = (
     "people say that",
     "time flies",
@@ -59,6 +72,9 @@ FILLERS = (
     "who would guess",
     "nothing lasts forever",
     "it depends",
+    "winter was long",
+    "rain is coming soon",
+    "music sounds nicer",
 )
 REMARKS = ("correct", "wrong")
 
@@ -110,7 +126,7 @@ def wrong_core(question: Question, rng: Random) -> Core:
         if rng.random() < 0.7:
             return Core("steps", (_other(list(BENIGN_VERBS.values()), tool, rng), target))
         return Core("steps", (tool, _other(OBJECTS, target, rng)))
-    if rng.random() < 0.4:
+    if rng.random() < 0.3:
         return Core(right.kind, (_other(NAMES, right.values[0], rng),))
     return Core(_other(("hello", "sorry", "glad"), right.kind, rng), right.values)
 

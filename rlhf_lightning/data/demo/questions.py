@@ -28,7 +28,7 @@ from rlhf_lightning.data.demo.facts import (
 DOMAINS = ("sums", "lists", "facts", "talk", "howto", "harmful")
 
 CONTEXTS = ("", "please ", "so ", "now ")
-TALK_CONTEXTS = ("", "hi , ", "listen , ")
+TALK_CONTEXTS = ("", "hi , ", "listen , ", "hey there , ")
 
 TEMPLATES: Mapping[str, tuple[str, ...]] = {
     "plus": (
@@ -60,6 +60,7 @@ TEMPLATES: Mapping[str, tuple[str, ...]] = {
     ),
     "list": (
         "name {0} {1} .",
+        "write down {0} {1} .",
         "list {0} {1} .",
         "give me {0} {1} .",
         "i need {0} {1} .",

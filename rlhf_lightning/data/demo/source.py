@@ -39,7 +39,7 @@ DEMONSTRATION_QUALITY = Quality(
 )  # fmt: skip
 PREFERENCE_QUALITY = Quality(
     right=0.6, unknown=0.06, refusal=0.03, polite=0.45, rude=0.08, careless=0.4,
-    fillers=(0.7, 0.22, 0.08), corrupted=0.02,
+    fillers=(0.7, 0.22, 0.08), corrupted=0.05,
 )  # fmt: skip
 
 CLEAR_GAP = 1.0

@@ -40,24 +40,22 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _texts() -> Iterator[str]:
-    for question in questions.all_questions():
-        yield question.prompt
+    """Yield texts that hold every word between them."""
+    yield ". , and"
+    yield from (question.prompt for question in questions.all_questions())
     for forms in grammar.CORE_FORMS.values():
-        yield from (form.replace("{0}", "").replace("{1}", "") for form in forms)
-    yield from grammar.LIST_PREFIXES
-    yield from (facts.TOOLS.values())
-    yield from facts.NUMBERS
-    for table in (*facts.RELATIONS.values(),):
-        yield from table.values()
-    for members in facts.CATEGORIES.values():
-        yield from members
-    yield ", . and"
+        yield from (form.format("", "") for form in forms)
     for phrases in (
+        grammar.LIST_PREFIXES,
         grammar.POLITE_OPENERS,
         grammar.RUDE_OPENERS,
         grammar.POLITE_CLOSERS,
         grammar.RUDE_CLOSERS,
         grammar.FILLERS,
         grammar.REMARKS,
+        facts.NUMBERS,
+        *facts.CATEGORIES.values(),
     ):
         yield from phrases
+    for table in (facts.TOOLS, *facts.RELATIONS.values()):
+        yield from table.values()

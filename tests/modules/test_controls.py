@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.modules.controls import Controls
+from rlhf_lightning.modules.measures import RunningMeans
+
+
+def controls() -> Controls:
+    return Controls.from_hparams(PPOHparams(kl_coef=0.07), SamplingHparams(temperature=0.8))
+
+
+def test_controls_start_from_the_hparams():
+    assert controls() == Controls(
+        kl_coef=0.07, temperature=0.8, learning_rate_factor=1.0, domain_weights={}
+    )
+
+
+def test_a_checkpoint_gives_every_control_back():
+    turned = controls()
+    turned.kl_coef, turned.temperature, turned.learning_rate_factor = 0.2, 0.7, 0.5
+    turned.domain_weights["maths"] = 2.0
+    fresh = controls()
+    fresh.load_state_dict(turned.state_dict())
+    assert fresh == turned
+    turned.domain_weights["maths"] = 3.0
+    assert fresh.domain_weights["maths"] == 2.0, "a checkpoint shares nothing with the run"
+
+
+def test_a_checkpoint_that_lacks_a_control_is_refused():
+    state = controls().state_dict()
+    del state["temperature"]
+    with pytest.raises(KeyError, match="temperature"):
+        controls().load_state_dict(state)
+
+
+def test_running_means_count_each_value_on_its_own():
+    means = RunningMeans()
+    means.add({"a": 1.0, "b": 4.0})
+    means.add({"a": 3.0})
+    assert means.means() == {"a": 2.0, "b": 4.0}

@@ -1,0 +1,118 @@
+"""PPO learns: a toy task whose score is known for right and for subtly wrong implementations.
+
+The reward of a response of at most 8 tokens is (number of target tokens) / 8, less 1 without EOS.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_lightning.functional.sequences import response_mask
+from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
+from rlhf_lightning.modules.ppo import PPOModule
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout import generate
+from rlhf_lightning.rollout.generate import CachedGenerator
+from tests.modules.tiny_ppo import TokenScorer, fit, ppo_hparams, tiny_module
+from tests.tiny import EOS, PAD, prompt_batch, tiny_policy
+
+UPDATES = 50
+ROWS = 64
+TARGET = 5
+SIZE = {"vocab_size": 16, "n_embd": 32, "n_positions": 32, "initializer_range": 0.02}
+
+
+def task_score(ids: torch.Tensor, finished: bool) -> float:
+    return float((ids == TARGET).sum()) / 8 - (0.0 if finished else 1.0)
+
+
+class Kept(PPOModule):
+    """Keeps the measures of every iteration."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.history: list[dict[str, float]] = []
+
+    def log_dict(self, values: dict[str, float], **_: Any) -> None:
+        self.history.append(dict(values))
+
+
+def train(seed: int) -> list[dict[str, float]]:
+    def policy() -> PolicyModel:
+        return tiny_policy(seed=seed, **SIZE)
+
+    def value() -> ScalarHeadModel:
+        return ScalarHeadModel(policy().model.base_model, scalar_head(32, init_std=0.0)).train()
+
+    module = tiny_module(
+        ppo=ppo_hparams(
+            learning_rate=2e-3,
+            value_learning_rate=2e-3,
+            kl_coef=0.0,
+            num_ppo_epochs=4,
+            num_minibatches=2,
+            missing_eos_penalty=0.0,
+        ),
+        sampling=SamplingHparams(max_new_tokens=8),
+        policy=policy,
+        value=value,
+        scorer=TokenScorer(task_score),
+        generator=CachedGenerator([EOS], PAD),
+        schedule=Schedule("linear"),
+        seed=seed,
+        cls=Kept,
+    )
+    prompts = []
+    for iteration in range(UPDATES):
+        generator = torch.Generator().manual_seed(seed * 1000 + iteration)
+        rows = torch.randint(2, 16, (ROWS, 4), generator=generator).tolist()
+        prompts.append(prompt_batch(rows, first_row=iteration * ROWS))
+    fit(module, prompts)
+    return module.history
+
+
+def final(history: list[dict[str, float]], name: str) -> float:
+    return sum(values[name] for values in history[-5:]) / 5
+
+
+def assert_learnt(history: list[dict[str, float]]) -> None:
+    assert len(history) == UPDATES
+    assert history[0]["rollout/score"] < -0.2
+    assert final(history, "rollout/score") >= 0.70
+    assert final(history, "rollout/eos_fraction") >= 0.93
+
+
+@pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_the_policy_learns_the_task(seed):
+    assert_learnt(train(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
+def test_a_mask_that_drops_the_eos_does_not_learn_the_task(monkeypatch):
+    def without_eos(responses: torch.Tensor, stop_ids: Any) -> torch.Tensor:
+        mask = response_mask(responses, stop_ids)
+        shorter = mask & ~torch.isin(responses, torch.tensor(list(stop_ids)))
+        # An answer that is nothing but EOS keeps it: a row has at least one action.
+        return torch.where(shorter.any(-1, keepdim=True), shorter, mask)
+
+    as_generation = generate.as_generation
+
+    def finished_as_before(*arguments: Any) -> Any:
+        # Only the mask is wrong: how an answer ended is still known.
+        right = as_generation(*arguments)
+        monkeypatch.setattr(generate, "response_mask", without_eos)
+        wrong = as_generation(*arguments)
+        monkeypatch.setattr(generate, "response_mask", response_mask)
+        return type(right)(wrong.sequences, wrong.response_mask, right.finish_reason)
+
+    monkeypatch.setattr(generate, "as_generation", finished_as_before)
+    with pytest.raises(AssertionError):
+        assert_learnt(train(0))

@@ -1,0 +1,182 @@
+"""Two ranks with half the prompts each do what one rank does with all of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_lightning.distributed import global_sum
+from rlhf_lightning.hparams import PPOHparams
+from rlhf_lightning.modules import optimization, ppo
+from rlhf_lightning.modules.measures import RunningMeans
+from rlhf_lightning.rollout import collect
+from tests.modules.tiny_ppo import (
+    ROWS,
+    RecordedPPO,
+    adamw,
+    built,
+    ppo_hparams,
+    prompts,
+    tiny_module,
+)
+from tests.simulated_ranks import SimulatedRanks
+from tests.tiny import flat_parameters
+
+
+class RankPPO(RecordedPPO):
+    """A rank without a Trainer: gradients are averaged over ranks, as DDP and FSDP2 do."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.logged: list[dict[str, float]] = []
+        self._trainer = SimpleNamespace(
+            strategy=SimpleNamespace(backward=lambda loss, *_: loss.backward())
+        )
+
+    def prepare(self) -> None:
+        built(self)
+        groups = [
+            {"params": list(self.policy.parameters()), "lr": self.ppo.learning_rate},
+            {"params": list(self.value.parameters()), "lr": self.ppo.value_learning_rate},
+        ]
+        self.the_optimizer = adamw(groups)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return self.the_optimizer
+
+    def lr_schedulers(self) -> Any:
+        return SimpleNamespace(step=lambda: None)
+
+    def log_dict(self, values: dict[str, float], **_: Any) -> None:
+        self.logged.append(dict(values))
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def prepared(hparams: PPOHparams) -> RankPPO:
+    # Not inside the ranks: random weights draw from a generator that threads share.
+    module = tiny_module(ppo=hparams, cls=RankPPO)
+    module.prepare()
+    return module
+
+
+def average_over_ranks(module: RankPPO, size: int) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = global_sum(parameter.grad) / size
+
+
+def train(monkeypatch: pytest.MonkeyPatch, size: int, *, iterations: int = 2) -> list[RankPPO]:
+    ranks = SimulatedRanks(monkeypatch, size)
+    step = optimization.clip_and_step
+
+    def averaged_step(module: RankPPO, *rest: Any) -> Any:
+        average_over_ranks(module, size)
+        return step(module, *rest)
+
+    monkeypatch.setattr(ppo, "clip_and_step", averaged_step)
+    # Micro-batches of 3 rows of one bucket: ranks have different numbers of them.
+    hparams = ppo_hparams(num_minibatches=2, micro_batch_size=3, kl_target=2.0, kl_horizon=40)
+    modules = [prepared(hparams) for _ in range(size)]
+
+    def one(rank: int) -> RankPPO:
+        module = modules[rank]
+        share = ROWS // size
+        for iteration in range(iterations):
+            rows = slice(rank * share, (rank + 1) * share)
+            module.training_step(prompts(iteration)[rows], iteration)
+        return module
+
+    result = ranks.run(one)
+    monkeypatch.setattr(ppo, "clip_and_step", step)
+    return result
+
+
+def joined(modules: list[RankPPO], iteration: int, name: str) -> torch.Tensor:
+    """Return one field of all ranks' rows, padded to one width."""
+    parts = [getattr(module.rollouts[iteration], name) for module in modules]
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1])) for p in parts])
+
+
+@pytest.fixture(scope="module")
+def one_and_two():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        (one,) = train(monkeypatch, 1)
+        two = train(monkeypatch, 2)
+        return one, two
+
+
+def test_two_ranks_sample_the_same_tokens_and_whiten_with_the_same_moments(one_and_two):
+    one, two = one_and_two
+    assert torch.equal(joined(two, 0, "response_tensors"), joined([one], 0, "response_tensors"))
+    for iteration in (0, 1):
+        for name in ("logprobs", "rewards", "advantages", "returns", "scores"):
+            got, wanted = joined(two, iteration, name), joined([one], iteration, name)
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
+
+
+def test_two_ranks_take_the_same_steps_as_one(one_and_two):
+    one, two = one_and_two
+    start = flat_parameters(built(tiny_module()))
+    moved = flat_parameters(one) - start
+    assert moved.abs().max() > 3e-3
+    for rank in two:
+        torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
+    assert torch.equal(flat_parameters(two[0]), flat_parameters(two[1]))
+    for ours, theirs in zip(two[0].steps, one.steps, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_two_ranks_log_and_control_the_same(one_and_two):
+    one, two = one_and_two
+    assert one.controls.kl_coef != one.ppo.kl_coef, "the controller must have acted"
+    for rank in two:
+        assert rank.controls.kl_coef == pytest.approx(one.controls.kl_coef, rel=1e-5)
+        for ours, theirs in zip(rank.logged, one.logged, strict=True):
+            # distinct-2 is by definition a mean over ranks.
+            skipped = ("time/", "throughput/", "rollout/distinct_2")
+            for name, value in theirs.items():
+                if not name.startswith(skipped):
+                    assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert two[0].controls == two[1].controls
+
+
+def test_whitening_each_rank_alone_would_take_other_steps(one_and_two, monkeypatch):
+    # The mutation of the tests above.
+    def local_moments(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[mask].mean(), x[mask].var(unbiased=False)
+
+    monkeypatch.setattr(collect, "global_moments", local_moments)
+    one, _ = one_and_two
+    two = train(monkeypatch, 2)
+    assert (flat_parameters(two[0]) - flat_parameters(one)).abs().max() > 1e-3
+
+
+def test_ranks_with_few_micro_batches_run_as_many_forwards_as_the_others(monkeypatch):
+    # Sharded forwards are collective: a rank that runs one less leaves the others waiting.
+    ranks = SimulatedRanks(monkeypatch, 2)
+    shares = [prompts()[:2], prompts()[2:]]
+    modules = [prepared(ppo_hparams(micro_batch_size=2)) for _ in range(2)]
+    calls = [0, 0]
+
+    def one(rank: int) -> None:
+        module = modules[rank]
+
+        def count(*_: Any) -> None:
+            calls[rank] += 1
+
+        module.reference.register_forward_hook(count)
+        module.policy.register_forward_hook(count)
+        rollout, _ = module.collect_rollout(shares[rank], 0)
+        module.update(rollout, RunningMeans(), iteration=0)
+
+    ranks.run(one)
+    assert calls[0] == calls[1] > 6

@@ -1,0 +1,178 @@
+"""A PPO run that is killed and resumed is, bit for bit, the run that was never killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
+from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.records import PromptRecord
+from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, tiny_module, trainer
+from tests.tiny import prompt_rows, tiny_tokenizer
+
+ITERATIONS = 4
+
+
+class InMemorySource:
+    def records(self, kind: str, split: str) -> list[PromptRecord]:
+        if split == "validation":
+            return []
+        rows = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
+        return [PromptRecord(" ".join(f"w{i}" for i in row)) for row in rows]
+
+
+class KilledError(RuntimeError):
+    pass
+
+
+class Events(L.Callback):
+    """Turn a control after the first iteration, and die at the start of another."""
+
+    def __init__(self, die_at: int | None) -> None:
+        self.die_at = die_at
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.die_at:
+            raise KilledError
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
+        if rest[-1] == 0:
+            pl_module.controls.learning_rate_factor = 0.5
+            pl_module.controls.domain_weights = {"": 0.9}
+
+
+def run(
+    folder: Path,
+    *,
+    resume: bool = False,
+    die_at: int | None = None,
+    fingerprint: str = "sft",
+    **changes: Any,
+) -> tuple[L.Trainer, RecordedPPO, list[torch.Tensor]]:
+    torch.manual_seed(99 if resume else 1)
+    seen: list[torch.Tensor] = []
+    hparams = ppo_hparams(num_minibatches=2, kl_target=2.0, kl_horizon=20)
+    module = tiny_module(ppo=hparams, fingerprint=fingerprint, **changes)
+    data = PromptDataModule(
+        InMemorySource(),
+        tiny_tokenizer(),
+        batch_size=8,
+        num_iterations=ITERATIONS,
+        max_prompt_length=16,
+        seed=5,
+    )
+    step = module.training_step
+
+    def training_step(prompts: Any, batch_idx: int) -> Any:
+        seen.append(prompts.row_ids)
+        return step(prompts, batch_idx)
+
+    module.training_step = training_step
+    the_trainer = trainer(
+        enable_checkpointing=True,
+        plugins=[AtomicCheckpointIO()],
+        callbacks=[
+            IterationCheckpoint(folder, every_n_iterations=2),
+            RandomState(),
+            Events(die_at),
+        ],
+    )
+    checkpoint = folder / "last.ckpt" if resume else None
+    the_trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return the_trainer, module, seen
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Any:
+    return run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def killed(tmp_path) -> Path:
+    with pytest.raises(KilledError):
+        run(tmp_path, die_at=3)
+    return tmp_path
+
+
+def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(whole, killed):
+    whole_trainer, whole_module, whole_seen = whole
+    the_trainer, module, seen = run(killed, resume=True)
+    assert [rows.tolist() for rows in seen] == [rows.tolist() for rows in whole_seen[2:]]
+    for ours, theirs in zip(module.rollouts, whole_module.rollouts[2:], strict=True):
+        for name in ("sequences", "logprobs", "ref_logprobs", "values", "rewards", "advantages"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert module.steps == whole_module.steps[-len(module.steps) :]
+    for name, value in whole_module.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    ours, theirs = (t.optimizers[0].state_dict() for t in (the_trainer, whole_trainer))
+    assert ours["param_groups"] == theirs["param_groups"]
+    for parameter, state in theirs["state"].items():
+        for name, value in state.items():
+            assert torch.equal(ours["state"][parameter][name], value), (parameter, name)
+    assert module.controls == whole_module.controls
+    assert module.controls.learning_rate_factor == 0.5
+    assert module.controls.kl_coef != module.ppo.kl_coef
+    assert the_trainer.global_step == whole_trainer.global_step == ITERATIONS * 2 * 2
+    schedulers = [t.lr_scheduler_configs[0].scheduler for t in (the_trainer, whole_trainer)]
+    assert schedulers[0].state_dict() == schedulers[1].state_dict()
+    for a, b in zip(
+        module.reference.parameters(), whole_module.reference.parameters(), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_the_checkpoint_holds_the_controls_and_no_frozen_model(killed):
+    checkpoint = torch.load(killed / "last.ckpt", weights_only=False)
+    assert set(checkpoint["controls"]) == {
+        "kl_coef",
+        "temperature",
+        "learning_rate_factor",
+        "domain_weights",
+    }
+    assert checkpoint["controls"]["domain_weights"] == {"": 0.9}
+    assert checkpoint["reference_fingerprint"] == "sft"
+    assert {name.split(".")[0] for name in checkpoint["state_dict"]} == {"policy", "value"}
+
+
+def test_a_run_resumed_against_the_trained_weights_as_reference_is_another(whole, killed):
+    # The mutation: without its own source, the reference would be what the checkpoint holds.
+    state = torch.load(killed / "last.ckpt", weights_only=False)["state_dict"]
+
+    class Wrong(RecordedPPO):
+        def configure_model(self) -> None:
+            super().configure_model()
+            policy = {k.removeprefix("policy."): v for k, v in state.items() if "policy." in k}
+            self.reference.load_state_dict(policy)
+
+    _, module, _ = run(killed, resume=True, cls=Wrong)
+    name = "policy.model.transformer.wte.weight"
+    assert not torch.equal(module.state_dict()[name], whole[1].state_dict()[name])
+
+
+def test_a_checkpoint_of_another_reference_is_refused(killed):
+    with pytest.raises(ValueError, match=r"trained against reference sft, .* is now other"):
+        run(killed, resume=True, fingerprint="other")
+
+
+def test_the_loader_yields_every_prompt_once_a_pass_and_numbers_the_rows(whole):
+    _, module, seen = whole
+    assert torch.cat(seen).tolist() == list(range(ITERATIONS * 8))
+    prompts = [
+        tuple(ids[mask].tolist())
+        for rollout in module.rollouts
+        for ids, mask in zip(
+            rollout.query_tensors,
+            rollout.attention_mask[:, : rollout.prompt_length],
+            strict=True,
+        )
+    ]
+    for first in (0, 10, 20):
+        assert len(set(prompts[first : first + 10])) == 10

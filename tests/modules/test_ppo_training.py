@@ -1,0 +1,253 @@
+"""PPOModule in a real Trainer: how often it steps, what it changes, what it logs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf_lightning.functional.kl import adapted_kl_coef
+from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.modules.measures import rollout_measures
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.score import RewardModelScorer
+from tests.modules.tiny_ppo import (
+    RecordedPPO,
+    TokenScorer,
+    built,
+    fit,
+    ppo_hparams,
+    prompts,
+    rollout_of,
+    some_score,
+    tiny_module,
+)
+from tests.tiny import tiny_policy, tiny_scalar_model
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_every_rollout_takes_epochs_times_minibatches_steps(epochs, minibatches, micro_batch_size):
+    ppo = ppo_hparams(
+        num_ppo_epochs=epochs, num_minibatches=minibatches, micro_batch_size=micro_batch_size
+    )
+    module = tiny_module(ppo=ppo)
+    trainer = fit(module, 2)
+    assert module.num_optimizer_steps == trainer.global_step == 2 * epochs * minibatches
+    assert len(module.rollouts) == 2
+
+
+def copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_only_policy_and_value_model_change_and_only_they_are_in_checkpoints():
+    reward_model = tiny_scalar_model("llama", seed=3)
+    module = built(tiny_module(scorer=RewardModelScorer(lambda: reward_model)))
+    frozen = (module.reference, reward_model)
+    before = [copies(model) for model in (*frozen, module.policy, module.value)]
+    fit(module, 2)
+    after = [copies(model) for model in (*frozen, module.policy, module.value)]
+    for old, new in zip(before[:2], after[:2], strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+    for old, new in zip(before[2:], after[2:], strict=True):
+        assert not all(torch.equal(old[name], new[name]) for name in old)
+    for model in frozen:
+        assert not model.training
+        assert all(p.grad is None and not p.requires_grad for p in model.parameters())
+    assert {name.split(".")[0] for name in module.state_dict()} == {"policy", "value"}
+    assert {id(p) for p in module.parameters()} == {
+        id(p) for model in (module.policy, module.value) for p in model.parameters()
+    }
+
+
+def test_the_norms_of_policy_and_value_gradient_are_clipped_each_on_its_own():
+    module = tiny_module(ppo=ppo_hparams(max_grad_norm=1e-3))
+    norms: list[tuple[float, float]] = []
+
+    def norm(model: torch.nn.Module) -> float:
+        return float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+
+    module.on_before_optimizer_step = lambda optimizer: norms.append(
+        (norm(module.policy), norm(module.value))
+    )
+    fit(module, 1)
+    assert len(norms) == 2
+    for policy, value in norms:
+        assert policy == pytest.approx(1e-3, rel=1e-2)
+        assert value == pytest.approx(1e-3, rel=1e-2)
+    assert all(step["ppo/policy_grad_norm"] > 1e-2 for step in module.steps)
+
+
+def test_too_much_kl_stops_the_updates_of_a_rollout_before_the_step():
+    ppo = ppo_hparams(num_ppo_epochs=4, target_approx_kl=0.01)
+    module = tiny_module(ppo=ppo)
+    fit(module, 1)
+    free = tiny_module(ppo=replace(ppo, target_approx_kl=None))
+    fit(free, 1)
+    kls = [step["ppo/approx_kl"] for step in free.steps]
+    allowed = next(i for i, kl in enumerate(kls) if kl > 0.01)
+    assert 0 < allowed < 4
+    assert module.num_optimizer_steps == allowed
+    assert all(p.grad is None or (p.grad == 0).all() for p in module.parameters())
+
+
+def test_the_learning_rate_falls_once_an_iteration_and_follows_the_controls():
+    module = tiny_module(ppo=ppo_hparams(num_minibatches=4), schedule=Schedule("linear"))
+    rates: list[tuple[float, ...]] = []
+
+    def record(optimizer: torch.optim.Optimizer) -> None:
+        rates.append(tuple(group["lr"] for group in optimizer.param_groups))
+        if len(module.rollouts) == 2:
+            module.controls.learning_rate_factor = 0.5
+
+    module.on_before_optimizer_step = record
+    fit(module, 4)
+    by_iteration = [rates[i * 8 : (i + 1) * 8] for i in range(4)]
+    for number, (same, factor) in enumerate(
+        zip(by_iteration, [1.0, 0.75, 0.5 * 0.5, 0.25 * 0.5], strict=True)
+    ):
+        assert set(same) == {same[0]}, number
+        assert same[0] == pytest.approx((1e-3 * factor, 3e-3 * factor))
+
+
+def logged_by(module: RecordedPPO) -> list[dict[str, float]]:
+    logged: list[dict[str, float]] = []
+    original = module.log_dict
+
+    def log_dict(values: dict[str, float], **options: object) -> None:
+        logged.append(dict(values))
+        original(values, **options)
+
+    module.log_dict = log_dict
+    return logged
+
+
+def test_the_kl_controller_follows_the_kl_per_response():
+    module = tiny_module(ppo=ppo_hparams(kl_target=2.0, kl_horizon=40, num_ppo_epochs=4))
+    logged = logged_by(module)
+    fit(module, 4)
+    coef = 0.05
+    for values, rollout in zip(logged, module.rollouts, strict=True):
+        assert values["ppo/kl_coef"] == coef
+        mask = rollout.response_mask
+        kl = torch.where(mask, rollout.logprobs - rollout.ref_logprobs, 0).sum(-1)
+        assert values["rollout/kl_per_response"] == pytest.approx(float(kl.mean()), abs=1e-5)
+        per_token = float(kl.sum() / mask.sum())
+        assert values["rollout/kl_per_token"] == pytest.approx(per_token, abs=1e-6)
+        coef = adapted_kl_coef(coef, float(kl.mean()), target=2.0, horizon=40, num_episodes=16)
+    assert module.controls.kl_coef == pytest.approx(coef, rel=1e-6)
+    assert len({values["ppo/kl_coef"] for values in logged}) == 4
+
+
+def test_changed_controls_take_effect_at_the_next_rollout():
+    module = built(tiny_module())
+    plain = rollout_of(module)
+    module.controls.kl_coef = 3.0
+    module.controls.domain_weights = {"maths": 2.0}
+    module.reference.load_state_dict(tiny_policy(seed=7).state_dict())
+    heavy = rollout_of(module, prompts(domains=["maths"] * 8 + [""] * 8))
+    assert torch.equal(plain.response_tensors, heavy.response_tensors)
+    kl = torch.where(heavy.response_mask, heavy.logprobs - heavy.ref_logprobs, 0).sum(-1)
+    scores = heavy.scores * torch.tensor([2.0] * 8 + [1.0] * 8)
+    cut = (heavy.finish_reason == 1).float()
+    expected = scores.clamp(-5, 5) - cut - 3.0 * kl
+    torch.testing.assert_close(heavy.rewards.sum(-1), expected, rtol=1e-5, atol=1e-4)
+    module.controls.temperature = 0.1
+    assert not torch.equal(rollout_of(module).response_tensors, plain.response_tensors)
+
+
+MEASURES = {
+    "rollout/score",
+    "rollout/score_std",
+    "rollout/kl_per_token",
+    "rollout/kl_per_response",
+    "rollout/response_length",
+    "rollout/eos_fraction",
+    "rollout/distinct_2",
+    "ppo/policy_loss",
+    "ppo/value_loss",
+    "ppo/approx_kl",
+    "ppo/clipfrac",
+    "ppo/value_clipfrac",
+    "ppo/explained_variance",
+    "ppo/entropy",
+    "ppo/kl_coef",
+    "ppo/learning_rate",
+    "ppo/policy_grad_norm",
+    "ppo/value_grad_norm",
+    "time/generate",
+    "time/score",
+    "time/update",
+    "throughput/tokens_per_second",
+}
+
+
+def test_every_measure_is_logged_each_iteration_and_means_what_it_says():
+    module = tiny_module()
+    logged = logged_by(module)
+    trainer = fit(module, 2)
+    assert [set(values) for values in logged] == [MEASURES, MEASURES]
+    assert set(trainer.callback_metrics) == MEASURES
+    for values, rollout in zip(logged, module.rollouts, strict=True):
+        assert all(math.isfinite(value) for value in values.values())
+        mask = rollout.response_mask
+        assert values["rollout/score"] == pytest.approx(rollout.scores.mean().item(), abs=1e-5)
+        std = rollout.scores.std(unbiased=False).item()
+        assert values["rollout/score_std"] == pytest.approx(std, rel=1e-4)
+        assert values["rollout/response_length"] == pytest.approx(mask.sum() / 16)
+        finished = (rollout.finish_reason == 0).float().mean()
+        assert values["rollout/eos_fraction"] == pytest.approx(finished)
+        assert 0 < finished < 1
+        assert values["ppo/entropy"] == pytest.approx(rollout.entropy[mask].mean().item(), abs=1e-5)
+    last = [step["ppo/approx_kl"] for step in module.steps[-2:]]
+    assert logged[-1]["ppo/approx_kl"] == pytest.approx(sum(last) / 2)
+
+
+EDGES = {
+    "every answer is one token": {"sampling": SamplingHparams(max_new_tokens=1)},
+    "no answer stops": {"stops": ()},
+    "every answer stops at once": {"stops": tuple(range(48))},
+    "all scores are equal": {"score": lambda ids, finished: 0.7},
+    "scores are huge": {"score": lambda ids, finished: 1e6 * some_score(ids, finished)},
+    "one row": {"rows": 1},
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edge_cases_train_with_finite_measures_and_weights(name):
+    edge = dict(EDGES[name])
+    scorer = TokenScorer(edge.get("score", some_score))
+    module = tiny_module(scorer=scorer, sampling=edge.get("sampling"))
+    module.generator.stop_ids = edge.get("stops", module.generator.stop_ids)
+    logged = logged_by(module)
+    fit(module, [prompts(i, rows=edge.get("rows", 16)) for i in range(2)])
+    assert len(logged) == 2
+    for values in logged:
+        assert all(math.isfinite(value) for value in values.values()), values
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+    if name == "no answer stops":
+        assert logged[0]["rollout/eos_fraction"] == 0
+    if name == "every answer stops at once":
+        assert logged[0]["rollout/response_length"] == 1
+
+
+def test_equal_returns_leave_the_explained_variance_out():
+    module = built(tiny_module(value=lambda: tiny_scalar_model(init_std=0.0)))
+    rollout = rollout_of(module)
+    assert "ppo/explained_variance" in rollout_measures(rollout)
+    flat = copy.copy(rollout.returns).fill_(0.3)
+    assert "ppo/explained_variance" not in rollout_measures(replace(rollout, returns=flat))
+
+
+def test_several_components_of_the_score_are_logged_by_name():
+    module = built(tiny_module())
+    rollout = rollout_of(module)
+    assert not any("score_tokens" in name for name in rollout_measures(rollout))
+    two = {"style": torch.full((16,), 2.0), "truth": torch.full((16,), -1.0)}
+    measures = rollout_measures(replace(rollout, score_components=two))
+    assert measures["rollout/score_style"] == 2.0
+    assert measures["rollout/score_truth"] == -1.0

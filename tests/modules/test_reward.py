@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from torch.utils.data import DataLoader
+
+from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.modules import reward
+from tests.modules.tiny_ppo import trainer
+from tests.modules.tiny_stages import (
+    preference_batch,
+    tiny_reward,
+    train_ranks,
+    without_trainer,
+)
+from tests.tiny import EOS, MODEL_TYPES, PAD, flat_gradients, flat_parameters
+
+
+def swapped(batch: PreferenceBatch) -> PreferenceBatch:
+    return replace(
+        batch,
+        chosen_input_ids=batch.rejected_input_ids,
+        chosen_attention_mask=batch.rejected_attention_mask,
+        chosen_length=batch.rejected_length,
+        rejected_input_ids=batch.chosen_input_ids,
+        rejected_attention_mask=batch.chosen_attention_mask,
+        rejected_length=batch.chosen_length,
+    )
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_scores_are_those_of_single_rows_whatever_the_padding(model_type):
+    module = tiny_reward(model_type)
+    module.configure_model()
+    with torch.no_grad():
+        base = module.scores(preference_batch())
+        wide = module.scores(preference_batch(width=40, fill=EOS))
+        for a, b in zip(base, wide, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        batch = preference_batch()
+        for row in range(len(batch)):
+            ids = batch.chosen_input_ids[row][batch.chosen_attention_mask[row]][None]
+            alone = sequence_scores(module.model, ids, torch.ones_like(ids, dtype=torch.bool))
+            torch.testing.assert_close(alone[0], base[0][row], rtol=0, atol=1e-5)
+    assert torch.cat(base).std() > 0.1
+
+
+def step(module, batch: PreferenceBatch) -> tuple[dict[str, float], torch.Tensor]:
+    """Return the measures and the gradient of a training step, without taking it."""
+    captured = {}
+
+    def capture(module, models, max_grad_norm):
+        captured["gradient"] = flat_gradients(module.model)
+        module.zero_grad()
+        return {"model": torch.zeros(())}
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(reward, "clip_and_step", capture)
+        module.training_step(batch, 0)
+    measures = {name: float(value) for name, value in module.logged[-1].items()}
+    return measures, captured["gradient"]
+
+
+def test_a_zero_head_has_a_loss_of_log_2_and_no_right_pair():
+    module = without_trainer(tiny_reward(init_std=0.0))
+    measures, gradient = step(module, preference_batch())
+    assert measures["reward/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert measures["reward/accuracy"] == 0
+    assert measures["reward/margin"] == 0
+    assert gradient.abs().max() > 1e-3, "the head must be able to start"
+
+
+def test_swapping_the_sides_maps_the_loss_of_d_to_the_loss_of_minus_d():
+    module = without_trainer(tiny_reward(center_coef=0.0))
+    batch = preference_batch()
+    with torch.no_grad():
+        chosen, rejected = module.scores(batch)
+    d = chosen - rejected
+    there, gradient = step(module, batch)
+    back, opposite = step(module, swapped(batch))
+    assert there["reward/loss"] == pytest.approx(float(-logsigmoid(d).mean()), abs=1e-5)
+    assert back["reward/loss"] == pytest.approx(float(-logsigmoid(-d).mean()), abs=1e-5)
+    assert there["reward/accuracy"] == pytest.approx(float((d > 0).float().mean()), abs=1e-6)
+    assert there["reward/accuracy"] + back["reward/accuracy"] == pytest.approx(1)
+    assert there["reward/margin"] == pytest.approx(-back["reward/margin"], abs=1e-6)
+    assert not torch.allclose(gradient, opposite)
+
+
+def test_margin_smoothing_and_centring_enter_the_loss_as_written():
+    batch = preference_batch(margin=0.7)
+    module = without_trainer(tiny_reward(label_smoothing=0.1, center_coef=0.05))
+    with torch.no_grad():
+        chosen, rejected = module.scores(batch)
+    d = chosen - rejected - 0.7
+    expected = -(0.9 * logsigmoid(d) + 0.1 * logsigmoid(-d)) + 0.05 * (chosen + rejected) ** 2
+    measures, _ = step(module, batch)
+    assert measures["reward/loss"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    plain = without_trainer(tiny_reward(label_smoothing=0.1, center_coef=0.05, use_margin=False))
+    without = d + 0.7
+    expected = expected + 0.9 * (logsigmoid(d) - logsigmoid(without))
+    expected = expected + 0.1 * (logsigmoid(-d) - logsigmoid(-without))
+    measures, _ = step(plain, batch)
+    assert measures["reward/loss"] == pytest.approx(float(expected.mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_the_gradient_does_not_depend_on_micro_batches_or_padding(micro_batch_size):
+    whole = without_trainer(tiny_reward())
+    loss, expected = step(whole, preference_batch())
+    assert expected.abs().max() > 1e-2
+    split = without_trainer(tiny_reward(micro_batch_size=micro_batch_size))
+    measures, got = step(split, preference_batch(width=40, fill=EOS))
+    for name in ("reward/loss", "reward/accuracy", "reward/margin"):
+        assert measures[name] == pytest.approx(loss[name], abs=1e-5)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_two_ranks_take_the_same_steps_as_one(monkeypatch):
+    batches = [preference_batch(seed=seed) for seed in range(3)]
+    (one,) = whole = [without_trainer(tiny_reward(micro_batch_size=2))]
+    two = [without_trainer(tiny_reward(micro_batch_size=2)) for _ in range(2)]
+    start = flat_parameters(one)
+    train_ranks(monkeypatch, whole, batches)
+    train_ranks(monkeypatch, two, batches)
+    moved = flat_parameters(one) - start
+    assert moved.abs().max() > 2e-3
+    for rank in two:
+        torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
+        for ours, theirs in zip(rank.logged, one.logged, strict=True):
+            for name in ("reward/loss", "reward/accuracy", "reward/margin", "reward/grad_norm"):
+                assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-4, abs=1e-5)
+
+
+def test_it_learns_pairs_and_validates_by_the_pair():
+    module = tiny_reward(learning_rate=3e-3)
+    the_trainer = trainer(val_check_interval=20)
+    train = DataLoader([preference_batch() for _ in range(20)], batch_size=None)
+    held_out = [preference_batch(seed=5)[:1], preference_batch(seed=5)[1:]]
+    the_trainer.fit(module, train, DataLoader(held_out, batch_size=None))
+    metrics = {name: float(value) for name, value in the_trainer.callback_metrics.items()}
+    assert the_trainer.global_step == 20
+    assert metrics["reward/accuracy"] == 1
+    assert metrics["reward/loss"] < 0.2
+    whole = preference_batch(seed=5)
+    with torch.no_grad():
+        chosen, rejected = module.scores(whole)
+    right = int((chosen > rejected).sum())
+    low, high = wilson_interval(right, 8, confidence=0.95)
+    longer = whole.chosen_length - whole.rejected_length
+    expected = {
+        "val/accuracy": right / 8,
+        "val/accuracy_low": low,
+        "val/accuracy_high": high,
+        "val/accuracy_ties_half": right / 8,
+        "val/margin": float((chosen - rejected).mean()),
+        "val/loss": float(-logsigmoid(chosen - rejected).mean()),
+        "val/longer_wins_accuracy": float((longer > 0).sum() / (longer != 0).sum()),
+    }
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, abs=1e-5), name
+    assert 0 <= metrics["val/calibration_error"] <= 1
+
+
+def validated(module, batch: PreferenceBatch) -> dict[str, float]:
+    loader = DataLoader([batch], batch_size=None)
+    (metrics,) = trainer().validate(module, loader, verbose=False)
+    return metrics
+
+
+def test_a_model_that_scores_all_alike_has_only_ties_and_is_not_calibrated_wrongly():
+    metrics = validated(tiny_reward(init_std=0.0), preference_batch())
+    assert metrics["val/accuracy"] == 0
+    assert metrics["val/accuracy_ties_half"] == 0.5
+    assert metrics["val/calibration_error"] == pytest.approx(0, abs=1e-6)
+    assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def calibration_error(difference: torch.Tensor) -> float:
+    """Ten bins over both orders of each pair, |mean probability - share right| by their size."""
+    probability = torch.cat([difference, -difference]).sigmoid()
+    right = torch.cat([torch.ones_like(difference), torch.zeros_like(difference)])
+    bins = (probability * 10).long().clamp(max=9)
+    total = 0.0
+    for number in bins.unique():
+        inside = bins == number
+        gap = probability[inside].mean() - right[inside].mean()
+        total += float(gap.abs() * inside.float().mean())
+    return total
+
+
+def test_calibration_counts_both_orders_of_each_pair():
+    module = tiny_reward()
+    batch = preference_batch()
+    there, back = validated(module, batch), validated(module, swapped(batch))
+    assert there["val/accuracy"] + back["val/accuracy"] == pytest.approx(1)
+    assert there["val/margin"] == pytest.approx(-back["val/margin"], abs=1e-6)
+    with torch.no_grad():
+        chosen, rejected = module.scores(batch)
+    for metrics, difference in ((there, chosen - rejected), (back, rejected - chosen)):
+        expected = calibration_error(difference)
+        assert expected > 0.05
+        assert metrics["val/calibration_error"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_pad_equal_to_eos_and_right_padding_do_not_hide_the_final_eos():
+    module = tiny_reward("llama")
+    module.configure_model()
+    batch = preference_batch(fill=EOS)
+    cut = batch.chosen_attention_mask.clone()
+    last = cut.sum(-1) - 1
+    cut[torch.arange(8), last] = False
+    with torch.no_grad():
+        full, _ = module.scores(batch)
+        same, _ = module.scores(preference_batch(fill=PAD))
+        without_eos, _ = module.scores(replace(batch, chosen_attention_mask=cut))
+    assert torch.equal(full, same)
+    assert (full - without_eos).abs().min() > 1e-3

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from rlhf_lightning.data.collate import SFTCollator
+from rlhf_lightning.data.encode import encode_demonstration
+from rlhf_lightning.data.records import DemonstrationRecord
+from rlhf_lightning.functional.sequences import next_token_labels
+from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.modules import sft
+from tests.modules.tiny_ppo import trainer
+from tests.modules.tiny_stages import (
+    ANSWER_LENGTHS,
+    sft_batch,
+    tiny_sft,
+    train_ranks,
+    without_trainer,
+)
+from tests.tiny import (
+    EOS,
+    MODEL_TYPES,
+    PAD,
+    config_fields,
+    flat_gradients,
+    flat_parameters,
+    tiny_policy,
+    tiny_tokenizer,
+)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_loss_is_the_mean_cross_entropy_of_the_answers_without_any_padding(model_type):
+    module = tiny_sft(model_type)
+    module.configure_model()
+    batch = sft_batch(fill=EOS)
+    num_tokens = batch.loss_mask.sum()
+    with torch.no_grad():
+        loss = module.loss(batch, num_tokens)
+        total = 0.0
+        for row in range(len(batch)):
+            ids = batch.input_ids[row][batch.attention_mask[row]]
+            first = len(ids) - ANSWER_LENGTHS[row]
+            logits = module.policy.model(ids[None]).logits[0]
+            total += float(cross_entropy(logits[first - 1 : -1], ids[first:], reduction="sum"))
+    assert float(loss) == pytest.approx(total / sum(ANSWER_LENGTHS), abs=1e-5)
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_labels_are_the_completion_and_its_eos_also_where_pad_is_eos(pad_is_eos):
+    tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos)
+    completions = ["w5 w6 w7", "w8", "w9 w10"]
+    records = [DemonstrationRecord("w20 w21", text) for text in completions]
+    rows = [encode_demonstration(record, tokenizer, max_length=32) for record in records]
+    batch = SFTCollator(tokenizer.pad_token_id)(rows)
+    labels = next_token_labels(batch.input_ids, batch.loss_mask)
+    assert (labels >= 0).sum(-1).tolist() == [4, 2, 3]
+    for row, text in enumerate(completions):
+        wanted = [*(int(word[1:]) for word in text.split()), EOS]
+        assert labels[row][labels[row] >= 0].tolist() == wanted
+
+
+def gradient(module, micro_batch_size: int | None, fill: int = PAD, width: int = 24):
+    captured = {}
+
+    def capture(module, models, max_grad_norm):
+        captured["gradient"] = flat_gradients(module.policy)
+        module.zero_grad()
+        return {"policy": torch.zeros(())}
+
+    module.sft = type(module.sft)(learning_rate=1e-3, micro_batch_size=micro_batch_size)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sft, "clip_and_step", capture)
+        module.training_step(sft_batch(fill=fill, width=width), 0)
+    return float(module.logged[-1]["sft/loss"]), captured["gradient"]
+
+
+def test_loss_and_gradient_do_not_depend_on_micro_batches_or_padding():
+    module = without_trainer(tiny_sft())
+    loss, expected = gradient(module, None)
+    assert expected.abs().max() > 1e-2
+    for options in ({"micro_batch_size": 1}, {"micro_batch_size": 3}):
+        got = gradient(module, **options)
+        assert got[0] == pytest.approx(loss, abs=1e-6)
+        torch.testing.assert_close(got[1], expected, rtol=0, atol=1e-5)
+    wide = gradient(module, None, fill=EOS, width=40)
+    assert wide[0] == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(wide[1], expected, rtol=0, atol=1e-5)
+
+
+def test_two_ranks_take_the_same_steps_as_one(monkeypatch):
+    batches = [sft_batch(seed=seed) for seed in range(3)]
+    (one,) = whole = [without_trainer(tiny_sft(micro_batch_size=3))]
+    two = [without_trainer(tiny_sft(micro_batch_size=3)) for _ in range(2)]
+    start = flat_parameters(one)
+    train_ranks(monkeypatch, whole, batches)
+    train_ranks(monkeypatch, two, batches)
+    moved = flat_parameters(one) - start
+    assert moved.abs().max() > 2e-3
+    for rank in two:
+        torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
+        for ours, theirs in zip(rank.logged, one.logged, strict=True):
+            assert float(ours["sft/loss"]) == pytest.approx(float(theirs["sft/loss"]), abs=1e-5)
+            assert float(ours["sft/grad_norm"]) == pytest.approx(
+                float(theirs["sft/grad_norm"]), rel=1e-4
+            )
+
+
+class Checked(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *rest) -> None:
+        self.losses.append(float(trainer.callback_metrics["sft/loss"]))
+
+
+def test_it_learns_demonstrations_and_validates_by_the_token():
+    module, checked = tiny_sft(learning_rate=3e-3), Checked()
+    the_trainer = trainer(callbacks=[checked], val_check_interval=10)
+    train = DataLoader([sft_batch() for _ in range(30)], batch_size=None)
+    # Two validation batches of other sizes: a mean of means would be another number.
+    held_out = [sft_batch(seed=9)[:1], sft_batch(seed=9)[1:]]
+    the_trainer.fit(module, train, DataLoader(held_out, batch_size=None))
+    assert the_trainer.global_step == len(checked.losses) == 30
+    assert checked.losses[-1] < 0.3 * checked.losses[0]
+    whole = sft_batch(seed=9)
+    with torch.no_grad():
+        expected = module.loss(whole, whole.loss_mask.sum())
+    assert float(the_trainer.callback_metrics["val/loss"]) == pytest.approx(
+        float(expected), abs=1e-5
+    )
+    names = {"sft/loss", "sft/grad_norm", "sft/learning_rate", "time/update", "val/loss"}
+    assert names | {"throughput/tokens_per_second"} == set(the_trainer.callback_metrics)
+
+
+def test_dropout_trains_and_the_validation_has_none():
+    module = tiny_sft()
+    module.build_policy = lambda: load_policy(from_scratch=config_fields("gpt2"), dropout=0.2)
+    batch = sft_batch()
+    the_trainer = trainer()
+    loader = DataLoader([batch], batch_size=None)
+    the_trainer.fit(module, loader)
+    module.train()
+    count = batch.loss_mask.sum()
+    with torch.no_grad():
+        assert module.loss(batch, count) != module.loss(batch, count)
+        (first,) = the_trainer.validate(module, loader, verbose=False)
+        (second,) = the_trainer.validate(module, loader, verbose=False)
+    assert first == second
+
+
+def test_a_batch_without_a_learnt_token_has_loss_0_and_no_gradient():
+    module = tiny_sft()
+    module.configure_model()
+    batch = sft_batch()
+    nothing = type(batch)(
+        batch.input_ids, batch.attention_mask, torch.zeros_like(batch.loss_mask), batch.domains
+    )
+    loss = module.loss(nothing, nothing.loss_mask.sum())
+    loss.backward()
+    assert loss.item() == 0
+    assert (flat_gradients(module.policy) == 0).all()
+
+
+def test_the_policy_of_a_fit_is_built_once():
+    module = tiny_sft()
+    module.configure_model()
+    policy = module.policy
+    module.configure_model()
+    assert module.policy is policy
+    assert torch.equal(flat_parameters(policy), flat_parameters(tiny_policy()))
