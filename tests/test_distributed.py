@@ -64,8 +64,8 @@ def test_moments_are_those_of_the_whole_batch_for_any_number_of_ranks(monkeypatc
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("value", [0.1, 0.7, -3.3, 1e-3, 1e4])
 def test_equal_values_whiten_to_exact_zeros(monkeypatch, size, value):
-    x = torch.full((6, 7), value)
-    mask = torch.rand(6, 7) > 0.4
+    x = torch.full((64, 101), value)
+    mask = torch.rand(64, 101) > 0.4
     shares = list(zip(x.chunk(size), mask.chunk(size), strict=True))
     ranks = SimulatedRanks(monkeypatch, size)
     for i, (mean, var) in enumerate(ranks.run(lambda i: global_moments(*shares[i]))):

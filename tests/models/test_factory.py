@@ -152,7 +152,7 @@ def test_a_value_model_starts_at_zero_and_a_reward_head_depends_on_its_seed_alon
     assert torch.equal(torch.get_rng_state(), state), "loading must not draw from the run's state"
     assert torch.equal(first.head.weight, second.head.weight)
     assert not torch.equal(first.head.weight, other.head.weight)
-    assert float(first.head.weight.std()) == pytest.approx((HIDDEN + 1) ** -0.5, rel=0.4)
+    assert first.head.weight.std().item() == pytest.approx((HIDDEN + 1) ** -0.5, rel=0.4)
 
 
 def test_a_policy_is_no_reward_model(tmp_path):

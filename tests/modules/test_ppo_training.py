@@ -127,20 +127,39 @@ def logged_by(module: RecordedPPO) -> list[dict[str, float]]:
 
 
 def test_the_kl_controller_follows_the_kl_per_response():
-    module = tiny_module(ppo=ppo_hparams(kl_target=2.0, kl_horizon=40, num_ppo_epochs=4))
+    module = tiny_module(ppo=ppo_hparams(kl_target=1.0, kl_horizon=40, num_ppo_epochs=4))
     logged = logged_by(module)
     fit(module, 4)
     coef = 0.05
     for values, rollout in zip(logged, module.rollouts, strict=True):
-        assert values["ppo/kl_coef"] == coef
+        assert values["ppo/kl_coef"] == pytest.approx(coef, rel=1e-6)
         mask = rollout.response_mask
         kl = torch.where(mask, rollout.logprobs - rollout.ref_logprobs, 0).sum(-1)
         assert values["rollout/kl_per_response"] == pytest.approx(float(kl.mean()), abs=1e-5)
         per_token = float(kl.sum() / mask.sum())
         assert values["rollout/kl_per_token"] == pytest.approx(per_token, abs=1e-6)
-        coef = adapted_kl_coef(coef, float(kl.mean()), target=2.0, horizon=40, num_episodes=16)
+        coef = adapted_kl_coef(coef, float(kl.mean()), target=1.0, horizon=40, num_episodes=16)
+    assert abs(values["rollout/kl_per_response"] / 1.0 - 1) < 0.2, "not clipped the last time"
     assert module.controls.kl_coef == pytest.approx(coef, rel=1e-6)
     assert len({values["ppo/kl_coef"] for values in logged}) == 4
+
+
+def test_every_iteration_has_its_own_noise_and_the_same_again_when_repeated():
+    module = built(tiny_module())
+    first, other = (rollout_of(module, prompts(), iteration=i).sequences for i in (0, 1))
+    again = rollout_of(module, prompts(), iteration=0).sequences
+    assert torch.equal(first, again)
+    assert first.shape != other.shape or not torch.equal(first, other)
+
+
+def test_the_loss_is_the_policy_loss_and_vf_coef_times_the_value_loss():
+    module = built(tiny_module(ppo=ppo_hparams(vf_coef=0.15)))
+    rollout = rollout_of(module)
+    loss, measures = module.loss(rollout, rollout.response_mask.sum(), iteration=0)
+    parts = {name: value.item() for name, value in measures.items()}
+    assert parts["ppo/value_loss"] > 0.1
+    expected = parts["ppo/policy_loss"] + 0.15 * parts["ppo/value_loss"]
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_changed_controls_take_effect_at_the_next_rollout():

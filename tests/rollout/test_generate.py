@@ -174,3 +174,18 @@ def test_responses_are_as_wide_as_the_longest_and_pad_may_be_eos():
     result = as_generation(torch.tensor([[5], [6]]), body, [EOS], EOS)
     assert result.sequences.tolist() == [[5, 9, EOS], [6, EOS, EOS]]
     assert result.response_mask.tolist() == [[True, True], [True, False]]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_cast_to_bf16_for_one_generation_do_not_outlive_it(engine):
+    model, other, prompts = eval_model(), eval_model(seed=3), prompt_batch(ROWS)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        expected = responses(engine, other, prompts)
+        model.requires_grad_(True)
+        assert responses(engine, model, prompts) != expected
+        assert not torch.is_autocast_cache_enabled()
+        model.load_state_dict(other.state_dict())
+        assert responses(engine, model, prompts) == expected
+        # A forward with a graph must cast anew: a cast made without one would hide the gradient.
+        model(input_ids=prompts.input_ids).logits.float().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,11 +40,15 @@ DEMONSTRATION_QUALITY = Quality(
 )  # fmt: skip
 PREFERENCE_QUALITY = Quality(
     right=0.6, unknown=0.06, refusal=0.03, polite=0.45, rude=0.08, careless=0.4,
-    fillers=(0.7, 0.22, 0.08), corrupted=0.05,
+    fillers=(0.7, 0.22, 0.08), corrupted=0.03,
 )  # fmt: skip
 
+# Annotators are not asked about every near tie: this share of those below the gap is left out.
 CLEAR_GAP = 1.0
 NEAR_TIE_SKIPPED = 0.8
+
+# Of each domain, so that no domain is most of the prompts.
+MOST_PROMPTS: Mapping[Split, int] = {"train": 700, "validation": 120}
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,10 @@ class DemoSource:
         validation = [question for question in questions if question.combination not in kept]
         rng.shuffle(train)
         rng.shuffle(validation)
-        return {"train": train, "validation": validation}
+        return {
+            "train": _at_most(MOST_PROMPTS["train"], train),
+            "validation": _at_most(MOST_PROMPTS["validation"], validation),
+        }
 
     def _draw(self, split: Split, count: int, rng: Random) -> list[Question]:
         """Return `count` questions, every domain equally often up to one."""
@@ -198,6 +206,17 @@ class DemoSource:
             _sample_pair(question, contrast, self.panel, rng)
             for question in self._draw(split, count, rng)
         ]
+
+
+def _at_most(count: int, questions: Sequence[Question]) -> list[Question]:
+    """Return the first `count` questions of each domain."""
+    taken = Counter[str]()
+    kept = []
+    for question in questions:
+        taken[question.domain] += 1
+        if taken[question.domain] <= count:
+            kept.append(question)
+    return kept
 
 
 @dataclass(frozen=True)
