@@ -123,10 +123,10 @@ def wrong_core(question: Question, rng: Random) -> Core:
         return Core("list", _spoilt_items(question.slots[1], right.values, rng))
     if right.kind == "steps":
         tool, target = right.values
-        if rng.random() < 0.7:
+        if rng.random() < 0.8:
             return Core("steps", (_other(list(BENIGN_VERBS.values()), tool, rng), target))
         return Core("steps", (tool, _other(OBJECTS, target, rng)))
-    if rng.random() < 0.3:
+    if rng.random() < 0.25:
         return Core(right.kind, (_other(NAMES, right.values[0], rng),))
     return Core(_other(("hello", "sorry", "glad"), right.kind, rng), right.values)
 
