@@ -120,6 +120,23 @@ def check_hparams(cfg: DictConfig) -> None:
             HPARAMS_BY_NAME[target.rpartition(".")[2]](**values)
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from error
+    if cfg.stage == "ppo":
+        _check_batch_arithmetic(cfg)
+
+
+def _check_batch_arithmetic(cfg: DictConfig) -> None:
+    rows, ppo = int(cfg.data.batch_size), cfg.module.ppo
+    if rows % ppo.num_minibatches:
+        divisors = [n for n in range(1, 17) if rows % n == 0]
+        raise ConfigError(
+            f"module.ppo.num_minibatches={ppo.num_minibatches} must divide data.batch_size={rows}: "
+            f"use one of {divisors}"
+        )
+    if ppo.kl_target is not None and ppo.kl_horizon * 5 <= rows:
+        raise ConfigError(
+            f"module.ppo.kl_horizon={ppo.kl_horizon} is too small for data.batch_size={rows}: the "
+            f"KL coefficient would change its sign; use more than {rows // 5}"
+        )
 
 
 def choices(group: str) -> list[str]:

@@ -100,6 +100,8 @@ def test_a_target_that_the_user_lists_is_allowed():
         ("module.ppo.num_ppo_epochs=2.5", r"num_ppo_epochs=2.5 is float, expected int"),
         ("module.ppo.kl_coef=abc", r"kl_coef='abc' is str, expected float"),
         ("module.sampling.top_k=50", r"top_k=50.*full distribution"),
+        ("module.ppo.num_minibatches=3", r"num_minibatches=3 must divide data.batch_size=128"),
+        ("data.batch_size=9", r"num_minibatches=2 must divide .*=9: use one of \[1, 3, 9\]"),
         ("module.ppo.cliprange=null", r"cliprange=None is NoneType, expected float"),
     ],
 )
@@ -121,3 +123,9 @@ def test_the_configuration_stands_inside_the_package_or_beside_it():
     assert Path(__file__).resolve().parents[2] in conf_dir().parents or "site-packages" in str(
         conf_dir()
     )
+
+
+def test_a_horizon_that_would_flip_the_sign_of_the_kl_coefficient_is_refused():
+    cfg = composed("+experiment=ppo", "module.ppo.kl_target=6", "module.ppo.kl_horizon=20")
+    with pytest.raises(ConfigError, match=r"kl_horizon=20 is too small for data\.batch_size=128"):
+        check_hparams(cfg)
