@@ -111,13 +111,16 @@ def source_fingerprint(source: str) -> str:
 def prompt_data(
     cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, *, num_prompts: int
 ) -> PromptDataModule:
-    """Return the prompts of the stage's records, for evaluation and normalization."""
+    """Return the prompts of the stage's records, for evaluation and normalization.
+
+    Held out are at most `num_prompts`; of training prompts whole batches, at least `num_prompts`.
+    """
     batch_size = min(cfg.evaluation.batch_size, num_prompts)
     return PromptDataModule(
         instantiate(cfg.data.source),
         tokenizer,
         batch_size=batch_size,
-        num_iterations=max(num_prompts // batch_size, 1),
+        num_iterations=-(-num_prompts // batch_size),
         max_prompt_length=cfg.data.get("max_prompt_length", cfg.data.get("max_length")),
         seed=cfg.seed,
         over_long=cfg.data.over_long,

@@ -24,6 +24,7 @@ HPARAMS = {
     "sft": SFTHparams,
 }
 HPARAMS_BY_NAME = {cls.__name__: cls for cls in HPARAMS.values()}
+GET_METHOD = "hydra.utils.get_method"
 ALLOWED_TARGETS = (
     "rlhf_lightning.",
     "lightning.",
@@ -32,7 +33,6 @@ ALLOWED_TARGETS = (
     "transformers.",
     "peft.",
     "torchmetrics.",
-    "hydra.utils.get_method",
 )
 
 
@@ -91,6 +91,7 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
             f"stage={cfg.stage}: choose what to train with +experiment=NAME, one of "
             f"{', '.join(choices('experiment'))}"
         )
+    _check_gates(cfg)
     for where, target in _targets(OmegaConf.to_container(cfg, resolve=False)):
         if not target.startswith((*ALLOWED_TARGETS, *extra_targets)):
             raise ConfigError(
@@ -163,12 +164,24 @@ def _default_groups() -> list[dict[str, Any]]:
     return [item for item in defaults if isinstance(item, dict)]
 
 
+def _check_gates(cfg: DictConfig) -> None:
+    for name, gate in cfg.gates.items():
+        bounds = [key for key in ("at_least", "at_most") if gate.get(key) is not None]
+        if not gate.get("metric") or len(bounds) != 1:
+            raise ConfigError(
+                f"gates.{name}={OmegaConf.to_container(gate)} needs metric and exactly one of "
+                "at_least and at_most"
+            )
+
+
 def _targets(node: Any, where: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(node, Mapping):
         for key, value in node.items():
             path = f"{where}.{key}" if where else str(key)
-            if key == "_target_":
+            if key == "_target_" and value != GET_METHOD:
                 yield where, str(value)
+            elif key == "_target_":  # what it names is the real target
+                yield where, str(node.get("path"))
             yield from _targets(value, path)
     elif isinstance(node, list):
         for index, value in enumerate(node):

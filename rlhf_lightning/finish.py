@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.assembly import STARTS_FROM, Parts, prompt_data
+from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.composition import plain
 from rlhf_lightning.evaluation.stages import (
     Findings,
@@ -20,30 +24,54 @@ from rlhf_lightning.evaluation.stages import (
     normalize_reward_model,
 )
 from rlhf_lightning.models.factory import export_policy, export_scalar_model, frozen, load_policy
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import publish_artifact
 from rlhf_lightning.runs.model_card import write_model_card
 from rlhf_lightning.runs.summary import GateResult
 
+logger = logging.getLogger(__name__)
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
 
 def finish(
     cfg: DictConfig, folder: RunFolder, parts: Parts
 ) -> tuple[Findings, tuple[GateResult, ...]]:
-    """Measure, hold against the gates, export and publish what a stage has trained."""
-    with _compute(parts):
+    """Measure, hold against the gates, export and publish what a stage has trained.
+
+    Every rank measures the same; the first alone writes.
+    """
+    with _precision(parts):
         if cfg.stage == "reward":
             findings = _finish_reward(cfg, parts)
         else:
             findings = _finish_policy(cfg, parts)
     gates = check_gates(plain(cfg.gates), findings.metrics)
+    model = _trained(cfg, parts)
+    state = full_state(model)  # every rank takes part in gathering it
+    if parts.trainer.is_global_zero:
+        _write_samples(folder, current_iteration(parts.trainer), findings)
+        export(model, parts.tokenizer, folder, state)
+        _describe_and_publish(cfg, folder, findings, gates)
+    return findings, gates
+
+
+def _write_samples(folder: RunFolder, iteration: int, findings: Findings) -> None:
+    samples = SamplesAppender(folder.samples)
+    samples.drop("baseline_response")  # of a run that was killed after this and resumed
     if findings.samples:
-        SamplesAppender(folder.samples).append(parts.data.num_iterations, findings.samples)
-    export(cfg, folder, parts)
+        samples.append(iteration, findings.samples)
+
+
+def _describe_and_publish(
+    cfg: DictConfig, folder: RunFolder, findings: Findings, gates: tuple[GateResult, ...]
+) -> None:
+    base = cfg.artifacts[STARTS_FROM[cfg.stage]]
     write_model_card(
         folder.export,
         stage=cfg.stage,
-        base=cfg.artifacts[STARTS_FROM[cfg.stage]],
+        base=base,
         data=cfg.world.name,
         run=folder.name,
         metrics=findings.metrics,
@@ -51,7 +79,6 @@ def finish(
     )
     if cfg.artifacts.publish is not None:
         target = Path(cfg.artifacts.publish)
-        base = cfg.artifacts[STARTS_FROM[cfg.stage]]
         with _publishing(target):
             publish_artifact(
                 folder.export,
@@ -62,7 +89,6 @@ def finish(
                 gates=gates,
                 base=base,
             )
-    return findings, gates
 
 
 @contextmanager
@@ -73,16 +99,32 @@ def _publishing(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _compute(parts: Parts) -> Iterator[None]:
+def _precision(parts: Parts) -> Iterator[None]:
     """The precision of training, for what happens after `fit`."""
     with parts.trainer.strategy.precision_plugin.forward_context():
         yield
 
 
+def _placed(parts: Parts, model: ModelT) -> ModelT:
+    """Put a model where training was: Lightning leaves its own on the CPU after `fit`."""
+    return model.to(parts.trainer.strategy.root_device)
+
+
+def _trained(cfg: DictConfig, parts: Parts) -> PolicyModel | ScalarHeadModel:
+    model: PolicyModel | ScalarHeadModel
+    model = parts.module.model if cfg.stage == "reward" else parts.module.policy
+    return model
+
+
 def _validation(parts: Parts) -> dict[str, float]:
-    loader = parts.data.val_dataloader()
-    parts.trainer.limit_val_batches = 1.0
-    results = parts.trainer.validate(parts.module, dataloaders=loader, verbose=False)
+    trainer, loader = parts.trainer, parts.data.val_dataloader()
+    trainer.limit_val_batches = 1.0
+    # Lightning would log a row behind the last iteration; the summary gets these values.
+    loggers, trainer.loggers = trainer.loggers, []
+    try:
+        results = trainer.validate(parts.module, dataloaders=loader, verbose=False)
+    finally:
+        trainer.loggers = loggers
     return dict(results[0]) if results else {}
 
 
@@ -93,13 +135,17 @@ def _finish_policy(cfg: DictConfig, parts: Parts) -> Findings:
     if start is None or (cfg.stage == "sft" and cfg.evaluation.gold is None):
         return Findings(metrics)  # nothing to compare with, or nobody to judge
     module = parts.module
-    baseline = module.reference if cfg.stage == "ppo" else frozen(load_policy(start))
     data = prompt_data(cfg, parts.tokenizer, num_prompts=cfg.evaluation.num_prompts)
+    prompts = data.val_dataloader()
+    if not prompts:
+        logger.warning("no prompt is held out: the policy is not compared with %s", start)
+        return Findings(metrics)
+    baseline = module.reference if cfg.stage == "ppo" else frozen(load_policy(start))
     gold = cfg.evaluation.gold
     findings = compare_policies(
-        module.policy,
-        baseline,
-        data.val_dataloader(),
+        _placed(parts, module.policy),
+        _placed(parts, baseline),
+        prompts,
         parts.sampling,
         seed=cfg.seed,
         gold=None if gold is None else instantiate(gold),
@@ -120,20 +166,28 @@ def _finish_reward(cfg: DictConfig, parts: Parts) -> Findings:
         policy = frozen(load_policy(cfg.artifacts.sft))
         data = prompt_data(cfg, parts.tokenizer, num_prompts=count)
         metrics |= normalize_reward_model(
-            parts.module.model, policy, data.train_dataloader(), parts.sampling, seed=cfg.seed
+            _placed(parts, parts.module.model),
+            _placed(parts, policy),
+            data.train_dataloader(),
+            parts.sampling,
+            seed=cfg.seed,
         )
     return Findings(metrics)
 
 
-def export(cfg: DictConfig, folder: RunFolder, parts: Parts) -> None:
-    """Write the trained model and its tokenizer as a Hugging Face folder."""
-    if cfg.stage == "reward":
-        model = parts.module.model
-        pad = parts.tokenizer.pad_token_id
-        export_scalar_model(model, folder.export, full_state(model), pad_token_id=pad)
+def export(
+    model: PolicyModel | ScalarHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    state: dict[str, Tensor],
+) -> None:
+    """Write the trained model, its full `state` and its tokenizer as a Hugging Face folder."""
+    if isinstance(model, ScalarHeadModel):
+        pad = int(cast(int, tokenizer.pad_token_id))
+        export_scalar_model(model, folder.export, state, pad_token_id=pad)
     else:
-        export_policy(parts.module.policy, folder.export, full_state(parts.module.policy))
-    parts.tokenizer.save_pretrained(folder.export)
+        export_policy(model, folder.export, state)
+    tokenizer.save_pretrained(folder.export)
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:

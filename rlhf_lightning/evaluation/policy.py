@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.distributed import unsharded
 from rlhf_lightning.evaluation.win_rate import WinRate, win_rate
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
@@ -79,13 +80,14 @@ def sample_answers(
     device = next(policy.parameters()).device
     for cpu_prompts in batches:
         prompts = cpu_prompts.to(device)
-        generation = sampling.generator(
-            policy.model,
-            prompts,
-            noise=noise,
-            temperature=sampling.temperature,
-            max_new_tokens=sampling.max_new_tokens,
-        )
+        with unsharded(policy):
+            generation = sampling.generator(
+                policy.model,
+                prompts,
+                noise=noise,
+                temperature=sampling.temperature,
+                max_new_tokens=sampling.max_new_tokens,
+            )
         answers = make_answers(prompts, generation, sampling.tokenizer)  # type: ignore[arg-type]
         mask = answers.response_mask
         responses = answers.sequences[:, -mask.shape[1] :]
@@ -106,20 +108,11 @@ def sample_answers(
     return result
 
 
-@dataclass(frozen=True)
-class _Rows:
-    sequences: torch.Tensor
-    attention_mask: torch.Tensor
-    response_mask: torch.Tensor
-
-
 def _sequence_kl(
     policy: PolicyModel, reference: PolicyModel, answers: Answers, sampling: Sampling
 ) -> list[float]:
     def kl_of_rows(rows: torch.Tensor) -> tuple[torch.Tensor]:
-        batch = _Rows(
-            answers.sequences[rows], answers.attention_mask[rows], answers.response_mask[rows]
-        )
+        batch = answers.rows(rows)
         temperature = sampling.temperature
         new = response_statistics(policy, batch, temperature=temperature)
         ref = response_statistics(reference, batch, temperature=temperature)

@@ -11,6 +11,7 @@ N response tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,7 @@ BUCKET = 8
 
 
 class Responses(Protocol):
-    """What the calls below read of a batch; `RolloutBatch` and `Generated` have it."""
+    """What the calls below read of a batch; `RolloutBatch` and `ResponseRows` have it."""
 
     @property
     def sequences(self) -> Tensor: ...  # noqa: D102
@@ -31,6 +32,15 @@ class Responses(Protocol):
     def attention_mask(self) -> Tensor: ...  # noqa: D102
     @property
     def response_mask(self) -> Tensor: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class ResponseRows:
+    """Some rows of answers that are no rollout yet: `[b, P + R]`, `[b, P + R]` and `[b, R]`."""
+
+    sequences: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
 
 
 class Packed(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -25,21 +24,15 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def tokenizer_for(
-    source: str | Path | None, build: Callable[[], PreTrainedTokenizerBase] | None = None
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `source`, or the one that `build` makes where there is no source."""
-    if source is None:
-        if build is None:
-            raise ValueError("a model from scratch needs model.build_tokenizer")
-        return build()
-    return load_tokenizer(source)
-
-
 def stop_ids(tokenizer: PreTrainedTokenizerBase, source: str | Path | None) -> tuple[int, ...]:
     """Return every id that ends a response: the tokenizer's EOS and the checkpoint's own list."""
-    ids = {int(tokenizer.eos_token_id)}
-    if source is not None and (Path(source) / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(str(source)).eos_token_id
-        ids |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
-    return tuple(sorted(ids))
+    eos = None if source is None else _generation_config(source).eos_token_id
+    named = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return tuple(sorted({int(tokenizer.eos_token_id), *named}))
+
+
+def _generation_config(source: str | Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(str(source))
+    except OSError:  # many checkpoints have none
+        return GenerationConfig()

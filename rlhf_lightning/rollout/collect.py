@@ -153,24 +153,13 @@ def assemble_rollout(
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of the answers, for one micro-batch."""
-
-    sequences: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-
-
 def evaluate_answers(
     parts: RolloutParts, answers: Answers, *, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return logprobs, entropy, ref_logprobs and values, each `[B, R]` and 0 off the mask."""
 
     def evaluate(rows: Tensor) -> tuple[Tensor, ...]:
-        batch = _Rows(
-            answers.sequences[rows], answers.attention_mask[rows], answers.response_mask[rows]
-        )
+        batch = answers.rows(rows)
         policy = response_statistics(parts.policy, batch, temperature=temperature)
         reference = response_statistics(parts.reference, batch, temperature=temperature)
         values = response_values(parts.value_model, batch)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed import agreed_max
-from rlhf_lightning.models.forward import by_micro_batch, sequence_scores
+from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 
 RewardFunction = Callable[..., Sequence[float]]
@@ -60,6 +60,12 @@ class Answers:
     def finished(self) -> Tensor:
         """`[B]` bool, True where the response ended by itself."""
         return self.generation.finish_reason == FINISHED_BY_STOP
+
+    def rows(self, index: Tensor) -> ResponseRows:
+        """Return these rows as the models read them."""
+        return ResponseRows(
+            self.sequences[index], self.attention_mask[index], self.response_mask[index]
+        )
 
 
 def make_answers(

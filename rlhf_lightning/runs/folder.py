@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,15 @@ class SamplesAppender:
 
     def truncate(self, iteration: int) -> None:
         """Keep the lines up to and including `iteration`; a line cut short by a kill goes too."""
+        self._keep(lambda sample: sample[ITERATION] <= iteration)
+
+    def drop(self, key: str) -> None:
+        """Drop the lines that have `key`, so that what writes them can be done again."""
+        self._keep(lambda sample: key not in sample)
+
+    def _keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         if self.path.exists():
-            kept = [s for s in read_samples(self.path) if s[ITERATION] <= iteration]
+            kept = filter(wanted, read_samples(self.path))
             write_text(self.path, "".join(to_json(sample) + "\n" for sample in kept))
 
 

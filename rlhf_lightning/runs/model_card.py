@@ -11,8 +11,7 @@ from rlhf_lightning.runs.summary import GateResult
 _WHAT = {
     "sft": "A causal language model after supervised fine-tuning.",
     "reward": "A reward model: a sequence classifier with one label. Its score is the classifier's "
-    "output plus `reward_offset` of config.json, read at the last token (EOS); over samples of the "
-    "SFT policy it has mean 0 and standard deviation 1.",
+    "output plus `reward_offset` of config.json, read at the last token (EOS).",
     "ppo": "A causal language model after PPO against a reward model.",
 }
 
@@ -39,7 +38,12 @@ def write_model_card(
         gates: their outcome.
     """
     lines = ["---", "library_name: transformers", f"tags: [rlhf_lightning, {stage}]", "---", ""]
-    lines += [f"# {stage}", "", _WHAT[stage], ""]
+    what = _WHAT[stage]
+    if stage == "sft" and base is None:
+        what = "A causal language model trained from random weights."
+    if "reward/sample_std" in metrics:
+        what += " Over samples of the SFT policy it has mean 0 and standard deviation 1."
+    lines += [f"# {stage}", "", what, ""]
     lines += [f"* Trained from: {base or 'random weights'}", f"* Data: {data}", f"* Run: {run}"]
     lines += ["", "The licence of the model it was trained from applies.", ""]
     if gates:

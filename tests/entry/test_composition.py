@@ -75,6 +75,14 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclass():
         ([], "stage=None: choose what to train with"),
         (["+experiment=ppo", "module._target_=os.system"], "_target_=os.system is not allowed"),
         (
+            ["+experiment=ppo", "world.gold.path=os.system"],
+            "world.gold._target_=os.system is not allowed",
+        ),
+        (
+            ["+experiment=ppo", "+gates.mine={metric: val/score, at_leest: 1}"],
+            "gates.mine=.* needs metric and exactly one of at_least and at_most",
+        ),
+        (
             ["+experiment=ppo", "+callbacks.extra.mine._target_=subprocess.run"],
             "callbacks.extra.mine._target_=subprocess.run is not allowed",
         ),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import GenerationConfig
 
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids, tokenizer_for
+from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from tests.tiny import EOS, PAD, tiny_tokenizer
 
 
@@ -30,21 +30,24 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_a_model_from_scratch_builds_its_tokenizer(tmp_path):
-    tokenizer = tiny_tokenizer()
-    assert tokenizer_for(None, lambda: tokenizer) is tokenizer
-    tokenizer.save_pretrained(tmp_path)
-    assert tokenizer_for(tmp_path).get_vocab() == tokenizer.get_vocab()
-    with pytest.raises(ValueError, match=r"needs model\.build_tokenizer"):
-        tokenizer_for(None)
-
-
 @pytest.mark.parametrize(
     ("eos", "expected"), [([7, 5], (EOS, 5, 7)), (9, (EOS, 9)), (None, (EOS,)), (EOS, (EOS,))]
 )
 def test_a_response_stops_at_the_tokenizers_eos_and_at_the_checkpoints_own(tmp_path, eos, expected):
     GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
     assert stop_ids(tiny_tokenizer(), tmp_path) == expected
+
+
+def test_the_stop_tokens_of_a_hub_checkpoint_are_found_without_a_folder(monkeypatch):
+    asked = []
+
+    def from_pretrained(source):
+        asked.append(source)
+        return GenerationConfig(eos_token_id=[7])
+
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", from_pretrained)
+    assert stop_ids(tiny_tokenizer(), "organisation/model") == (EOS, 7)
+    assert asked == ["organisation/model"]
 
 
 def test_without_a_generation_config_only_the_tokenizers_eos_stops(tmp_path):

@@ -1,0 +1,32 @@
+"""What holds between the keys of a composed experiment."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from rlhf_lightning.composition import choices, conf_dir, register
+
+PPO = [name for name in choices("experiment") if name.startswith("ppo")]
+
+
+@pytest.fixture(autouse=True)
+def _hydra():
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        yield
+
+
+@pytest.mark.parametrize("experiment", PPO)
+def test_a_policy_is_evaluated_with_room_for_the_answers_it_was_trained_to_give(experiment):
+    cfg = compose("train", [f"+experiment={experiment}", "module.sampling.max_new_tokens=77"])
+    assert cfg.evaluation.max_new_tokens == 77
+
+
+@pytest.mark.parametrize("world", ["files", "hub", "sentiment"])
+def test_another_seed_holds_out_the_same_prompts_as_the_stages_before(world):
+    # Artefacts of these worlds do not have the seed in their path, so a run with another seed
+    # starts from models that were trained with the first one's split.
+    needed = {"files": ["world.path=x"], "hub": ["world.dataset=x"], "sentiment": []}[world]
+    needed += [] if world == "sentiment" else ["world.name=mine"]
+    overrides = ["+experiment=ppo", f"world={world}", *needed]
+    seeds = [compose("train", [*overrides, f"seed={n}"]).world.source.seed for n in (1, 2)]
+    assert seeds[0] == seeds[1]

@@ -1,0 +1,57 @@
+"""The end of a stage: where models stand, what is written, what is done without prompts."""
+
+from types import SimpleNamespace
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from rlhf_lightning import finish
+from rlhf_lightning.evaluation.stages import Findings
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
+
+
+def test_models_are_measured_on_the_device_they_were_trained_on():
+    device = torch.device("meta")  # stands for a GPU: after fit Lightning leaves the policy behind
+    parts = SimpleNamespace(trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=device)))
+    assert finish._placed(parts, nn.Linear(2, 2)).weight.device == device
+
+
+def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(tmp_path):
+    folder = RunFolder(tmp_path)
+    SamplesAppender(folder.samples).append(3, [{"prompt": "a", "response": "b"}])
+    findings = Findings({}, [{"prompt": "a", "response": "b", "baseline_response": "c"}])
+    finish._write_samples(folder, 3, findings)
+    once = folder.samples.read_text()
+    finish._write_samples(folder, 3, findings)
+    assert folder.samples.read_text() == once
+    assert ["baseline_response" in sample for sample in read_samples(folder.samples)] == [
+        False,
+        True,
+    ]
+
+
+def test_without_held_out_prompts_the_stage_ends_without_a_comparison(monkeypatch, caplog):
+    data = SimpleNamespace(val_dataloader=list)
+    monkeypatch.setattr(finish, "prompt_data", lambda *_, **__: data)
+    cfg = OmegaConf.create(
+        {"stage": "ppo", "artifacts": {"sft": "x"}, "evaluation": {"gold": None, "num_prompts": 8}}
+    )
+    parts = SimpleNamespace(tokenizer=None, module=None)
+    assert finish._finish_policy(cfg, parts) == Findings({})
+    assert "no prompt is held out" in caplog.text
+
+
+def test_the_final_validation_logs_no_row_behind_the_last_iteration():
+    loggers, during = ["a logger"], []
+
+    def validate(module, dataloaders, verbose):
+        during.append(list(parts.trainer.loggers))
+        return [{"val/loss": 1.0}]
+
+    trainer = SimpleNamespace(loggers=loggers, validate=validate, limit_val_batches=0)
+    data = SimpleNamespace(val_dataloader=lambda: ["batch"])
+    parts = SimpleNamespace(trainer=trainer, data=data, module=None)
+    assert finish._validation(parts) == {"val/loss": 1.0}
+    assert during == [[]]
+    assert trainer.loggers is loggers
