@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from rlhf_lightning.assembly import Parts
 
 register()
-# Read when torch loads. A thread that spins while it waits starves the others of a shared machine:
-# beside two busy processes an iteration of the tiny model takes 0.1 s like this, else 3 s.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read when torch loads. libgomp's threads spin for milliseconds while they wait, which starves the
+# other processes of a busy machine; this is long enough to cost nothing on an idle one.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
