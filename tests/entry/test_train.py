@@ -97,6 +97,25 @@ def test_policy_and_reference_agree_exactly_before_the_first_update(chain):
     assert rows[1]["rollout/kl_per_token"] != 0.0
 
 
+def test_the_first_minibatch_of_the_built_in_world_has_a_ratio_of_exactly_1(chain, tmp_path):
+    folder, _ = chain
+    train(
+        tmp_path,
+        "+experiment=ppo",
+        *SMALL,
+        "data.batch_size=16",
+        "trainer.limit_train_batches=1",
+        "module.ppo.num_ppo_epochs=1",
+        "module.ppo.num_minibatches=1",
+        f"paths.artifacts={folder}/artifacts/debug_fast",
+        "artifacts.publish=null",
+    )
+    (row,) = read_metrics(only(tmp_path, "outputs/ppo/*/metrics.csv"))
+    assert row["ppo/approx_kl"] == row["ppo/clipfrac"] == row["rollout/kl_per_token"] == 0.0
+    assert abs(row["ppo/policy_loss"]) < 1e-6  # minus the mean of whitened advantages
+    assert row["ppo/policy_grad_norm"] > 0
+
+
 def test_exports_reload_to_the_models_that_were_trained(chain):
     folder, _ = chain
     run = only(folder, "outputs/ppo/*/summary.json").parent
