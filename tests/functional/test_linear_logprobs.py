@@ -1,0 +1,133 @@
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
+from rlhf_lightning.functional.logprobs import token_entropy, token_logprobs
+
+ROWS, HIDDEN, VOCABULARY = 70, 24, 301
+
+
+def head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = (ROWS, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)
+    hidden, weight, bias = (torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
+    tokens = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    return hidden, weight, bias, tokens
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_rows", [16, 32, None])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_values_and_gradients_are_those_of_all_logits_at_once(temperature, chunk_rows, with_bias):
+    hidden, weight, bias, tokens = head()
+    leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    mix = torch.randn(2, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    logits = torch.nn.functional.linear(hidden, weight, bias if with_bias else None)
+    logprobs = token_logprobs(logits, tokens, temperature=temperature)
+    entropy = token_entropy(logits, temperature=temperature)
+    expected = torch.autograd.grad((mix[0] * logprobs + mix[1] * entropy).sum(), leaves)
+
+    got = linear_token_logprobs(
+        hidden,
+        weight,
+        tokens,
+        bias=bias if with_bias else None,
+        temperature=temperature,
+        with_entropy=True,
+        chunk_rows=chunk_rows,
+    )
+    torch.testing.assert_close(got.logprobs, logprobs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got.entropy, entropy, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((mix[0] * got.logprobs + mix[1] * got.entropy).sum(), leaves)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_without_entropy_the_gradient_is_that_of_the_log_probabilities_alone():
+    hidden, weight, _, tokens = head()
+    hidden.requires_grad_()
+    logits = hidden @ weight.T
+    (expected,) = torch.autograd.grad(
+        token_logprobs(logits, tokens, temperature=1.0).sum(), [hidden]
+    )
+    got = linear_token_logprobs(hidden, weight, tokens, temperature=1.0, chunk_rows=16)
+    assert got.entropy is None
+    (gradient,) = torch.autograd.grad(got.logprobs.sum(), [hidden])
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, weight, _, tokens = head()
+    hidden.requires_grad_()
+    linear_token_logprobs(hidden, weight, tokens, temperature=1.0).logprobs.sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+@pytest.mark.parametrize("chunk_rows", [16, None])
+def test_autocast_multiplies_in_bf16_and_normalizes_in_fp32(chunk_rows):
+    hidden, weight, _, tokens = head(torch.float32)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = torch.nn.functional.linear(hidden, weight)
+        assert logits.dtype == torch.bfloat16
+        wanted = token_logprobs(logits, tokens, temperature=1.0)
+        got = linear_token_logprobs(
+            hidden, weight, tokens, temperature=1.0, chunk_rows=chunk_rows
+        ).logprobs
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    expected = torch.autograd.grad(wanted.sum(), [hidden, weight])
+    gradients = torch.autograd.grad(got.sum(), [hidden, weight])
+    for gradient, reference in zip(gradients, expected, strict=True):
+        assert gradient.dtype == torch.float32
+        error = (gradient - reference).norm() / reference.norm()
+        assert error < 1e-2
+
+
+def test_chunks_do_not_change_a_bit_of_the_values():
+    hidden, weight, _, tokens = head(torch.float32)
+    one = linear_token_logprobs(hidden, weight, tokens, temperature=0.9, with_entropy=True)
+    many = linear_token_logprobs(
+        hidden, weight, tokens, temperature=0.9, with_entropy=True, chunk_rows=16
+    )
+    assert torch.equal(one.logprobs, many.logprobs)
+    assert torch.equal(one.entropy, many.entropy)
+
+
+def test_no_position_gives_no_numbers():
+    hidden, weight, _, tokens = head()
+    got = linear_token_logprobs(hidden[:0], weight, tokens[:0], temperature=1.0)
+    assert got.logprobs.shape == (0,)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_that_is_not_positive_is_refused(temperature):
+    hidden, weight, _, tokens = head()
+    with pytest.raises(ValueError, match="must be positive"):
+        linear_token_logprobs(hidden, weight, tokens, temperature=temperature)
+
+
+def test_saved_tensors_do_not_grow_with_the_vocabulary():
+    def saved_bytes(vocabulary: int) -> int:
+        hidden = torch.randn(4096, 8, requires_grad=True)
+        weight = torch.randn(vocabulary, 8)
+        total = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += 0 if tensor is weight else tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            linear_token_logprobs(
+                hidden, weight, torch.zeros(4096, dtype=torch.long), temperature=1.0
+            )
+        return total
+
+    assert saved_bytes(20_000) - saved_bytes(10_000) == 0
