@@ -21,10 +21,12 @@ from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
-from rlhf_lightning.composition import plain
+from rlhf_lightning.composition import ConfigError, plain
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.policy import Sampling
+from rlhf_lightning.models.adapter_files import read_adapter
+from rlhf_lightning.models.arrangements import ADAPTER
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.rollout.score import Scorer
 from rlhf_lightning.runs.folder import RunFolder
@@ -58,6 +60,7 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
         "optimizer": instantiate(cfg.optimizer),
         "schedule": instantiate(cfg.scheduler),
         "compute_dtype": _dtype(cfg.strategy.get("compute_dtype")),
+        "fingerprint": "" if start is None else source_fingerprint(start),
     }
     scorer: Scorer | None = None
     if cfg.stage == "ppo":
@@ -67,8 +70,8 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
             "generator": generator,
             "tokenizer": tokenizer,
             "seed": cfg.seed,
-            "fingerprint": source_fingerprint(start),
         }
+        check_adapter(cfg, extras["fingerprint"])
     module = instantiate(cfg.module, _partial_=True)(**extras)
     sampling = Sampling(
         generator,
@@ -106,6 +109,33 @@ def source_fingerprint(source: str) -> str:
         return read_manifest(source).fingerprint
     except ManifestError:
         return fingerprint(source)
+
+
+def check_adapter(cfg: DictConfig, fingerprint: str) -> None:
+    """Check that the reward model's adapter was trained on the policy that PPO starts from.
+
+    Raises:
+        ConfigError: if it was not, or if there is none.
+    """
+    shares = cfg.scorer.get("_target_", "").endswith("RewardAdapterScorer")
+    starts = cfg.lora is not None and cfg.module.models.value_head == "stored"
+    if not (shares or starts):
+        return
+    folder = Path(cfg.artifacts.reward) / ADAPTER
+    try:
+        files = read_adapter(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{error}. PPO with lora=lora starts its value model from the reward model's adapter; "
+            "module.models.value_head=zero starts it from the policy instead"
+        ) from error
+    if files.base_fingerprint not in ("", fingerprint):
+        raise ConfigError(
+            f"the adapter in {folder} was trained on {files.base} "
+            f"({files.base_fingerprint[:12]}), artifacts.sft={cfg.artifacts.sft} is "
+            f"{fingerprint[:12]}: train the reward model on that policy with lora=lora, or use "
+            "scorer=reward_model module.models.value_head=zero"
+        )
 
 
 def prompt_data(

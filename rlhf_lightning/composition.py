@@ -15,9 +15,17 @@ from typing import Any, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf_lightning.hparams import PPOHparams, RewardHparams, SamplingHparams, SFTHparams
+from rlhf_lightning.hparams import (
+    LoraHparams,
+    PPOHparams,
+    RewardHparams,
+    SamplingHparams,
+    SFTHparams,
+)
+from rlhf_lightning.rollout.score_settings import check_scorer
 
 HPARAMS = {
+    "lora": LoraHparams,
     "ppo": PPOHparams,
     "reward": RewardHparams,
     "sampling": SamplingHparams,
@@ -112,7 +120,7 @@ def check_hparams(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    for node in cfg.module.values():
+    for node in (cfg.lora, *cfg.module.values()):
         target = node.get("_target_", "") if isinstance(node, DictConfig) else ""
         if not target.startswith("rlhf_lightning.hparams."):
             continue
@@ -123,6 +131,21 @@ def check_hparams(cfg: DictConfig) -> None:
             raise ConfigError(str(error)) from error
     if cfg.stage == "ppo":
         _check_batch_arithmetic(cfg)
+        _check_scorer(cfg)
+        if cfg.lora is not None and cfg.lora.dropout:
+            raise ConfigError(
+                f"lora.dropout={cfg.lora.dropout}: PPO needs 0, or the ratio does not start at 1"
+            )
+
+
+def _check_scorer(cfg: DictConfig) -> None:
+    missing = sorted(OmegaConf.missing_keys(cfg.scorer))
+    if missing:
+        raise ConfigError(f"scorer.{missing[0]} is not set: add scorer.{missing[0]}=...")
+    try:
+        check_scorer(plain(cfg.scorer))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_batch_arithmetic(cfg: DictConfig) -> None:

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_lightning.functional.masked import zero_off_mask
 
+BUCKET_ELEMENTS = 2**23  # of gradients exchanged at once
+
 
 def world_size() -> int:
     """Return the number of processes that train together."""
@@ -98,16 +100,15 @@ def unsharded(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def accumulating(
-    models: Sequence[nn.Module], strategy: Any, *, synchronize: bool
-) -> Iterator[None]:
-    """Run a forward and backward whose gradients are exchanged only if `synchronize`."""
-    if synchronize:
-        yield
-        return
-    roots = [m for m in models if isinstance(m, FSDPModule)]
-    for root in roots:
-        root.set_requires_gradient_sync(False)
+def accumulating(roots: Sequence[nn.Module], strategy: Any, *, synchronize: bool) -> Iterator[None]:
+    """Run forwards and backwards whose gradients FSDP2 exchanges only if `synchronize`.
+
+    DDP never exchanges any here: it expects one backward for all parameters, and several losses
+    are taken in turn. `average_gradients` follows the last one.
+    """
+    sharded = [root for root in roots if isinstance(root, FSDPModule)]
+    for root in sharded:
+        root.set_requires_gradient_sync(synchronize)
     block: Callable[[], AbstractContextManager[Any]] = getattr(
         strategy, "block_backward_sync", nullcontext
     )
@@ -115,8 +116,36 @@ def accumulating(
         with block():
             yield
     finally:
-        for root in roots:
+        for root in sharded:
             root.set_requires_gradient_sync(True)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], strategy: Any) -> None:
+    """Replace each gradient by its mean over ranks, where the strategy is DDP.
+
+    FSDP2 has averaged its own by now. A parameter without a gradient has none on any rank.
+    """
+    if not hasattr(strategy, "block_backward_sync") or world_size() == 1:
+        return
+    bucket: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            bucket.append(parameter.grad)
+            if sum(gradient.numel() for gradient in bucket) >= BUCKET_ELEMENTS:
+                _average(bucket)
+                bucket = []
+    _average(bucket)
+
+
+def _average(gradients: list[Tensor]) -> None:
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+    flat.div_(world_size())
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

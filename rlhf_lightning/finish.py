@@ -6,13 +6,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.assembly import STARTS_FROM, Parts, prompt_data
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -23,12 +22,14 @@ from rlhf_lightning.evaluation.stages import (
     compare_policies,
     normalize_reward_model,
 )
-from rlhf_lightning.models.factory import export_policy, export_scalar_model, frozen, load_policy
+from rlhf_lightning.model_folder import Outcome, write_model_folder
+from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
+from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import publish_artifact
-from rlhf_lightning.runs.model_card import write_model_card
 from rlhf_lightning.runs.summary import GateResult
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,9 @@ def finish(
     state = full_state(model)  # every rank takes part in gathering it
     if parts.trainer.is_global_zero:
         _write_samples(folder, current_iteration(parts.trainer), findings)
-        export(model, parts.tokenizer, folder, state)
-        _describe_and_publish(cfg, folder, findings, gates)
+        outcome = Outcome(folder.name, findings.metrics, gates)
+        write_model_folder(cfg, folder.export, model, parts.tokenizer, state, outcome)
+        _publish(cfg, folder, outcome)
     return findings, gates
 
 
@@ -64,31 +66,20 @@ def _write_samples(folder: RunFolder, iteration: int, findings: Findings) -> Non
         samples.append(iteration, findings.samples)
 
 
-def _describe_and_publish(
-    cfg: DictConfig, folder: RunFolder, findings: Findings, gates: tuple[GateResult, ...]
-) -> None:
-    base = cfg.artifacts[STARTS_FROM[cfg.stage]]
-    write_model_card(
-        folder.export,
-        stage=cfg.stage,
-        base=base,
-        data=cfg.world.name,
-        run=folder.name,
-        metrics=findings.metrics,
-        gates=gates,
-    )
-    if cfg.artifacts.publish is not None:
-        target = Path(cfg.artifacts.publish)
-        with _publishing(target):
-            publish_artifact(
-                folder.export,
-                target,
-                stage=cfg.stage,
-                run=str(folder.path),
-                metrics=findings.metrics,
-                gates=gates,
-                base=base,
-            )
+def _publish(cfg: DictConfig, folder: RunFolder, outcome: Outcome) -> None:
+    if cfg.artifacts.publish is None:
+        return
+    target = Path(cfg.artifacts.publish)
+    with _publishing(target):
+        publish_artifact(
+            folder.export,
+            target,
+            stage=cfg.stage,
+            run=str(folder.path),
+            metrics=outcome.metrics,
+            gates=outcome.gates,
+            base=cfg.artifacts[STARTS_FROM[cfg.stage]],
+        )
 
 
 @contextmanager
@@ -140,7 +131,7 @@ def _finish_policy(cfg: DictConfig, parts: Parts) -> Findings:
     if not prompts:
         logger.warning("no prompt is held out: the policy is not compared with %s", start)
         return Findings(metrics)
-    baseline = module.reference if cfg.stage == "ppo" else frozen(load_policy(start))
+    baseline = module.reference if cfg.stage == "ppo" else _start(cfg, module.policy)
     gold = cfg.evaluation.gold
     findings = compare_policies(
         _placed(parts, module.policy),
@@ -163,7 +154,7 @@ def _finish_reward(cfg: DictConfig, parts: Parts) -> Findings:
         metrics["val/label_ceiling"] = float(ceiling())
     count = parts.module.reward.normalization_samples
     if count:
-        policy = frozen(load_policy(cfg.artifacts.sft))
+        policy = _start(cfg, parts.module.model)
         data = prompt_data(cfg, parts.tokenizer, num_prompts=count)
         metrics |= normalize_reward_model(
             _placed(parts, parts.module.model),
@@ -175,19 +166,13 @@ def _finish_reward(cfg: DictConfig, parts: Parts) -> Findings:
     return Findings(metrics)
 
 
-def export(
-    model: PolicyModel | ScalarHeadModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: RunFolder,
-    state: dict[str, Tensor],
-) -> None:
-    """Write the trained model, its full `state` and its tokenizer as a Hugging Face folder."""
-    if isinstance(model, ScalarHeadModel):
-        pad = int(cast(int, tokenizer.pad_token_id))
-        export_scalar_model(model, folder.export, state, pad_token_id=pad)
-    else:
-        export_policy(model, folder.export, state)
-    tokenizer.save_pretrained(folder.export)
+def _start(cfg: DictConfig, trained: PolicyModel | ScalarHeadModel) -> PolicyModel:
+    """Return the policy that the stage started from, frozen; of an adapter the base itself."""
+    if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
+        return AdaptedPolicy(trained.base, None)
+    policy = frozen(load_policy(cfg.artifacts[STARTS_FROM[cfg.stage]]))
+    round_frozen_weights(policy.model, str(cfg.trainer.precision))
+    return policy
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:

@@ -152,6 +152,36 @@ class RewardHparams(_Checked):
 
 
 @dataclass(frozen=True)
+class LoraHparams(_Checked):
+    """Low-rank adapters on a frozen base (Hu et al. 2021); null in the configuration trains all.
+
+    Args:
+        r: rank of each adapter.
+        alpha: the adapter's output is scaled by alpha / r.
+        dropout: on the adapter's input; must be 0 for PPO, whose ratio would not start at 1.
+        target_modules: "all-linear" (every Linear but the head), or names separated by commas.
+        base_precision: the Trainer's; under `bf16-mixed` the frozen Linear weights are held in
+            bf16, which autocast would round them to anyway.
+        quantization: "none", or "nf4" for a 4-bit base (QLoRA, Dettmers et al. 2023).
+    """
+
+    r: int = _number(16, at_least=1, usual=(4, 128))
+    alpha: int = _number(32, at_least=1, usual=(8, 256))
+    dropout: float = _number(0.0, at_least=0, below=1, usual=(0, 0.1))
+    target_modules: str = "all-linear"
+    base_precision: str = "32-true"
+    quantization: str = "none"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.quantization not in ("none", "nf4"):
+            raise ValueError(f"LoraHparams.quantization={self.quantization!r}: use none or nf4")
+        if not self.target_modules.strip(", "):
+            raise ValueError("LoraHparams.target_modules is empty: use all-linear, or name modules")
+
+
+@dataclass(frozen=True)
 class PPOHparams(_Checked):
     """PPO with a KL penalty in the reward.
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rlhf_lightning import distributed
 from rlhf_lightning.distributed import (
     accumulating,
     agreed_max,
+    average_gradients,
     clip_grad_norm,
     global_moments,
     global_sum,
@@ -113,14 +115,33 @@ class _Strategy:
         return Block()
 
 
-def test_only_the_last_micro_batch_exchanges_gradients():
+def test_ddp_exchanges_nothing_by_itself_because_several_losses_are_taken_in_turn():
     strategy, model = _Strategy(), nn.Linear(2, 2)
     for synchronize in (False, False, True):
         with accumulating([model], strategy, synchronize=synchronize):
             pass
-    assert strategy.blocked == 2
+    assert strategy.blocked == 3
     with accumulating([model], object(), synchronize=False):
         pass
+
+
+@pytest.mark.parametrize("bucket", [1, 7, 10_000])
+def test_gradients_are_averaged_over_ranks_under_ddp_alone(monkeypatch, bucket):
+    monkeypatch.setattr(distributed, "BUCKET_ELEMENTS", bucket)
+    ranks = SimulatedRanks(monkeypatch, 2)
+
+    def gradients(number: int, strategy: object) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4), nn.Linear(4, 1))
+        for parameter in (*model[0].parameters(), *model[2].parameters()):
+            parameter.grad = torch.full_like(parameter, float(number))
+        average_gradients(model.parameters(), strategy)
+        assert all(p.grad is None for p in model[1].parameters())
+        return [p.grad for p in (*model[0].parameters(), *model[2].parameters())]
+
+    for averaged in ranks.run(lambda number: gradients(number, _Strategy())):
+        assert all((gradient == 0.5).all() for gradient in averaged)
+    own = ranks.run(lambda number: gradients(number, object()))
+    assert all((gradient == 1).all() for gradient in own[1])
 
 
 def test_a_model_that_is_not_sharded_is_generated_from_as_it_is():

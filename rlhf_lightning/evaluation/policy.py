@@ -5,8 +5,8 @@ Legend: B rows, R response.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,13 +21,14 @@ from rlhf_lightning.rollout.generate import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
 
-GoldReward = Callable[[Sequence[str], Sequence[str], Sequence[bool]], list[float]]
+# (prompts, completions, finished) -> scores; also the prompt columns that its `columns` names.
+GoldReward = Callable[..., list[float]]
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled for an evaluation."""
+    """How answers are sampled for an evaluation; at temperature 0 the likeliest token is taken."""
 
     generator: Generator
     tokenizer: object
@@ -47,6 +48,7 @@ class PolicyAnswers:
     token_ids: list[list[int]]
     kl: list[float]
     scores: list[float]
+    columns: list[Mapping[str, str]] = field(default_factory=list)
 
     @property
     def lengths(self) -> list[int]:
@@ -75,14 +77,12 @@ def sample_answers(
         scorer: for the scores; without it 0.
     """
     result = PolicyAnswers([], [], [], [], [], [], [])
-    was_training = policy.training
-    policy.eval()
-    device = next(policy.parameters()).device
+    device = policy.device
     for cpu_prompts in batches:
         prompts = cpu_prompts.to(device)
-        with unsharded(policy):
+        with unsharded(policy.root), policy.generating() as model:
             generation = sampling.generator(
-                policy.model,
+                model,
                 prompts,
                 noise=noise,
                 temperature=sampling.temperature,
@@ -93,6 +93,10 @@ def sample_answers(
         responses = answers.sequences[:, -mask.shape[1] :]
         result.prompts += prompts.columns["prompt"]
         result.domains += prompts.domains
+        result.columns += [
+            {name: values[row] for name, values in prompts.columns.items()}
+            for row in range(len(prompts))
+        ]
         result.completions += answers.completions
         result.finished += answers.finished.tolist()
         result.token_ids += [
@@ -104,7 +108,6 @@ def sample_answers(
             else _sequence_kl(policy, reference, answers, sampling)
         )
         result.scores += [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
-    policy.train(was_training)
     return result
 
 
@@ -113,9 +116,12 @@ def _sequence_kl(
 ) -> list[float]:
     def kl_of_rows(rows: torch.Tensor) -> tuple[torch.Tensor]:
         batch = answers.rows(rows)
-        temperature = sampling.temperature
-        new = response_statistics(policy, batch, temperature=temperature)
-        ref = response_statistics(reference, batch, temperature=temperature)
+        # Answers of the likeliest tokens are compared under the models as they are.
+        temperature = sampling.temperature or 1.0
+        new, ref = (
+            response_statistics(model, batch, temperature=temperature, with_entropy=False)
+            for model in (policy, reference)
+        )
         kl = kl_k1(new.logprobs, ref.logprobs)  # [B, R]
         return (torch.where(batch.response_mask, kl, 0).sum(-1),)
 
@@ -125,7 +131,36 @@ def _sequence_kl(
 
 def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
     """Return the gold reward of each answer."""
-    return gold(answers.prompts, answers.completions, answers.finished)
+    return gold(
+        answers.prompts, answers.completions, answers.finished, **gold_columns(gold, answers)
+    )
+
+
+def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
+    """Return the means of what else a gold reward measures: its `details`, if it has any."""
+    measure = getattr(gold, "details", None)
+    if measure is None:
+        return {}
+    columns = gold_columns(gold, answers)
+    details = measure(answers.prompts, answers.completions, answers.finished, **columns)
+    return {name: sum(values) / len(values) for name, values in details.items()}
+
+
+def gold_columns(gold: GoldReward, answers: PolicyAnswers) -> dict[str, list[str]]:
+    """Return the prompt columns that a gold reward asks for, "" where a prompt lacks one.
+
+    Raises:
+        ValueError: if no prompt has one of them.
+    """
+    names: Sequence[str] = getattr(gold, "columns", ())
+    known = sorted({name for row in answers.columns for name in row})
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"the gold reward asks for the prompt column {name!r}, the prompts have {known}: "
+                "give the records that column, or another gold reward"
+            )
+    return {name: [row.get(name, "") for row in answers.columns] for name in names}
 
 
 def compare(policy: Sequence[float], baseline: Sequence[float], prefix: str) -> dict[str, float]:

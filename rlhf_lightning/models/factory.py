@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.checkpointing import checkpoint_activations
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
+from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
+from rlhf_lightning.models.precision import round_frozen_weights
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _LOADING: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
@@ -36,6 +42,8 @@ def load_policy(
     from_scratch: Mapping[str, Any] | None = None,
     dropout: float = 0.0,
     seed: int = 0,
+    lora: LoraHparams | None = None,
+    activation_checkpointing: bool = False,
 ) -> PolicyModel:
     """Return a trainable causal language model with fp32 weights and its dropout set.
 
@@ -43,11 +51,20 @@ def load_policy(
         source: folder or hub name of a Hugging Face checkpoint in safetensors.
         from_scratch: fields of a config (with `model_type`) for a model with random weights.
         dropout: probability for every dropout of the config; 0 in RLHF.
-        seed: of the random weights.
+        seed: of the random weights, and of a new adapter.
+        lora: train an adapter on the frozen model instead of the model.
+        activation_checkpointing: compute decoder layers again in the backward pass.
 
     Raises:
         ValueError: unless exactly one of `source` and `from_scratch` is given.
     """
+    if lora is not None:
+        if source is None:
+            raise ValueError("lora adapts a trained model: give load_policy its source")
+        base = load_base(
+            source, lora, dropout=dropout, activation_checkpointing=activation_checkpointing
+        )
+        return add_policy(base, "policy", seed=seed)
     if (source is None) == (from_scratch is None):
         raise ValueError("give exactly one of source and from_scratch to load_policy")
     if from_scratch is not None:
@@ -62,7 +79,54 @@ def load_policy(
         )
     if not dropout:
         check_deterministic(model)
+    if activation_checkpointing:
+        checkpoint_activations(model)
     return PolicyModel(model.train())
+
+
+def load_base(
+    source: str | Path,
+    lora: LoraHparams,
+    *,
+    dropout: float = 0.0,
+    activation_checkpointing: bool = False,
+) -> AdaptedBase:
+    """Return a frozen causal language model that adapters can be put on.
+
+    Args:
+        source: folder or hub name of a Hugging Face checkpoint in safetensors.
+        lora: of the adapters; also in which precision the base is held.
+        dropout: probability for every dropout of the config.
+        activation_checkpointing: compute decoder layers again in the backward pass.
+
+    Raises:
+        ValueError: if a 4-bit base is asked for without CUDA or without bitsandbytes.
+    """
+    options = dict(_LOADING)
+    if lora.quantization == "nf4":
+        options |= _four_bit()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(source), config=_config(source, dropout), dtype=torch.float32, **options
+    )
+    if not dropout:
+        check_deterministic(model)
+    return AdaptedBase(model, lora, activation_checkpointing=activation_checkpointing)
+
+
+def _four_bit() -> dict[str, Any]:
+    if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "lora.quantization=nf4 needs a CUDA device and bitsandbytes "
+            "(pip install 'rlhf-lightning[gpu]'): use lora=lora, whose base is in bf16 under "
+            "trainer.precision=bf16-mixed"
+        )
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
 
 
 def load_scalar_model(
@@ -71,6 +135,9 @@ def load_scalar_model(
     head: str = "stored",
     dropout: float = 0.0,
     seed: int = 0,
+    lora: LoraHparams | None = None,
+    activation_checkpointing: bool = False,
+    precision: str | None = None,
 ) -> ScalarHeadModel:
     """Return a decoder with a scalar head, fp32.
 
@@ -79,13 +146,26 @@ def load_scalar_model(
         head: "stored" reads `score` and `reward_offset` of a reward model; "zero" starts values
             at 0; "reward" draws N(0, 1 / sqrt(H + 1)) as for a new reward model.
         dropout: probability for every dropout of the config.
-        seed: of the drawn head.
+        seed: of the drawn head, and of a new adapter.
+        lora: train an adapter and the head on the frozen causal LM in `source`.
+        activation_checkpointing: compute decoder layers again in the backward pass.
+        precision: the Trainer's, for a model that stays frozen: its matrices are then held in the
+            dtype that autocast would give them.
 
     Raises:
-        ValueError: if `head` is unknown or the checkpoint stores no scalar head.
+        ValueError: if `head` is unknown, if the checkpoint stores no scalar head, or if an adapter
+            is to start from a stored one.
     """
     if head not in ("stored", "zero", "reward"):
         raise ValueError(f"head={head!r} must be 'stored', 'zero' or 'reward'")
+    if lora is not None:
+        if head == "stored":
+            raise ValueError("lora adapts a causal language model: use head='zero' or 'reward'")
+        base = load_base(
+            source, lora, dropout=dropout, activation_checkpointing=activation_checkpointing
+        )
+        std = head_std(base.hidden_size, head)
+        return add_scalar_model(base, "reward", init_std=std, seed=seed)
     config = _config(source, dropout)
     if head == "stored":
         model = _stored_scalar_model(source, config)
@@ -93,7 +173,16 @@ def load_scalar_model(
         model = _new_scalar_model(source, config, head=head, seed=seed)
     if not dropout:
         check_deterministic(model.trunk)
+    if activation_checkpointing:
+        checkpoint_activations(model.trunk)
+    if precision is not None:
+        round_frozen_weights(frozen(model).trunk, precision)
     return model.train()
+
+
+def head_std(hidden_size: int, head: str) -> float:
+    """Return the standard deviation of a new head's weights: 0, or 1 / sqrt(H + 1)."""
+    return 0.0 if head == "zero" else (hidden_size + 1) ** -0.5
 
 
 def _new_scalar_model(
@@ -103,7 +192,7 @@ def _new_scalar_model(
         str(source), config=config, dtype=torch.float32, **_LOADING
     )
     hidden_size = model.get_output_embeddings().in_features
-    std = 0.0 if head == "zero" else (hidden_size + 1) ** -0.5
+    std = head_std(hidden_size, head)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return ScalarHeadModel(model.base_model, scalar_head(hidden_size, init_std=std))
@@ -130,42 +219,6 @@ def _stored_scalar_model(source: str | Path, config: PretrainedConfig) -> Scalar
 def frozen(model: ModelT) -> ModelT:
     """Return `model` in eval mode, without gradients."""
     return model.eval().requires_grad_(False)
-
-
-def export_policy(policy: PolicyModel, folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Write the policy as a Hugging Face causal LM in safetensors.
-
-    Args:
-        policy: gives the architecture.
-        folder: created if missing.
-        state: full state dict of `policy`.
-    """
-    prefix = "model."
-    weights = {k.removeprefix(prefix): v for k, v in state.items()}
-    policy.model.save_pretrained(folder, state_dict=weights)
-
-
-def export_scalar_model(
-    model: ScalarHeadModel, folder: Path, state: Mapping[str, Tensor], *, pad_token_id: int
-) -> None:
-    """Write a reward model as a Hugging Face sequence classifier with one label.
-
-    The head's bias, which such classifiers do not have, stands in config.json as
-    `reward_offset`; `load_scalar_model` adds it.
-    """
-    config = type(model.trunk.config).from_dict(model.trunk.config.to_dict())
-    config.num_labels, config.pad_token_id = 1, pad_token_id
-    config.reward_offset = float(state["head.bias"])
-    classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    weights = {"score.weight": state["head.weight"]}
-    prefix = f"{classifier.base_model_prefix}."
-    weights |= {
-        prefix + k.removeprefix("trunk."): v for k, v in state.items() if k.startswith("trunk.")
-    }
-    missing, unexpected = classifier.load_state_dict(weights, strict=False)
-    if missing or unexpected:
-        raise ValueError(f"cannot export: missing {missing}, unexpected {unexpected}")
-    classifier.save_pretrained(folder)
 
 
 @torch.no_grad()

@@ -103,13 +103,15 @@ def micro_batches(attention_mask: Tensor, micro_batch_size: int | None) -> list[
 
 
 def response_statistics(
-    policy: PolicyModel, batch: Responses, *, temperature: float
+    policy: PolicyModel, batch: Responses, *, temperature: float, with_entropy: bool = True
 ) -> TokenStatistics:
     """Return log-probabilities and entropy `[b, R]` of a micro-batch's responses, 0 off mask."""
     packed = pack(batch)
-    statistics = policy(packed.input_ids, packed.positions, packed.tokens, temperature)
+    logprobs, entropy = policy(*packed, temperature, with_entropy)
     mask = batch.response_mask
-    return TokenStatistics(_unpack(statistics.logprobs, mask), _unpack(statistics.entropy, mask))
+    return TokenStatistics(
+        _unpack(logprobs, mask), None if entropy is None else _unpack(entropy, mask)
+    )
 
 
 def response_values(value_model: ScalarHeadModel, batch: Responses) -> Tensor:

@@ -7,24 +7,29 @@ decoder needs no attention mask: no real token ever attends to padding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from rlhf_lightning.functional.logprobs import token_entropy, token_logprobs
+from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
 
 # Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7.
 MIN_CPU_ROWS = 16
 
 
 class TokenStatistics(NamedTuple):
-    """Log-probability of each asked token and entropy of its distribution, nats, `[N]`."""
+    """Log-probability of each asked token and entropy of its distribution, nats, `[N]`.
+
+    The entropy is None where nobody asked for it.
+    """
 
     logprobs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
 
 
 def hidden_states(trunk: nn.Module, input_ids: Tensor) -> Tensor:
@@ -43,8 +48,8 @@ def hidden_states(trunk: nn.Module, input_ids: Tensor) -> Tensor:
 class PolicyModel(nn.Module):
     """A causal language model that answers with log-probabilities, never with all logits.
 
-    The head runs on the asked positions alone. Everything happens inside one `forward`, so that
-    the module can be one root unit of FSDP2.
+    The head runs on the asked positions alone, a chunk at a time. Everything happens inside one
+    `forward`, so that the module can be one root unit of FSDP2.
 
     Args:
         model: any Hugging Face causal language model.
@@ -56,34 +61,61 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        _check_head_split(model)
+        check_head_split(model)
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that is placed and sharded as a whole."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.root.parameters()).device
+
+    @contextmanager
+    def generating(self) -> Iterator[PreTrainedModel]:
+        """Yield the Hugging Face model that writes this policy's next tokens, in eval mode."""
+        was_training = self.training
+        self.eval()
+        try:
+            yield self.model
+        finally:
+            self.train(was_training)
 
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
-        tokens: Tensor | None = None,
+        tokens: Tensor,
         temperature: float = 1.0,
-    ) -> TokenStatistics | Tensor:
-        """Return statistics of `tokens` at `positions`, or the logits there without `tokens`.
+        with_entropy: bool = True,
+    ) -> TokenStatistics:
+        """Return statistics of `tokens` at `positions`.
 
         Args:
             input_ids: `[b, W]`, padded on the right.
             positions: `[N]` indices into the flattened `[b * W]` states that predict `tokens`.
             tokens: `[N]` token ids.
             temperature: divides the logits.
+            with_entropy: False leaves the entropy out, which saves a pass over the logits.
         """
         hidden = hidden_states(self.model.base_model, input_ids).flatten(0, 1)  # [b*W, H]
         asked = hidden[positions]  # [N, H]
-        if len(positions) < MIN_CPU_ROWS and asked.device.type == "cpu":
-            asked = pad(asked, (0, 0, 0, MIN_CPU_ROWS - len(positions)))
-        logits = self.model.get_output_embeddings()(asked)[: len(positions)]  # [N, V]
-        if tokens is None:
-            return logits
-        return TokenStatistics(
-            token_logprobs(logits, tokens, temperature=temperature),
-            token_entropy(logits, temperature=temperature),
+        count = len(positions)
+        if count < MIN_CPU_ROWS and asked.device.type == "cpu":
+            asked = pad(asked, (0, 0, 0, MIN_CPU_ROWS - count))
+            tokens = pad(tokens, (0, MIN_CPU_ROWS - count))
+        head: Any = self.model.get_output_embeddings()
+        logprobs, entropy = linear_token_logprobs(
+            asked,
+            head.weight,
+            tokens,
+            bias=head.bias,
+            temperature=temperature,
+            with_entropy=with_entropy,
         )
+        return TokenStatistics(logprobs[:count], None if entropy is None else entropy[:count])
 
 
 class ScalarHeadModel(nn.Module):
@@ -98,6 +130,11 @@ class ScalarHeadModel(nn.Module):
         super().__init__()
         self.trunk = trunk
         self.head = head
+
+    @property
+    def root(self) -> nn.Module:
+        """The module that is placed and sharded as a whole."""
+        return self
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return `[N]` fp32 scalars at `positions` of the flattened `[b * W]` states."""
@@ -130,7 +167,12 @@ def scalar_head(hidden_size: int, *, init_std: float) -> nn.Linear:
 
 
 @torch.no_grad()
-def _check_head_split(model: PreTrainedModel) -> None:
+def check_head_split(model: PreTrainedModel) -> None:
+    """Check that the head applied to the last hidden states gives the model's logits.
+
+    Raises:
+        ValueError: if not, as with soft-capping or scaled logits.
+    """
     if next(model.parameters()).is_meta:
         return
     was_training = model.training

@@ -2,26 +2,129 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+# What a checkpoint calls its tokenizer that is all in tokenizer.json.
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: str | Path, *, chat_template_arguments: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub name, with a pad token and left padding.
 
     A tokenizer without a pad token pads with EOS: masks never come from ids, so that is safe.
 
+    Args:
+        source: folder or hub name.
+        chat_template_arguments: variables that the chat template reads, such as `enable_thinking`
+            of Qwen3; they become part of the template, see `with_template_arguments`.
+
     Raises:
-        ValueError: if it has no EOS token.
+        ValueError: if it has no EOS token, or template arguments and no chat template.
     """
-    tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+    tokenizer = _as_saved(str(source))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no EOS token: set one before training")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
+    return with_template_arguments(tokenizer, chat_template_arguments or {})
+
+
+def with_template_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
+    """Write `arguments` into the chat template, so that an exported tokenizer renders alike.
+
+    Whoever renders with the saved template gets the conversation that was trained on, and the
+    stages that follow do, too. A template that has them already stays as it is.
+
+    Args:
+        tokenizer: changed in place, and returned.
+        arguments: names and plain values (truth values, numbers, texts, null).
+
+    Raises:
+        ValueError: if there are arguments and no chat template.
+    """
+    if not arguments:
+        return tokenizer
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"model.chat_template_arguments={dict(arguments)} need a chat template, and the "
+            "tokenizer has none: take an instruction-tuned checkpoint, or leave them out"
+        )
+    lines = "".join(f"{{%- set {k} = {_in_jinja(v)} %}}" for k, v in sorted(arguments.items()))
+    if not tokenizer.chat_template.startswith(lines):
+        tokenizer.chat_template = lines + tokenizer.chat_template
     return tokenizer
+
+
+def _as_saved(source: str) -> Any:
+    """Return the tokenizer that the checkpoint describes.
+
+    For models of type qwen2, AutoTokenizer (transformers 5.23) splits text by Qwen's own rules,
+    also where the checkpoint says that all of its tokenizer is in tokenizer.json: text is lost in
+    silence.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    named = get_tokenizer_config(source, trust_remote_code=False).get("tokenizer_class")
+    if named in GENERIC_CLASSES and type(tokenizer).__name__ not in GENERIC_CLASSES:
+        return PreTrainedTokenizerFast.from_pretrained(source)
+    return tokenizer
+
+
+def _in_jinja(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)
+
+
+def check_same_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, source: str | Path, *, fix: str
+) -> None:
+    """Check that the tokenizer of `source` gives every token the id that `tokenizer` gives it.
+
+    It may know further tokens: an exported reward model has a pad token of its own.
+
+    Args:
+        tokenizer: the policy's.
+        source: folder or hub name of another model that reads the policy's ids.
+        fix: what to do if they differ.
+
+    Raises:
+        ValueError: if they differ, or nothing can be compared.
+    """
+    try:
+        other = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{source} has no tokenizer to be compared with the policy's, whose ids it would read: "
+            "save its tokenizer there"
+        ) from error
+    theirs = other.get_vocab()
+    differ = [(t, i) for t, i in tokenizer.get_vocab().items() if theirs.get(t) != i]
+    if differ:
+        token, index = min(differ, key=lambda item: item[1])
+        raise ValueError(
+            f"{source} has another tokenizer than the policy: {len(differ)} of {len(tokenizer)} "
+            f"tokens differ, the first is {token!r}, id {index} of the policy's and "
+            f"{theirs.get(token)} there. It would read other words than were written: {fix}"
+        )
+    if other.eos_token_id != tokenizer.eos_token_id:
+        raise ValueError(
+            f"{source} ends texts with {other.eos_token!r}, the policy with "
+            f"{tokenizer.eos_token!r}: its score is not read where it was trained to be: {fix}"
+        )
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, source: str | Path | None) -> tuple[int, ...]:

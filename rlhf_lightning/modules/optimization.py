@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rlhf_lightning.distributed import (
     accumulating,
     agreed_max,
+    average_gradients,
     clip_grad_norm,
     global_sum,
     world_size,
@@ -19,23 +20,26 @@ from rlhf_lightning.distributed import (
 from rlhf_lightning.modules.schedules import Schedule
 
 Measured = dict[str, Tensor]
-LossOfRows = Callable[[Tensor], tuple[Tensor, Measured]]
+LossesOfRows = Callable[[Tensor], Iterable[tuple[Tensor, Measured]]]
 
 
 def accumulate_gradients(
     module: L.LightningModule,
-    models: tuple[nn.Module, ...],
+    roots: tuple[nn.Module, ...],
     parts: list[Tensor],
-    loss_of_rows: LossOfRows,
+    losses_of_rows: LossesOfRows,
 ) -> Measured:
     """Add up the gradients of one loss over micro-batches and ranks; return its measures.
 
+    The loss may be a sum of terms. Each term's backward runs before the next term is computed, so
+    that only one of them holds activations.
+
     Args:
         module: whose `manual_backward` and strategy are used.
-        models: the sharded roots that take part.
+        roots: the modules that take part, each the root of what FSDP2 shards.
         parts: rows of each micro-batch of this rank.
-        loss_of_rows: rows -> that micro-batch's share of the loss (sum over its tokens divided by
-            the global count) and of the measures.
+        losses_of_rows: rows -> the terms of that micro-batch's share of the loss (sums over its
+            tokens divided by the global count), each with its measures.
     """
     count = agreed_max(len(parts), module.device)
     measured: Measured = {}
@@ -43,12 +47,13 @@ def accumulate_gradients(
         # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
         rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
         last = index + 1 == count
-        with accumulating(models, module.trainer.strategy, synchronize=last):
-            loss, values = loss_of_rows(rows)
-            # Gradients are averaged over ranks, so the sum needs the world size back.
-            module.manual_backward(loss * (weight * world_size()))
-        for name, value in values.items():
-            measured[name] = measured.get(name, 0.0) + value.detach() * weight
+        with accumulating(roots, module.trainer.strategy, synchronize=last):
+            for loss, values in losses_of_rows(rows):
+                # Gradients are averaged over ranks, so the sum needs the world size back.
+                module.manual_backward(loss * (weight * world_size()))
+                for name, value in values.items():
+                    measured[name] = measured.get(name, 0.0) + value.detach() * weight
+    average_gradients(module.parameters(), module.trainer.strategy)
     return {name: global_sum(value) for name, value in measured.items()}
 
 

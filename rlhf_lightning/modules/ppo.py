@@ -20,6 +20,7 @@ from rlhf_lightning.functional.kl import adapted_kl_coef, kl_k2
 from rlhf_lightning.functional.losses import clipped_value_loss, ppo_policy_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.models.arrangements import PPOModels
 from rlhf_lightning.models.forward import micro_batches, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.modules.controls import Controls
@@ -30,6 +31,7 @@ from rlhf_lightning.modules.optimization import (
     clip_and_step,
     with_schedule,
 )
+from rlhf_lightning.modules.resuming import check_fingerprint, note_fingerprint
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.collect import RewardShaping, RolloutParts, collect_rollout
 from rlhf_lightning.rollout.generate import Generator
@@ -43,8 +45,7 @@ class PPOModule(L.LightningModule):
     Args:
         ppo: coefficients.
         sampling: how rollouts are sampled.
-        policy: builds the policy, and once more the frozen reference.
-        value: builds the value model.
+        models: builds policy, value model and reference.
         scorer: scores answers; its models are frozen.
         generator: continues prompts.
         tokenizer: turns responses into text.
@@ -64,8 +65,7 @@ class PPOModule(L.LightningModule):
         *,
         ppo: PPOHparams,
         sampling: SamplingHparams,
-        policy: Callable[[], PolicyModel],
-        value: Callable[[], ScalarHeadModel],
+        models: Callable[[], PPOModels],
         scorer: Scorer,
         generator: Generator,
         tokenizer: PreTrainedTokenizerBase,
@@ -79,8 +79,7 @@ class PPOModule(L.LightningModule):
         self.automatic_optimization = False
         self.ppo = ppo
         self.sampling = sampling
-        self.build_policy = policy
-        self.build_value = value
+        self.build_models = models
         self.scorer = scorer
         self.generator = generator
         self.tokenizer = tokenizer
@@ -93,6 +92,7 @@ class PPOModule(L.LightningModule):
         self.controls = Controls.from_hparams(ppo, sampling)
         self.policy: PolicyModel | None = None
         self.value: ScalarHeadModel | None = None
+        self.trained_roots: tuple[nn.Module, ...] = ()
         self.frozen_models: tuple[nn.Module, ...] = ()
 
     # -- models -----------------------------------------------------------------------------
@@ -101,21 +101,21 @@ class PPOModule(L.LightningModule):
         """Build policy, value model, reference and scorer, and shard each if ranks share them."""
         if self.policy is not None:
             return
-        self.policy, self.value = self.build_policy(), self.build_value()
-        reference = self.build_policy().eval().requires_grad_(False)
-        frozen = (reference, *self.scorer.build())
+        models = self.build_models()
+        frozen = (*models.frozen, *self.scorer.build(models.base))
+        self.policy, self.value, self.trained_roots = models.policy, models.value, models.trained
         # Out of the module tree: not in checkpoints, not in parameters(), never in train mode.
-        object.__setattr__(self, "reference", reference)
+        object.__setattr__(self, "reference", models.reference)
         object.__setattr__(self, "frozen_models", frozen)
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
-            for model in (self.policy, self.value, *frozen):
+            for model in (*models.trained, *frozen):
                 shard(model, mesh, frozen=model in frozen, compute_dtype=self.compute_dtype)
 
     def on_fit_start(self) -> None:
         """Place what Lightning does not know of."""
         if self.device_mesh is None:
-            for model in self.frozen_models:
+            for model in (*self.trained_roots, *self.frozen_models):
                 model.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
@@ -190,25 +190,36 @@ class PPOModule(L.LightningModule):
         parts = micro_batches(minibatch.attention_mask, self.ppo.micro_batch_size)
         measured = accumulate_gradients(
             self,
-            (self.policy, self.value),
+            self.trained_roots,
             parts,
-            lambda rows: self.loss(minibatch[rows], num_tokens, iteration=iteration),
+            lambda rows: self.losses(minibatch[rows], num_tokens, iteration=iteration),
         )
         target = self.ppo.target_approx_kl
-        if target is not None and float(measured["ppo/approx_kl"]) > target:
+        if target is not None and float(measured.get("ppo/approx_kl", 0.0)) > target:
             self.optimizers().zero_grad()
             return False
         models = {"ppo/policy_grad_norm": self.policy, "ppo/value_grad_norm": self.value}
         steps.add(measured | clip_and_step(self, models, self.ppo.max_grad_norm))
         return True
 
-    def loss(
+    def losses(
         self, micro_batch: RolloutBatch, num_tokens: Tensor, *, iteration: int
-    ) -> tuple[Tensor, Measured]:
-        """Return a micro-batch's share of the minibatch's loss, and of its measures."""
+    ) -> Iterator[tuple[Tensor, Measured]]:
+        """Yield the two terms of a micro-batch's share of the minibatch's loss, with measures."""
+        if iteration >= self.ppo.critic_warmup_iterations:
+            yield self.policy_loss(micro_batch, num_tokens)
+        yield self.value_loss(micro_batch, num_tokens)
+
+    def policy_loss(self, micro_batch: RolloutBatch, num_tokens: Tensor) -> tuple[Tensor, Measured]:
+        """Return the clipped surrogate loss, with its optional entropy and KL terms."""
         mask = micro_batch.response_mask
-        new = response_statistics(self.policy, micro_batch, temperature=self.controls.temperature)
-        policy = ppo_policy_loss(
+        new = response_statistics(
+            self.policy,
+            micro_batch,
+            temperature=self.controls.temperature,
+            with_entropy=self.ppo.entropy_coef > 0,
+        )
+        result = ppo_policy_loss(
             new.logprobs,
             micro_batch.logprobs,
             micro_batch.advantages,
@@ -218,31 +229,31 @@ class PPOModule(L.LightningModule):
             dual_clip=self.ppo.dual_clip,
             num_tokens=num_tokens,
         )
-        value = clipped_value_loss(
+        loss = result.loss
+        if new.entropy is not None:
+            entropy = zero_off_mask(new.entropy, mask).sum() / num_tokens
+            loss = loss - self.ppo.entropy_coef * entropy
+        if self.ppo.kl_loss_coef:
+            kl = zero_off_mask(kl_k2(new.logprobs, micro_batch.ref_logprobs), mask).sum()
+            loss = loss + self.ppo.kl_loss_coef * kl / num_tokens
+        return loss, {
+            "ppo/policy_loss": result.loss,
+            "ppo/clipfrac": result.clipfrac,
+            "ppo/approx_kl": result.approx_kl,
+        }
+
+    def value_loss(self, micro_batch: RolloutBatch, num_tokens: Tensor) -> tuple[Tensor, Measured]:
+        """Return `vf_coef` times the clipped squared error of the values."""
+        result = clipped_value_loss(
             response_values(self.value, micro_batch),
             micro_batch.values,
             micro_batch.returns,
-            mask,
+            micro_batch.response_mask,
             cliprange_value=self.ppo.cliprange_value,
             num_tokens=num_tokens,
         )
-        policy_loss = policy.loss
-        if self.ppo.entropy_coef:
-            entropy = zero_off_mask(new.entropy, mask).sum() / num_tokens
-            policy_loss = policy_loss - self.ppo.entropy_coef * entropy
-        if self.ppo.kl_loss_coef:
-            kl = zero_off_mask(kl_k2(new.logprobs, micro_batch.ref_logprobs), mask).sum()
-            policy_loss = policy_loss + self.ppo.kl_loss_coef * kl / num_tokens
-        if iteration < self.ppo.critic_warmup_iterations:
-            policy_loss = policy_loss * 0.0
-        measures = {
-            "ppo/policy_loss": policy.loss,
-            "ppo/value_loss": value.loss,
-            "ppo/clipfrac": policy.clipfrac,
-            "ppo/value_clipfrac": value.clipfrac,
-            "ppo/approx_kl": policy.approx_kl,
-        }
-        return policy_loss + self.ppo.vf_coef * value.loss, measures
+        measures = {"ppo/value_loss": result.loss, "ppo/value_clipfrac": result.clipfrac}
+        return self.ppo.vf_coef * result.loss, measures
 
     def finish_iteration(
         self, rollout: RolloutBatch, steps: RunningMeans, seconds: Mapping[str, float]
@@ -269,7 +280,7 @@ class PPOModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the controls and the reference's fingerprint."""
         checkpoint["controls"] = self.controls.state_dict()
-        checkpoint["reference_fingerprint"] = self.fingerprint
+        note_fingerprint(checkpoint, self.fingerprint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the controls back.
@@ -277,10 +288,5 @@ class PPOModule(L.LightningModule):
         Raises:
             ValueError: if the reference is not the one the checkpoint was trained against.
         """
-        saved = checkpoint["reference_fingerprint"]
-        if saved != self.fingerprint:
-            raise ValueError(
-                f"the checkpoint was trained against reference {saved[:12]}, the policy's source "
-                f"is now {self.fingerprint[:12]}: resume with the SFT policy it started from"
-            )
+        check_fingerprint(checkpoint, self.fingerprint)
         self.controls.load_state_dict(checkpoint["controls"])

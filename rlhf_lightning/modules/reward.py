@@ -6,7 +6,7 @@ Legend: B pairs, T tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -28,6 +28,7 @@ from rlhf_lightning.modules.optimization import (
     clip_and_step,
     with_schedule,
 )
+from rlhf_lightning.modules.resuming import check_fingerprint, note_fingerprint
 from rlhf_lightning.modules.schedules import Schedule
 
 CONFIDENCE = 0.95
@@ -41,6 +42,7 @@ class RewardModule(L.LightningModule):
         model: builds decoder and scalar head.
         optimizer: parameter groups -> optimizer.
         schedule: factor on the learning rate over iterations.
+        fingerprint: of the model's source; adapters resume only on the base they were trained on.
         compute_dtype: of sharded forwards.
 
     Source: Ouyang et al. 2022, equation 1; Eisenstein et al. 2023 for `center_coef`.
@@ -53,6 +55,7 @@ class RewardModule(L.LightningModule):
         model: Callable[[], ScalarHeadModel],
         optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         schedule: Schedule,
+        fingerprint: str = "",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -61,6 +64,7 @@ class RewardModule(L.LightningModule):
         self.build_model = model
         self.build_optimizer = optimizer
         self.schedule = schedule
+        self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
         self.model: ScalarHeadModel | None = None
         names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
@@ -74,7 +78,12 @@ class RewardModule(L.LightningModule):
         self.model = self.build_model()
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
-            shard(self.model, mesh, frozen=False, compute_dtype=self.compute_dtype)
+            shard(self.model.root, mesh, frozen=False, compute_dtype=self.compute_dtype)
+
+    def on_fit_start(self) -> None:
+        """Place the base of an adapter, which Lightning does not know of."""
+        if self.device_mesh is None:
+            self.model.root.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""
@@ -88,7 +97,7 @@ class RewardModule(L.LightningModule):
         either = batch.chosen_attention_mask | batch.rejected_attention_mask
         parts = micro_batches(either, self.reward.micro_batch_size)
 
-        def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
+        def losses_of_rows(rows: Tensor) -> Iterator[tuple[Tensor, Measured]]:
             chosen, rejected = self.scores(batch[rows])
             result = pairwise_reward_loss(
                 chosen,
@@ -103,9 +112,9 @@ class RewardModule(L.LightningModule):
                 "reward/accuracy": result.accuracy * share,
                 "reward/margin": result.margin * share,
             }
-            return result.loss * share, measures
+            yield result.loss * share, measures
 
-        measured = accumulate_gradients(self, (self.model,), parts, loss_of_rows)
+        measured = accumulate_gradients(self, (self.model.root,), parts, losses_of_rows)
         learning_rate = self.optimizers().param_groups[0]["lr"]
         norms = clip_and_step(self, {"model": self.model}, self.reward.max_grad_norm)
         self.lr_schedulers().step()
@@ -166,3 +175,15 @@ class RewardModule(L.LightningModule):
         self.log_dict(measures)
         for metric in (*self.sums.values(), self.calibration):
             metric.reset()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the model was made from."""
+        note_fingerprint(checkpoint, self.fingerprint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check that it is still the same.
+
+        Raises:
+            ValueError: if not.
+        """
+        check_fingerprint(checkpoint, self.fingerprint)

@@ -6,7 +6,7 @@ Legend: B rows, T tokens, W bucket width, N labels, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -16,7 +16,6 @@ from torchmetrics import MeanMetric
 
 from rlhf_lightning.batches import SFTBatch
 from rlhf_lightning.distributed import global_sum, shard
-from rlhf_lightning.functional.losses import causal_lm_loss
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.hparams import SFTHparams
 from rlhf_lightning.models.forward import micro_batches, pack_right
@@ -27,6 +26,7 @@ from rlhf_lightning.modules.optimization import (
     clip_and_step,
     with_schedule,
 )
+from rlhf_lightning.modules.resuming import check_fingerprint, note_fingerprint
 from rlhf_lightning.modules.schedules import Schedule
 
 
@@ -38,6 +38,7 @@ class SFTModule(L.LightningModule):
         policy: builds the model.
         optimizer: parameter groups -> optimizer.
         schedule: factor on the learning rate over iterations.
+        fingerprint: of the model's source; adapters resume only on the base they were trained on.
         compute_dtype: of sharded forwards.
     """
 
@@ -48,6 +49,7 @@ class SFTModule(L.LightningModule):
         policy: Callable[[], PolicyModel],
         optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         schedule: Schedule,
+        fingerprint: str = "",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -56,6 +58,7 @@ class SFTModule(L.LightningModule):
         self.build_policy = policy
         self.build_optimizer = optimizer
         self.schedule = schedule
+        self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
         self.policy: PolicyModel | None = None
         self.validation_loss = MeanMetric()
@@ -67,7 +70,12 @@ class SFTModule(L.LightningModule):
         self.policy = self.build_policy()
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
-            shard(self.policy, mesh, frozen=False, compute_dtype=self.compute_dtype)
+            shard(self.policy.root, mesh, frozen=False, compute_dtype=self.compute_dtype)
+
+    def on_fit_start(self) -> None:
+        """Place the base of an adapter, which Lightning does not know of."""
+        if self.device_mesh is None:
+            self.policy.root.to(self.device)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""
@@ -80,11 +88,11 @@ class SFTModule(L.LightningModule):
         num_tokens = global_sum(batch.loss_mask.sum())
         parts = micro_batches(batch.attention_mask, self.sft.micro_batch_size)
 
-        def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
+        def losses_of_rows(rows: Tensor) -> Iterator[tuple[Tensor, Measured]]:
             loss = self.loss(batch[rows], num_tokens)
-            return loss, {"sft/loss": loss}
+            yield loss, {"sft/loss": loss}
 
-        measured = accumulate_gradients(self, (self.policy,), parts, loss_of_rows)
+        measured = accumulate_gradients(self, (self.policy.root,), parts, losses_of_rows)
         learning_rate = self.optimizers().param_groups[0]["lr"]
         norms = clip_and_step(self, {"policy": self.policy}, self.sft.max_grad_norm)
         self.lr_schedulers().step()
@@ -104,10 +112,9 @@ class SFTModule(L.LightningModule):
         packed = pack_right(batch.input_ids, batch.attention_mask)  # [B, W]
         labels = next_token_labels(batch.input_ids, batch.loss_mask)  # [B, T]
         row, column = (labels >= 0).nonzero(as_tuple=True)
-        logits = self.policy(packed, row * packed.shape[1] + column)  # [N, V]
-        return causal_lm_loss(
-            logits.unsqueeze(0), labels[row, column].unsqueeze(0), num_tokens=num_tokens
-        )
+        positions, tokens = row * packed.shape[1] + column, labels[row, column]  # [N]
+        statistics = self.policy(packed, positions, tokens, 1.0, False)
+        return -statistics.logprobs.sum() / num_tokens.clamp(min=1)
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Add the batch to the held-out loss."""
@@ -118,3 +125,15 @@ class SFTModule(L.LightningModule):
         """Log the token mean over all held-out rows of all ranks."""
         self.log("val/loss", self.validation_loss.compute(), prog_bar=True)
         self.validation_loss.reset()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the model was made from."""
+        note_fingerprint(checkpoint, self.fingerprint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check that it is still the same.
+
+        Raises:
+            ValueError: if not.
+        """
+        check_fingerprint(checkpoint, self.fingerprint)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
@@ -27,7 +27,7 @@ from rlhf_lightning.rollout.generate import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
 
-Unsharded = Callable[[PolicyModel], AbstractContextManager[Any]]
+Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,14 @@ def collect_rollout(
         The rollout, and the seconds of its phases: `generate`, `score` (all forwards included).
     """
     started = time.perf_counter()
-    was_training = parts.policy.training
-    parts.policy.eval()
-    with parts.unsharded(parts.policy):
+    with parts.unsharded(parts.policy.root), parts.policy.generating() as model:
         generation = parts.generator(
-            parts.policy.model,
+            model,
             prompts,
             noise=noise,
             temperature=temperature,
             max_new_tokens=max_new_tokens,
         )
-    parts.policy.train(was_training)
     generated = time.perf_counter()
     answers = make_answers(prompts, generation, parts.tokenizer)
     rollout = assemble_rollout(parts, answers, temperature=temperature, shaping=shaping)
@@ -161,8 +158,11 @@ def evaluate_answers(
     def evaluate(rows: Tensor) -> tuple[Tensor, ...]:
         batch = answers.rows(rows)
         policy = response_statistics(parts.policy, batch, temperature=temperature)
-        reference = response_statistics(parts.reference, batch, temperature=temperature)
+        reference = response_statistics(
+            parts.reference, batch, temperature=temperature, with_entropy=False
+        )
         values = response_values(parts.value_model, batch)
+        assert policy.entropy is not None  # asked for
         return policy.logprobs, policy.entropy, reference.logprobs, values
 
     logprobs, entropy, ref_logprobs, values = by_micro_batch(

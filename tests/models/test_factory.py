@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_lightning.models.export import export_policy, export_scalar_model
 from rlhf_lightning.models.factory import (
     check_deterministic,
-    export_policy,
-    export_scalar_model,
     frozen,
     load_policy,
     load_scalar_model,

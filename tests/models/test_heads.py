@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf_lightning.functional.logprobs import token_entropy
 from rlhf_lightning.models.heads import (
     PolicyModel,
     ScalarHeadModel,
@@ -14,18 +15,21 @@ from tests.tiny import HIDDEN, MODEL_TYPES, VOCABULARY, tiny_policy, tiny_scalar
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_the_policy_gives_the_models_own_logits_at_the_asked_positions(model_type):
+def test_the_policy_gives_the_models_own_log_probabilities_at_the_asked_positions(model_type):
     policy = tiny_policy(model_type)
     ids = torch.randint(2, VOCABULARY, (3, 8))
     positions = torch.tensor([2, 8 + 5, 16])
     with torch.no_grad():
         expected = policy.model(input_ids=ids).logits.flatten(0, 1)[positions]
-        logits = policy(ids, positions)
         statistics = policy(ids, positions, torch.tensor([3, 4, 5]), 2.0)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        without = policy(ids, positions, torch.tensor([3, 4, 5]), 2.0, False)
     assert isinstance(statistics, TokenStatistics)
     wanted = (expected / 2.0).log_softmax(-1)[torch.arange(3), torch.tensor([3, 4, 5])]
     torch.testing.assert_close(statistics.logprobs, wanted, rtol=0, atol=1e-5)
+    entropy = token_entropy(expected, temperature=2.0)
+    torch.testing.assert_close(statistics.entropy, entropy, rtol=0, atol=1e-5)
+    assert without.entropy is None
+    assert torch.equal(without.logprobs, statistics.logprobs)
 
 
 class _SoftCapped(nn.Module):

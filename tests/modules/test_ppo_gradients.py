@@ -93,8 +93,8 @@ def test_a_mean_of_micro_batch_means_would_be_another_gradient(module, rollout, 
     module.zero_grad()
     for rows in torch.arange(16).split(4):
         part = rollout[rows]
-        loss, _ = module.loss(part, part.response_mask.sum(), iteration=0)
-        (loss / 4).backward()
+        for loss, _ in module.losses(part, part.response_mask.sum(), iteration=0):
+            (loss / 4).backward()
     got = flat_gradients(module.policy)
     assert (got - expected[1]).norm() / expected[1].norm() > 0.03
 
@@ -130,8 +130,8 @@ def test_a_critic_warmup_moves_the_value_model_alone():
     assert (policy == 0).all()
     assert value.abs().max() > 1e-2
     warm.zero_grad()
-    loss, _ = warm.loss(rollout, rollout.response_mask.sum(), iteration=1)
-    loss.backward()
+    for loss, _ in warm.losses(rollout, rollout.response_mask.sum(), iteration=1):
+        loss.backward()
     assert flat_gradients(warm.policy).abs().max() > 1e-2
 
 
@@ -154,8 +154,8 @@ def state_gradients(module, rollout: RolloutBatch) -> tuple[torch.Tensor, torch.
         module.value.trunk.register_forward_hook(keep("value")),
     ]
     module.zero_grad()
-    loss, _ = module.loss(rollout, rollout.response_mask.sum(), iteration=0)
-    loss.backward()
+    for loss, _ in module.losses(rollout, rollout.response_mask.sum(), iteration=0):
+        loss.backward()
     for handle in handles:
         handle.remove()
     policy, value = (kept[name].grad.abs().sum(-1)[: len(rollout)] for name in ("policy", "value"))

@@ -17,7 +17,7 @@ from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout import generate
 from rlhf_lightning.rollout.generate import CachedGenerator
-from tests.modules.tiny_ppo import TokenScorer, fit, ppo_hparams, tiny_module
+from tests.modules.tiny_ppo import TokenScorer, fit, ppo_hparams, tiny_models, tiny_module
 from tests.tiny import EOS, PAD, prompt_batch, tiny_policy
 
 UPDATES = 50
@@ -58,8 +58,7 @@ def train(seed: int) -> list[dict[str, float]]:
             missing_eos_penalty=0.0,
         ),
         sampling=SamplingHparams(max_new_tokens=8),
-        policy=policy,
-        value=value,
+        models=lambda: tiny_models(policy=policy, value=value),
         scorer=TokenScorer(task_score),
         generator=CachedGenerator([EOS], PAD),
         schedule=Schedule("linear"),

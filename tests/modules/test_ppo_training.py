@@ -23,6 +23,7 @@ from tests.modules.tiny_ppo import (
     prompts,
     rollout_of,
     some_score,
+    tiny_models,
     tiny_module,
 )
 from tests.tiny import tiny_policy, tiny_scalar_model
@@ -155,8 +156,9 @@ def test_every_iteration_has_its_own_noise_and_the_same_again_when_repeated():
 def test_the_loss_is_the_policy_loss_and_vf_coef_times_the_value_loss():
     module = built(tiny_module(ppo=ppo_hparams(vf_coef=0.15)))
     rollout = rollout_of(module)
-    loss, measures = module.loss(rollout, rollout.response_mask.sum(), iteration=0)
-    parts = {name: value.item() for name, value in measures.items()}
+    terms = list(module.losses(rollout, rollout.response_mask.sum(), iteration=0))
+    loss = sum(term for term, _ in terms)
+    parts = {name: value.item() for _, measures in terms for name, value in measures.items()}
     assert parts["ppo/value_loss"] > 0.1
     expected = parts["ppo/policy_loss"] + 0.15 * parts["ppo/value_loss"]
     assert loss.item() == pytest.approx(expected, abs=1e-6)
@@ -255,7 +257,8 @@ def test_edge_cases_train_with_finite_measures_and_weights(name):
 
 
 def test_equal_returns_leave_the_explained_variance_out():
-    module = built(tiny_module(value=lambda: tiny_scalar_model(init_std=0.0)))
+    models = tiny_models(value=lambda: tiny_scalar_model(init_std=0.0))
+    module = built(tiny_module(models=lambda: models))
     rollout = rollout_of(module)
     assert "ppo/explained_variance" in rollout_measures(rollout)
     flat = copy.copy(rollout.returns).fill_(0.3)

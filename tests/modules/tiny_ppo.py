@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.models.arrangements import PPOModels
+from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import micro_batches
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.modules.measures import RunningMeans
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
@@ -42,7 +45,7 @@ class TokenScorer:
     def __init__(self, function: Callable[[Tensor, bool], float]) -> None:
         self.function = function
 
-    def build(self) -> list[torch.nn.Module]:
+    def build(self, base: Any = None) -> list[torch.nn.Module]:
         return []
 
     def __call__(self, answers: Answers) -> Scores:
@@ -91,6 +94,16 @@ def ppo_hparams(**changes: Any) -> PPOHparams:
     return PPOHparams(**(defaults | changes))
 
 
+def tiny_models(
+    model_type: str = "gpt2",
+    policy: Callable[[], PolicyModel] | None = None,
+    value: Callable[[], ScalarHeadModel] | None = None,
+) -> PPOModels:
+    policy = policy or (lambda: tiny_policy(model_type))
+    value = value or (lambda: tiny_scalar_model(model_type))
+    return PPOModels(policy(), value(), frozen(policy()))
+
+
 def tiny_module(
     model_type: str = "gpt2",
     *,
@@ -103,8 +116,7 @@ def tiny_module(
     parts: dict[str, Any] = {
         "ppo": ppo or ppo_hparams(),
         "sampling": sampling or SamplingHparams(max_new_tokens=9, temperature=0.9),
-        "policy": lambda: tiny_policy(model_type),
-        "value": lambda: tiny_scalar_model(model_type),
+        "models": lambda: tiny_models(model_type),
         "scorer": TokenScorer(some_score),
         "generator": CachedGenerator(STOPS, pad),
         "tokenizer": tiny_tokenizer(pad_is_eos=pad == EOS),
@@ -160,9 +172,9 @@ def loss_and_gradients(
     num_tokens = rollout.response_mask.sum()
     total = 0.0
     for rows in micro_batches(rollout.attention_mask, micro_batch_size):
-        loss, _ = module.loss(rollout[rows], num_tokens, iteration=0)
-        loss.backward()
-        total += float(loss.detach())
+        for loss, _ in module.losses(rollout[rows], num_tokens, iteration=0):
+            loss.backward()
+            total += float(loss.detach())
     return total, flat_gradients(module.policy), flat_gradients(module.value)
 
 

@@ -20,7 +20,7 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
-from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.arrangements import ppo_models
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.modules import ppo as ppo_file
 from rlhf_lightning.modules.measures import rollout_measures
@@ -80,12 +80,11 @@ def prompts(tokenizer: Any) -> PromptBatch:
     return PromptCollator(tokenizer.pad_token_id)(rows)
 
 
-def make_module(tokenizer: Any) -> PPOModule:
+def make_module(tokenizer: Any, precision: str) -> PPOModule:
     return PPOModule(
         ppo=PPOHparams(num_ppo_epochs=1, num_minibatches=2, micro_batch_size=2),
         sampling=SamplingHparams(max_new_tokens=6),
-        policy=lambda: load_policy(FOLDER),
-        value=lambda: load_scalar_model(FOLDER, head="zero"),
+        models=lambda: ppo_models(FOLDER, None, value_head="zero", precision=precision),
         scorer=FunctionScorer(count_letters),
         generator=CachedGenerator(stop_ids(tokenizer, FOLDER), tokenizer.pad_token_id),
         tokenizer=tokenizer,
@@ -113,7 +112,7 @@ def fit_one_iteration(module: PPOModule, prompts: PromptBatch, precision: str, r
 def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
     tokenizer, prompts, precision, monkeypatch, tmp_path
 ):
-    module = make_module(tokenizer)
+    module = make_module(tokenizer, precision)
     ratios, measured, rollouts = [], [], []
     policy_loss, update = ppo_file.ppo_policy_loss, PPOModule.update
     collect = PPOModule.collect_rollout

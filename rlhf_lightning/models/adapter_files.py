@@ -1,0 +1,209 @@
+"""Adapters on disk, in PEFT's format, and adapters merged into the weights they stand on.
+
+A folder holds `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes and reads them,
+and `rlhf_lightning.json` with what PEFT has no place for: the kind of model, the reward's offset
+and which base it was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
+from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalarModel
+
+CONFIG, WEIGHTS, EXTRA = "adapter_config.json", "adapter_model.safetensors", "rlhf_lightning.json"
+_PREFIX = "base_model.model."
+_SCORE = f"{_PREFIX}score.weight"
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What an adapter folder holds.
+
+    Args:
+        lora: rank, scale and targets.
+        tensors: `{module path}.lora_A.weight` and `.lora_B.weight`, and `score.weight`.
+        is_scalar: whether it is a value or reward model; else a policy.
+        reward_offset: added to the head's output.
+        base: name or folder of the base.
+        base_fingerprint: of the base's weights; "" where nobody knows it.
+    """
+
+    lora: LoraHparams
+    tensors: Mapping[str, Tensor]
+    is_scalar: bool
+    reward_offset: float
+    base: str
+    base_fingerprint: str
+
+
+def save_adapter(
+    model: AdaptedPolicy | AdaptedScalarModel,
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    base: str,
+    base_fingerprint: str,
+) -> None:
+    """Write one adapter (and head) as a folder that PEFT loads onto the base.
+
+    Args:
+        model: whose adapter it is.
+        folder: created if missing.
+        state: full state dict of `model`.
+        base: name or folder of the base, for PEFT.
+        base_fingerprint: of the base's weights.
+    """
+    lora = model.base.adapters[str(model.name)]
+    is_scalar = isinstance(model, AdaptedScalarModel)
+    folder.mkdir(parents=True, exist_ok=True)
+    LoraConfig(
+        task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=model.base.targets,
+        modules_to_save=["score"] if is_scalar else None,
+        fan_in_fan_out=_is_transposed(model.base.model),
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+    tensors = {
+        f"{_PREFIX}{path}.{part}.weight": value.contiguous()
+        for (path, part), value in _by_module(state).items()
+    }
+    if is_scalar:
+        tensors[_SCORE] = state["head.weight"].contiguous()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    extra = {
+        "kind": "scalar" if is_scalar else "policy",
+        "reward_offset": float(state["head.bias"]) if is_scalar else 0.0,
+        "base": base,
+        "base_fingerprint": base_fingerprint,
+    }
+    (folder / EXTRA).write_text(json.dumps(extra, indent=2) + "\n", encoding="utf-8")
+
+
+def read_adapter(folder: Path) -> AdapterFiles:
+    """Return what an adapter folder holds.
+
+    Raises:
+        FileNotFoundError: if it is none; the message says how one is made.
+        ValueError: if a file of it is damaged.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder} is no adapter folder (no {name}): train one with lora=lora, which "
+                "writes the adapter beside the merged model"
+            )
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        file = folder / EXTRA
+        extra = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        tensors = {k.removeprefix(_PREFIX): v for k, v in load_file(folder / WEIGHTS).items()}
+        targets = config["target_modules"]
+        lora = LoraHparams(
+            r=int(config["r"]),
+            alpha=int(config["lora_alpha"]),
+            target_modules=targets if isinstance(targets, str) else ",".join(sorted(targets)),
+        )
+        is_scalar = extra.get("kind", "scalar" if "score.weight" in tensors else "policy")
+        return AdapterFiles(
+            lora=lora,
+            tensors=tensors,
+            is_scalar=is_scalar == "scalar",
+            reward_offset=float(extra.get("reward_offset", 0.0)),
+            base=str(extra.get("base", config.get("base_model_name_or_path") or "")),
+            base_fingerprint=str(extra.get("base_fingerprint", "")),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
+
+
+@torch.no_grad()
+def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedScalarModel:
+    """Put a stored value or reward model onto `base`, as adapter and head `name`.
+
+    Raises:
+        ValueError: if it is no such model, or if it does not fit the base.
+    """
+    files = read_adapter(folder)
+    if not files.is_scalar:
+        raise ValueError(f"{folder} is the adapter of a policy: it has no reward head")
+    base.add_adapter(name, seed=0, lora=files.lora)
+    base.heads[name] = scalar_head(base.hidden_size, init_std=0.0)
+    model = AdaptedScalarModel(base, name)
+    own = {path: value for path, value in files.tensors.items() if path != "score.weight"}
+    state = {f"adapter.{_key(path)}": value for path, value in own.items()}
+    state["head.weight"] = files.tensors["score.weight"]
+    state["head.bias"] = torch.tensor([files.reward_offset])
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the adapter in {folder} (trained on {files.base or 'an unknown base'}) does not fit "
+            f"the base: {str(error).splitlines()[1].strip() if str(error) else error}"
+        ) from error
+    return model
+
+
+@torch.no_grad()
+def merge_adapter(
+    model: AdaptedPolicy | AdaptedScalarModel, state: Mapping[str, Tensor], into: PolicyModel
+) -> PolicyModel | ScalarHeadModel:
+    """Add an adapter to the weights of a full copy of its base, in place.
+
+    Args:
+        model: whose adapter it is.
+        state: full state dict of `model`.
+        into: the base, in full precision, without adapters.
+
+    Returns:
+        `into`, or a reward model made of its decoder.
+    """
+    lora = model.base.adapters[str(model.name)]
+    halves = _by_module(state)
+    for path in {path for path, _ in halves}:
+        delta = (halves[path, "lora_B"] @ halves[path, "lora_A"]) * (lora.alpha / lora.r)
+        module: Any = into.model.get_submodule(path)
+        delta = delta.T if isinstance(module, Conv1D) else delta
+        module.weight.add_(delta.to(module.weight))
+    if isinstance(model, AdaptedPolicy):
+        return into
+    head = scalar_head(model.base.hidden_size, init_std=0.0)
+    head.load_state_dict({"weight": state["head.weight"], "bias": state["head.bias"]})
+    trunk: Any = into.model.base_model
+    return ScalarHeadModel(trunk, head)
+
+
+def _by_module(state: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    """Return `(module path, "lora_A" or "lora_B") -> tensor` of a view's state dict."""
+    found = {}
+    for key, value in state.items():
+        if key.startswith("adapter."):
+            path, _, part = key.removeprefix("adapter.").removesuffix(".weight").rpartition("/")
+            found[path.replace("/", "."), part] = value
+    return found
+
+
+def _key(path: str) -> str:
+    """Return the key in a view's adapter of PEFT's `{module path}.lora_A.weight`."""
+    module, part, _ = path.rsplit(".", 2)
+    return f"{module.replace('.', '/')}/{part}.weight"
+
+
+def _is_transposed(model: nn.Module) -> bool:
+    return any(isinstance(module, Conv1D) for module in model.modules())

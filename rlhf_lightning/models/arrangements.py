@@ -1,0 +1,107 @@
+"""The four models of PPO: as siblings, or as adapters on one base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.adapter_files import load_scalar_adapter
+from rlhf_lightning.models.factory import frozen, load_base, load_policy, load_scalar_model
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy, add_scalar_model
+from rlhf_lightning.models.precision import round_frozen_weights
+
+ADAPTER = "adapter"  # the folder of the adapter alone, inside an artefact
+
+
+@dataclass(frozen=True)
+class PPOModels:
+    """What PPO trains and what it compares with; the scorer brings the reward model.
+
+    Args:
+        policy: trained.
+        value: trained.
+        reference: frozen; where the policy started.
+        base: what policy, value and reference share, if they do.
+    """
+
+    policy: PolicyModel
+    value: ScalarHeadModel
+    reference: PolicyModel
+    base: AdaptedBase | None = None
+
+    @property
+    def trained(self) -> tuple[nn.Module, ...]:
+        """Roots that hold trained parameters, each placed and sharded as a whole."""
+        return (self.policy, self.value) if self.base is None else (self.base,)
+
+    @property
+    def frozen(self) -> tuple[nn.Module, ...]:
+        """Roots without trained parameters."""
+        return (self.reference,) if self.base is None else ()
+
+
+def ppo_models(
+    policy: str | Path,
+    value: str | Path | None,
+    *,
+    value_head: str = "stored",
+    lora: LoraHparams | None = None,
+    activation_checkpointing: bool = False,
+    precision: str = "32-true",
+    seed: int = 0,
+) -> PPOModels:
+    """Return policy, value model and reference.
+
+    Args:
+        policy: folder or hub name of the SFT policy: of the policy and of the reference.
+        value: folder or hub name that the value model starts from: a reward model, with
+            `value_head="stored"`, or a causal LM. Adapters start from the `adapter` folder of a
+            reward model trained with LoRA on the same policy.
+        value_head: "stored", or "zero" for values that start at 0.
+        lora: None trains whole models; otherwise adapters on one frozen base, which with its
+            adapters off is the reference.
+        activation_checkpointing: compute decoder layers again in the backward pass.
+        precision: the Trainer's; under `bf16-mixed` frozen matrices are held in bf16.
+        seed: of new adapters.
+
+    Raises:
+        ValueError: if there is nothing to start the value model from.
+    """
+    if value_head not in ("stored", "zero"):
+        raise ValueError(f"value_head={value_head!r} must be 'stored' or 'zero'")
+    if value is None and value_head == "stored":
+        raise ValueError(
+            "the value model starts from a reward model (artifacts.reward), and none is given: "
+            "use module.models.value_head=zero to start it from the policy"
+        )
+    if lora is not None:
+        return _on_one_base(
+            load_base(policy, lora, activation_checkpointing=activation_checkpointing),
+            None if value_head == "zero" or value is None else Path(value) / ADAPTER,
+            seed=seed,
+        )
+    reference = frozen(load_policy(policy))
+    round_frozen_weights(reference.model, precision)
+    return PPOModels(
+        load_policy(policy, activation_checkpointing=activation_checkpointing),
+        load_scalar_model(
+            policy if value is None else value,
+            head=value_head,
+            activation_checkpointing=activation_checkpointing,
+        ),
+        reference,
+    )
+
+
+def _on_one_base(base: AdaptedBase, value_adapter: Path | None, *, seed: int) -> PPOModels:
+    policy = add_policy(base, "policy", seed=seed)
+    value: ScalarHeadModel
+    if value_adapter is None:
+        value = add_scalar_model(base, "value", init_std=0.0, seed=seed)
+    else:
+        value = load_scalar_adapter(base, value_adapter, "value")
+    return PPOModels(policy, value, AdaptedPolicy(base, None), base)

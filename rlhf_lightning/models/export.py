@@ -1,0 +1,133 @@
+"""Exports: a policy or a reward model as a folder that plain transformers loads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_lightning.models.classifier_tokenizer import classifier_tokenizer, with_row_for
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+
+
+def export_model(
+    model: PolicyModel | ScalarHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    stop_ids: Sequence[int],
+) -> None:
+    """Write weights, config, tokenizer with chat template and, for a policy, when to stop.
+
+    Args:
+        model: gives the architecture.
+        tokenizer: the one it was trained with.
+        folder: created if missing.
+        state: full state dict of `model`.
+        stop_ids: every id that ends a response.
+    """
+    if isinstance(model, PolicyModel):
+        export_policy(model, folder, state)
+        generation = generation_settings(model, tokenizer, stop_ids)
+        generation.save_pretrained(folder)
+        export_tokenizer(model, tokenizer, folder)
+    else:
+        pad = export_tokenizer(model, tokenizer, folder)
+        export_scalar_model(model, folder, state, pad_token_id=pad)
+
+
+def export_tokenizer(
+    model: PolicyModel | ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> int:
+    """Write the tokenizer that goes with an exported model; return the id that it pads with."""
+    if isinstance(model, ScalarHeadModel):
+        embedding: Any = model.trunk.get_input_embeddings()
+        tokenizer = classifier_tokenizer(tokenizer, len(embedding.weight))
+    tokenizer.save_pretrained(folder)
+    pad: Any = tokenizer.pad_token_id
+    return int(pad)
+
+
+def export_policy(policy: PolicyModel, folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Write the policy as a Hugging Face causal LM in safetensors.
+
+    Args:
+        policy: gives the architecture.
+        folder: created if missing.
+        state: full state dict of `policy`.
+    """
+    prefix = "model."
+    weights = {k.removeprefix(prefix): v for k, v in state.items()}
+    policy.model.save_pretrained(folder, state_dict=weights)
+
+
+def generation_settings(
+    policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
+) -> GenerationConfig:
+    """Return the base model's generation settings with the stop ids the policy was trained with."""
+    settings: Any = copy.deepcopy(policy.model.generation_config)
+    stops = sorted({int(i) for i in stop_ids})
+    settings.eos_token_id = stops[0] if len(stops) == 1 else stops
+    settings.pad_token_id = tokenizer.pad_token_id
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        # Older checkpoints name a temperature and leave do_sample out, which is refused today.
+        settings.do_sample = True
+    return settings
+
+
+def export_scalar_model(
+    model: ScalarHeadModel, folder: Path, state: Mapping[str, Tensor], *, pad_token_id: int
+) -> None:
+    """Write a reward model as a Hugging Face sequence classifier with one label.
+
+    The head's bias, which such classifiers do not have, stands in config.json as
+    `reward_offset`; `load_scalar_model` adds it.
+
+    Args:
+        model: gives the architecture.
+        folder: created if missing.
+        state: full state dict of `model`.
+        pad_token_id: the classifier reads its score at the last token that is not this one, so
+            it must not be EOS. The first id behind the vocabulary gets a row of zeros, which only
+            padding reads.
+
+    Raises:
+        ValueError: if `state` is not that of a decoder with a scalar head.
+    """
+    state = dict(state)
+    embedding = f"trunk.{_input_embedding(model)}.weight"
+    state[embedding] = with_row_for(state[embedding], pad_token_id)
+    config = type(model.trunk.config).from_dict(model.trunk.config.to_dict())
+    config.num_labels, config.pad_token_id = 1, pad_token_id
+    config.vocab_size = len(state[embedding])
+    config.reward_offset = float(state["head.bias"])
+    with torch.device("meta"):  # the weights are those of `state`: no second copy
+        classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    prefix = f"{classifier.base_model_prefix}."
+    weights = {
+        prefix + k.removeprefix("trunk."): v.float()
+        for k, v in state.items()
+        if k.startswith("trunk.")
+    }
+    weights["score.weight"] = state["head.weight"].float()
+    missing, unexpected = classifier.load_state_dict(weights, strict=False, assign=True)
+    if missing or unexpected:
+        raise ValueError(f"cannot export: missing {missing}, unexpected {unexpected}")
+    classifier.save_pretrained(folder)
+
+
+def _input_embedding(model: ScalarHeadModel) -> str:
+    embedding = model.trunk.get_input_embeddings()
+    return next(name for name, module in model.trunk.named_modules() if module is embedding)

@@ -1,0 +1,276 @@
+"""Low-rank adapters: several models that share the weights of one frozen base.
+
+`AdaptedBase` holds a causal language model whose weights never change, and named adapters of which
+a call switches on one or none. `AdaptedPolicy` and `AdaptedScalarModel` are views of it: they look
+like the full models to everybody else, but their parameters and their state dict are the adapter
+(and head) alone. With the adapters off the base is the reference, without a second copy.
+
+The base is deliberately no submodule of its views: it belongs to nobody's checkpoint.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.checkpointing import checkpoint_activations
+from rlhf_lightning.models.heads import (
+    PolicyModel,
+    ScalarHeadModel,
+    TokenStatistics,
+    check_head_split,
+    scalar_head,
+)
+from rlhf_lightning.models.precision import round_frozen_weights
+
+T = TypeVar("T")
+ALL_LINEAR = "all-linear"
+
+
+class AdaptedBase(nn.Module):
+    """A frozen causal language model with named adapters, of which at most one is on.
+
+    Args:
+        model: the base; its weights are frozen and, by `lora.base_precision`, rounded in place.
+        lora: rank, scale and targets of new adapters.
+        activation_checkpointing: compute decoder layers again in the backward pass.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, lora: LoraHparams, *, activation_checkpointing: bool = False
+    ) -> None:
+        super().__init__()
+        check_head_split(model)
+        self.lora = lora
+        self.targets = target_modules(model, lora.target_modules)
+        if lora.quantization == "none":
+            round_frozen_weights(model, lora.base_precision)
+        self.model = model.train().requires_grad_(False)
+        self.heads = nn.ModuleDict()
+        self.adapters: dict[str, LoraHparams] = {}
+        self.layers: dict[str, Any] = {}
+        self.active: str | None = None
+        if activation_checkpointing:
+            checkpoint_activations(model, self._contexts)
+
+    @property
+    def hidden_size(self) -> int:
+        """H, of the states that the heads read."""
+        return int(self.model.get_output_embeddings().weight.shape[1])
+
+    def add_adapter(self, name: str, *, seed: int, lora: LoraHparams | None = None) -> None:
+        """Put a new adapter on every target; it starts as 0, so nothing changes yet.
+
+        Args:
+            name: of the adapter.
+            seed: of the drawn half; the other half is 0.
+            lora: rank and scale, where they differ from the base's own.
+
+        Raises:
+            ValueError: if there is one of that name.
+        """
+        if name in self.adapters:
+            raise ValueError(f"the base has an adapter {name!r} already: {sorted(self.adapters)}")
+        lora = lora or self.lora
+        trained = [p for p in self.parameters() if p.requires_grad]
+        config = LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=self.targets,
+            fan_in_fan_out=any(isinstance(m, Conv1D) for m in self.model.modules()),
+        )
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
+            warnings.filterwarnings("ignore", message=".*having multiple adapters.*")
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, self.model, adapter_name=name)
+        self.adapters[name] = lora
+        self.layers = {n: m for n, m in self.model.named_modules() if isinstance(m, LoraLayer)}
+        for layer in self.layers.values():
+            # autocast casts what it multiplies; a cast to the adapter's fp32 before would be undone
+            layer.cast_input_dtype_enabled = False
+        self.model.requires_grad_(False)  # peft turns other adapters on and off
+        for parameter in (*trained, *self.adapter(name).float().parameters()):
+            parameter.requires_grad_(True)
+        self._switch(self.active)
+
+    def adapter(self, name: str) -> nn.ModuleDict:
+        """Return the modules of one adapter, by the module of the base that they change."""
+        parts = nn.ModuleDict()
+        for path, layer in self.layers.items():
+            key = path.replace(".", "/")  # a key of a ModuleDict has no dot
+            parts[f"{key}/lora_A"] = layer.lora_A[name]
+            parts[f"{key}/lora_B"] = layer.lora_B[name]
+            if layer.lora_dropout[name].__class__ is nn.Dropout:
+                parts[f"{key}/lora_dropout"] = layer.lora_dropout[name]
+        return parts
+
+    @contextmanager
+    def activated(self, name: str | None) -> Iterator[None]:
+        """Switch one adapter on, or all of them off."""
+        before = self.active
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def forward(self, name: str | None, function: Callable[..., T], *args: Any) -> T:
+        """Return `function(*args)` with adapter `name` on: a forward, for the sake of FSDP2."""
+        with self.activated(name):
+            return function(*args)
+
+    def _switch(self, name: str | None) -> None:
+        # peft's own set_adapter() also sets requires_grad, of the adapters it switches off to
+        # False; graphs of two adapters are alive at once here.
+        self.active = name
+        for layer in self.layers.values():
+            layer._disable_adapters = name is None
+            layer._active_adapter = [] if name is None else [name]
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        # A layer is repeated in the backward pass, when another adapter may be on.
+        return nullcontext(), self.activated(self.active)
+
+
+class _View(nn.Module):
+    """What both views share: the base is known, not owned."""
+
+    base: AdaptedBase
+    name: str | None
+
+    def _view(self, base: AdaptedBase, name: str | None) -> None:
+        nn.Module.__init__(self)
+        object.__setattr__(self, "base", base)
+        self.name = name
+        if name is not None:
+            self.adapter = base.adapter(name)
+
+    @property
+    def root(self) -> AdaptedBase:
+        """The module that is placed and sharded as a whole: the base with all its adapters."""
+        return self.base
+
+
+class AdaptedPolicy(_View, PolicyModel):
+    """A policy that is the base with one adapter on; without a name, the base itself.
+
+    Args:
+        base: shared with other views.
+        name: of an adapter that `base` has, or None.
+    """
+
+    def __init__(self, base: AdaptedBase, name: str | None) -> None:
+        self._view(base, name)
+
+    @property
+    def model(self) -> PreTrainedModel:  # type: ignore[override]
+        """The shared Hugging Face model; which adapter is on depends on who calls."""
+        return self.base.model
+
+    @contextmanager
+    def generating(self) -> Iterator[PreTrainedModel]:
+        """Yield the base with this adapter on, in eval mode."""
+        model = self.base.model
+        was_training = model.training
+        model.eval()
+        try:
+            with self.base.activated(self.name):
+                yield model
+        finally:
+            model.train(was_training)
+
+    def forward(self, *args: Any) -> TokenStatistics:
+        """Return statistics of tokens; see `PolicyModel.forward`."""
+        call: Any = self.base
+        statistics: TokenStatistics = call(self.name, super().forward, *args)
+        return statistics
+
+
+class AdaptedScalarModel(_View, ScalarHeadModel):
+    """A value or reward model that is the base's decoder with one adapter on, and a head.
+
+    Args:
+        base: shared with other views.
+        name: of an adapter and of a head that `base` has.
+    """
+
+    def __init__(self, base: AdaptedBase, name: str) -> None:
+        self._view(base, name)
+        self.head = base.heads[name]  # type: ignore[assignment]
+
+    @property
+    def trunk(self) -> PreTrainedModel:  # type: ignore[override]
+        """The shared decoder."""
+        return self.base.model.base_model  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any) -> Tensor:
+        """Return scalars at positions; see `ScalarHeadModel.forward`."""
+        call: Any = self.base
+        scalars: Tensor = call(self.name, super().forward, *args)
+        return scalars
+
+
+def add_policy(base: AdaptedBase, name: str, *, seed: int) -> AdaptedPolicy:
+    """Return a new policy on `base`, which starts as the base itself."""
+    base.add_adapter(name, seed=seed)
+    return AdaptedPolicy(base, name)
+
+
+def add_scalar_model(
+    base: AdaptedBase, name: str, *, init_std: float, seed: int
+) -> AdaptedScalarModel:
+    """Return a new value or reward model on `base`.
+
+    Args:
+        base: gets an adapter and a head.
+        name: of both.
+        init_std: of the head's weights; 0 starts at 0.
+        seed: of adapter and head.
+    """
+    base.add_adapter(name, seed=seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        base.heads[name] = scalar_head(base.hidden_size, init_std=init_std)
+    return AdaptedScalarModel(base, name)
+
+
+def target_modules(model: nn.Module, names: str) -> list[str]:
+    """Return the last parts of the names of the modules that get an adapter.
+
+    Args:
+        model: a causal language model.
+        names: "all-linear" (all but the output head), or names separated by commas.
+
+    Raises:
+        ValueError: if a name is none of the model's matrices.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    known = sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D) and module is not head
+        }
+    )
+    if names.strip() == ALL_LINEAR:
+        return known
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(
+                f"lora.target_modules names {name!r}, which {type(model).__name__} does not have: "
+                f"use {ALL_LINEAR}, or some of {', '.join(known)}"
+            )
+    return wanted

@@ -1,0 +1,247 @@
+"""What plain transformers makes of an exported folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from rlhf_lightning.models.classifier_tokenizer import (
+    ADDED,
+    classifier_tokenizer,
+    unused_special_token,
+)
+from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from tests.data.conftest import CHATML, build_tokenizer
+from tests.tiny import (
+    EOS,
+    MODEL_TYPES,
+    VOCABULARY,
+    tiny_policy,
+    tiny_scalar_model,
+    tiny_tokenizer,
+)
+
+TEXTS = ["w5 w6 w7 w8 w9 <eos>", "w10 <eos>", "w11 w12 w5 <eos>", "w30 w31 w32 w33 w34 w35 <eos>"]
+CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+def export_reward(model: Any, tokenizer: Any, folder: Path) -> None:
+    export_model(model, tokenizer, folder, model.state_dict(), stop_ids=[EOS])
+
+
+def our_scores(model: Any, tokenizer: Any) -> torch.Tensor:
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return sequence_scores(model, batch["input_ids"], batch["attention_mask"].bool())
+
+
+def plain_scores(folder: Path) -> tuple[torch.Tensor, Any, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        scores = model(**batch).logits.squeeze(-1)
+        assert (batch["attention_mask"] == 0).any(), "nothing is padded: the test shows nothing"
+        # The score is the one of the state at EOS, whatever stands around it.
+        for row, ids in enumerate(batch["input_ids"]):
+            until_eos = ids[None, : int((ids == EOS).nonzero()[0]) + 1]
+            assert model(until_eos).logits.item() == pytest.approx(scores[row].item(), abs=1e-5)
+            # Without the EOS it is another number, so it is not read one token early.
+            before = model(until_eos[:, :-1]).logits.item()
+            assert abs(before - scores[row].item()) > 1e-3
+    return scores, tokenizer, model
+
+
+@pytest.mark.parametrize("pad_is_eos", [True, False])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_plain_transformers_reads_a_padded_batch_at_eos_as_we_do(model_type, pad_is_eos, tmp_path):
+    model = tiny_scalar_model(model_type, bias=0.3)
+    model.normalize(0.4, 2.5)
+    tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos)
+    export_reward(model, tokenizer, tmp_path)
+    expected = our_scores(model, tokenizer)
+    scores, exported, plain = plain_scores(tmp_path)
+    assert exported.pad_token == (ADDED if pad_is_eos else "<pad>")
+    assert plain.config.pad_token_id == exported.pad_token_id != exported.eos_token_id
+    offset = json.loads((tmp_path / "config.json").read_text())["reward_offset"]
+    assert offset == pytest.approx(model.head.bias.item())
+    assert abs(offset) > 0.01
+    torch.testing.assert_close(scores, expected - offset, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.diff(), expected.diff(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_our_own_export_loads_again_and_takes_the_policys_ids(model_type, tmp_path):
+    model, tokenizer = tiny_scalar_model(model_type), tiny_tokenizer(pad_is_eos=True)
+    export_reward(model, tokenizer, tmp_path / "a")
+    again = load_scalar_model(tmp_path / "a")
+    assert again.trunk.get_input_embeddings().weight.shape[0] == VOCABULARY + 1
+    expected = our_scores(model, tokenizer)
+    assert torch.equal(our_scores(again, tokenizer), expected)
+    # A second export with the policy's tokenizer finds the row that the first one added.
+    export_reward(again, tokenizer, tmp_path / "b")
+    assert load_scalar_model(tmp_path / "b").trunk.config.vocab_size == VOCABULARY + 1
+    # And one with the tokenizer of the export pads with the token it already has.
+    export_reward(again, load_tokenizer(tmp_path / "a"), tmp_path / "c")
+    for name in ("b", "c"):
+        assert torch.equal(our_scores(load_scalar_model(tmp_path / name), tokenizer), expected)
+        assert AutoTokenizer.from_pretrained(tmp_path / name).get_vocab()[ADDED] == VOCABULARY
+
+
+def test_the_exported_tokenizer_differs_from_the_policys_in_the_pad_token_alone(tmp_path):
+    tokenizer = tiny_tokenizer(pad_is_eos=True)
+    export_reward(tiny_scalar_model("llama"), tokenizer, tmp_path)
+    exported = load_tokenizer(tmp_path)
+    extra = set(exported.get_vocab().items()) - set(tokenizer.get_vocab().items())
+    assert extra == {(ADDED, VOCABULARY)}
+    assert exported(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
+    assert tokenizer.pad_token == "<eos>", "the tokenizer of the run must stay as it is"
+
+
+def with_special(*tokens: str) -> Any:
+    tokenizer = tiny_tokenizer(pad_is_eos=True)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokens", "taken"),
+    [
+        (["<|begin_of_text|>", "<|reserved_special_token_0|>", "<|eom_id|>"], 1),
+        (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], 1),
+        (["<|endoftext|>", "<|padding|>"], 1),
+        (["<|endoftext|>", "<|im_start|>"], 0),
+        (["[unused3]"], 0),
+        (["<|im_start|>", "<repo_name>"], None),
+        ([], None),
+    ],
+)
+def test_padding_takes_a_token_that_texts_do_not_use(tokens, taken):
+    tokenizer = with_special(*tokens)
+    rows = VOCABULARY + len(tokens)
+    padded = classifier_tokenizer(tokenizer, rows)
+    assert padded.pad_token == (ADDED if taken is None else tokens[taken])
+    assert padded.pad_token_id == (rows if taken is None else VOCABULARY + taken)
+    assert padded.eos_token_id == EOS
+
+
+def test_a_token_of_the_chat_template_or_beyond_the_embeddings_does_not_pad():
+    tokenizer = with_special("<|endoftext|>", "<|reserved_special_token_0|>")
+    tokenizer.chat_template = "<|reserved_special_token_0|>" + CHAT
+    assert unused_special_token(tokenizer, VOCABULARY + 2) == "<|endoftext|>"
+    assert unused_special_token(tokenizer, VOCABULARY) is None
+
+
+def test_an_added_token_takes_a_row_that_the_model_keeps_in_reserve(tmp_path):
+    # As Qwen and GPT-NeoX do, whose embeddings have more rows than their tokenizers tokens.
+    policy = tiny_policy("llama", vocab_size=VOCABULARY + 16)
+    tokenizer = tiny_tokenizer(pad_is_eos=True)
+    export_model(policy, tokenizer, tmp_path / "sft", policy.state_dict(), stop_ids=[EOS])
+    model = load_scalar_model(tmp_path / "sft", head="reward")
+    export_reward(model, tokenizer, tmp_path / "reward")
+    config = json.loads((tmp_path / "reward/config.json").read_text())
+    assert (config["vocab_size"], config["pad_token_id"]) == (VOCABULARY + 16, VOCABULARY)
+
+
+def test_a_word_that_merely_looks_like_a_pad_token_is_not_taken():
+    # `<pad>` is in the vocabulary, but an ordinary word there: a text may hold it.
+    assert "<pad>" in tiny_tokenizer(pad_is_eos=True).get_vocab()
+    assert unused_special_token(tiny_tokenizer(pad_is_eos=True), VOCABULARY) is None
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, tmp_path):
+    policy, tokenizer = tiny_policy(model_type), tiny_tokenizer(pad_is_eos=True)
+    tokenizer.chat_template = CHAT
+    export_model(policy, tokenizer, tmp_path, policy.state_dict(), stop_ids=[7, EOS])
+    ids = torch.randint(2, VOCABULARY, (3, 9))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+        expected = policy.model(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [EOS, 7]
+    exported = load_tokenizer(tmp_path)
+    assert stop_ids(exported, tmp_path) == (EOS, 7)
+    assert exported.chat_template == CHAT
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+
+
+def test_a_temperature_without_do_sample_does_not_stop_the_export(tmp_path):
+    policy, tokenizer = tiny_policy("llama"), tiny_tokenizer()
+    export_model(policy, tokenizer, tmp_path / "a", policy.state_dict(), stop_ids=[EOS])
+    (tmp_path / "a/generation_config.json").write_text('{"temperature": 0.6}')
+    policy = load_policy(tmp_path / "a")
+    export_model(policy, tokenizer, tmp_path / "b", policy.state_dict(), stop_ids=[EOS])
+    written = GenerationConfig.from_pretrained(tmp_path / "b")
+    assert (written.temperature, written.do_sample, written.eos_token_id) == (0.6, True, EOS)
+
+
+@pytest.mark.parametrize("kind", ["policy", "reward"])
+def test_no_exported_file_names_a_folder_of_the_machine(kind, tmp_path):
+    tokenizer = tiny_tokenizer(pad_is_eos=True)
+    policy = tiny_policy("llama")
+    export_model(policy, tokenizer, tmp_path / "a", policy.state_dict(), stop_ids=[EOS])
+    model: Any = load_policy(tmp_path / "a")
+    if kind == "reward":
+        model = load_scalar_model(tmp_path / "a", head="reward")
+    tokenizer = load_tokenizer(tmp_path / "a")
+    export_model(model, tokenizer, tmp_path / "b", model.state_dict(), stop_ids=[EOS])
+    for path in (tmp_path / "b").iterdir():
+        assert str(tmp_path).encode() not in path.read_bytes(), path.name
+
+
+CHAT_TEMPLATES = {
+    "chatml": CHATML,
+    "chatml with a newline at its end": CHATML + "\n",
+    "nothing behind eos": CHATML.replace("<|im_end|>\n", "<|im_end|>"),
+    "a loop with white space control": (
+        "{%- for m in messages %}\n{{- '<|im_start|>' + m.role + '\n' + m.content | trim }}\n"
+        "{{- '<|im_end|>\n' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n"
+        "{{- '<|im_start|>assistant\n' }}\n{%- endif %}\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_a_conversation_ends_at_eos_in_the_classifiers_template(name):
+    tokenizer = build_tokenizer(template=CHAT_TEMPLATES[name])
+    exported = classifier_tokenizer(tokenizer, 300)
+    messages = [{"role": "user", "content": "hi  "}, {"role": "assistant", "content": "yes \n"}]
+    before = tokenizer.apply_chat_template(messages, tokenize=False)
+    after = exported.apply_chat_template(messages, tokenize=False)
+    assert after == before.rstrip()
+    ids = exported.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert ids[-1] == exported.eos_token_id
+    # What an answer follows keeps its newline, and so does a conversation that stops elsewhere.
+    for kept in ({"add_generation_prompt": True}, {"continue_final_message": True}):
+        ours = exported.apply_chat_template(messages, tokenize=False, **kept)
+        assert ours == tokenizer.apply_chat_template(messages, tokenize=False, **kept)
+    again = classifier_tokenizer(exported, 300)
+    assert again.chat_template == exported.chat_template
+
+
+def test_a_template_that_refuses_the_exchange_stays_as_it_is():
+    refusing = "{{ raise_exception('system first') if messages[0].role != 'system' }}" + CHATML
+    tokenizer = build_tokenizer(template=refusing)
+    assert classifier_tokenizer(tokenizer, 300).chat_template == refusing

@@ -1,0 +1,218 @@
+"""Adapters on one base: what they share, what they do not, and what is written of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.adapter_files import (
+    load_scalar_adapter,
+    merge_adapter,
+    read_adapter,
+    save_adapter,
+)
+from rlhf_lightning.models.arrangements import ADAPTER, ppo_models
+from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
+from rlhf_lightning.models.lora import AdaptedPolicy, add_policy, add_scalar_model
+from tests.tiny import MODEL_TYPES, tiny_policy
+
+LORA = LoraHparams(r=4, alpha=8)
+MIXED = LoraHparams(r=4, alpha=8, base_precision="bf16-mixed")
+IDS = torch.arange(2, 34).reshape(2, 16)
+POSITIONS = torch.arange(0, 30)
+TOKENS = torch.arange(3, 33)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bases")
+    for kind in MODEL_TYPES:
+        tiny_policy(kind, seed=3).model.save_pretrained(root / kind)
+    return {kind: root / kind for kind in MODEL_TYPES}
+
+
+def shaken(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Move an adapter away from 0, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def logprobs(policy) -> Tensor:
+    return policy(IDS, POSITIONS, TOKENS).logprobs
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_a_new_adapter_is_the_base_to_the_bit(folders, kind):
+    base = load_base(folders[kind], LORA)
+    policy = add_policy(base, "policy", seed=0)
+    plain = load_policy(folders[kind])
+    assert torch.equal(logprobs(policy), logprobs(plain))
+    assert torch.equal(logprobs(AdaptedPolicy(base, None)), logprobs(plain))
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_a_trained_adapter_leaves_reference_and_neighbours_to_the_bit(folders, kind):
+    base = load_base(folders[kind], LORA)
+    policy = add_policy(base, "policy", seed=0)
+    value = shaken(add_scalar_model(base, "value", init_std=0.3, seed=1), seed=5)
+    reference = AdaptedPolicy(base, None)
+    before, values = logprobs(reference), value(IDS, POSITIONS)
+    shaken(policy)
+    assert torch.equal(logprobs(reference), before)
+    assert torch.equal(value(IDS, POSITIONS), values)
+    assert (logprobs(policy) - before).abs().max() > 0.05
+
+
+def test_a_view_owns_its_adapter_and_nothing_else(folders):
+    base = load_base(folders["llama"], LORA)
+    policy = add_policy(base, "policy", seed=0)
+    value = add_scalar_model(base, "value", init_std=0.0, seed=1)
+    assert all("lora_" in name for name in policy.state_dict())
+    assert {n for n in value.state_dict() if "lora_" not in n} == {"head.weight", "head.bias"}
+    own = {id(p) for p in policy.parameters()}
+    assert own.isdisjoint({id(p) for p in value.parameters()})
+    assert all(p.requires_grad for p in (*policy.parameters(), *value.parameters()))
+    trained = {id(p) for p in base.parameters() if p.requires_grad}
+    assert trained == own | {id(p) for p in value.parameters()}
+
+
+def test_gradients_of_one_adapter_reach_it_alone_though_another_graph_is_alive(folders):
+    base = load_base(folders["gpt2"], LORA)
+    policy = shaken(add_policy(base, "policy", seed=0))
+    value = shaken(add_scalar_model(base, "value", init_std=0.3, seed=1))
+    policy_loss = logprobs(policy).sum()
+    value_loss = value(IDS, POSITIONS).sum()
+    policy_loss.backward()
+    assert all(p.grad is not None for p in policy.parameters())
+    assert all(p.grad is None for p in value.parameters())
+    value_loss.backward()
+    assert all(p.grad is not None for p in value.parameters())
+
+
+def test_adding_an_adapter_keeps_a_frozen_one_frozen(folders):
+    base = load_base(folders["llama"], LORA)
+    frozen = add_scalar_model(base, "reward", init_std=0.1, seed=1).requires_grad_(False)
+    add_policy(base, "policy", seed=0)
+    assert not any(p.requires_grad for p in frozen.parameters())
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_checkpointed_activations_change_no_gradient_whichever_adapter_is_on_later(folders, kind):
+    gradients = []
+    for checkpointing in (False, True):
+        base = load_base(folders[kind], LORA, activation_checkpointing=checkpointing)
+        policy = shaken(add_policy(base, "policy", seed=0))
+        value = shaken(add_scalar_model(base, "value", init_std=0.3, seed=1), seed=2)
+        loss = logprobs(policy).sum()
+        other = value(IDS, POSITIONS).square().sum()
+        with base.activated(None):  # the layers run again in here
+            (loss + other).backward()
+        gradients.append([p.grad for p in (*policy.parameters(), *value.parameters())])
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_a_rounded_base_computes_the_bits_of_fp32_masters_under_autocast(folders, kind):
+    rounded = AdaptedPolicy(load_base(folders[kind], MIXED), None)
+    dtypes = {p.dtype for p in rounded.base.parameters()}
+    assert dtypes == {torch.bfloat16, torch.float32}
+    plain = load_policy(folders[kind])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logprobs(rounded), logprobs(plain))
+    assert not torch.equal(logprobs(plain), plain_in_bf16(folders[kind]))
+
+
+def plain_in_bf16(folder: Path) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return logprobs(load_policy(folder))
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_merged_weights_give_the_logits_of_base_and_adapter(folders, kind):
+    policy = shaken(add_policy(load_base(folders[kind], LORA), "policy", seed=0))
+    merged = merge_adapter(policy, policy.state_dict(), load_policy(folders[kind]))
+    torch.testing.assert_close(logprobs(merged), logprobs(policy), rtol=1e-4, atol=1e-4)
+    reward = shaken(load_scalar_model(folders[kind], head="reward", lora=LORA, seed=2), seed=4)
+    whole = merge_adapter(reward, reward.state_dict(), load_policy(folders[kind]))
+    torch.testing.assert_close(whole(IDS, POSITIONS), reward(IDS, POSITIONS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_peft_loads_the_adapter_alone(folders, kind, tmp_path):
+    policy = shaken(add_policy(load_base(folders[kind], LORA), "policy", seed=0))
+    save_adapter(
+        policy, tmp_path, policy.state_dict(), base=str(folders[kind]), base_fingerprint="f"
+    )
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folders[kind]), tmp_path
+    )
+    with torch.no_grad():
+        expected = theirs(input_ids=IDS).logits.log_softmax(-1).flatten(0, 1)[POSITIONS]
+    got = logprobs(policy)
+    torch.testing.assert_close(got, expected.gather(1, TOKENS[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_a_stored_reward_adapter_comes_back_onto_another_copy_of_its_base(folders, kind, tmp_path):
+    reward = shaken(load_scalar_model(folders[kind], head="reward", lora=LORA, seed=2))
+    reward.normalize(0.7, 2.0)
+    save_adapter(
+        reward, tmp_path, reward.state_dict(), base=str(folders[kind]), base_fingerprint="abc"
+    )
+    files = read_adapter(tmp_path)
+    assert files.is_scalar
+    assert files.base_fingerprint == "abc"
+    assert files.reward_offset == pytest.approx(reward.head.bias.item())
+    again = load_scalar_adapter(load_base(folders[kind], LORA), tmp_path, "reward")
+    assert torch.equal(again(IDS, POSITIONS), reward(IDS, POSITIONS))
+
+
+def test_an_adapter_of_another_shape_is_refused_by_name(folders, tmp_path):
+    reward = load_scalar_model(folders["llama"], head="reward", lora=LORA)
+    save_adapter(reward, tmp_path, reward.state_dict(), base="somewhere", base_fingerprint="")
+    with pytest.raises(ValueError, match=r"trained on somewhere.*does not fit"):
+        load_scalar_adapter(load_base(folders["gpt_neox"], LORA), tmp_path, "reward")
+
+
+def test_a_missing_adapter_folder_says_how_one_is_made(tmp_path):
+    with pytest.raises(FileNotFoundError, match="lora=lora"):
+        read_adapter(tmp_path)
+
+
+def test_policy_value_and_reward_share_one_base_in_ppo(folders, tmp_path):
+    reward = shaken(load_scalar_model(folders["llama"], head="reward", lora=LORA))
+    save_adapter(reward, tmp_path / ADAPTER, reward.state_dict(), base="b", base_fingerprint="")
+    models = ppo_models(folders["llama"], tmp_path, lora=LORA)
+    assert models.policy.base is models.value.base is models.reference.base
+    assert models.trained == (models.base,)
+    assert models.frozen == ()
+    assert torch.equal(models.value(IDS, POSITIONS), reward(IDS, POSITIONS))
+    assert torch.equal(logprobs(models.policy), logprobs(models.reference))
+
+
+def test_unknown_target_modules_are_refused_with_the_names_there_are(folders):
+    with pytest.raises(ValueError, match=r"'query'.*k_proj"):
+        load_base(folders["llama"], LoraHparams(target_modules="query,k_proj"))
+
+
+def test_named_target_modules_alone_get_an_adapter(folders):
+    base = load_base(folders["llama"], LoraHparams(target_modules="q_proj, v_proj"))
+    names = set(add_policy(base, "policy", seed=0).state_dict())
+    assert len(names) == 2 * 2 * 2
+    assert all("q_proj" in name or "v_proj" in name for name in names)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is for machines without CUDA")
+def test_a_four_bit_base_without_cuda_says_what_it_needs(folders):
+    with pytest.raises(ValueError, match=r"needs a CUDA device and bitsandbytes"):
+        load_base(folders["llama"], LoraHparams(quantization="nf4"))
