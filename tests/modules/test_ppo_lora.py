@@ -1,0 +1,149 @@
+"""PPO on adapters: policy, value and reward model share one frozen base."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.adapter_files import save_adapter
+from rlhf_lightning.models.arrangements import ADAPTER, ppo_models
+from rlhf_lightning.models.factory import load_scalar_model
+from rlhf_lightning.rollout.score_adapter import RewardAdapterScorer
+from tests.modules.test_ppo_resume import KilledError, run
+from tests.modules.tiny_ppo import (
+    built,
+    fit,
+    loss_and_gradients,
+    ppo_hparams,
+    rollout_of,
+    tiny_module,
+)
+from tests.tiny import tiny_policy
+
+PRECISIONS = ("32-true", "bf16-mixed")
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SFT policy, and a reward model that was trained as an adapter on it."""
+    root = tmp_path_factory.mktemp("artifacts")
+    tiny_policy(request.param, seed=3).model.save_pretrained(root / "sft")
+    reward = load_scalar_model(root / "sft", head="reward", lora=LoraHparams(r=4, alpha=8), seed=2)
+    with torch.no_grad():
+        for index, parameter in enumerate(reward.parameters()):
+            generator = torch.Generator().manual_seed(index)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    save_adapter(
+        reward,
+        root / "reward" / ADAPTER,
+        reward.state_dict(),
+        base=str(root / "sft"),
+        base_fingerprint="",
+    )
+    return root
+
+
+def parts(artifacts: Path, precision: str = "32-true", **options: Any) -> dict[str, Any]:
+    lora = LoraHparams(r=4, alpha=8, base_precision=precision)
+    return {
+        "models": partial(
+            ppo_models,
+            artifacts / "sft",
+            artifacts / "reward",
+            lora=lora,
+            precision=precision,
+            **options,
+        ),
+        "scorer": RewardAdapterScorer(artifacts / "reward"),
+    }
+
+
+def adapters_of(module: Any) -> set[int]:
+    return {id(p) for model in (module.policy, module.value) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_ratio_starts_at_1_the_kl_at_0_and_the_base_never_moves(
+    artifacts, precision, checkpointing
+):
+    hparams = ppo_hparams(num_minibatches=2, micro_batch_size=3)
+    module = tiny_module(
+        ppo=hparams, **parts(artifacts, precision, activation_checkpointing=checkpointing)
+    )
+    built(module)
+    own = adapters_of(module)
+    frozen = {
+        name: p.detach().clone()
+        for name, p in module.policy.base.named_parameters()
+        if id(p) not in own
+    }
+    before = [p.detach().clone() for p in module.parameters()]
+    fit(module, 2, precision=precision)
+    first = module.rollouts[0]
+    assert torch.equal(first.logprobs, first.ref_logprobs)
+    assert module.steps[0]["ppo/approx_kl"] == 0
+    assert module.steps[0]["ppo/clipfrac"] == 0
+    assert module.steps[1]["ppo/approx_kl"] > 0
+    assert not torch.equal(module.rollouts[1].logprobs, module.rollouts[1].ref_logprobs)
+    for name, parameter in module.policy.base.named_parameters():
+        if name in frozen:
+            assert torch.equal(parameter, frozen[name]), name
+    moved = [not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)]
+    assert sum(moved) > 0.9 * len(moved)
+
+
+def test_the_value_model_starts_as_the_reward_model_and_the_reward_model_stays(artifacts):
+    module = built(tiny_module(**parts(artifacts)))
+    reward = module.scorer.model
+    assert not any(p.requires_grad for p in reward.parameters())
+    before = {name: value.clone() for name, value in reward.state_dict().items()}
+    for name, value in module.value.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    fit(module, 2)
+    for name, value in reward.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert any(
+        not torch.equal(value, before[name]) for name, value in module.value.state_dict().items()
+    )
+
+
+def test_only_adapters_and_heads_are_in_the_state_of_the_module(artifacts):
+    module = built(tiny_module(**parts(artifacts)))
+    names = set(module.state_dict())
+    assert {name.split(".")[0] for name in names} == {"policy", "value"}
+    assert all("/lora_" in name or name.startswith("value.head.") for name in names)
+    assert {id(p) for p in module.parameters()} == adapters_of(module)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 5])
+def test_micro_batches_do_not_change_the_gradients(artifacts, micro_batch_size):
+    module = built(tiny_module(**parts(artifacts)))
+    rollout = rollout_of(module)
+    whole = loss_and_gradients(module, rollout)
+    cut = loss_and_gradients(module, rollout, micro_batch_size=micro_batch_size)
+    for ours, theirs in zip(cut[1:], whole[1:], strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 1e-5
+
+
+def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(artifacts, tmp_path):
+    _, whole, _ = run(tmp_path / "whole", **parts(artifacts))
+    with pytest.raises(KilledError):
+        run(tmp_path / "killed", die_at=3, **parts(artifacts))
+    _, module, _ = run(tmp_path / "killed", resume=True, **parts(artifacts))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    for ours, theirs in zip(module.rollouts, whole.rollouts[2:], strict=True):
+        for name in ("sequences", "logprobs", "ref_logprobs", "values", "scores", "advantages"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+def test_a_reward_adapter_without_a_shared_base_is_refused(artifacts):
+    scorer = RewardAdapterScorer(artifacts / "reward")
+    with pytest.raises(ValueError, match=r"scorer=reward_adapter shares the policy's base"):
+        tiny_module(scorer=scorer).configure_model()
