@@ -87,6 +87,9 @@ def unsharded(model: nn.Module) -> Iterator[nn.Module]:
         yield model
         return
     root = units[0]
+    # Generation calls what is inside the root. A layer whose forward comes before the root's would
+    # take itself for a root, and FSDP2 has no public way to settle that beforehand.
+    root._get_fsdp_state()._lazy_init()
     for unit in units:
         unit.unshard()
     root.set_reshard_after_forward(False)
@@ -123,13 +126,13 @@ def accumulating(roots: Sequence[nn.Module], strategy: Any, *, synchronize: bool
 def average_gradients(parameters: Iterable[nn.Parameter], strategy: Any) -> None:
     """Replace each gradient by its mean over ranks, where the strategy is DDP.
 
-    FSDP2 has averaged its own by now. A parameter without a gradient has none on any rank.
+    FSDP2 has averaged its own, which are sharded, by now. A parameter without a gradient has none on any rank.
     """
     if not hasattr(strategy, "block_backward_sync") or world_size() == 1:
         return
     bucket: list[Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
             bucket.append(parameter.grad)
             if sum(gradient.numel() for gradient in bucket) >= BUCKET_ELEMENTS:
                 _average(bucket)

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from rlhf_lightning.functional.masked import at_least_float32
 
-# Of a chunk's widened logits. Smaller ones stay in the cache, larger ones multiply faster.
+# Of a chunk's logits, counted in fp32: large enough for a matrix product at full speed.
 CHUNK_BYTES = 32 * 2**20
 # Of logits that are kept for the backward pass when there is one chunk only.
 KEEP_BYTES = 32 * 2**20
 # A CPU multiplies fewer rows than this by other kernels, whose rounding differs.
 ROWS_MULTIPLE = 16
+# Of logits that are widened to fp32 at a time, so that what follows finds them in the cache.
+CACHE_BYTES = 4 * 2**20
 
 
 class LinearLogprobs(NamedTuple):
@@ -95,20 +97,15 @@ class _LinearLogprobs(torch.autograd.Function):
         inputs = hidden.to(dtype)
         chunks = _chunks(len(inputs), chunk_rows)
         one_small = len(chunks) == 1 and len(inputs) * len(weight) * dtype.itemsize <= KEEP_BYTES
-        normalizers, logprobs, entropies = [], [], []
+        parts = []
         kept: Tensor | None = None
         for rows in chunks:
             logits = head.logits(inputs[rows])  # [C, V] in dtype
-            scaled = head.scaled(logits)  # [C, V] widened
-            normalizer = scaled.logsumexp(-1)  # [C]
-            normalizers.append(normalizer)
-            logprobs.append(_pick(scaled, tokens[rows]) - normalizer)
-            if with_entropy:
-                entropies.append(_entropy(scaled, normalizer))
-            kept = logits if one_small and ctx.needs_input_grad[0] else None
-        normalizer = torch.cat(normalizers)
-        entropy = torch.cat(entropies) if with_entropy else normalizer.new_zeros(())
-        ctx.save_for_backward(hidden, weight, bias, tokens, normalizer, entropy, kept)
+            parts.append(head.statistics(logits, tokens[rows], with_entropy))
+            kept = logits if one_small and any(ctx.needs_input_grad[:3]) else None
+        logprobs, entropies = (list(column) for column in zip(*parts, strict=True))
+        entropy = torch.cat(entropies) if with_entropy else hidden.new_zeros(())
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropy, kept)
         ctx.settings = (temperature, dtype, chunks, with_entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -116,38 +113,50 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients, from d log p[token] / dz = onehot - p and dH / dz = -p (log p + H)."""
+        """Return gradients, from d log p[token] / dz = onehot - p and dH / dz = -p (log p + H).
+
+        The factors of a row are taken out of `[C, V]`: p alone is multiplied with the weights, and
+        what belongs to one token is a row of the weights.
+        """
         grad_logprobs, grad_entropy = grad_outputs
-        hidden, weight, bias, tokens, normalizer, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, tokens, entropy, kept = ctx.saved_tensors
         temperature, dtype, chunks, with_entropy = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with torch.autocast(hidden.device.type, enabled=False):
             head = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), temperature)
             inputs = hidden.to(dtype)
-            grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-            grad_weight: Tensor | None = None
-            grad_bias: Tensor | None = None
+            grad_logits = grad_logprobs / temperature  # [N], of the token's own logit
+            wide = grad_logits.dtype
+            grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
+            grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+            grad_bias = torch.zeros(len(weight), dtype=wide, device=hidden.device)
             for rows in chunks:
                 logits = head.logits(inputs[rows]) if kept is None else kept
-                grad = head.scaled(logits).sub_(normalizer[rows, None])  # log p, [C, V]
-                factor = -grad_logprobs[rows, None]
+                factor = -grad_logits[rows, None]  # [C, 1]
                 if with_entropy:
-                    outer = grad + entropy[rows, None]
-                    grad.exp_().mul_(factor - grad_entropy[rows, None] * outer)
-                    del outer
+                    d_entropy = -grad_entropy[rows, None] / temperature
+                    spread = head.spread(logits, factor, d_entropy, entropy[rows])
+                    factor = torch.ones_like(factor)
                 else:
-                    grad.exp_().mul_(factor)
-                grad.scatter_add_(1, tokens[rows, None], -factor)
-                if temperature != 1:
-                    grad.div_(temperature)
-                narrow = grad.to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[rows] = (narrow @ head.weight).to(hidden.dtype)
-                if needs_weight:
-                    grad_weight = _add(grad_weight, narrow.T @ inputs[rows], weight.dtype)
+                    spread = head.probabilities(logits)  # [C, V] in dtype
+                if needs_hidden:
+                    grad_hidden[rows] = factor * (spread @ head.weight)
+                if grad_weight is not None:
+                    grad_weight += spread.T @ (factor * inputs[rows]).to(dtype)
                 if needs_bias:
-                    grad_bias = _add(grad_bias, grad.sum(0), weight.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+                    grad_bias += spread.T.to(wide) @ factor.squeeze(-1)
+            if needs_hidden:
+                grad_hidden += grad_logits[:, None] * head.weight[tokens]
+            if grad_weight is not None:
+                grad_weight.index_add_(0, tokens, grad_logits[:, None] * inputs)
+            if needs_bias:
+                grad_bias.index_add_(0, tokens, grad_logits)
+        return (
+            grad_hidden.to(hidden.dtype) if needs_hidden else None,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            grad_bias.to(weight.dtype) if needs_bias else None,
+            *[None] * 5,
+        )
 
 
 class _Head(NamedTuple):
@@ -158,31 +167,55 @@ class _Head(NamedTuple):
     def logits(self, inputs: Tensor) -> Tensor:
         return torch.nn.functional.linear(inputs, self.weight, self.bias)
 
-    def scaled(self, logits: Tensor) -> Tensor:
-        """Return new, widened logits over the temperature, which may be changed in place."""
+    def statistics(
+        self, logits: Tensor, tokens: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `[C]` log-probabilities of `tokens`, and entropies."""
+        logprobs, entropies = [], []
+        for rows in self._in_cache(logits):
+            all_logprobs = self._log_softmax(logits[rows])
+            logprobs.append(all_logprobs.gather(1, tokens[rows, None]).squeeze(1))
+            if with_entropy:
+                entropies.append(_entropy(all_logprobs))
+        return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return `[C, V]` probabilities in the dtype of `logits`."""
+        spread = torch.empty_like(logits)
+        for rows in self._in_cache(logits):
+            spread[rows] = self._log_softmax(logits[rows]).exp_()
+        return spread
+
+    def spread(self, logits: Tensor, factor: Tensor, d_entropy: Tensor, entropy: Tensor) -> Tensor:
+        """Return `p (factor + d_entropy (log p + entropy))`, `[C, V]` in the dtype of `logits`."""
+        spread = torch.empty_like(logits)
+        for rows in self._in_cache(logits):
+            logprobs = self._log_softmax(logits[rows])
+            outer = (logprobs + entropy[rows, None]).mul_(d_entropy[rows]).add_(factor[rows])
+            spread[rows] = logprobs.exp_().mul_(outer)
+        return spread
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
         widened = at_least_float32(logits)
-        widened = widened.clone() if widened is logits else widened
-        return widened if self.temperature == 1 else widened.div_(self.temperature)
+        return torch.log_softmax(
+            widened if self.temperature == 1 else widened / self.temperature, -1
+        )
+
+    def _in_cache(self, logits: Tensor) -> list[slice]:
+        if logits.device.type != "cpu":
+            return [slice(0, len(logits))]
+        return _chunks(len(logits), _rows_within(CACHE_BYTES, 4 * logits.shape[1]), at_least=1)
 
 
-def _pick(logits: Tensor, tokens: Tensor) -> Tensor:
-    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+def _entropy(logprobs: Tensor) -> Tensor:
+    """Return -sum p log p; a token of probability 0 adds 0."""
+    finite = logprobs.clamp_(min=torch.finfo(logprobs.dtype).min)
+    return -(finite.exp() * finite).sum(-1)
 
 
-def _entropy(logits: Tensor, normalizer: Tensor) -> Tensor:
-    """Return -sum p log p; destroys `logits`."""
-    logprobs = logits.sub_(normalizer.unsqueeze(-1)).clamp_(min=torch.finfo(logits.dtype).min)
-    return -(logprobs.exp() * logprobs).sum(-1)
-
-
-def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:
-    """Return slices of `chunk_rows` rows; a short last one joins the one before it."""
+def _chunks(num_rows: int, chunk_rows: int, *, at_least: int = ROWS_MULTIPLE) -> list[slice]:
+    """Return slices of `chunk_rows` rows; a last one that is too short joins the one before it."""
     starts = list(range(0, num_rows, chunk_rows)) or [0]
-    if len(starts) > 1 and num_rows - starts[-1] < ROWS_MULTIPLE:
+    if len(starts) > 1 and num_rows - starts[-1] < at_least:
         starts.pop()
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], num_rows], strict=True)]
-
-
-def _add(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-    part = part.to(dtype)
-    return part if total is None else total.add_(part)

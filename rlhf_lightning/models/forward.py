@@ -144,8 +144,10 @@ def by_micro_batch(
             call it equally often; those with fewer micro-batches repeat one and drop the result.
     """
     parts = micro_batches(attention_mask, micro_batch_size)
+    # Agreed before the first call: between two calls of a rank that shards, others must be in one.
+    count = agree(len(parts), attention_mask.device) if agree else len(parts)
     outputs = [function(rows) for rows in parts]
-    for _ in range(len(parts), agree(len(parts), attention_mask.device) if agree else 0):
+    for _ in range(len(parts), count):
         function(parts[0])
     back = torch.cat(parts).argsort()
     return tuple(torch.cat(column)[back] for column in zip(*outputs, strict=True))

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
+from rlhf_lightning.models.attention import use_short_attention
 
 # Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7.
 MIN_CPU_ROWS = 16
@@ -60,6 +61,7 @@ class PolicyModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        use_short_attention(model)
         self.model = model
         check_head_split(model)
 
@@ -128,6 +130,7 @@ class ScalarHeadModel(nn.Module):
 
     def __init__(self, trunk: PreTrainedModel, head: nn.Linear) -> None:
         super().__init__()
+        use_short_attention(trunk)
         self.trunk = trunk
         self.head = head
 

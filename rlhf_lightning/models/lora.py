@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.attention import use_short_attention
 from rlhf_lightning.models.checkpointing import checkpoint_activations
 from rlhf_lightning.models.heads import (
     PolicyModel,
@@ -50,6 +51,7 @@ class AdaptedBase(nn.Module):
         self, model: PreTrainedModel, lora: LoraHparams, *, activation_checkpointing: bool = False
     ) -> None:
         super().__init__()
+        use_short_attention(model)
         check_head_split(model)
         self.lora = lora
         self.targets = target_modules(model, lora.target_modules)

@@ -7,6 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_lightning.models.release import release_freed_memory
+
 MIXED_BF16 = "bf16-mixed"
 
 
@@ -29,3 +31,4 @@ def round_frozen_weights(model: PreTrainedModel, precision: str) -> None:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 rounded = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
                 setattr(module, name, rounded)
+    release_freed_memory()
