@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from rlhf_lightning.assembly import STARTS_FROM, Parts, prompt_data
+from rlhf_lightning.assembly import STARTS_FROM, Parts, origin, prompt_data
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.composition import plain
+from rlhf_lightning.data.encode import EncodedPreference
+from rlhf_lightning.evaluation.pairs import pair_measures, score_pairs
 from rlhf_lightning.evaluation.stages import (
     Findings,
     check_gates,
@@ -152,6 +154,14 @@ def _finish_reward(cfg: DictConfig, parts: Parts) -> Findings:
     ceiling = getattr(parts.data.source, "label_ceiling", None)
     if ceiling is not None:
         metrics["val/label_ceiling"] = float(ceiling())
+    if rows := parts.data.rows("validation"):
+        scored = score_pairs(
+            _placed(parts, parts.module.model),
+            cast("Sequence[EncodedPreference]", rows),
+            batch_size=cfg.evaluation.batch_size,
+            pad_token_id=int(parts.tokenizer.pad_token_id),  # type: ignore[arg-type]
+        )
+        metrics |= pair_measures(scored)
     count = parts.module.reward.normalization_samples
     if count:
         policy = _start(cfg, parts.module.model)
@@ -170,7 +180,7 @@ def _start(cfg: DictConfig, trained: PolicyModel | ScalarHeadModel) -> PolicyMod
     """Return the policy that the stage started from, frozen; of an adapter the base itself."""
     if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
         return AdaptedPolicy(trained.base, None)
-    policy = frozen(load_policy(cfg.artifacts[STARTS_FROM[cfg.stage]]))
+    policy = frozen(load_policy(cfg.artifacts[STARTS_FROM[cfg.stage]], **origin(cfg)))
     round_frozen_weights(policy.model, str(cfg.trainer.precision))
     return policy
 

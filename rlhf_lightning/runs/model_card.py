@@ -2,58 +2,181 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.licence import UNKNOWN, Licence
+from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import GateResult
 
+CONFIG = "training_config.yaml"
+_TITLE = {"sft": "SFT policy", "reward": "Reward model", "ppo": "PPO policy"}
 _WHAT = {
     "sft": "A causal language model after supervised fine-tuning.",
     "reward": "A reward model: a sequence classifier with one label. Its score is the classifier's "
     "output plus `reward_offset` of config.json, read at the last token (EOS).",
     "ppo": "A causal language model after PPO against a reward model.",
 }
+_POLICY_USE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForCausalLM.from_pretrained(FOLDER)"""
+_REWARD_USE = """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForSequenceClassification.from_pretrained(FOLDER)
+batch = tokenizer([text + tokenizer.eos_token for text in texts], padding=True, return_tensors="pt")
+scores = model(**batch).logits.squeeze(-1) + model.config.reward_offset"""
+_ADAPTER_USE = """\
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)  # loads the base model, too"""
+_REWARD_ADAPTER_USE = """\
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoPeftModelForSequenceClassification.from_pretrained(FOLDER, num_labels=1)
+model.config.pad_token_id = tokenizer.pad_token_id"""
 
 
-def write_model_card(
-    folder: Path,
-    *,
-    stage: str,
-    base: str | None,
-    data: str,
-    run: str,
-    metrics: Mapping[str, float],
-    gates: Sequence[GateResult],
-) -> Path:
-    """Write `README.md` beside the weights.
+@dataclass(frozen=True)
+class CardFacts:
+    """What a model card says.
 
     Args:
-        folder: the exported model.
         stage: "sft", "reward" or "ppo".
-        base: the model it was trained from; None for random weights.
-        data: name of the data.
         run: name of the run folder.
-        metrics: final metrics.
+        base: what it was trained from, as the configuration names it; None for random weights.
+        data: name of the data.
+        licence: of the base.
+        hub_base: hub name of the model at the root; None where nobody knows it.
+        datasets: hub names of the data.
+        settings: hyper-parameters, flat.
+        metrics: final ones; of an unfinished run those of its last iteration.
         gates: their outcome.
+        versions: of the software.
+        checkpoint: says which checkpoint this is, for one that is not the end of a finished run.
+        reward: what config.json says of a reward model: `reward_offset` and the pad token.
+        is_adapter: whether the folder holds an adapter alone.
     """
-    lines = ["---", "library_name: transformers", f"tags: [rlhf_lightning, {stage}]", "---", ""]
-    what = _WHAT[stage]
-    if stage == "sft" and base is None:
-        what = "A causal language model trained from random weights."
-    if "reward/sample_std" in metrics:
-        what += " Over samples of the SFT policy it has mean 0 and standard deviation 1."
-    lines += [f"# {stage}", "", what, ""]
-    lines += [f"* Trained from: {base or 'random weights'}", f"* Data: {data}", f"* Run: {run}"]
-    lines += ["", "The licence of the model it was trained from applies.", ""]
-    if gates:
-        lines += ["## Gates", "", "| gate | outcome |", "|---|---|"]
-        lines += [
-            f"| {g.name} | {'passed' if g.passed else 'NOT PASSED'}: {g.reason} |" for g in gates
-        ]
-        lines.append("")
-    lines += ["## Final metrics", "", "| metric | value |", "|---|---|"]
-    lines += [f"| {name} | {value:.4g} |" for name, value in sorted(metrics.items())]
+
+    stage: str
+    run: str
+    base: str | None
+    data: str
+    licence: Licence = field(default_factory=lambda: Licence(UNKNOWN, "nobody said"))
+    hub_base: str | None = None
+    datasets: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    gates: Sequence[GateResult] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: str | None = None
+    reward: Mapping[str, Any] = field(default_factory=dict)
+    is_adapter: bool = False
+
+
+def write_model_card(folder: Path, facts: CardFacts) -> Path:
+    """Write `README.md` beside the weights, with the front matter that the hub reads."""
+    parts = [
+        _front_matter(facts),
+        f"# {_TITLE[facts.stage]}{' (adapter)' if facts.is_adapter else ''}: {facts.data}",
+        _what(facts),
+        f"```python\n{_use(facts)}\n```",
+        _origin(facts),
+        _gates(facts),
+        _table("Metrics" if facts.checkpoint else "Final metrics", "metric", facts.metrics),
+        _table("Settings", "setting", facts.settings),
+        f"The whole configuration is in `{CONFIG}`.",
+    ]
     path = folder / "README.md"
-    write_text(path, "\n".join(lines) + "\n")
+    write_text(path, "\n\n".join(part for part in parts if part) + "\n")
     return path
+
+
+def _front_matter(facts: CardFacts) -> str:
+    values: dict[str, Any] = {
+        "library_name": "peft" if facts.is_adapter else "transformers",
+        "license": facts.licence.identifier,
+        "base_model": facts.hub_base,
+        "base_model_relation": "adapter" if facts.is_adapter else "finetune",
+        "datasets": list(facts.datasets),
+        "pipeline_tag": "text-classification" if facts.stage == "reward" else "text-generation",
+        "tags": ["rlhf_lightning", facts.stage],
+    }
+    if facts.hub_base is None:
+        del values["base_model"], values["base_model_relation"]
+    if facts.stage == "reward":
+        values["tags"].append("reward-model")
+    if values["license"] == "other":
+        values["license_name"] = "license-of-the-base-model"
+    lines = [f"{key}: {json.dumps(value)}" for key, value in values.items() if value]
+    return "\n".join(["---", *lines, "---"])  # JSON is YAML
+
+
+def _what(facts: CardFacts) -> str:
+    what = _WHAT[facts.stage]
+    if facts.stage == "sft" and facts.base is None:
+        what = "A causal language model trained from random weights."
+    if "reward/sample_std" in facts.metrics:
+        what += " Over samples of the SFT policy it has mean 0 and standard deviation 1."
+    if facts.reward:
+        offset, pad = facts.reward["reward_offset"], facts.reward["pad_token"]
+        what += (
+            f" Here `reward_offset` is {offset:.6g}: differences of scores do not need it. Texts "
+            f"are padded with `{pad}`, which is not EOS."
+        )
+    if facts.checkpoint:
+        what += f"\n\n**{facts.checkpoint}**"
+    return what
+
+
+def _use(facts: CardFacts) -> str:
+    if facts.is_adapter:
+        return _REWARD_ADAPTER_USE if facts.stage == "reward" else _ADAPTER_USE
+    return _REWARD_USE if facts.stage == "reward" else _POLICY_USE
+
+
+def _origin(facts: CardFacts) -> str:
+    base = "random weights" if facts.base is None else without_folders(facts.base)
+    root = f" (base model: {facts.hub_base})" if facts.hub_base not in (None, base) else ""
+    lines = [
+        f"* Trained from: {base}{root}",
+        f"* Licence: {facts.licence.identifier}: {facts.licence.reason}. The licence of the model "
+        "it was trained from applies.",
+        f"* Data: {', '.join([facts.data, *(d for d in facts.datasets if d != facts.data)])}",
+        f"* Run: {facts.run}",
+    ]
+    if facts.versions:
+        software = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+        lines.append(f"* Made with: {software}")
+    return "\n".join(lines)
+
+
+def _gates(facts: CardFacts) -> str:
+    if not facts.gates:
+        return ""
+    rows = [
+        f"| {g.name} | {'passed' if g.passed else 'NOT PASSED'}: {g.reason} |" for g in facts.gates
+    ]
+    return "\n".join(["## Gates", "", "| gate | outcome |", "|---|---|", *rows])
+
+
+def _table(title: str, column: str, values: Mapping[str, Any]) -> str:
+    if not values:
+        return ""
+    rows = [f"| {name} | {_cell(value)} |" for name, value in sorted(values.items())]
+    return "\n".join([f"## {title}", "", f"| {column} | value |", "|---|---|", *rows])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")

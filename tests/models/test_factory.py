@@ -16,6 +16,7 @@ from rlhf_lightning.models.factory import (
     load_scalar_model,
     set_dropout,
 )
+from rlhf_lightning.models.heads import PolicyModel
 from tests.tiny import (
     HIDDEN,
     MODEL_TYPES,
@@ -35,6 +36,11 @@ DROPOUTS = {
 }
 IDS = torch.randint(2, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(16)
+TOKENS = torch.randint(2, VOCABULARY, (16,), generator=torch.Generator().manual_seed(1))
+
+
+def logprobs(policy: PolicyModel) -> torch.Tensor:
+    return policy(IDS, POSITIONS, TOKENS).logprobs
 
 
 def with_dropout(model_type: str) -> dict[str, object]:
@@ -45,14 +51,14 @@ def with_dropout(model_type: str) -> dict[str, object]:
 def test_two_forwards_in_train_mode_are_bitwise_equal_whatever_the_config_says(model_type):
     policy = load_policy(from_scratch=with_dropout(model_type))
     assert policy.training
-    assert torch.equal(policy(IDS, POSITIONS), policy(IDS, POSITIONS))
+    assert torch.equal(logprobs(policy), logprobs(policy))
     check_deterministic(policy.model)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_model_with_dropout_is_found_and_keeps_its_mode(model_type):
     policy = load_policy(from_scratch=with_dropout(model_type), dropout=0.3)
-    assert not torch.equal(policy(IDS, POSITIONS), policy(IDS, POSITIONS))
+    assert not torch.equal(logprobs(policy), logprobs(policy))
     policy.model.eval()
     with pytest.raises(ValueError, match=r"two forwards of .* in train mode differ"):
         check_deterministic(policy.model)
@@ -79,7 +85,7 @@ def test_loaded_policies_and_scalar_models_have_no_dropout_either(model_type, tm
     written = json.loads((tmp_path / "config.json").read_text())
     assert any(written.get(name) == 0.3 for name in DROPOUTS[model_type])
     policy = load_policy(tmp_path)
-    assert torch.equal(policy(IDS, POSITIONS), policy(IDS, POSITIONS))
+    assert torch.equal(logprobs(policy), logprobs(policy))
     for head in ("zero", "reward"):
         model = load_scalar_model(tmp_path, head=head)
         assert model.training
@@ -104,11 +110,12 @@ def test_an_exported_policy_gives_the_same_logits_here_and_in_transformers(model
     assert list(tmp_path.glob("*.safetensors"))
     assert not list(tmp_path.glob("*.bin"))
     with torch.no_grad():
-        expected = policy(IDS, POSITIONS)
-        assert torch.equal(load_policy(tmp_path)(IDS, POSITIONS), expected)
+        expected = logprobs(policy)
+        assert torch.equal(logprobs(load_policy(tmp_path)), expected)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path)
         logits = plain(input_ids=IDS).logits.flatten(0, 1)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        theirs = logits.log_softmax(-1).gather(1, TOKENS.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -166,7 +173,7 @@ def test_a_policy_is_no_reward_model(tmp_path):
 def test_weights_from_scratch_depend_on_the_seed_alone():
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    a, b, c = (tiny_policy(seed=seed)(IDS, POSITIONS) for seed in (0, 0, 1))
+    a, b, c = (logprobs(tiny_policy(seed=seed)) for seed in (0, 0, 1))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert torch.equal(torch.get_rng_state(), state)

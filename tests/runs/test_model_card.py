@@ -1,22 +1,98 @@
-import pytest
+from __future__ import annotations
 
-from rlhf_lightning.runs.model_card import write_model_card
+import pytest
+from huggingface_hub import ModelCard, metadata_load
+
+from rlhf_lightning.runs.licence import Licence
+from rlhf_lightning.runs.model_card import CardFacts, write_model_card
+from rlhf_lightning.runs.summary import GateResult
 
 NORMALIZED = "mean 0 and standard deviation 1"
+APACHE = Licence("apache-2.0", "as the configuration of the model says")
+
+
+def facts(stage="reward", **changes):
+    given = {"run": "run", "base": "sft", "data": "world", "licence": APACHE}
+    return CardFacts(stage=stage, **(given | changes))
 
 
 @pytest.mark.parametrize(("metrics", "said"), [({"reward/sample_std": 2.0}, True), ({}, False)])
 def test_a_reward_models_card_says_that_it_is_normalized_only_if_it_is(tmp_path, metrics, said):
-    path = write_model_card(
-        tmp_path, stage="reward", base="sft", data="world", run="run", metrics=metrics, gates=()
-    )
-    assert (NORMALIZED in path.read_text()) is said
-    assert "Trained from: sft" in path.read_text()
+    text = write_model_card(tmp_path, facts(metrics=metrics)).read_text()
+    assert (NORMALIZED in text) is said
+    assert "Trained from: sft" in text
 
 
 def test_the_card_of_a_model_from_scratch_does_not_call_it_fine_tuned(tmp_path):
-    path = write_model_card(
-        tmp_path, stage="sft", base=None, data="world", run="run", metrics={}, gates=()
+    text = write_model_card(tmp_path, facts("sft", base=None)).read_text()
+    assert "trained from random weights" in text
+    assert "fine-tuning" not in text
+
+
+def test_the_hub_can_read_the_front_matter(tmp_path):
+    card = facts(
+        "ppo", hub_base="org/base-1B", datasets=("org/data",), settings={"ppo.kl_coef": 0.05}
     )
-    assert "trained from random weights" in path.read_text()
-    assert "fine-tuning" not in path.read_text()
+    path = write_model_card(tmp_path, card)
+    assert metadata_load(path) == {
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "base_model": "org/base-1B",
+        "base_model_relation": "finetune",
+        "datasets": ["org/data"],
+        "pipeline_tag": "text-generation",
+        "tags": ["rlhf_lightning", "ppo"],
+    }
+    text = ModelCard.load(path).text
+    assert "| ppo.kl_coef | 0.05 |" in text
+    assert "Data: world, org/data" in text
+
+
+def test_a_base_that_nobody_knows_is_not_invented(tmp_path):
+    path = write_model_card(tmp_path, facts(licence=Licence("unknown", "nobody said")))
+    matter = metadata_load(path)
+    assert matter["license"] == "unknown"
+    assert "base_model" not in matter
+    assert "datasets" not in matter
+    assert "Licence: unknown: nobody said" in path.read_text()
+
+
+def test_gates_stand_in_the_card_also_those_that_were_missed(tmp_path):
+    gates = (
+        GateResult("accuracy", 0.7, 0.85, False, "val/accuracy is 0.700, wanted at least 0.85"),
+        GateResult("length", 0.5, 0.9, True, "fine"),
+    )
+    text = write_model_card(tmp_path, facts(gates=gates, metrics={"val/accuracy": 0.7})).read_text()
+    assert "| accuracy | NOT PASSED: val/accuracy is 0.700, wanted at least 0.85 |" in text
+    assert "| length | passed: fine |" in text
+    assert "## Final metrics" in text
+    assert "| val/accuracy | 0.7 |" in text
+
+
+def test_a_checkpoint_in_the_middle_says_what_it_is(tmp_path):
+    text = write_model_card(
+        tmp_path, facts(checkpoint="A checkpoint after iteration 7.", metrics={"reward/loss": 0.5})
+    ).read_text()
+    assert "**A checkpoint after iteration 7.**" in text
+    assert "Final metrics" not in text
+
+
+def test_a_reward_models_card_names_offset_and_pad_token(tmp_path):
+    reward = {"reward_offset": -0.25, "pad_token": "<|pad|>"}
+    text = write_model_card(tmp_path, facts(reward=reward)).read_text()
+    assert "`reward_offset` is -0.25" in text
+    assert "`<|pad|>`, which is not EOS" in text
+    assert metadata_load(tmp_path / "README.md")["pipeline_tag"] == "text-classification"
+
+
+def test_the_card_of_an_adapter_is_one_of_peft(tmp_path):
+    path = write_model_card(tmp_path, facts("sft", is_adapter=True, hub_base="org/base"))
+    matter = metadata_load(path)
+    assert (matter["library_name"], matter["base_model_relation"]) == ("peft", "adapter")
+    assert "AutoPeftModelForCausalLM" in path.read_text()
+
+
+def test_no_folder_of_the_machine_stands_in_the_card(tmp_path):
+    text = write_model_card(tmp_path, facts(base="/home/someone/models/sft")).read_text()
+    assert "/home" not in text
+    assert "Trained from: .../sft" in text

@@ -1,0 +1,79 @@
+"""What somebody wants exported, where it is, and why it cannot be.
+
+Light on purpose: no torch, so that a mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import is_claimed
+from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export, and where to.
+
+    Args:
+        run: run folder, checkpoint or exported folder.
+        to: the new folder; None for `export/` (`adapter/`) in the run folder.
+        adapter_only: the adapter of a LoRA run without its base.
+        push_to_hub: repository to upload to; None uploads nothing.
+        public: whether a new repository is public.
+    """
+
+    run: Path
+    to: Path | None = None
+    adapter_only: bool = False
+    push_to_hub: str | None = None
+    public: bool = False
+
+
+class ExportError(Exception):
+    """There is nothing to export, or nowhere to put it."""
+
+
+def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
+    """Return the run folder and the checkpoint that `path` means.
+
+    Args:
+        path: a run folder, for its newest complete checkpoint, or a checkpoint.
+
+    Raises:
+        ExportError: if it is neither, or if there is no complete checkpoint.
+    """
+    if (path / ".hydra" / "config.yaml").is_file():
+        folder = RunFolder(path)
+        checkpoint = newest_complete_checkpoint(folder)
+        if checkpoint is None:
+            raise ExportError(f"{folder.checkpoints} holds no complete checkpoint")
+        return folder, checkpoint
+    if not path.exists():
+        raise ExportError(f"{path} does not exist: give a run folder, or a checkpoint in one")
+    folder = RunFolder(path.absolute().parent.parent)
+    if path.suffix != ".ckpt" or not folder.config.is_file():
+        raise ExportError(
+            f"{path} is no run folder and no checkpoint in one: there is no .hydra/config.yaml; "
+            "runs are in outputs/"
+        )
+    if problem := checkpoint_problem(path):
+        raise ExportError(f"{path}: {problem}")
+    return folder, path
+
+
+def find_target(request: Request, folder: RunFolder) -> Path:
+    """Return the folder to write.
+
+    Raises:
+        ExportError: if that would overwrite something, or meet a run that is writing.
+    """
+    if request.to is None:
+        if is_claimed(folder.path):
+            raise ExportError(f"{folder.path} is being written by a run: give a folder with --to")
+        return folder.path / "adapter" if request.adapter_only else folder.export
+    if request.to.exists() and (not request.to.is_dir() or any(request.to.iterdir())):
+        raise ExportError(f"{request.to} is there already: give another folder with --to")
+    return request.to

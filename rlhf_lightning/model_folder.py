@@ -1,0 +1,161 @@
+"""The folder that leaves a run: weights, tokenizer, adapter, model card and configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf_lightning.assembly import STARTS_FROM, origin, source_fingerprint
+from rlhf_lightning.composition import plain
+from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
+from rlhf_lightning.models.arrangements import ADAPTER
+from rlhf_lightning.models.export import export_model, export_tokenizer
+from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
+from rlhf_lightning.models.tokenizers import stop_ids
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.licence import base_licence, hub_base
+from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
+from rlhf_lightning.runs.public_config import public_config
+from rlhf_lightning.runs.summary import GateResult, installed_versions
+
+_HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, for the model card.
+
+    Args:
+        run: name of the run folder.
+        metrics: final ones.
+        gates: their outcome.
+        checkpoint: for a model that is not the end of a finished run: which one it is.
+    """
+
+    run: str
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    gates: tuple[GateResult, ...] = ()
+    checkpoint: str | None = None
+
+
+def write_model_folder(
+    cfg: DictConfig,
+    folder: Path,
+    model: PolicyModel | ScalarHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: dict[str, Tensor],
+    outcome: Outcome,
+    *,
+    adapter_only: bool = False,
+) -> None:
+    """Write what a run has trained as a Hugging Face folder.
+
+    An adapter is merged into its base, and stands by itself in `adapter/`.
+
+    Args:
+        cfg: of the run.
+        folder: created if missing.
+        model: what was trained.
+        tokenizer: the one it was trained with.
+        state: full state dict of `model`, on the CPU.
+        outcome: what the card says of it.
+        adapter_only: write the adapter and nothing of its base.
+
+    Raises:
+        ValueError: if only an adapter is asked for and none was trained.
+    """
+    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    adapted = model if isinstance(model, AdaptedPolicy | AdaptedScalarModel) else None
+    if adapter_only and adapted is None:
+        raise ValueError("the run trained the whole model and no adapter (lora: null)")
+    folder.mkdir(parents=True, exist_ok=True)
+    if adapted is not None:
+        save_adapter(
+            adapted,
+            folder if adapter_only else folder / ADAPTER,
+            state,
+            base=str(start),
+            base_fingerprint=source_fingerprint(str(start), cfg.model.get("revision")),
+        )
+        if not adapter_only:
+            # The base is read again, as what was trained on may be rounded.
+            model = merge_adapter(adapted, state, load_policy(start, **origin(cfg)))
+            state = model.state_dict()
+    if adapter_only:
+        export_tokenizer(model, tokenizer, folder)
+    else:
+        stops = stop_ids(tokenizer, start, revision=cfg.model.get("revision"))
+        export_model(model, tokenizer, folder, state, stop_ids=stops)
+    _describe(cfg, folder, start, outcome, is_adapter=adapter_only)
+
+
+def _describe(
+    cfg: DictConfig, folder: Path, start: str | None, outcome: Outcome, *, is_adapter: bool
+) -> None:
+    resolved = plain(cfg)
+    written = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
+    public = public_config(resolved, written)
+    write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(public)))
+    facts = CardFacts(
+        stage=cfg.stage,
+        run=outcome.run,
+        base=start,
+        data=str(cfg.world.name),
+        licence=base_licence(cfg.model.get("license"), start),
+        hub_base=hub_base(start, cfg.model.get("source")),
+        datasets=_hub_data(resolved["world"]),
+        settings=_settings(public),
+        metrics={k: v for k, v in outcome.metrics.items() if v is not None},
+        gates=outcome.gates,
+        versions=installed_versions(),
+        checkpoint=outcome.checkpoint,
+        reward=_reward_facts(folder) if cfg.stage == "reward" and not is_adapter else {},
+        is_adapter=is_adapter,
+    )
+    write_model_card(folder, facts)
+
+
+def _reward_facts(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return {"reward_offset": config["reward_offset"], "pad_token": tokenizer.pad_token}
+
+
+def _hub_data(world: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the hub names of data sets that the world reads."""
+    source = world.get("source") or {}
+    hub = str(source.get("_target_", "")).endswith("HubSource")
+    names = [world.get("dataset"), source.get("name") if hub else None]
+    found = [str(name) for name in names if name and _HUB_DATA.fullmatch(str(name))]
+    return tuple(dict.fromkeys(name for name in found if not Path(name).exists()))
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters that decide what was learnt, flat."""
+    module, stage = config["module"], config["stage"]
+    groups = {
+        stage: module.get(stage),
+        "sampling": module.get("sampling"),
+        "lora": config.get("lora"),
+        "optimizer": config.get("optimizer"),
+        "scheduler": config.get("scheduler"),
+    }
+    data, trainer = config.get("data") or {}, config.get("trainer") or {}
+    names = ("batch_size", "max_length", "max_prompt_length", "num_epochs", "num_iterations")
+    flat = {f"data.{name}": data[name] for name in names if data.get(name) is not None}
+    flat |= {"seed": config.get("seed"), "trainer.precision": trainer.get("precision")}
+    for group, values in groups.items():
+        for name, value in (values or {}).items():
+            if not name.startswith("_") and value is not None:
+                flat[f"{group}.{name}"] = value
+    return flat

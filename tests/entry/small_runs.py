@@ -1,0 +1,100 @@
+"""Runs of a few iterations on the built-in world, in this process, from a start of random weights.
+
+`killed` leaves what a run leaves that was killed after its last checkpoint; `completed` finishes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf_lightning.assembly import assemble
+from rlhf_lightning.composition import conf_dir, register
+from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
+from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import new_summary, write_summary
+from rlhf_lightning.train import run
+
+SMALL = [
+    "debug=fast",
+    "logger=none",
+    "data.batch_size=4",
+    "callbacks.checkpoint.every_n_iterations=1",
+    "callbacks.checkpoint.keep_last=3",
+    "evaluation.num_prompts=8",
+    "artifacts.publish=null",
+    "+world.source.num_texts=24",
+    "+world.source.num_demonstrations=24",
+    "+world.source.num_preferences=24",
+    "+world.source.num_validation_preferences=16",
+]
+LENGTH_REWARD = "def score(prompts, completions):\n    return [len(c) / 10 for c in completions]\n"
+
+
+def make_start(folder: Path) -> Path:
+    """Write a tiny policy with the built-in world's tokenizer, a model card and a licence."""
+    tokenizer = demo_tokenizer()
+    fields = {
+        "model_type": "llama",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    policy = load_policy(from_scratch=fields)
+    stops = [int(tokenizer.eos_token_id)]
+    export_model(policy, tokenizer, folder, policy.state_dict(), stop_ids=stops)
+    (folder / "README.md").write_text("---\nlicense: mit\nbase_model: org/tiny\n---\n\n# Tiny\n")
+    return folder
+
+
+def configuration(stage: str, start: Path, *overrides: str) -> DictConfig:
+    register()
+    key = {"base": None, "sft": "artifacts.base"}.get(stage, "artifacts.sft")
+    own = [] if key is None else [f"{key}={start}"]
+    if stage == "ppo":
+        (start.parent / "reward.py").write_text(LENGTH_REWARD)
+        own += [
+            "scorer=function",
+            f"scorer.function={start.parent}/reward.py:score",
+            "module.models.value=null",
+            "module.models.value_head=zero",
+            "module.ppo.num_minibatches=1",
+            "module.ppo.num_ppo_epochs=1",
+            "module.sampling.max_new_tokens=4",
+        ]
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return compose("train", overrides=[f"+experiment={stage}", *SMALL, *own, *overrides])
+
+
+def killed(folder: Path, stage: str, start: Path, *overrides: str) -> RunFolder:
+    cfg, made = _begun(folder, stage, start, *overrides)
+    write_summary(made, new_summary(cfg.stage, seed=1, config_hash="x"))
+    parts: Any = assemble(cfg, made)
+    parts.trainer.fit(parts.module, datamodule=parts.data)
+    return made
+
+
+def completed(folder: Path, stage: str, start: Path, *overrides: str) -> RunFolder:
+    cfg, made = _begun(folder, stage, start, *overrides)
+    run(cfg, made, [])
+    return made
+
+
+def _begun(folder: Path, stage: str, start: Path, *overrides: str) -> tuple[DictConfig, RunFolder]:
+    cfg = configuration(stage, start, *overrides)
+    made = RunFolder(folder)
+    made.config.parent.mkdir(parents=True)
+    OmegaConf.save(cfg, made.config)  # as Hydra does, before anything is resolved
+    return cfg, made

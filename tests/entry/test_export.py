@@ -1,0 +1,214 @@
+"""From a run's checkpoint back to a model folder, also of a run that was killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import metadata_load
+from omegaconf import OmegaConf
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from rlhf_lightning.export import run
+from rlhf_lightning.export_request import ExportError, Request
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.runs.folder import RunFolder
+from tests.entry.small_runs import completed, killed, make_start
+
+pytestmark = pytest.mark.timeout(120)
+LORA = ("lora=lora", "lora.r=4")
+
+
+@pytest.fixture(scope="module")
+def reward_lora(tmp_path_factory, start):
+    return killed(tmp_path_factory.mktemp("runs") / "reward", "reward", start, *LORA)
+
+
+def saved_weights(folder: RunFolder, prefix: str, iteration: int = 3):
+    path = folder.checkpoints / f"iteration={iteration:06d}.ckpt"
+    state = torch.load(path, weights_only=True)["state_dict"]
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+
+def export(folder, tmp_path, **options):
+    run(Request(folder, to=tmp_path / "out", **options))
+    return tmp_path / "out"
+
+
+def card(folder):
+    return (folder / "README.md").read_text()
+
+
+def texts(tokenizer):
+    batch = tokenizer(["a <eos>", "the sum is <eos>"], padding=True, return_tensors="pt")
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
+def test_the_newest_checkpoint_of_a_killed_run_becomes_a_model_folder(sft, tmp_path):
+    made = export(sft.path, tmp_path)
+    weights = AutoModelForCausalLM.from_pretrained(made).state_dict()
+    for name, value in saved_weights(sft, "policy.model.").items():
+        assert torch.equal(weights[name], value), name
+    assert AutoTokenizer.from_pretrained(made).eos_token == "<eos>"
+    said = card(made)
+    assert (
+        "**A checkpoint of a run that has not finished, after iteration 3. No gate was held "
+        "against it.**" in said
+    )
+    assert "| sft/loss |" in said
+    assert "throughput" not in said
+    assert not (sft.path / "export").exists()
+
+
+def test_the_card_hands_down_licence_and_base_and_the_configuration_names_no_folder(
+    sft, start, tmp_path
+):
+    made = export(sft.path, tmp_path)
+    matter = metadata_load(made / "README.md")
+    assert (matter["license"], matter["base_model"]) == ("mit", "org/tiny")
+    config = OmegaConf.load(made / "training_config.yaml")
+    assert config.module.sft.learning_rate == 1e-3
+    assert config.artifacts.base == ".../start"
+    assert "paths" not in config
+    assert "logger" not in config
+    folders = (str(start.parent), str(tmp_path), str(sft.path))
+    for path in made.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert not any(folder.encode() in content for folder in folders), path.name
+
+
+def test_an_older_checkpoint_is_exported_by_its_own_path(sft, tmp_path):
+    checkpoint = sft.checkpoints / "iteration=000002.ckpt"
+    made = export(checkpoint, tmp_path)
+    weights = load_file(made / "model.safetensors")
+    for name, value in saved_weights(sft, "policy.model.", 2).items():
+        assert torch.equal(weights[name], value), name
+    assert "after iteration 2." in card(made)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(sft, tmp_path):
+    damaged = tmp_path / "run"
+    shutil.copytree(sft.path, damaged, symlinks=True)
+    last = damaged / "checkpoints/iteration=000003.ckpt"
+    last.write_bytes(last.read_bytes()[:-2000])
+    assert "after iteration 2." in card(export(damaged, tmp_path))
+    with pytest.raises(ExportError, match="it was cut short or is no checkpoint"):
+        run(Request(last))
+
+
+def test_the_place_is_the_runs_own_export_folder_unless_another_is_given(sft, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(sft.path, copy, symlinks=True)
+    (copy / "export").mkdir()
+    (copy / "export/half_written").touch()
+    assert run(Request(copy)) == [str(copy / "export")]
+    assert not (copy / "export/half_written").exists()
+    assert load_policy(copy / "export")
+    assert not list(copy.glob(".export*"))
+
+
+def test_a_reward_models_checkpoint_says_that_it_is_not_normalized(start, tmp_path):
+    folder = killed(tmp_path / "run", "reward", start)
+    made = export(folder.path, tmp_path)
+    model = load_scalar_model(made)
+    for name, value in saved_weights(folder, "model.").items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0)
+    assert "Its scores are not normalized.**" in card(made)
+
+
+def test_a_completed_run_is_exported_again_as_its_own_end_left_it(start, tmp_path):
+    folder = completed(tmp_path / "run", "reward", start, "module.reward.normalization_samples=16")
+    made = export(folder.path, tmp_path)
+    for name in ("README.md", "training_config.yaml", "tokenizer.json"):
+        assert (made / name).read_text() == (folder.export / name).read_text(), name
+    assert "mean 0 and standard deviation 1" in card(made)
+    assert "| accuracy | " in card(made), "the gates of the run are missing"
+    ours, theirs = (load_file(path / "model.safetensors") for path in (made, folder.export))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-7)
+    offsets = [json.loads((path / "config.json").read_text()) for path in (made, folder.export)]
+    assert offsets[0]["reward_offset"] == pytest.approx(offsets[1]["reward_offset"], rel=1e-6)
+    assert offsets[0]["reward_offset"] != 0
+
+
+def test_a_policy_of_ppo_is_exported_without_its_value_model(start, tmp_path):
+    folder = killed(tmp_path / "run", "ppo", start)
+    made = export(folder.path, tmp_path)
+    weights = load_file(made / "model.safetensors")
+    saved = saved_weights(folder, "policy.model.")
+    assert set(weights) == set(saved)
+    for name, value in saved.items():
+        assert torch.equal(weights[name], value), name
+    assert metadata_load(made / "README.md")["tags"] == ["rlhf_lightning", "ppo"]
+
+
+def test_a_base_model_from_scratch_is_exported_with_its_tokenizer(start, tmp_path):
+    folder = killed(tmp_path / "run", "base", start, "trainer.limit_train_batches=1")
+    made = export(folder.path, tmp_path)
+    weights = load_file(made / "model.safetensors")
+    for name, value in saved_weights(folder, "policy.model.", 1).items():
+        assert torch.equal(weights[name], value), name
+    assert len(AutoTokenizer.from_pretrained(made)) == len(weights["model.embed_tokens.weight"])
+    assert metadata_load(made / "README.md")["license"] == "unknown"
+    assert "the weights began at random: who trained them decides" in card(made)
+
+
+@pytest.mark.parametrize("stage", ["sft", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_an_adapter_is_merged_and_stands_beside_it(start, tmp_path, stage):
+    folder = killed(tmp_path / "run", stage, start, *LORA)
+    made = export(folder.path, tmp_path)
+    alone = tmp_path / "alone"
+    run(Request(folder.path, to=alone, adapter_only=True))
+    assert not list(alone.glob("model*.safetensors"))
+    assert metadata_load(alone / "README.md")["library_name"] == "peft"
+    batch = texts(AutoTokenizer.from_pretrained(made))
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(start)(**batch).logits
+        merged = AutoModelForCausalLM.from_pretrained(made)(**batch).logits
+        for adapter in (alone, made / "adapter"):
+            logits = AutoPeftModelForCausalLM.from_pretrained(adapter)(**batch).logits
+            torch.testing.assert_close(logits, merged, rtol=0, atol=1e-5)
+    assert (merged - base).abs().max() > 1e-3, "the adapter does nothing: the test shows nothing"
+
+
+def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp_path):
+    made = export(reward_lora.path, tmp_path)
+    alone = tmp_path / "alone"
+    run(Request(reward_lora.path, to=alone, adapter_only=True))
+    tokenizer = AutoTokenizer.from_pretrained(alone)
+    batch = texts(tokenizer)
+    with torch.no_grad():
+        whole = AutoModelForSequenceClassification.from_pretrained(made)
+        # As the adapter's model card says.
+        model = AutoPeftModelForSequenceClassification.from_pretrained(alone, num_labels=1)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        scores = model(**batch).logits
+        torch.testing.assert_close(scores, whole(**batch).logits, rtol=0, atol=1e-5)
+    assert scores.std() > 1e-3
+
+
+def test_an_adapter_is_not_merged_into_another_base(reward_lora, start, tmp_path):
+    other = make_start(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    moved = tmp_path / "run"
+    shutil.copytree(reward_lora.path, moved, symlinks=True)
+    config = moved / ".hydra/config.yaml"
+    config.write_text(config.read_text().replace(str(start), str(other)))
+    with pytest.raises(ExportError, match=r"trained against reference .* source is now"):
+        export(moved, tmp_path)
+
+
+def test_only_a_run_with_an_adapter_has_one(sft, tmp_path):
+    with pytest.raises(ExportError, match="trained the whole model and no adapter"):
+        export(sft.path, tmp_path, adapter_only=True)
+    assert not (tmp_path / "out").exists()

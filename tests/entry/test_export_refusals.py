@@ -1,0 +1,116 @@
+"""What is not exported: no runs, folders in use, and configurations that nobody vouches for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhf_lightning.export import run
+from rlhf_lightning.export_request import ExportError, Request
+from rlhf_lightning.models.factory import load_policy
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def export(folder, tmp_path, **options):
+    run(Request(folder, to=tmp_path / "out", **options))
+    return tmp_path / "out"
+
+
+def edited(sft, tmp_path, *values):
+    copy = tmp_path / "run"
+    shutil.copytree(sft.path, copy, symlinks=True)
+    config = OmegaConf.load(copy / ".hydra/config.yaml")
+    for key, value in values:
+        OmegaConf.update(config, key, value, force_add=True)
+    OmegaConf.save(config, copy / ".hydra/config.yaml")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([("world.source._target_", "os.system")], r"world\.source\._target_=os\.system is not"),
+        ([("module.policy._target_", "subprocess.run")], "subprocess.run is not allowed"),
+        (
+            # Under an allowed prefix, but it would run a file.
+            [("module.policy._target_", "rlhf_lightning.rollout.score.load_function")],
+            "builds the model, which is none of our loaders",
+        ),
+        (
+            [
+                ("artifacts.base", None),
+                ("model.tokenizer._target_", "rlhf_lightning.rollout.score.load_function"),
+                ("model.tokenizer.path", "/tmp/evil.py:run"),
+            ],
+            "none of ours",
+        ),
+        ([("evil", 1)], "unknown top-level key 'evil'"),
+        ([("module.policy.trust_remote_code", True)], "would run code that the run folder names"),
+        ([("artifacts.base", "nowhere/at/all")], "cannot load the model"),
+        ([("stage", "reward")], "."),
+    ],
+)
+def test_a_configuration_is_data_and_is_checked_before_anything_is_built(
+    sft, tmp_path, values, said
+):
+    with pytest.raises(ExportError, match=said):
+        export(edited(sft, tmp_path, *values), tmp_path)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_relative_start_is_found_where_the_run_was_started(sft, start, tmp_path):
+    copy = edited(sft, tmp_path, ("artifacts.base", start.name))
+    with pytest.raises(ExportError, match="cannot load the model"):
+        export(copy, tmp_path)
+    hydra = {"hydra": {"runtime": {"cwd": str(start.parent)}, "other": "${now:%Y}"}}
+    OmegaConf.save(OmegaConf.create(hydra), copy / ".hydra/hydra.yaml")
+    assert load_policy(export(copy, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda run, tmp: run.path / "nothing", "does not exist: give a run folder"),
+        (lambda run, tmp: tmp, "is no run folder and no checkpoint in one"),
+        (lambda run, tmp: run.config, "is no run folder and no checkpoint in one"),
+    ],
+)
+def test_what_is_no_run_is_said_to_be_none(sft, tmp_path, make, said):
+    with pytest.raises(ExportError, match=said):
+        export(make(sft, tmp_path), tmp_path)
+
+
+def test_a_run_without_a_checkpoint_and_a_folder_in_use_are_refused(sft, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(sft.path, copy, symlinks=True)
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(ExportError, match="holds no complete checkpoint"):
+        export(copy, tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").touch()
+    with pytest.raises(ExportError, match="is there already: give another folder"):
+        run(Request(sft.path, to=tmp_path / "mine"))
+    assert (tmp_path / "mine/notes.txt").exists()
+
+
+def test_the_command_line_answers_mistakes_in_one_line(tmp_path):
+    def call(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "rlhf_lightning.export", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    done = call(str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path} is no run folder")
+    assert "Traceback" not in done.stderr
+    assert "--push-to-hub NAME" in call("--help").stdout
