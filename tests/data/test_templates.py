@@ -1,0 +1,189 @@
+"""Texts put together from fields: templates, splits by field, what is left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord
+from rlhf_lightning.data.templates import SEEN, TOO_LONG, TemplateSource
+
+PROMPT = "On {platform}, with {page}: {task}"
+
+
+def command_rows(num_pages=40):
+    return [
+        {
+            "platform": platform,
+            "page": f"tool{page}",
+            "task": f"do thing {number}",
+            "completion": f"tool{page} --{number} {{{{file}}}} {platform}",
+        }
+        for page in range(num_pages)
+        for platform in ("linux", "osx")
+        for number in range(3)
+    ]
+
+
+@pytest.fixture
+def path(write_jsonl):
+    return write_jsonl(command_rows())
+
+
+def make(path, **options):
+    return TemplateSource(path, **{"prompt": PROMPT, "seed": 1, "split_by": "page", **options})
+
+
+def both(source, kind="demonstrations"):
+    return [source.records(kind, split) for split in ("train", "validation")]
+
+
+def test_fields_are_put_into_the_users_message_and_braces_of_a_field_stay(path):
+    source = make(path, validation_fraction=0, system="You know {platform}.")
+    assert source.records("demonstrations", "train")[0] == DemonstrationRecord(
+        (
+            {"role": "system", "content": "You know linux."},
+            {"role": "user", "content": "On linux, with tool0: do thing 0"},
+        ),
+        ({"role": "assistant", "content": "tool0 --0 {{file}} linux"},),
+    )
+
+
+def test_plain_text_has_the_space_before_the_completion(path):
+    record = make(path, validation_fraction=0, chat=False).records("demonstrations", "train")[0]
+    assert record.prompt == "On linux, with tool0: do thing 0"
+    assert record.completion == " tool0 --0 {{file}} linux"
+
+
+def test_a_prompt_carries_the_rows_fields_and_its_finished_completion(path):
+    source = make(path, validation_fraction=0, domain="platform", completion="${page} {task}")
+    record = source.records("prompts", "train")[0]
+    assert isinstance(record, PromptRecord)
+    assert record.domain == "linux"
+    assert record.columns == {
+        "platform": "linux",
+        "page": "tool0",
+        "task": "do thing 0",
+        "completion": "$tool0 do thing 0",
+    }
+
+
+def test_a_page_is_held_out_whole_on_every_platform(path):
+    train, validation = both(make(path, validation_fraction=0.2), "prompts")
+    pages = [{r.columns["page"] for r in side} for side in (train, validation)]
+    assert len(train) + len(validation) == 240
+    assert 3 <= len(pages[1]) <= 16
+    assert not pages[0] & pages[1]
+    assert len(validation) == 6 * len(pages[1])
+
+
+def test_the_same_pages_are_held_out_for_every_kind_and_other_ones_with_another_seed(path):
+    def held_out(kind, seed):
+        return [r.prompt for r in make(path, validation_fraction=0.2, seed=seed).records(*kind)]
+
+    kinds = [("prompts", "validation"), ("demonstrations", "validation")]
+    assert held_out(kinds[0], 1) == held_out(kinds[1], 1)
+    assert held_out(kinds[0], 1) != held_out(kinds[0], 2)
+
+
+def test_held_out_completions_that_training_shows_are_left_out_and_counted(write_jsonl):
+    rows = [row | {"completion": "exit  now"} for row in command_rows(20)[::2]] + command_rows(20)
+    options = {"validation_fraction": 0.3}
+    everything = make(write_jsonl(rows), **options)
+    source = make(write_jsonl(rows), unseen_completions=True, **options)
+    train, validation = both(source)
+    shown = {" ".join(r.completion[0]["content"].split()) for r in train}
+    assert "exit now" in shown
+    assert not {" ".join(r.completion[0]["content"].split()) for r in validation} & shown
+    assert validation
+    assert train == both(everything)[0]
+    missing = len(both(everything)[1]) - len(validation)
+    assert source.left_out("demonstrations", "validation") == {SEEN: missing}
+    assert missing >= 3
+    assert source.left_out("demonstrations", "train") == {}
+
+
+def test_long_completions_are_left_out_after_what_is_removed(write_jsonl):
+    rows = [
+        {"q": "a", "answer": "1 + 1 = <<1+1=2>>2"},
+        {"q": "b", "answer": "1 + 1 = <<1+1=2>>2 and so on"},
+    ]
+    source = TemplateSource(
+        write_jsonl(rows),
+        prompt="{q}",
+        completion="{answer}",
+        remove="<<[^<>]*>>",
+        max_completion_chars=len("1 + 1 = 2"),
+        validation_fraction=0,
+    )
+    (record,) = source.records("prompts", "train")
+    assert record.columns["completion"] == "1 + 1 = 2"
+    assert record.columns["answer"] == "1 + 1 = <<1+1=2>>2"
+    assert source.left_out("prompts", "train") == {TOO_LONG: 1}
+
+
+def test_a_prompt_that_stands_twice_is_one_prompt_and_two_demonstrations(write_jsonl):
+    rows = [{"q": "a", "completion": c} for c in ("one", "two")] + [{"q": "b", "completion": "x"}]
+    source = TemplateSource(write_jsonl(rows), prompt="{q}", validation_fraction=0)
+    assert [r.columns["completion"] for r in source.records("prompts", "train")] == ["one", "x"]
+    assert len(source.records("demonstrations", "train")) == 3
+
+
+def test_numbers_in_a_row_are_text_in_a_template(write_jsonl):
+    rows = [{"a": 3, "b": 4.5, "completion": "7.5"}]
+    source = TemplateSource(write_jsonl(rows), prompt="{a} + {b}", validation_fraction=0)
+    assert source.records("prompts", "train")[0].prompt[0]["content"] == "3 + 4.5"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"platform": "linux", "pages": "x", "task": "t", "completion": "c"}, "mean 'pages'"),
+        ({"platform": "linux", "page": "x", "task": " ", "completion": "c"}, "'task' holds"),
+        ({"platform": "linux", "page": "x", "task": None, "completion": "c"}, "'task' is missing"),
+    ],
+)
+def test_a_row_without_a_field_is_an_error_or_skipped_and_counted(write_jsonl, row, message):
+    file = write_jsonl([*command_rows(3), row])
+    with pytest.raises(BadRecordError, match=rf"line 19: .*{message}"):
+        make(file).records("prompts", "train")
+    source = make(file, on_bad_record="skip", validation_fraction=0)
+    assert len(source.records("prompts", "train")) == 18
+    assert len(source.skipped_records) == 1
+
+
+def test_a_completion_of_which_nothing_is_left_is_an_error(write_jsonl):
+    file = write_jsonl([{"q": "a", "completion": "<<1>>"}])
+    source = TemplateSource(file, prompt="{q}", remove="<<[^<>]*>>")
+    with pytest.raises(BadRecordError, match="line 1: the completion is empty"):
+        source.records("prompts", "train")
+
+
+def test_a_set_of_bad_rows_only_is_an_error_even_where_they_are_skipped(write_jsonl):
+    source = TemplateSource(write_jsonl([{"b": "x"}]), prompt="{q}", on_bad_record="skip")
+    with pytest.raises(BadRecordError, match="all 1 were bad"):
+        source.records("prompts", "train")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": "Task:"}, "has no {field}"),
+        ({"prompt": "{page.__class__}"}, "plain names in braces"),
+        ({"prompt": "{page!r}"}, "plain names in braces"),
+        ({"prompt": "{}"}, "plain names in braces"),
+        ({"prompt": "{page"}, "no template"),
+        ({"remove": "("}, "no regular expression"),
+        ({"max_completion_chars": 0}, "max_completion_chars=0"),
+        ({"system": "s", "chat": False}, "no system message"),
+        ({"on_bad_record": "ignore"}, "on_bad_record"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_anything_is_read(options, message):
+    with pytest.raises(ValueError, match=message):
+        make("nowhere.jsonl", **options)
+
+
+def test_a_missing_path_names_the_override():
+    with pytest.raises(ValueError, match=r"world\.path=FILE"):
+        make(None)

@@ -1,0 +1,221 @@
+"""The data sets of the hub that `conf/world` names, read from folders with their columns.
+
+The folders have the columns, splits and file names of the published sets and sentences of our own;
+`datasets.load_dataset` reads them as it reads the hub.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from pyarrow import parquet
+
+from rlhf_lightning.composition import check_config, conf_dir, register
+from rlhf_lightning.data.encode import encode_all
+from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+from rlhf_lightning.data.transcripts import parse_transcript
+from tests.data.conftest import CHATML, build_tokenizer
+
+KINDS = {"sft": "demonstrations", "reward": "preferences", "ppo": "prompts"}
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def chat_row(n: int) -> dict[str, Any]:
+    turns = [user(f"question {n}"), assistant("a first answer"), user("more"), assistant(f"no {n}")]
+    return {"prompt": turns[0]["content"], "prompt_id": f"id{n}", "messages": turns}
+
+
+def feedback_row(n: int) -> dict[str, Any]:
+    question = user(f"question {n}")
+    return {
+        "chosen": [question, assistant(f"a good answer {n}")],
+        "rejected": [question, assistant(f"a bad answer {n}")],
+        "score_chosen": 8.5,
+        "score_rejected": 3.0,
+    }
+
+
+def h4_feedback_row(n: int) -> dict[str, Any]:
+    row = feedback_row(n)
+    head = {"prompt": f"question {n}", "prompt_id": f"id{n}"}
+    return head | row | {"messages": row["chosen"]}
+
+
+def post(n: int) -> str:
+    return f"SUBREDDIT: r/tests\n\nTITLE: number {n}\n\nPOST: a long story\n\nTL;DR:"
+
+
+def summary_row(n: int) -> dict[str, Any]:
+    return {"prompt": post(n), "completion": f" story {n}"}
+
+
+def summary_pair(n: int) -> dict[str, Any]:
+    return {"prompt": post(n), "chosen": f" story {n}", "rejected": " nothing"}
+
+
+def transcript_row(n: int) -> dict[str, Any]:
+    start = f"\n\nHuman: question {n}\n\nAssistant: an answer\n\nHuman: and then?\n\nAssistant:"
+    return {"chosen": f"{start} I would wait.", "rejected": f"{start} I would not."}
+
+
+def publish(folder: Path, rows: list[dict[str, Any]], *splits: str) -> Path:
+    """Write the rows as the hub keeps a set: `data/<split>-00000-of-00001.parquet`."""
+    (folder / "data").mkdir(parents=True)
+    for number, split in enumerate(splits):
+        table = pyarrow.Table.from_pylist(rows[number :: len(splits)])
+        parquet.write_table(table, folder / "data" / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+@pytest.fixture
+def source_of(tmp_path, monkeypatch):
+    """Build the source of a composed experiment."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    register()
+
+    def build(stage: str, world: str, *overrides: str) -> Any:
+        experiment = f"+experiment={stage}_smollm2_135m"
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            cfg = compose("train", [experiment, f"world={world}", *overrides])
+        check_config(cfg)
+        return instantiate(cfg.data.source)
+
+    return build
+
+
+def encoded(records: list[Any]) -> int:
+    rows, report = encode_all(records, build_tokenizer(template=CHATML), max_length=400)
+    assert not report.dropped
+    return len(rows)
+
+
+def test_ultrachat_gives_demonstrations_of_its_last_answers(source_of, tmp_path):
+    folder = publish(tmp_path / "set", [chat_row(n) for n in range(6)], "train_sft", "test_sft")
+    source = source_of("sft", "ultrachat", f"world.dataset={folder}")
+    train = source.records("demonstrations", "train")
+    turns = chat_row(0)["messages"]
+    assert train[0] == DemonstrationRecord(tuple(turns[:3]), (turns[3],))
+    assert [r.prompt[0]["content"] for r in train] == ["question 0", "question 2", "question 4"]
+    assert len(source.records("demonstrations", "validation")) == 3
+    assert encoded(train) == 3
+
+
+@pytest.mark.parametrize("publisher", ["trl-lib", "HuggingFaceH4"])
+def test_ultrafeedback_serves_all_stages_in_both_published_layouts(source_of, tmp_path, publisher):
+    if publisher == "trl-lib":
+        row, splits, overrides = feedback_row, ("train", "test"), []
+    else:
+        row, splits = h4_feedback_row, ("train_prefs", "test_prefs")
+        overrides = ["world.source.split=train_prefs", "world.source.validation_split=test_prefs"]
+    folder = publish(tmp_path / "set", [row(n) for n in range(4)], *splits)
+    question = (user("question 0"),)
+    good, bad = (assistant("a good answer 0"),), (assistant("a bad answer 0"),)
+    expected = {
+        "sft": DemonstrationRecord(question, good),
+        "reward": PreferenceRecord(question, good, bad),
+    }
+    for stage, kind in KINDS.items():
+        source = source_of(stage, "ultrafeedback", f"world.dataset={folder}", *overrides)
+        first, second = source.records(kind, "train")
+        if stage == "ppo":
+            assert isinstance(first, PromptRecord)
+            assert first.prompt == question
+        else:
+            assert first == expected[stage]
+        assert len(source.records(kind, "validation")) == 2
+        assert encoded([first, second]) == 2
+
+
+def test_pairs_of_equal_answers_are_left_out_counted_and_named(source_of, tmp_path):
+    rows = [feedback_row(n) for n in range(4)]
+    rows[2]["rejected"] = rows[2]["chosen"]
+    folder = publish(tmp_path / "set", rows, "train", "test")
+    source = source_of("reward", "ultrafeedback", f"world.dataset={folder}")
+    assert len(source.records("preferences", "train")) == 1
+    (message,) = source.skipped_records
+    assert "row 2" in message
+    assert "'chosen' and 'rejected' are the same" in message
+
+
+def test_tldr_reads_summaries_for_sft_and_ppo_and_pairs_for_the_reward_model(source_of, tmp_path):
+    summaries = publish(
+        tmp_path / "tldr", [summary_row(n) for n in range(6)], "train", "validation", "test"
+    )
+    pairs = publish(tmp_path / "pairs", [summary_pair(n) for n in range(4)], "train", "validation")
+    overrides = [
+        f"world.datasets.sft={summaries}",
+        f"world.datasets.ppo={summaries}",
+        f"world.datasets.reward={pairs}",
+    ]
+    got = {
+        stage: source_of(stage, "tldr", *overrides).records(kind, "train")[0]
+        for stage, kind in KINDS.items()
+    }
+    assert got["sft"] == DemonstrationRecord(post(0), " story 0")
+    assert got["reward"] == PreferenceRecord(post(0), " story 0", " nothing")
+    assert got["ppo"].prompt == post(0)
+    assert got["ppo"].columns["completion"] == " story 0", "reward functions may ask for it"
+    assert encoded(list(got.values())) == 3
+
+
+def test_hh_rlhf_transcripts_become_conversations(source_of, tmp_path):
+    rows = [transcript_row(n) for n in range(4)]
+    rows[2]["rejected"] = "no transcript"
+    folder = publish(tmp_path / "set", rows, "train", "test")
+    prompt = (user("question 0"), assistant("an answer"), user("and then?"))
+    for stage, kind in KINDS.items():
+        source = source_of(stage, "hh_rlhf", f"world.dataset={folder}")
+        (first,) = source.records(kind, "train")
+        assert first.prompt == prompt, "the shared words of the answers are no part of the prompt"
+        if stage == "reward":
+            wait, not_wait = (assistant("I would wait."),), (assistant("I would not."),)
+            assert first == PreferenceRecord(prompt, wait, not_wait)
+        (message,) = source.skipped_records
+        assert "[train], row 2: the key 'rejected' holds the text 'no transcript'" in message
+        assert len(source.records(kind, "validation")) == 2
+        assert encoded([first]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no transcript", r"'chosen' holds the text 'no transcript', expected"),
+        ("Human: hello\n\nAssistant: hello", r"'chosen' holds the text 'Human: hello"),
+        ("\n\nHuman: a\n\nHuman: b", r"turn 2 of 'chosen' is again from 'Human'"),
+        ("\n\nAssistant: hello", r"turn 1 of 'chosen' is from 'Assistant'"),
+        ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c", r"'chosen' ends with a turn of 'Human'"),
+        (None, r"'chosen' holds null"),
+    ],
+)
+def test_what_is_no_transcript_is_a_bad_record(text, message):
+    with pytest.raises(BadRecordError, match=f"set, row 3: .*{message}"):
+        parse_transcript(text, "chosen", Location("set", 3, "row"))
+
+
+def test_a_transcript_keeps_the_names_of_speakers_and_paragraphs_inside_a_turn():
+    text = "\n\nHuman: who is Assistant: 1?\n\nHumans ask.\n\nAssistant:\n a\n\nb "
+    assert parse_transcript(text, "chosen", Location("set")) == [
+        user("who is Assistant: 1?\n\nHumans ask."),
+        assistant("a\n\nb"),
+    ]
+
+
+def test_ultrachat_has_no_preferences_and_says_so(source_of, tmp_path):
+    folder = publish(tmp_path / "set", [chat_row(n) for n in range(4)], "train_sft", "test_sft")
+    source = source_of("reward", "ultrachat", f"world.dataset={folder}")
+    with pytest.raises(BadRecordError, match=r"preferences were asked for.*are demonstrations"):
+        source.records("preferences", "train")

@@ -1,0 +1,262 @@
+"""Configurations of the usual sizes: they compose, hold together, and say what they are."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_lightning.composition import (
+    check_config,
+    check_hparams,
+    choices,
+    conf_dir,
+    plain,
+    register,
+)
+
+SMOLLM2 = Path(
+    os.environ.get("RLHF_SMOLLM2", "~/.cache/rlhf_lightning/smollm2-135m-instruct")
+).expanduser()
+STAGES = ("sft", "reward", "ppo")
+SMALL = ("smollm2_135m", "smollm2_360m", "qwen2_5_0_5b", "qwen3_0_6b", "llama3_2_1b")
+LARGE = ("qwen2_5_7b", "llama3_1_8b")
+SHARDED = ("llama3_2_1b", *LARGE)
+RECIPES = [
+    *((model, "") for model in SMALL),
+    *((model, "_lora") for model in (*SMALL, *LARGE)),
+    *((model, "_fsdp") for model in SHARDED),
+]
+RATES = {
+    "sft": ("sft.learning_rate",),
+    "reward": ("reward.learning_rate",),
+    "ppo": ("ppo.learning_rate", "ppo.value_learning_rate"),
+}
+RATE_NAMES = {
+    "sft.learning_rate": "sft",
+    "reward.learning_rate": "reward",
+    "ppo.learning_rate": "policy",
+    "ppo.value_learning_rate": "value",
+}
+
+
+def composed(*overrides: str) -> DictConfig:
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return compose("train", list(overrides))
+
+
+@cache
+def model_files() -> dict[str, DictConfig]:
+    """Return the model files of a size, the smallest first."""
+    files = {name: OmegaConf.load(conf_dir() / "model" / f"{name}.yaml") for name in SMALL + LARGE}
+    return dict(sorted(files.items(), key=lambda item: item[1].num_parameters))
+
+
+def on_meta_device(shape: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**OmegaConf.to_object(shape)))
+
+
+def ranks(cfg: DictConfig) -> int:
+    return int(cfg.trainer.devices) * int(cfg.trainer.num_nodes)
+
+
+def check_batches(cfg: DictConfig) -> None:
+    """A batch divides into ranks, minibatches and whole micro-batches."""
+    hparams = cfg.module[cfg.stage]
+    minibatches = hparams.num_minibatches if cfg.stage == "ppo" else 1
+    share, rest = divmod(cfg.data.batch_size, ranks(cfg) * minibatches)
+    assert rest == 0, "every rank takes as many rows of every minibatch"
+    assert share >= hparams.micro_batch_size
+    assert share % hparams.micro_batch_size == 0
+
+
+def check_lengths(cfg: DictConfig) -> None:
+    """The longest rows fit the context, and the longest answers what they are evaluated with."""
+    context, answer = cfg.model.shape.max_position_embeddings, cfg.evaluation.max_new_tokens
+    if cfg.stage == "ppo":
+        assert cfg.module.sampling.max_new_tokens == answer
+        assert cfg.data.max_prompt_length + answer <= context
+    else:
+        assert answer < cfg.data.max_length <= context
+
+
+def check_precision(cfg: DictConfig, variant: str) -> None:
+    """bf16 compute on fp32 weights, in the way that each strategy has it."""
+    if variant == "_fsdp":
+        assert (cfg.strategy.name, cfg.trainer.precision) == ("fsdp", "32-true")
+        assert cfg.strategy.compute_dtype == "bfloat16"
+        assert (cfg.trainer.accelerator, ranks(cfg)) == ("gpu", 8)
+    else:
+        assert (cfg.strategy.name, cfg.trainer.precision) == ("auto", "bf16-mixed")
+        assert ranks(cfg) == 1
+
+
+def check_adapters(cfg: DictConfig, variant: str) -> None:
+    """LoRA where the name says so, at its own learning rates, with the reward model on the base."""
+    lora = variant == "_lora"
+    assert (cfg.lora is not None) == lora
+    if cfg.stage == "ppo":
+        kind = "RewardAdapterScorer" if lora else "RewardModelScorer"
+        assert cfg.scorer._target_.endswith(f".{kind}")
+    file = model_files()[cfg.model.name]
+    rates = file.lora_learning_rates if lora else file.learning_rates
+    for key in RATES[cfg.stage]:
+        assert OmegaConf.select(cfg.module, key) == rates[RATE_NAMES[key]]
+
+
+@pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
+def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, variant):
+    cfgs = {stage: composed(f"+experiment={stage}_{model}{variant}") for stage in STAGES}
+    for stage, cfg in cfgs.items():
+        check_config(cfg)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a value outside its usual range would warn
+            check_hparams(cfg)
+        assert (cfg.stage, cfg.name) == (stage, f"{stage}_{model}{variant}")
+        assert (cfg.model.name, cfg.model.variant) == (model, variant.replace("_fsdp", ""))
+        assert plain(cfg)["model"]["shape"], "everything in it resolves"
+        assert cfg.model.activation_checkpointing == (model in LARGE)
+        check_batches(cfg)
+        check_lengths(cfg)
+        check_precision(cfg, variant)
+        check_adapters(cfg, variant)
+    sft, reward, ppo = (cfgs[stage].artifacts for stage in STAGES)
+    assert sft.base == cfgs["sft"].model.source
+    assert reward.sft == ppo.sft == sft.publish
+    assert ppo.reward == reward.publish
+    assert len({sft.publish, reward.publish, ppo.publish}) == 3
+    assert ("_lora/" in sft.publish) == (variant == "_lora"), "adapters overwrite no full model"
+    assert cfgs["sft"].data.source.name == "HuggingFaceH4/ultrachat_200k"
+    assert cfgs["reward"].data.num_epochs == 1
+    assert {cfgs[s].data.source.name for s in ("reward", "ppo")} == {
+        "trl-lib/ultrafeedback_binarized"
+    }
+
+
+def test_every_experiment_of_a_size_is_one_of_the_recipes_tested_here():
+    names = {f"{stage}_{model}{variant}" for model, variant in RECIPES for stage in STAGES}
+    of_a_size = {
+        name
+        for name in choices("experiment")
+        if name.partition("_")[2].removesuffix("_lora").removesuffix("_fsdp") in SMALL + LARGE
+    }
+    assert of_a_size == names
+    others = {"demo", "pretrained"}
+    assert set(choices("model")) == {*SMALL, *LARGE, *others}
+
+
+@pytest.mark.parametrize("model", SMALL + LARGE)
+def test_the_shape_has_the_parameters_that_the_file_states(model):
+    file = model_files()[model]
+    built = on_meta_device(file.shape)
+    assert sum(p.numel() for p in built.parameters()) == file.num_parameters
+    assert all(p.is_meta for p in built.parameters())
+    config = built.config
+    assert config.model_type == file.shape.model_type
+    for key, value in OmegaConf.to_container(file.shape).items():
+        if key not in ("rope_theta", "rope_scaling"):  # read into rope_parameters
+            assert getattr(config, key) == value
+    assert config.rope_parameters["rope_theta"] == file.shape.rope_theta
+    rope_type = "llama3" if "rope_scaling" in file.shape else "default"
+    assert config.rope_parameters["rope_type"] == rope_type
+
+
+@pytest.mark.skipif(
+    not (SMOLLM2 / "config.json").is_file(),
+    reason=f"SmolLM2-135M-Instruct is not in {SMOLLM2}: set RLHF_SMOLLM2 to its folder",
+)
+def test_the_smallest_shape_is_that_of_the_published_checkpoint():
+    file = model_files()["smollm2_135m"]
+    published = AutoConfig.from_pretrained(SMOLLM2)
+    built = AutoConfig.for_model(**OmegaConf.to_object(file.shape))
+    for key in (*(k for k in file.shape if k != "rope_theta"), "rope_parameters"):
+        assert getattr(built, key) == getattr(published, key), key
+
+
+def test_learning_rates_follow_the_scale():
+    files = model_files()
+    for smaller, larger in pairwise(files.values()):
+        for name, rate in larger.learning_rates.items():
+            assert rate <= smaller.learning_rates[name], f"{name} of {larger.name}"
+    for file in files.values():
+        size, rates = file.num_parameters, file.learning_rates
+        if size < 2e8:
+            assert rates.policy == 1e-5
+        elif 1e9 < size < 2e9:
+            assert rates.policy == 3e-6
+        elif size > 7e9:
+            assert rates.policy == 1e-6
+        else:
+            assert 3e-6 < rates.policy < 1e-5
+        assert rates.value == 1e-5
+        assert rates.policy <= rates.value <= rates.reward * 1.2
+        for name, rate in rates.items():
+            assert file.lora_learning_rates[name] == pytest.approx(10 * rate)
+
+
+def test_a_checkpoint_without_a_file_gets_the_learning_rates_of_the_largest():
+    pretrained = OmegaConf.load(conf_dir() / "model" / "pretrained.yaml")
+    largest = list(model_files().values())[-1]
+    assert pretrained.learning_rates == largest.learning_rates
+    assert pretrained.lora_learning_rates == largest.lora_learning_rates
+
+
+def test_gated_repositories_and_licences_are_named():
+    for name, file in model_files().items():
+        text = (conf_dir() / "model" / f"{name}.yaml").read_text()
+        llama = file.source.startswith("meta-llama/")
+        assert ("The repository is gated" in text) == llama
+        assert file.license == {"llama3_2_1b": "llama3.2", "llama3_1_8b": "llama3.1"}.get(
+            name, "apache-2.0"
+        )
+        for stage in STAGES:
+            assert f"+experiment={stage}_{name}" in text, "the head says how to run it"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_world_brings_its_data_its_lengths_and_its_own_artefacts(stage):
+    cfg = composed(f"+experiment={stage}_llama3_2_1b_lora", "world=tldr")
+    check_config(cfg)
+    check_hparams(cfg)
+    assert cfg.data.source.name == "trl-lib/tldr" + ("-preference" if stage == "reward" else "")
+    assert cfg.artifacts.publish == f"artifacts/llama3_2_1b_lora/tldr/{stage}"
+    assert cfg.evaluation.max_new_tokens == 64
+    assert cfg.data.get("max_prompt_length", cfg.data.get("max_length")) in (560, 640)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
+    overrides = ["world=files", "world.path=mine.jsonl", "world.name=mine", "model=pretrained"]
+    cfg = composed(f"+experiment={stage}_smollm2_135m_lora", *overrides, "artifacts.base=folder")
+    check_config(cfg)
+    check_hparams(cfg)
+    assert cfg.data.source.path == "mine.jsonl"
+    assert cfg.artifacts.base == "folder"
+    assert cfg.artifacts.publish == f"artifacts/pretrained_lora/mine/{stage}"
+    assert cfg.evaluation.max_new_tokens == 512
+
+
+@pytest.mark.parametrize("world", ["hh_rlhf", "tldr", "ultrachat", "ultrafeedback"])
+def test_every_seed_holds_out_the_same_records_of_a_hub_set(world):
+    cfgs = [composed("+experiment=ppo_smollm2_135m", f"world={world}", f"seed={n}") for n in (1, 2)]
+    sources = [instantiate(cfg.data.source) for cfg in cfgs]
+    assert sources[0].seed == sources[1].seed
+    assert sources[0].hub_splits["validation"] is not None, "the set's own held-out split"
+
+
+def test_qwen3_answers_without_thinking_aloud():
+    files = model_files()
+    assert files["qwen3_0_6b"].chat_template_arguments == {"enable_thinking": False}
+    assert not any(f.chat_template_arguments for n, f in files.items() if n != "qwen3_0_6b")
