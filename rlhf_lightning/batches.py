@@ -17,6 +17,8 @@ from torch import Tensor
 
 FINISHED_BY_STOP = 0
 FINISHED_BY_LENGTH = 1
+# A prompt's column that holds its conversation as JSON; a plain prompt has none, or "".
+CONVERSATION = "prompt_messages"
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class PromptBatch(TensorBatch):
         row_ids: `[B]` int64, the global index of the row in the stream of prompts; sampling noise
             is a function of it.
         domains: "" where there is none.
-        columns: what reward functions may ask for; holds at least `prompt`.
+        columns: what reward functions may ask for; holds at least `prompt`, and `CONVERSATION`
+            where prompts are conversations.
     """
 
     input_ids: Tensor

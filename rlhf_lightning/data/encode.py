@@ -35,8 +35,8 @@ from rlhf_lightning.data.tokens import (
     MemoTokenizer,
     answer_ids,
     end_with_eos,
+    prompt_columns,
     prompt_ids,
-    render_chat,
 )
 
 OverLong = Literal["drop", "truncate_left"]
@@ -69,6 +69,7 @@ class EncodedPreference:
     prompt_length: int
     margin: float = 0.0
     domain: str = ""
+    subsets: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of tokens of the longer side."""
@@ -214,6 +215,7 @@ def encode_preference(
         prompt_length=len(fitted),
         margin=record.margin or 0.0,
         domain=record.domain,
+        subsets=record.subsets,
     )
 
 
@@ -227,7 +229,7 @@ def encode_prompt(
 ) -> EncodedPrompt | None:
     """Return the prompt alone, with its text columns; None if dropped.
 
-    `columns["prompt"]` is the plain prompt, or the conversation as the template writes it.
+    Its columns are those of `prompt_columns`.
     """
     report = _count(report)
     prompt = prompt_ids(record.prompt, tokenizer)
@@ -238,10 +240,7 @@ def encode_prompt(
     if fitted is None:
         return None
     report.num_encoded += 1
-    text = (
-        record.prompt if isinstance(record.prompt, str) else render_chat(record.prompt, tokenizer)
-    )
-    return EncodedPrompt(_ids(fitted), {**record.columns, "prompt": text}, record.domain)
+    return EncodedPrompt(_ids(fitted), prompt_columns(record, tokenizer), record.domain)
 
 
 def _fit(

@@ -60,6 +60,8 @@ class PreferenceRecord:
         rejected: the other one.
         domain: a name that metrics are split by, "" where there is none.
         margin: how much better `chosen` is, in units of the reward; None where not known.
+        subsets: names of the subsets of held-out pairs that it belongs to; the final accuracy is
+            measured on each.
     """
 
     prompt: Text
@@ -67,6 +69,7 @@ class PreferenceRecord:
     rejected: Text
     domain: str = ""
     margin: float | None = None
+    subsets: tuple[str, ...] = ()
 
 
 Record = TextRecord | PromptRecord | DemonstrationRecord | PreferenceRecord

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     Messages,
     PreferenceRecord,
+    PromptRecord,
     Record,
     Text,
     TextRecord,
@@ -93,6 +96,20 @@ def prompt_ids(prompt: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     front, text = ids[:num_front], ids[num_front : len(ids) - num_back]
     # A prompt that spells BOS itself has it already.
     return text if text[:num_front] == front else front + text
+
+
+def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the record's text columns and its prompt.
+
+    `prompt` is the plain prompt, or the conversation as the template writes it; then `CONVERSATION`
+    holds the conversation itself as JSON, for models that have another template.
+    """
+    columns = {k: v for k, v in record.columns.items() if k != CONVERSATION}
+    if isinstance(record.prompt, str):
+        return columns | {"prompt": record.prompt}
+    messages = [dict(message) for message in record.prompt]
+    columns[CONVERSATION] = json.dumps(messages, ensure_ascii=False)
+    return columns | {"prompt": render_chat(record.prompt, tokenizer)}
 
 
 def answer_ids(prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -15,12 +15,18 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from rlhf_lightning.models.loading import loading_options, naming_source
+
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_tokenizer(
-    source: str | Path, *, chat_template_arguments: Mapping[str, Any] | None = None
+    source: str | Path,
+    *,
+    chat_template_arguments: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub name, with a pad token and left padding.
 
@@ -30,11 +36,16 @@ def load_tokenizer(
         source: folder or hub name.
         chat_template_arguments: variables that the chat template reads, such as `enable_thinking`
             of Qwen3; they become part of the template, see `with_template_arguments`.
+        revision: branch, tag or commit of a hub name.
+        trust_remote_code: run the code beside the weights, see `loading_options`.
 
     Raises:
-        ValueError: if it has no EOS token, or template arguments and no chat template.
+        ValueError: if it cannot be loaded, has no EOS token, or has template arguments and no chat
+            template.
     """
-    tokenizer = _as_saved(str(source))
+    options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
+    with naming_source(source):
+        tokenizer = _as_saved(str(source), options)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no EOS token: set one before training")
     if tokenizer.pad_token_id is None:
@@ -71,17 +82,18 @@ def with_template_arguments(
     return tokenizer
 
 
-def _as_saved(source: str) -> Any:
+def _as_saved(source: str, options: dict[str, Any]) -> Any:
     """Return the tokenizer that the checkpoint describes.
 
     For models of type qwen2, AutoTokenizer (transformers 5.23) splits text by Qwen's own rules,
     also where the checkpoint says that all of its tokenizer is in tokenizer.json: text is lost in
     silence.
     """
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    named = get_tokenizer_config(source, trust_remote_code=False).get("tokenizer_class")
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    named = get_tokenizer_config(source, **options).get("tokenizer_class")
     if named in GENERIC_CLASSES and type(tokenizer).__name__ not in GENERIC_CLASSES:
-        return PreTrainedTokenizerFast.from_pretrained(source)
+        version = {k: v for k, v in options.items() if k == "revision"}
+        return PreTrainedTokenizerFast.from_pretrained(source, **version)
     return tokenizer
 
 
@@ -127,15 +139,19 @@ def check_same_tokenizer(
         )
 
 
-def stop_ids(tokenizer: PreTrainedTokenizerBase, source: str | Path | None) -> tuple[int, ...]:
+def stop_ids(
+    tokenizer: PreTrainedTokenizerBase, source: str | Path | None, *, revision: str | None = None
+) -> tuple[int, ...]:
     """Return every id that ends a response: the tokenizer's EOS and the checkpoint's own list."""
-    eos = None if source is None else _generation_config(source).eos_token_id
+    eos = None if source is None else _generation_config(source, revision).eos_token_id
     named = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return tuple(sorted({int(tokenizer.eos_token_id), *named}))
 
 
-def _generation_config(source: str | Path) -> GenerationConfig:
+def _generation_config(source: str | Path, revision: str | None) -> GenerationConfig:
+    named = revision is not None and not Path(source).is_dir()
+    options: dict[str, Any] = {"revision": revision} if named else {}
     try:
-        return GenerationConfig.from_pretrained(str(source))
+        return GenerationConfig.from_pretrained(str(source), **options)
     except OSError:  # many checkpoints have none
         return GenerationConfig()

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
+from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed import agreed_max
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer
 
 RewardFunction = Callable[..., Sequence[float]]
 
@@ -81,10 +82,14 @@ def make_answers(
 
 
 class Scorer(Protocol):
-    """Scores answers. `models` are frozen models that the training module places and shards."""
+    """Scores answers."""
 
-    def build(self) -> list[nn.Module]:
-        """Load what the scorer needs; return its models."""
+    def build(self, base: Any = None) -> list[nn.Module]:
+        """Load what the scorer needs; return its frozen models, to be placed and sharded.
+
+        Args:
+            base: what the policy's adapters stand on, for reward models that are adapters too.
+        """
 
     def __call__(self, answers: Answers) -> Scores:
         """Return one score a row."""
@@ -97,6 +102,11 @@ class RewardModelScorer:
         load: returns the reward model.
         micro_batch_size: rows in one forward.
         name: of the component.
+        policy, source: folders or hub names of the policy's and of the reward model's tokenizer;
+            without both, they are not compared.
+
+    Raises:
+        ValueError: if the tokenizers differ.
     """
 
     def __init__(
@@ -105,13 +115,18 @@ class RewardModelScorer:
         *,
         micro_batch_size: int | None = None,
         name: str = "reward_model",
+        policy: str | Path | None = None,
+        source: str | Path | None = None,
     ) -> None:
+        if policy is not None and source is not None and str(policy) != str(source):
+            fix = f"use scorer=text_reward_model scorer.source={source}, which reads text"
+            check_same_tokenizer(load_tokenizer(policy), source, fix=fix)
         self.load = load
         self.micro_batch_size = micro_batch_size
         self.name = name
         self.model: ScalarHeadModel | None = None
 
-    def build(self) -> list[nn.Module]:
+    def build(self, base: Any = None) -> list[nn.Module]:
         """Load the reward model, frozen."""
         if self.model is None:
             self.model = self.load()
@@ -146,7 +161,7 @@ class FunctionScorer:
         self.function = load_function(function) if isinstance(function, str) else function
         self.name = name or str(getattr(self.function, "__name__", "function"))
 
-    def build(self) -> list[nn.Module]:
+    def build(self, base: Any = None) -> list[nn.Module]:
         """Return no models."""
         return []
 
@@ -157,7 +172,8 @@ class FunctionScorer:
             RuntimeError: if it raises; the error names the function and the columns it was given.
             ValueError: if it returns the wrong count, or something that is not a finite number.
         """
-        columns = {k: list(v) for k, v in answers.prompts.columns.items() if k != "prompt"}
+        hidden = ("prompt", CONVERSATION)
+        columns = {k: list(v) for k, v in answers.prompts.columns.items() if k not in hidden}
         prompts = list(answers.prompts.columns["prompt"])
         try:
             values = list(self.function(prompts, list(answers.completions), **columns))
@@ -211,9 +227,9 @@ class WeightedScorer:
                         f"weight for {name!r}, but the scorers are {sorted(self.scorers)}"
                     )
 
-    def build(self) -> list[nn.Module]:
+    def build(self, base: Any = None) -> list[nn.Module]:
         """Build every scorer; return all their models."""
-        return [model for scorer in self.scorers.values() for model in scorer.build()]
+        return [model for scorer in self.scorers.values() for model in scorer.build(base)]
 
     def __call__(self, answers: Answers) -> Scores:
         """Return the weighted sum; components are the unweighted parts."""

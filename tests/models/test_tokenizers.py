@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from transformers import GenerationConfig
 
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.data.tokens import answer_ids, render_chat
+from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids, with_template_arguments
+from tests.data.conftest import build_tokenizer
 from tests.tiny import EOS, PAD, tiny_tokenizer
 
 
@@ -20,6 +24,16 @@ def test_a_tokenizer_without_pad_pads_with_eos_on_the_left(tmp_path):
 def test_a_pad_token_of_its_own_is_kept(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).pad_token_id == PAD
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma", "gpt2"])
+def test_a_tokenizer_of_its_own_is_read_as_it_was_saved_whatever_the_model_type(
+    tmp_path, model_type
+):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert load_tokenizer(tmp_path)("w7 w11 w2")["input_ids"] == [7, 11, 2]
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
@@ -53,3 +67,49 @@ def test_the_stop_tokens_of_a_hub_checkpoint_are_found_without_a_folder(monkeypa
 def test_without_a_generation_config_only_the_tokenizers_eos_stops(tmp_path):
     assert stop_ids(tiny_tokenizer(), None) == (EOS,)
     assert stop_ids(tiny_tokenizer(), tmp_path) == (EOS,)
+
+
+# What Qwen3's template does: a thought before the last answer, an empty one where none is given,
+# and an empty one in front of what is to be generated if thinking is switched off.
+THINKING = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\n' }}"
+    "{%- if m['role'] == 'assistant' and loop.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{{- m['content'] + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+)
+TURNS = ({"role": "user", "content": "two and two"},)
+ANSWER = ({"role": "assistant", "content": "four"},)
+
+
+def test_template_arguments_reach_the_prompt_and_the_answer_and_are_saved(tmp_path):
+    build_tokenizer(template=THINKING).save_pretrained(tmp_path / "hub")
+    thinking = load_tokenizer(tmp_path / "hub")
+    assert render_chat(TURNS, thinking).endswith("assistant\n")
+    assert "<think>" in thinking.decode(answer_ids(TURNS, ANSWER, thinking))
+    quiet = load_tokenizer(tmp_path / "hub", chat_template_arguments={"enable_thinking": False})
+    assert render_chat(TURNS, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert quiet.decode(answer_ids(TURNS, ANSWER, quiet)) == "four<|im_end|>"
+    quiet.save_pretrained(tmp_path / "sft")
+    later = load_tokenizer(tmp_path / "sft")
+    assert render_chat(TURNS, later) == render_chat(TURNS, quiet)
+    again = load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": False})
+    assert again.chat_template == later.chat_template
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [(True, "true"), (None, "none"), (3, "3"), ("it's", '"it\'s"')]
+)
+def test_template_arguments_are_written_as_the_template_language_has_them(value, written):
+    tokenizer = build_tokenizer(template="{{ style }}")
+    with_template_arguments(tokenizer, {"style": value})
+    assert tokenizer.chat_template == f"{{%- set style = {written} %}}{{{{ style }}}}"
+    rendered = {True: "True", None: "None", 3: "3"}.get(value, value)
+    assert render_chat(TURNS, tokenizer) == rendered
+
+
+def test_template_arguments_without_a_template_are_refused(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"chat_template_arguments=.* need a chat template"):
+        load_tokenizer(tmp_path, chat_template_arguments={"enable_thinking": False})

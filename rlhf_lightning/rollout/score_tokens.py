@@ -1,0 +1,166 @@
+"""Texts as the tokens of a reward model with its own tokenizer.
+
+Every text is tokenized as a whole, as the reward model's makers do it. Where the prompt ends in it
+is known from the tokens' character offsets, so that cutting takes from the prompt and not from the
+answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rlhf_lightning.rollout.score_rendering import AnswerText, Renderer
+
+
+class Tokens(NamedTuple):
+    """What a reward model reads.
+
+    Args:
+        ids: token ids.
+        type_ids: 0 for the first text of a pair, 1 for the second.
+        over_long: the answer alone did not fit: its end is missing, EOS included.
+    """
+
+    ids: list[int]
+    type_ids: list[int]
+    over_long: bool
+
+
+class LastTokenInputs:
+    """Tokens for a decoder whose score is read at the last one.
+
+    Args:
+        renderer: writes the texts.
+        ending: see `TextRewardModelHparams`. An answer that did not finish gets no ending of any
+            kind: its score is read at its last token, as a packed reward model does.
+        max_length: longest text in tokens, None for any.
+
+    Raises:
+        ValueError: if `ending` is `eos` and the tokenizer has no EOS token.
+    """
+
+    def __init__(self, renderer: Renderer, *, ending: str, max_length: int | None) -> None:
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.ending = ending
+        self.max_length = max_length
+        if ending == "eos" and self.tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the reward model's tokenizer has no EOS token: use scorer.ending=template or none"
+            )
+
+    def __call__(self, rows: Sequence[AnswerText]) -> list[Tokens]:
+        """Return each row's tokens."""
+        return [self._tokens(row) for row in rows]
+
+    def _tokens(self, row: AnswerText) -> Tokens:
+        parts = self.renderer.parts(row)
+        closed = row.finished and self.ending != "none"
+        text = parts.before + parts.answer + (self._closing(parts.after) if closed else "")
+        encoding = self.tokenizer(
+            text,
+            # A chat template writes its special tokens itself.
+            add_special_tokens=row.messages is None or self.renderer.plain,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            verbose=False,
+        )
+        ids, special = list(encoding["input_ids"]), list(encoding["special_tokens_mask"])
+        if 0 in special:
+            num_front, end = special.index(0), len(ids) - special[::-1].index(0)
+        else:  # an empty text
+            num_front = end = int(ids[:1] == [self.tokenizer.bos_token_id])
+        prompt_end = num_front + sum(
+            stop <= len(parts.before) for _, stop in encoding["offset_mapping"][num_front:end]
+        )
+        back = ids[end:] if closed and self.ending == "template" else []
+        answer = [*ids[prompt_end:end], *back]
+        eos = self.tokenizer.eos_token_id
+        if closed and self.ending == "eos" and (not answer or answer[-1] != eos):
+            answer.append(int(eos))
+        kept, over_long = self._fit(ids[:num_front], ids[num_front:prompt_end], answer)
+        return Tokens(kept, [0] * len(kept), over_long)
+
+    def _closing(self, after: str) -> str:
+        eos = self.tokenizer.eos_token
+        if self.ending != "eos" or not eos or eos not in after:
+            return after
+        end = after.rindex(eos) + len(eos)
+        return after if after[end:].strip() else after[:end]
+
+    def _fit(
+        self, front: list[int], prompt: list[int], answer: list[int]
+    ) -> tuple[list[int], bool]:
+        """Cut the prompt from the left; without room for the whole answer, cut that at its end."""
+        if self.max_length is None or len(front) + len(prompt) + len(answer) <= self.max_length:
+            # Nothing at all to read: the end of an empty text.
+            return [*front, *prompt, *answer] or [int(self.tokenizer.eos_token_id or 0)], False
+        room = self.max_length - len(front) - len(answer)
+        if room < 0:
+            return [*front, *answer[: self.max_length - len(front)]], True
+        bos = self.tokenizer.bos_token_id
+        if room > 1 and prompt[0] == bos and prompt.count(bos) == 1:
+            return [prompt[0], *prompt[len(prompt) - room + 1 :], *answer], False
+        return [*front, *prompt[len(prompt) - room :], *answer], False
+
+
+class ClassifierInputs:
+    """Tokens for a classifier that is called as it is: its tokenizer's own text or pair of texts.
+
+    Such a text carries no sign of whether the answer finished.
+
+    Args:
+        renderer: writes the texts.
+        input_format: see `TextRewardModelHparams`.
+        max_length: longest input in tokens, special ones included, None for any.
+    """
+
+    def __init__(self, renderer: Renderer, *, input_format: str, max_length: int | None) -> None:
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.pair = input_format == "pair"
+        self.input_format = input_format
+        self.max_length = max_length
+        num_special = self.tokenizer.num_special_tokens_to_add(pair=self.pair)
+        self.room = None if max_length is None else max_length - num_special
+
+    def __call__(self, rows: Sequence[AnswerText]) -> list[Tokens]:
+        """Return each row's tokens."""
+        return [self._tokens(row) for row in rows]
+
+    def _tokens(self, row: AnswerText) -> Tokens:
+        if self.pair:
+            prompt, answer = self.renderer.question(row), self.renderer.answer(row)
+            first, second = self._encoding(prompt), self._encoding(answer)
+            num_answer = len(second)
+        else:
+            text, num_before = self._text(row)
+            first, second = self._encoding(text), None
+            num_answer = sum(stop > num_before for _, stop in first.offsets)
+        over_long = self.room is not None and num_answer > self.room
+        if self.room is not None:
+            self._cut(first, second, num_answer, self.room)
+        encoding = self.tokenizer.backend_tokenizer.post_process(first, second, True)
+        return Tokens(encoding.ids, encoding.type_ids, over_long)
+
+    def _text(self, row: AnswerText) -> tuple[str, int]:
+        """Return the text and how many of its characters stand before the answer."""
+        if self.input_format == "completion":
+            return self.renderer.answer(row), 0
+        parts = self.renderer.parts(row)
+        return parts.before + parts.answer + parts.after, len(parts.before)
+
+    def _encoding(self, text: str) -> Any:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False).encodings[0]
+
+    @staticmethod
+    def _cut(first: Any, second: Any, num_answer: int, room: int) -> None:
+        if second is None:
+            if len(first) > room:
+                first.truncate(max(room, num_answer), direction="left")
+                first.truncate(room)
+            return
+        if len(first) + len(second) > room:
+            first.truncate(max(room - num_answer, 0), direction="left")
+            second.truncate(room)

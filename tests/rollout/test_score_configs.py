@@ -1,0 +1,167 @@
+"""Scorers by configuration: chosen by name, refused early, and the right one for the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from rlhf_lightning.composition import ConfigError, check_config, check_hparams, conf_dir, register
+from rlhf_lightning.models.tokenizers import check_same_tokenizer
+from rlhf_lightning.rollout.score import RewardModelScorer
+from rlhf_lightning.rollout.score_http import HttpScorer
+from rlhf_lightning.rollout.score_settings import HttpScorerHparams, TextRewardModelHparams
+from rlhf_lightning.rollout.score_text import TextRewardModelScorer
+from tests.rollout.reward_models import built, byte_tokenizer, save_reward_model
+from tests.tiny import tiny_scalar_model, tiny_tokenizer
+
+URL = "scorer.url=http://127.0.0.1:8000/score"
+
+
+@pytest.fixture(autouse=True)
+def _hydra():
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        yield
+
+
+def composed(*overrides):
+    return compose("train", overrides=["+experiment=ppo", *overrides])
+
+
+def test_a_reward_service_is_chosen_by_name_and_has_the_defaults_of_the_dataclass():
+    cfg = composed("scorer=http", URL)
+    check_config(cfg)
+    check_hparams(cfg)
+    scorer = instantiate(cfg.scorer)
+    assert isinstance(scorer, HttpScorer)
+    assert scorer.hparams == HttpScorerHparams(url="http://127.0.0.1:8000/score")
+    assert scorer.request == {"prompts": "prompts", "completions": "completions"}
+    assert scorer.extra == {}
+
+
+@pytest.mark.parametrize(
+    "experiment", ["ppo_smollm2_sentiment", "ppo_smollm2_135m", "ppo_llama3_2_1b_lora"]
+)
+def test_every_experiment_can_be_given_another_scorer(experiment, tmp_path):
+    changes = ["artifacts.reward=null", "module.models.value_head=zero"]
+    with_http = compose("train", [f"+experiment={experiment}", "scorer=http", URL, *changes])
+    check_hparams(with_http)
+    assert isinstance(instantiate(with_http.scorer), HttpScorer)
+    overrides = ["scorer=text_reward_model", f"scorer.source={tmp_path}", *changes]
+    with_text = compose("train", [f"+experiment={experiment}", *overrides])
+    check_hparams(with_text)
+    scorer = instantiate(with_text.scorer)
+    assert scorer.hparams.micro_batch_size == with_text.module.ppo.micro_batch_size > 1
+
+
+def test_what_a_service_is_sent_is_given_on_the_command_line():
+    scorer = instantiate(
+        composed(
+            "scorer=http",
+            URL,
+            "scorer.request={query: texts, prompts: prompts}",
+            "scorer.extra={model: {name: m}}",
+            "scorer.response=rewards",
+        ).scorer
+    )
+    assert scorer.request == {"query": "texts", "prompts": "prompts"}
+    assert json.dumps(scorer.extra) == '{"model": {"name": "m"}}', "OmegaConf's dicts are no JSON"
+    assert scorer.path == ("rewards",)
+
+
+def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp_path):
+    folder = save_reward_model(tmp_path, "bert")
+    cfg = composed("scorer=text_reward_model", f"scorer.source={folder}")
+    check_config(cfg)
+    check_hparams(cfg)
+    scorer = instantiate(cfg.scorer)
+    assert isinstance(scorer, TextRewardModelScorer)
+    assert scorer.hparams == TextRewardModelHparams()
+    assert built(folder).hparams == scorer.hparams
+    (model,) = scorer.build()
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["scorer=http"], r"scorer\.url is not set: add scorer\.url=\.\.\."),
+        (["scorer=text_reward_model"], r"scorer\.source is not set"),
+        (["~scorer"], r"PPO needs a scorer: scorer=NAME, one of function, http, reward_"),
+        (["scorer=function"], r"scorer\.function is not set"),
+        (["scorer=http", "scorer.url=localhost"], "url='localhost' must be http://"),
+        (["scorer=http", URL, "scorer.timeout=0"], "HttpScorerHparams.timeout=0 is impossible"),
+        (["scorer=http", URL, "scorer.batch_size=1.5"], "batch_size=1.5 is float, expected int"),
+        (["scorer=text_reward_model", "scorer.source=x", "scorer.ending=eot"], "ending='eot' must"),
+        (["scorer=text_reward_model", "scorer.source=x", "scorer.std=0"], "std=0 is impossible"),
+        (["scorer=text_reward_model", "scorer.source=x", "scorer.output=p"], "output='p' must be"),
+    ],
+)
+def test_a_scorer_that_cannot_work_is_refused_before_anything_runs(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_hparams(composed(*overrides))
+
+
+def test_the_scorers_of_a_sum_are_checked_too():
+    target = "rlhf_lightning.rollout.score_http.HttpScorer"
+    cfg = composed()
+    cfg.scorer = OmegaConf.create(
+        {
+            "_target_": "rlhf_lightning.rollout.score.WeightedScorer",
+            "scorers": {"http": {"_target_": target, "url": "http://h/", "max_retries": -1}},
+        }
+    )
+    with pytest.raises(ConfigError, match="max_retries=-1 is impossible: it must be >= 0"):
+        check_hparams(cfg)
+
+
+def save_tokenizer(folder: Path, tokenizer) -> Path:
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_packed_reward_model_needs_the_policys_tokenizer(tmp_path):
+    policy = save_tokenizer(tmp_path / "policy", tiny_tokenizer())
+    other = save_tokenizer(tmp_path / "other", byte_tokenizer())
+    cfg = composed(f"artifacts.sft={policy}", f"artifacts.reward={other}")
+    with pytest.raises(Exception, match="another tokenizer than the policy") as caught:
+        instantiate(cfg.scorer)
+    message = str(caught.value)
+    assert "48 of 48 tokens differ, the first is '<pad>', id 0 of the policy's and 259 there" in (
+        message
+    )
+    assert f"use scorer=text_reward_model scorer.source={other}" in message
+    cfg = composed(f"artifacts.sft={policy}", f"artifacts.reward={tmp_path}/policy/.")
+    assert isinstance(instantiate(cfg.scorer), RewardModelScorer)
+
+
+def test_a_reward_model_may_have_a_pad_token_of_its_own(tmp_path):
+    policy = tiny_tokenizer(pad_is_eos=True)
+    exported = tiny_tokenizer()
+    exported.add_special_tokens({"pad_token": "<|pad|>"})
+    check_same_tokenizer(policy, save_tokenizer(tmp_path, exported), fix="")
+
+
+def test_an_end_of_text_of_another_name_is_refused(tmp_path):
+    other = tiny_tokenizer()
+    other.eos_token = "w9"
+    with pytest.raises(ValueError, match=r"ends texts with 'w9', the policy with '<eos>': .*fix"):
+        check_same_tokenizer(tiny_tokenizer(), save_tokenizer(tmp_path, other), fix="the fix")
+
+
+def test_a_token_that_the_reward_model_does_not_know_is_refused(tmp_path):
+    policy = tiny_tokenizer()
+    policy.add_tokens(["w48"])
+    with pytest.raises(ValueError, match=r"1 of 49 tokens differ, .* 'w48', id 48 .* and None"):
+        check_same_tokenizer(policy, save_tokenizer(tmp_path, tiny_tokenizer()), fix="")
+
+
+def test_a_reward_model_without_a_tokenizer_cannot_be_compared(tmp_path):
+    policy = save_tokenizer(tmp_path / "policy", tiny_tokenizer())
+    with pytest.raises(ValueError, match="has no tokenizer to be compared with the policy's"):
+        RewardModelScorer(tiny_scalar_model, policy=policy, source=tmp_path)

@@ -1,0 +1,236 @@
+"""Reward models of other makers say of text what they say under plain transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_lightning.rollout.score import FunctionScorer, WeightedScorer
+from rlhf_lightning.rollout.score_text import TextRewardModelScorer
+from tests.rollout.reward_models import (
+    DECODERS,
+    ENCODERS,
+    built,
+    byte_tokenizer,
+    close,
+    plain_call,
+    plain_logits,
+    plain_model,
+    save_reward_model,
+    scored,
+    text_answers,
+    word_tokenizer,
+)
+
+PROMPTS = ["why?", "tell me more about it. ", "w"]
+COMPLETIONS = [" because.", "no", " the third answer is longer than the others"]
+WORDS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9 ", "w3 ", "w7 w9 "]
+ANSWERS = ["w5 w6", "w2", "w8 w1 w8 w1 w8 w1"]
+EOS = "<|im_end|>"
+
+
+def ids_of(folder, text, **options):
+    return AutoTokenizer.from_pretrained(folder)(text, **options)["input_ids"]
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_a_decoder_scores_prompt_answer_and_eos_as_transformers_does(model_type, tmp_path):
+    folder = save_reward_model(tmp_path, model_type)
+    texts = [p + c + EOS for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    answers = text_answers(PROMPTS, COMPLETIONS)
+    got = scored(folder, answers, micro_batch_size=2).total
+    assert got.dtype == torch.float32
+    close(got, torch.cat([plain_logits(folder, ids_of(folder, text)) for text in texts]))
+    close(got, plain_call(folder, texts, padding_side="right")[:, 0])
+    assert got.std() > 0.05, "the texts must matter"
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_a_decoder_whose_pad_token_is_eos_is_read_at_eos(model_type, tmp_path, caplog):
+    folder = save_reward_model(tmp_path, model_type, tokenizer=byte_tokenizer(pad=EOS))
+    with caplog.at_level(logging.WARNING):
+        got = scored(folder, text_answers(PROMPTS, COMPLETIONS)).total
+    assert "its score is read at EOS" in caplog.text
+    assert "scorer.ending=none" in caplog.text
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        ids = ids_of(folder, prompt + completion + EOS)
+        model = plain_model(folder)
+        # What transformers reads for itself: the token before EOS.
+        overlooked = model(input_ids=torch.tensor([ids])).logits[0, 0]
+        overlooked = overlooked.detach()
+        assert abs(float(overlooked - got[row])) > 1e-3
+        close(overlooked, plain_logits(folder, ids[:-1])[0])
+        model.config.pad_token_id = ids_of(folder, "<pad>", add_special_tokens=False)[0]
+        close(model(input_ids=torch.tensor([ids])).logits[0, 0], got[row])
+    as_transformers = scored(folder, text_answers(PROMPTS, COMPLETIONS), ending="none").total
+    texts = [p + c + EOS for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    close(as_transformers, plain_call(folder, texts, padding_side="right")[:, 0])
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_a_decoder_without_a_pad_token_scores_batches_too(model_type, tmp_path):
+    folder = save_reward_model(tmp_path, model_type, pad_token_id=None)
+    got = scored(folder, text_answers(PROMPTS, COMPLETIONS)).total
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        close(plain_logits(folder, ids_of(folder, prompt + completion + EOS))[0], got[row])
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_an_encoder_scores_a_text_as_a_plain_padded_call_does(
+    model_type, micro_batch_size, tmp_path
+):
+    folder = save_reward_model(tmp_path, model_type)
+    answers = text_answers(WORDS, ANSWERS)
+    got = scored(folder, answers, micro_batch_size=micro_batch_size).total
+    texts = [p + c for p, c in zip(WORDS, ANSWERS, strict=True)]
+    close(got, plain_call(folder, texts)[:, 0])
+    close(got, torch.cat([plain_logits(folder, ids_of(folder, text)) for text in texts]))
+    assert got.std() > 0.05
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("model_type", ["bert", "deberta-v2"])
+def test_a_pair_classifier_gets_question_and_answer_as_a_pair(model_type, side, tmp_path):
+    tokenizer = word_tokenizer()
+    tokenizer.padding_side = side
+    folder = save_reward_model(tmp_path, model_type, tokenizer=tokenizer)
+    got = scored(folder, text_answers(WORDS, ANSWERS), input_format="pair").total
+    close(got, plain_call(folder, WORDS, ANSWERS)[:, 0])
+    as_one = scored(folder, text_answers(WORDS, ANSWERS)).total
+    assert (got - as_one).abs().max() > 1e-2
+
+
+def test_token_types_tell_the_answer_from_the_question(tmp_path):
+    folder = save_reward_model(tmp_path, "bert")
+    got = scored(folder, text_answers(WORDS, ANSWERS), input_format="pair").total
+    without = plain_call(folder, WORDS, ANSWERS, return_token_type_ids=False)[:, 0]
+    assert (got - without).abs().max() > 1e-2
+
+
+def test_a_classifier_of_completions_does_not_see_the_prompt(tmp_path):
+    folder = save_reward_model(tmp_path, "distilbert")
+    got = scored(folder, text_answers(WORDS, ANSWERS), input_format="completion").total
+    close(got, plain_call(folder, ANSWERS)[:, 0])
+
+
+def test_an_answer_that_did_not_finish_gets_no_eos(tmp_path):
+    for adds_eos in (False, True):  # some tokenizers end every text with it
+        folder = save_reward_model(
+            tmp_path / str(adds_eos), "llama", tokenizer=byte_tokenizer(adds_eos=adds_eos)
+        )
+        answers = text_answers(["why?"] * 2, [" so"] * 2, finished=[True, False])
+        finished, cut = scored(folder, answers).total
+        for score, text in ((finished, f"<s>why? so{EOS}"), (cut, "<s>why? so")):
+            close(score, plain_logits(folder, ids_of(folder, text, add_special_tokens=False))[0])
+        assert abs(float(finished - cut)) > 1e-3
+
+
+LABELS = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+
+
+@pytest.mark.parametrize("label", ["good", 1])
+def test_of_two_labels_the_log_odds_of_the_named_one_are_the_reward(label, tmp_path):
+    folder = save_reward_model(tmp_path, "bert", num_labels=2, **LABELS)
+    answers = text_answers(WORDS, ANSWERS)
+    logits = plain_call(folder, [p + c for p, c in zip(WORDS, ANSWERS, strict=True)])
+    close(scored(folder, answers, label=label).total, logits[:, 1] - logits[:, 0])
+    close(scored(folder, answers, label=label, output="logit").total, logits[:, 1])
+    probability = scored(folder, answers, label=label, output="probability").total
+    close(probability, logits.softmax(-1)[:, 1])
+    close(probability.logit(), scored(folder, answers, label=label).total)
+
+
+def test_labels_that_are_true_or_false_each_by_itself_do_not_compete(tmp_path):
+    folder = save_reward_model(
+        tmp_path, "gpt2", num_labels=3, problem_type="multi_label_classification"
+    )
+    answers = text_answers(PROMPTS, COMPLETIONS)
+    logits = torch.stack(
+        [
+            plain_logits(folder, ids_of(folder, p + c + EOS))
+            for p, c in zip(PROMPTS, COMPLETIONS, strict=True)
+        ]
+    )
+    close(scored(folder, answers, label=2).total, logits[:, 2])
+    close(scored(folder, answers, label=2, output="probability").total, logits[:, 2].sigmoid())
+
+
+@pytest.mark.parametrize("label", [None, "nice", 2, -1])
+def test_several_labels_need_the_one_that_is_rewarded(label, tmp_path):
+    folder = save_reward_model(tmp_path, "bert", num_labels=2, **LABELS)
+    with pytest.raises(ValueError, match=r"has 2 labels, .*: 0: bad, 1: good"):
+        built(folder, label=label)
+
+
+def test_scores_are_shifted_and_scaled_by_mean_and_std(tmp_path):
+    folder = save_reward_model(tmp_path, "gpt2")
+    answers = text_answers(PROMPTS, COMPLETIONS)
+    plain = scored(folder, answers).total
+    close(scored(folder, answers, mean=0.25, std=4.0).total, (plain - 0.25) / 4)
+
+
+def test_a_model_without_a_trained_head_is_refused(tmp_path):
+    folder = save_reward_model(tmp_path, "gpt2")
+    config = AutoConfig.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"stores no score\.weight: .* needs a trained"):
+        built(folder)
+
+
+def test_a_model_that_needs_code_of_its_repository_is_refused_and_served_instead(tmp_path):
+    folder = save_reward_model(tmp_path, "bert")
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "home_made"
+    config["auto_map"] = {"AutoConfig": "code.Config"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise SystemExit('this must not run')")
+    with pytest.raises(ValueError, match=r"(?s)needs code .* never run: .*scorer=http"):
+        built(folder, tokenizer=save_reward_model(tmp_path / "other", "bert"))
+
+
+def test_a_model_whose_weights_are_no_safetensors_is_refused(tmp_path):
+    folder = save_reward_model(tmp_path, "gpt2")
+    torch.save(plain_model(folder).state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="safetensors"):
+        built(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "message"),
+    [
+        ("bert", {"ending": "eos"}, "is not read at its last token"),
+        ("gpt2", {"input_format": "pair"}, "reads one text: use scorer.input_format=text"),
+        ("gpt2", {"input_format": "completion"}, "use scorer.input_format=text"),
+        ("gpt2", {"max_length": 257}, "max_length=257 is more than the 256 positions of GPT2"),
+        ("roberta", {"max_length": 66}, "more than the 65 positions of Roberta"),
+        ("gpt2", {"chat_template": "no/such.jinja"}, "neither a file nor 'plain'"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused(model_type, settings, message, tmp_path):
+    folder = save_reward_model(tmp_path, model_type)
+    with pytest.raises(ValueError, match=message):
+        built(folder, **settings)
+
+
+def test_a_scorer_that_was_not_built_is_an_error(tmp_path):
+    scorer = TextRewardModelScorer(save_reward_model(tmp_path, "gpt2"))
+    with pytest.raises(RuntimeError, match=r"build\(\) was not called"):
+        scorer(text_answers(PROMPTS, COMPLETIONS))
+
+
+def test_a_sum_of_a_text_reward_model_and_a_function(tmp_path):
+    folder = save_reward_model(tmp_path, "bert")
+    reward = TextRewardModelScorer(folder)
+    length = FunctionScorer(lambda prompts, completions: [len(c) for c in completions])
+    both = WeightedScorer({"model": reward, "length": length}, weights={"length": -0.5})
+    assert both.build() == reward.build() == [reward.model]
+    answers = text_answers(WORDS, ANSWERS)
+    got = both(answers)
+    close(got.total, reward(answers).total - 0.5 * torch.tensor([5.0, 2.0, 17.0]))
+    assert set(got.components) == {"model", "length"}
