@@ -1,12 +1,18 @@
-"""Rows out of JSONL, JSON, CSV and Parquet files, each with the place it was read from."""
+"""Rows out of JSONL, JSON, CSV and Parquet files, each with the place it was read from.
+
+The text formats may be compressed by gzip: `pairs.jsonl.gz` is read as `pairs.jsonl` is.
+"""
 
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 
@@ -16,6 +22,7 @@ LocatedRow = tuple[Location, Row | BadRecordError]
 TRAIN_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 LONGEST_CELL = 2**31 - 1
+GZIP = ".gz"
 
 
 def read_rows(path: Path) -> Iterator[LocatedRow]:
@@ -30,19 +37,39 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
         similar = closest(path.name, [p.name for p in path.parent.glob("*")])
         hint = f"did you mean {path.parent / similar}?" if similar else "check the path"
         raise BadRecordError(where, "there is no such file or folder", hint)
-    reader = _READERS.get(path.suffix.lower())
+    reader = _READERS.get(extension(path))
     if reader is None:
         raise BadRecordError(
             where,
-            f"the extension {path.suffix!r} is unknown",
+            f"the extension {extension(path)!r} is unknown",
             f"give a file that ends with one of {', '.join(_READERS)}",
         )
     empty = True
-    for located in reader(path):
-        empty = False
-        yield located
+    try:
+        for located in reader(path):
+            empty = False
+            yield located
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        found = f"it is not a whole gzip file ({error})"
+        raise BadRecordError(where, found, "compress it anew, or give the plain file") from error
     if empty:
         raise BadRecordError(where, "the file holds no records", "give a file with a row a record")
+
+
+def extension(path: Path) -> str:
+    """Return the ending that tells the format, in lower case: `.jsonl`, or `.jsonl.gz`."""
+    last = path.suffix.lower()
+    return Path(path.stem).suffix.lower() + last if last == GZIP else last
+
+
+def _open(path: Path) -> IO[bytes]:
+    zipped = path.suffix.lower() == GZIP
+    return cast("IO[bytes]", gzip.open(path)) if zipped else path.open("rb")
+
+
+def _read_text(path: Path) -> str:
+    with _open(path) as file:
+        return file.read().decode("utf-8-sig")
 
 
 def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -56,7 +83,7 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
         BadRecordError: if there is no train file.
     """
     places = [folder, folder / "data"]
-    files = sorted(p for place in places for p in place.glob("*") if p.suffix.lower() in _READERS)
+    files = sorted(p for place in places for p in place.glob("*") if extension(p) in _READERS)
     train = _files_named(files, TRAIN_NAMES)
     if not train:
         found = ", ".join(p.name for p in files[:8]) or "none"
@@ -70,14 +97,16 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def _files_named(files: list[Path], names: tuple[str, ...]) -> list[Path]:
     for name in names:
-        found = [p for p in files if p.stem == name or p.stem.startswith((f"{name}-", f"{name}_"))]
+        starts = (f"{name}-", f"{name}_")
+        stems = {path: path.name[: -len(extension(path))] for path in files}
+        found = [p for p in files if stems[p] == name or stems[p].startswith(starts)]
         if found:
             return found
     return []
 
 
 def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = Location(str(path), number)
@@ -104,12 +133,12 @@ def _as_object(row: Any, where: Location) -> Row | BadRecordError:
 def _read_json(path: Path) -> Iterator[LocatedRow]:
     where = Location(str(path))
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = json.loads(_read_text(path))
     except UnicodeDecodeError as error:
         found = f"it is not UTF-8 ({error.reason})"
         raise BadRecordError(where, found, "save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        if not path.read_text(encoding="utf-8-sig").strip():
+        if not error.doc.strip():
             return
         found = f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         fix = "write a list of objects, or name the file .jsonl if it has one object a line"
@@ -124,7 +153,7 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
 def _read_csv(path: Path) -> Iterator[LocatedRow]:
     csv.field_size_limit(LONGEST_CELL)  # the default refuses texts over 128 kB
     where = Location(str(path))
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with io.TextIOWrapper(_open(path), newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
         try:
             for row in reader:
@@ -171,3 +200,4 @@ _READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
+_READERS |= {name + GZIP: reader for name, reader in _READERS.items() if name != ".parquet"}

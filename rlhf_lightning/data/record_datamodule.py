@@ -168,14 +168,15 @@ class RecordDataModule(LightningDataModule):
         """
         if self._rows:
             return
-        splits: tuple[Split, Split] = ("train", "validation")
-        rows: dict[Split, list[Any]] = {}
-        for split in splits:
+        rows: dict[Split, list[Any]] = {"train": [], "validation": []}
+        for split in rows:
             records = self.source.records(self.kind, split)
             rows[split], report = encode_all(
                 records, self.tokenizer, max_length=self.max_length, over_long=self.over_long
             )
             skipped = getattr(self.source, "skipped_records", ()) if split == "train" else ()
+            if hasattr(self.source, "left_out"):
+                report.dropped.update(self.source.left_out(self.kind, split))
             self.summaries[split] = summarize(
                 rows[split], name=f"{split} {self.kind}", report=report, skipped=skipped
             )

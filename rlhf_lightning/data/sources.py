@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class RecordSource(Protocol):
     """Anything that yields records of a kind for a split.
 
-    It may also have `skipped_records`, messages about the bad records that were left out.
+    It may also have `skipped_records`, messages about the bad records that were left out, and
+    `left_out(kind, split)`, which counts by reason the good ones that are no record of that kind.
     """
 
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
@@ -121,6 +122,8 @@ class _RowSource:
 
 class FileSource(_RowSource):
     """Records of a .jsonl, .json, .csv or .parquet file, or of a folder with split files.
+
+    The first three may be compressed: `.jsonl.gz`.
 
     Args:
         path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`.

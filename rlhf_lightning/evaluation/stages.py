@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from rlhf_lightning.evaluation.policy import (
     Sampling,
     compare,
     describe_answers,
+    gold_details,
     gold_scores,
     sample_answers,
     side_by_side,
@@ -24,6 +26,9 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import RewardModelScorer, Scorer
 from rlhf_lightning.runs.summary import GateResult
+
+logger = logging.getLogger(__name__)
+EQUAL_SCORES = 1e-6  # of their size: what fp32 rounding alone makes of equal scores
 
 
 @dataclass
@@ -76,6 +81,9 @@ def _gold_metrics(gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers) 
     metrics = compare(my_gold, their_gold, "val/gold_win_rate")
     metrics["val/gold"] = sum(my_gold) / len(my_gold)
     metrics["val/baseline_gold"] = sum(their_gold) / len(their_gold)
+    for prefix, answers in (("val/", mine), ("val/baseline_", theirs)):
+        details = gold_details(gold, answers)
+        metrics |= {f"{prefix}{name}": value for name, value in details.items()}
     for domain in sorted(set(mine.domains) - {""}):
         rows = [i for i, name in enumerate(mine.domains) if name == domain]
         rate = compare(
@@ -96,11 +104,12 @@ def normalize_reward_model(
 ) -> dict[str, float]:
     """Fold mean 0 and std 1 over the SFT policy's samples into the reward model's head.
 
-    Returns:
-        `reward/sample_mean` and `reward/sample_std` before, so that they can be undone.
+    A model that gives all samples one score, or one that is not finite, is left as it is, and a
+    warning says so: what it was trained to can still be looked at.
 
-    Raises:
-        ValueError: if all samples score the same.
+    Returns:
+        `reward/sample_mean` and `reward/sample_std` before, so that they can be undone; nothing
+        where the model was left as it is.
     """
     scorer = RewardModelScorer(lambda: model, micro_batch_size=sampling.micro_batch_size)
     scorer.model = model
@@ -111,8 +120,18 @@ def normalize_reward_model(
     )
     scores = torch.tensor(answers.scores, dtype=torch.float64)
     mean, std = float(scores.mean()), float(scores.std(correction=0))
-    model.normalize(mean, std)
     model.train(was_training)
+    if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
+        logger.warning(
+            "the reward model is not normalized: it scores all %d samples of the policy alike "
+            "(mean %g, standard deviation %g). It has learnt nothing that tells them apart, and "
+            "PPO would gain nothing from it",
+            len(scores),
+            mean,
+            std,
+        )
+        return {}
+    model.normalize(mean, std)
     return {"reward/sample_mean": mean, "reward/sample_std": std}
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
@@ -113,3 +115,51 @@ def test_a_folder_without_a_train_file_is_named_with_what_it_holds(tmp_path):
     write(tmp_path / "pairs.jsonl", PAIRS)
     with pytest.raises(BadRecordError, match=r"no train file \(data files found: pairs.jsonl\)"):
         FileSource(tmp_path).records("preferences", "train")
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "json", "csv"])
+def test_a_file_compressed_by_gzip_gives_the_same_records(tmp_path, extension):
+    path = compress(write(tmp_path / f"pairs.{extension}", PAIRS))
+    source = FileSource(path, validation_fraction=0)
+    assert path.suffix == ".gz"
+    assert source.records("preferences", "train") == RECORDS
+
+
+def test_a_folder_may_hold_compressed_split_files(tmp_path):
+    compress(write(tmp_path / "train.jsonl", PAIRS[:30]))
+    compress(write(tmp_path / "validation-00000-of-00001.csv", PAIRS[30:]))
+    source = FileSource(tmp_path)
+    assert source.records("preferences", "train") == RECORDS[:30]
+    assert source.records("preferences", "validation") == RECORDS[30:]
+
+
+def test_a_bad_line_of_a_compressed_file_is_named_by_its_number(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"\n')
+    with pytest.raises(BadRecordError, match=r"a\.jsonl\.gz, line 2: it is not JSON"):
+        FileSource(compress(tmp_path / "a.jsonl")).records("prompts", "train")
+
+
+@pytest.mark.parametrize("damage", ["cut", "plain text", "a changed byte"])
+def test_a_damaged_compressed_file_is_an_error_and_no_shorter_set(tmp_path, damage):
+    path = compress(write(tmp_path / "pairs.jsonl", PAIRS))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    content = {"cut": path.read_bytes()[:-20], "plain text": b'{"prompt": "a"}'}.get(
+        damage, bytes(content)
+    )
+    path.write_bytes(content)
+    with pytest.raises(BadRecordError, match="not a whole gzip file"):
+        FileSource(path, on_bad_record="skip").records("preferences", "train")
+
+
+def test_a_compressed_parquet_file_is_refused_by_its_extension(tmp_path):
+    path = compress(write(tmp_path / "pairs.parquet", PAIRS))
+    with pytest.raises(BadRecordError, match=r"extension '\.parquet\.gz' is unknown"):
+        FileSource(path).records("preferences", "train")
+
+
+def compress(path):
+    target = path.with_name(f"{path.name}.gz")
+    target.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return target

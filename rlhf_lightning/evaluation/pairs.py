@@ -1,0 +1,147 @@
+"""A reward model's accuracy on parts of the held-out pairs, where length alone cannot help it.
+
+Legend: B answers, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlhf_lightning.data.collate import SFTCollator
+from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
+from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.models.heads import ScalarHeadModel
+
+CONFIDENCE = 0.95
+MATCHED = 0.1
+
+
+class ScoredPair(NamedTuple):
+    """The scores of both answers of a held-out pair, and what it is counted under.
+
+    Args:
+        chosen: score of the preferred answer.
+        rejected: score of the other one.
+        chosen_length: tokens of the preferred answer, EOS included.
+        rejected_length: tokens of the other one.
+        subsets: names of subsets.
+        domain: its name, or "".
+    """
+
+    chosen: float
+    rejected: float
+    chosen_length: int
+    rejected_length: int
+    subsets: tuple[str, ...] = ()
+    domain: str = ""
+
+
+@torch.no_grad()
+def score_pairs(
+    model: ScalarHeadModel,
+    rows: Sequence[EncodedPreference],
+    *,
+    batch_size: int,
+    pad_token_id: int,
+) -> list[ScoredPair]:
+    """Score both answers of each pair, in the order of `rows`; an answer of many pairs only once.
+
+    Args:
+        model: scores; put into eval mode for the time being.
+        rows: encoded pairs.
+        batch_size: answers in one forward.
+        pad_token_id: fills the padding.
+    """
+    keys = [(r.chosen_input_ids.tobytes(), r.rejected_input_ids.tobytes()) for r in rows]
+    answers: dict[bytes, NDArray[np.int32]] = {}
+    for row, (chosen, rejected) in zip(rows, keys, strict=True):
+        answers[chosen], answers[rejected] = row.chosen_input_ids, row.rejected_input_ids
+    order = sorted(answers, key=lambda key: len(answers[key]))  # like lengths pad little
+    collate = SFTCollator(pad_token_id)
+    device = next(model.root.parameters()).device
+    was_training = model.training
+    model.eval()
+    scores: dict[bytes, float] = {}
+    for start in range(0, len(order), batch_size):
+        part = order[start : start + batch_size]
+        ids = [answers[key] for key in part]
+        batch = collate([EncodedSequence(i, np.ones(len(i), dtype=np.bool_)) for i in ids])
+        batch = batch.to(device)  # [B, T]
+        values = sequence_scores(model, batch.input_ids, batch.attention_mask).tolist()
+        scores |= dict(zip(part, values, strict=True))
+    model.train(was_training)
+    return [
+        ScoredPair(
+            scores[chosen],
+            scores[rejected],
+            len(row.chosen_input_ids) - row.prompt_length,
+            len(row.rejected_input_ids) - row.prompt_length,
+            row.subsets,
+            row.domain,
+        )
+        for row, (chosen, rejected) in zip(rows, keys, strict=True)
+    ]
+
+
+def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
+    """Return accuracies on parts of the pairs, each beside the number of pairs it is measured on.
+
+    For all pairs and for each subset: where the lengths differ by at most 10 % of the longer one
+    (`_length_matched`), where the preferred answer is the shorter one (`_chosen_shorter`), where it
+    is the longer one (`_chosen_longer`). For each subset also all of it, with a Wilson interval and
+    "the longer one wins" beside it (which leaves out equal lengths); and the accuracy in each
+    domain. Equal scores are wrong. An empty part gives no measure.
+
+    The interval takes pairs to be independent; pairs that share answers make it too narrow.
+    """
+    measures: dict[str, float] = {}
+    names = sorted({name for pair in pairs for name in pair.subsets})
+    for name in ("", *names):
+        part = [pair for pair in pairs if not name or name in pair.subsets]
+        suffix = f"_{name}" if name else ""
+        if name:
+            measures |= _accuracy(part, suffix, interval=True)
+            unequal = [p for p in part if p.chosen_length != p.rejected_length]
+            if unequal:
+                longer = sum(p.chosen_length > p.rejected_length for p in unequal)
+                measures[f"val/longer_wins_accuracy{suffix}"] = longer / len(unequal)
+        for cut, belongs in LENGTH_CUTS.items():
+            cut_pairs = [pair for pair in part if belongs(pair)]
+            measures |= _accuracy(cut_pairs, f"{suffix}_{cut}", interval=cut == "length_matched")
+    for domain in sorted({pair.domain for pair in pairs} - {""}):
+        rows = [pair for pair in pairs if pair.domain == domain]
+        measures |= _accuracy(rows, f"_{domain}", interval=False)
+    return measures
+
+
+def is_length_matched(pair: ScoredPair) -> bool:
+    """Return whether the lengths differ by at most 10 % of the longer one."""
+    longer = max(pair.chosen_length, pair.rejected_length)
+    return abs(pair.chosen_length - pair.rejected_length) <= MATCHED * longer
+
+
+LENGTH_CUTS: Mapping[str, Callable[[ScoredPair], bool]] = {
+    "length_matched": is_length_matched,
+    "chosen_shorter": lambda pair: pair.chosen_length < pair.rejected_length,
+    "chosen_longer": lambda pair: pair.chosen_length > pair.rejected_length,
+}
+
+
+def _accuracy(pairs: Sequence[ScoredPair], suffix: str, *, interval: bool) -> dict[str, float]:
+    if not pairs:
+        return {}
+    right = sum(pair.chosen > pair.rejected for pair in pairs)
+    measures = {
+        f"val/accuracy{suffix}": right / len(pairs),
+        f"val/num_pairs{suffix}": float(len(pairs)),
+    }
+    if interval:
+        low, high = wilson_interval(right, len(pairs), confidence=CONFIDENCE)
+        measures |= {f"val/accuracy{suffix}_low": low, f"val/accuracy{suffix}_high": high}
+    return measures

@@ -1,0 +1,126 @@
+"""Rewards that can be checked: the number that an answer ends with, against the right one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
+
+# A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. What goes on as
+# another number (1/2, 12:30, 1,23) or as a sum (24 + 48) is no number, nor are the digits of x2.
+NUMBER = re.compile(
+    r"(?<!\w)(?<![0-9][.,/:])"
+    r"(?P<sign>[$\u20ac\u00a3][ ]?[-+\u2212]|[-+\u2212]?(?:[$\u20ac\u00a3][ ]?)?)"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?![0-9]|[.,:eE][0-9]|\s*[-+*/=\u00d7]\s*[0-9$])"
+)
+
+
+@dataclass(frozen=True)
+class NumberReward:
+    """Rewards an answer whose number after a marker equals the right one.
+
+    The number is the first thing after the first `marker`: a second attempt does not count. It may
+    have a sign, a currency sign, commas between thousands and decimals, and words or a full stop
+    after it; numbers are compared by value, so 72 is 72.00. A reward function: it is given the
+    column named `column`, whose text holds the right number behind the same marker, or nothing but
+    the number.
+
+    Args:
+        marker: what stands before the number, such as GSM8K's "####".
+        fallback: what counts in an answer without the marker: "none" - nothing does; "last_number"
+            - its last number. The latter rewards right answers in any form, so a policy has no
+            reason to learn the form.
+        right: reward of the right number.
+        wrong: reward of everything else.
+        answered: added to `wrong` where some number was read, to reward the form alone.
+        column: of the right answers.
+
+    Raises:
+        ValueError: if `marker` is empty, `fallback` unknown, or a wrong number would be worth as
+            much as the right one.
+
+    Source: Cobbe et al. 2021, "Training verifiers to solve math word problems", for the marker.
+    """
+
+    marker: str = "####"
+    fallback: Literal["none", "last_number"] = "none"
+    right: float = 1.0
+    wrong: float = 0.0
+    answered: float = 0.0
+    column: str = "answer"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not self.marker.strip():
+            raise ValueError("marker is empty: give what stands before the number, such as '####'")
+        if self.fallback not in ("none", "last_number"):
+            raise ValueError(f"fallback={self.fallback!r} is unknown: use 'none' or 'last_number'")
+        if not self.right > self.wrong + max(self.answered, 0.0):
+            raise ValueError(
+                f"right={self.right:g} must be more than wrong={self.wrong:g} plus "
+                f"answered={self.answered:g}, or a wrong number is worth as much"
+            )
+
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[str]
+    ) -> list[float]:
+        """Return one reward a completion.
+
+        Raises:
+            ValueError: if the column of right answers is missing, or holds one without a number.
+        """
+        rewards = []
+        for completion, wanted in zip(completions, self.references(columns), strict=True):
+            found = self.extract(completion)
+            answered = self.answered if found is not None else 0.0
+            rewards.append(self.right if found == wanted else self.wrong + answered)
+        return rewards
+
+    def extract(self, text: str) -> Decimal | None:
+        """Return the number that an answer gives, None if it gives none."""
+        before, marker, after = text.partition(self.marker)
+        if marker:
+            match = NUMBER.match(after.lstrip())
+            return None if match is None else _value(match)
+        if self.fallback == "none":
+            return None
+        matches = list(NUMBER.finditer(before))
+        return _value(matches[-1]) if matches else None
+
+    def references(self, columns: Mapping[str, Sequence[str]]) -> list[Decimal]:
+        """Return the right numbers.
+
+        Raises:
+            ValueError: if the column is missing, or a text in it gives no number.
+        """
+        if self.column not in columns:
+            raise ValueError(
+                f"the prompts have no column {self.column!r} with the right answers, only "
+                f"{sorted(columns)}: name it with column="
+            )
+        numbers = []
+        for text in columns[self.column]:
+            number = self.extract(text)
+            if number is None:
+                match = NUMBER.fullmatch(text.strip())
+                if match is None:
+                    raise ValueError(f"the right answer {text!r} holds no number")
+                number = _value(match)
+            numbers.append(number)
+        return numbers
+
+
+def number_reward(
+    prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[str]
+) -> list[float]:
+    """Return 1.0 for each completion whose number after "####" is that of the column `answer`."""
+    return NumberReward()(prompts, completions, **columns)
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    number = Decimal(match["digits"].replace(",", ""))
+    negative = "-" in match["sign"] or "\u2212" in match["sign"]
+    return -number if negative else number

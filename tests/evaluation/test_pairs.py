@@ -1,0 +1,119 @@
+"""Accuracy on parts of the held-out pairs, where length alone cannot help."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_lightning.data.collate import PreferenceCollator
+from rlhf_lightning.data.encode import EncodedPreference
+from rlhf_lightning.evaluation.pairs import ScoredPair, pair_measures, score_pairs
+from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.models.forward import sequence_scores
+from tests.tiny import EOS, PAD, VOCABULARY, tiny_scalar_model
+
+
+def encoded_pairs(count=12, prompt_length=3):
+    generator = np.random.default_rng(3)
+
+    def answer():
+        length = int(generator.integers(1, 20))
+        return [*generator.integers(2, VOCABULARY, length).tolist(), EOS]
+
+    answers = [answer() for _ in range(count)]
+    prompt = list(range(2, 2 + prompt_length))
+    return [
+        EncodedPreference(
+            np.array(prompt + answers[i], dtype=np.int32),
+            np.array(prompt + answers[(i * 5 + 1) % count], dtype=np.int32),
+            prompt_length,
+            subsets=("odd",) if i % 2 else (),
+            domain="ab"[i % 2],
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 64])
+def test_scores_are_those_of_each_pair_alone_in_the_order_of_the_rows(batch_size):
+    model, rows = tiny_scalar_model("llama"), encoded_pairs()
+    scored = score_pairs(model, rows, batch_size=batch_size, pad_token_id=PAD)
+    assert model.training
+    for row, pair in zip(rows, scored, strict=True):
+        batch = PreferenceCollator(PAD)([row])
+        with torch.no_grad():
+            chosen = sequence_scores(model, batch.chosen_input_ids, batch.chosen_attention_mask)
+            rejected = sequence_scores(
+                model, batch.rejected_input_ids, batch.rejected_attention_mask
+            )
+        torch.testing.assert_close(torch.tensor([pair.chosen]), chosen)
+        torch.testing.assert_close(torch.tensor([pair.rejected]), rejected)
+        assert pair.chosen_length == int(batch.chosen_length)
+        assert pair.rejected_length == int(batch.rejected_length)
+        assert (pair.subsets, pair.domain) == (row.subsets, row.domain)
+
+
+def test_an_answer_of_many_pairs_goes_through_the_model_once():
+    model, rows = tiny_scalar_model("llama"), encoded_pairs()
+    seen = []
+    model.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
+    score_pairs(model, [*rows, *rows], batch_size=5, pad_token_id=PAD)
+    answers = {ids.tobytes() for r in rows for ids in (r.chosen_input_ids, r.rejected_input_ids)}
+    assert sum(seen) == len(answers) == 12
+
+
+PAIRS = [
+    ScoredPair(1.0, 0.0, 100, 91, ("strict",), "a"),  # right, matched, longer
+    ScoredPair(0.0, 1.0, 91, 100, ("strict",), "a"),  # wrong, matched, shorter
+    ScoredPair(1.0, 0.0, 50, 100, ("strict",), "b"),  # right, shorter
+    ScoredPair(0.5, 0.5, 100, 50, (), "b"),  # a tie is wrong, longer
+    ScoredPair(2.0, 1.0, 10, 10, (), "b"),  # right, matched, of one length
+]
+
+
+def test_accuracy_is_measured_on_each_part_beside_its_number_of_pairs():
+    measures = pair_measures(PAIRS)
+    expected = {
+        "length_matched": (2 / 3, 3),
+        "chosen_shorter": (1 / 2, 2),
+        "chosen_longer": (1 / 2, 2),
+        "strict": (2 / 3, 3),
+        "strict_length_matched": (1 / 2, 2),
+        "strict_chosen_shorter": (1 / 2, 2),
+        "strict_chosen_longer": (1.0, 1),
+        "a": (1 / 2, 2),
+        "b": (2 / 3, 3),
+    }
+    for part, (accuracy, number) in expected.items():
+        assert measures[f"val/accuracy_{part}"] == pytest.approx(accuracy), part
+        assert measures[f"val/num_pairs_{part}"] == number, part
+    assert measures["val/longer_wins_accuracy_strict"] == pytest.approx(1 / 3)
+    low, high = wilson_interval(2, 3, confidence=0.95)
+    assert measures["val/accuracy_strict_low"] == pytest.approx(low)
+    assert measures["val/accuracy_strict_high"] == pytest.approx(high)
+
+
+def test_lengths_match_up_to_ten_per_cent_of_the_longer_one():
+    just = pair_measures([ScoredPair(1.0, 0.0, 90, 100)])
+    beyond = pair_measures([ScoredPair(1.0, 0.0, 89, 100)])
+    assert just["val/num_pairs_length_matched"] == 1
+    assert "val/num_pairs_length_matched" not in beyond
+
+
+def test_a_model_that_scores_by_length_is_found_out_where_lengths_match():
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(40, 60, (400, 2), generator=generator).tolist()
+    # The label is right about length four times in five, and the model knows nothing else.
+    longer_first = (torch.rand(400, generator=generator) < 0.8).tolist()
+    pairs = []
+    for (a, b), by_length in zip(lengths, longer_first, strict=True):
+        chosen, rejected = sorted((a, b), reverse=by_length)
+        pairs.append(ScoredPair(float(chosen), float(rejected), chosen, rejected))
+    measures = pair_measures(pairs)
+    assert measures["val/accuracy_chosen_longer"] == 1.0
+    assert measures["val/accuracy_chosen_shorter"] == 0.0
+
+
+def test_no_pairs_give_no_measures():
+    assert pair_measures([]) == {}

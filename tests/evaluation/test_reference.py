@@ -1,0 +1,120 @@
+"""Judges with a right answer: what counts as right, and how the references reach them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_lightning.evaluation.policy import Sampling, sample_answers
+from rlhf_lightning.evaluation.reference import ExactMatchGold, NumberGold
+from rlhf_lightning.evaluation.stages import compare_policies
+from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.verifiable import NumberReward
+from tests.tiny import EOS, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_tokenizer
+
+
+def test_an_answer_is_right_if_it_is_the_reference_but_for_white_space():
+    answers = {
+        "ls -l {{file}}": 1.0,
+        " ls  -l\n{{file}} ": 1.0,
+        "ls -l": 0.0,
+        "ls -L {{file}}": 0.0,
+        "": 0.0,
+    }
+    scores = ExactMatchGold()(
+        ["p"] * 5, list(answers), [True] * 5, completion=["ls -l {{file}}"] * 5
+    )
+    assert scores == list(answers.values())
+
+
+def test_an_answer_that_was_cut_off_is_not_the_reference():
+    assert ExactMatchGold()(["p"], ["ls"], [False], completion=["ls"]) == [0.0]
+
+
+def test_the_first_word_counts_on_its_own():
+    gold = ExactMatchGold(column="command")
+    details = gold.details(
+        ["p"] * 4,
+        ["ls -a", "cd -l", "", " ls"],
+        [True] * 4,
+        command=["ls -l", "ls -l", "ls -l", "ls"],
+    )
+    assert details == {
+        "exact_match": [0.0, 0.0, 0.0, 1.0],
+        "first_word_match": [1.0, 0.0, 0.0, 1.0],
+    }
+
+
+def test_a_right_number_is_worth_1_whatever_the_reward_pays():
+    gold = NumberGold(NumberReward(right=5.0, wrong=-1.0, answered=0.5))
+    completions = ["#### 72", "#### 7", "72"]
+    answers = {"answer": ["so #### 72"] * 3}
+    assert gold(["p"] * 3, completions, [True] * 3, **answers) == [1.0, 0.0, 0.0]
+    details = gold.details(["p"] * 3, completions, [False] * 3, **answers)
+    assert details == {"solved": [1.0, 0.0, 0.0], "answered": [1.0, 1.0, 0.0]}
+
+
+@pytest.fixture
+def sampling():
+    return Sampling(CachedGenerator((EOS,), PAD), tiny_tokenizer(), 1.0, max_new_tokens=6)
+
+
+def batches(**columns):
+    rows = prompt_rows([4, 6, 5, 3])
+    return [
+        prompt_batch(rows[:2], **{k: v[:2] for k, v in columns.items()}),
+        prompt_batch(rows[2:], first_row=2, **{k: v[2:] for k, v in columns.items()}),
+    ]
+
+
+def compare(policy, baseline, sampling, gold, **columns):
+    return compare_policies(
+        policy,
+        baseline,
+        batches(**columns),
+        sampling,
+        seed=1,
+        gold=gold,
+        scorer=None,
+        num_samples=0,
+    ).metrics
+
+
+def test_references_come_from_the_columns_of_the_prompts_row_by_row(sampling):
+    policy, baseline = tiny_policy(seed=1), tiny_policy(seed=2)
+    mine = sample_answers(policy, batches(), sampling, noise=RowNoise(1, "evaluation"))
+    # The policy's own answers are the references of three prompts of four.
+    references = [*mine.completions[:3], "w2 w3 w4 w5 w6 w7 w8"]
+    metrics = compare(policy, baseline, sampling, ExactMatchGold(), completion=references)
+    ended = [float(done) for done in mine.finished[:3]]
+    assert metrics["val/gold"] == metrics["val/exact_match"] == pytest.approx(sum(ended) / 4)
+    assert metrics["val/first_word_match"] >= 3 / 4
+    assert metrics["val/baseline_exact_match"] < 3 / 4
+    assert metrics["val/baseline_gold"] == metrics["val/baseline_exact_match"]
+
+
+def test_a_gold_reward_without_columns_is_called_as_before(sampling):
+    def gold(prompts, completions, finished):
+        return [float(len(text)) for text in completions]
+
+    metrics = compare(tiny_policy(seed=1), tiny_policy(seed=1), sampling, gold, other=["x"] * 4)
+    assert metrics["val/gold"] > 0
+    assert "val/exact_match" not in metrics
+
+
+def test_a_column_that_no_prompt_has_is_an_error_and_not_a_score_of_0(sampling):
+    with pytest.raises(ValueError, match=r"column 'completion', the prompts have \['prompt'\]"):
+        compare(tiny_policy(seed=1), tiny_policy(seed=2), sampling, ExactMatchGold())
+
+
+def test_answers_of_the_likeliest_tokens_are_the_same_with_any_noise_and_have_a_finite_kl():
+    sampling = Sampling(CachedGenerator((EOS,), PAD), tiny_tokenizer(), 0.0, max_new_tokens=6)
+    policy, other = tiny_policy(seed=1), tiny_policy(seed=2)
+    answers = [
+        sample_answers(policy, batches(), sampling, noise=RowNoise(seed), reference=other)
+        for seed in (1, 2)
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert all(torch.tensor(answers[0].kl).isfinite())
+    assert any(answers[0].kl)

@@ -1,0 +1,120 @@
+"""A reward that reads a number: what is read, what is not, and what each is worth."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+import torch
+
+from rlhf_lightning.batches import Generation
+from rlhf_lightning.rollout.score import FunctionScorer, make_answers
+from rlhf_lightning.rollout.verifiable import NumberReward, number_reward
+from tests.tiny import prompt_batch, tiny_tokenizer
+
+READ = {
+    "it is 8.\n#### 72": "72",
+    "####72.": "72",
+    "#### 72 clips": "72",
+    "#### 72.00": "72",
+    "#### $1,234.50": "1234.5",
+    "#### 1,234,567": "1234567",
+    "#### -5": "-5",
+    "#### -$5": "-5",
+    "#### $-5": "-5",
+    "#### \u22125": "-5",
+    "#### .5": "0.5",
+    "#### 72%": "72",
+    "#### \u20ac 7": "7",
+    "#### 5 #### 6": "5",
+    "#### 72\n#### 3": "72",
+}
+NOT_READ = (
+    "72",
+    "#### ",
+    "",
+    "#### seven",
+    "#### **72**",
+    "#### 1/2",
+    "#### 12:30",
+    "#### 1,23",
+    "#### 24+48",
+    "#### 24 * 3 = 72",
+    "#### 7e3",
+    "#### is 72",
+    "### 72",
+)
+
+
+@pytest.mark.parametrize(("text", "number"), READ.items())
+def test_the_number_after_the_first_marker_is_read(text, number):
+    assert NumberReward().extract(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", NOT_READ)
+def test_what_is_not_one_number_after_the_marker_is_not_read(text):
+    assert NumberReward().extract(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("first 3, then 48-24=24.", "24"),
+        ("10 - 5", "5"),
+        ("she has -3", "-3"),
+        ("it costs $ 1,500 in all", "1500"),
+        ("x2 and nothing else", None),
+        ("half past 12:30", None),
+        ("", None),
+        ("9 then #### nothing", None),
+    ],
+)
+def test_the_last_number_counts_only_where_it_is_asked_for_and_no_marker_stands(text, number):
+    wanted = None if number is None else Decimal(number)
+    assert NumberReward(fallback="last_number").extract(text) == wanted
+    assert NumberReward().extract(text) is None
+
+
+def test_right_wrong_and_missing_answers_are_worth_what_was_set():
+    reward = NumberReward(right=2.0, wrong=-1.0, answered=0.25)
+    completions = ["#### 1,000.0", "#### 999", "I do not know"]
+    assert reward(["p"] * 3, completions, answer=["#### 1000"] * 3) == [2.0, -0.75, -1.0]
+
+
+def test_the_plain_function_pays_1_for_the_number_of_the_column_answer():
+    answers = ["a\n#### 3", "4"]
+    assert number_reward(["p"] * 2, ["#### 3", "#### 3"], answer=answers) == [1.0, 0.0]
+
+
+def test_a_wrong_number_may_not_be_worth_as_much_as_the_right_one():
+    with pytest.raises(ValueError, match="worth as much"):
+        NumberReward(right=1.0, wrong=0.5, answered=0.5)
+    with pytest.raises(ValueError, match="fallback='first'"):
+        NumberReward(fallback="first")
+    with pytest.raises(ValueError, match="marker is empty"):
+        NumberReward(marker=" ")
+
+
+def test_a_missing_column_and_a_right_answer_without_a_number_are_errors():
+    with pytest.raises(ValueError, match=r"no column 'answer'.*\['solution'\]"):
+        number_reward(["p"], ["#### 3"], solution=["#### 3"])
+    with pytest.raises(ValueError, match="'about three' holds no number"):
+        number_reward(["p"], ["#### 3"], answer=["about three"])
+
+
+def test_the_column_reaches_the_reward_through_a_scorer():
+    tokenizer = tiny_tokenizer()
+    prompts = prompt_batch([[2, 3], [4, 5]], answer=["w7 7", "w8 9"], other=["a", "b"])
+    generation = Generation(
+        sequences=torch.tensor([[2, 3, 7, 1], [4, 5, 8, 1]]),
+        response_mask=torch.ones(2, 2, dtype=torch.bool),
+        finish_reason=torch.zeros(2, dtype=torch.long),
+    )
+    # Both sides hold "w7" and "w8" in place of the marker, so the words after them are read.
+    completions = make_answers(prompts, generation, tokenizer).completions
+    assert completions == ("w7", "w8")
+    reward = NumberReward(marker="w", column="answer")
+    scorer = FunctionScorer(reward, name="right_number")
+    scores = scorer(make_answers(prompts, generation, tokenizer))
+    assert scores.total.tolist() == [1.0, 1.0]
+    assert list(scores.components) == ["right_number"]
