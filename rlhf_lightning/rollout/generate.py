@@ -5,34 +5,18 @@ Legend: B rows, P padded prompt, R response, A rows still being written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Generation, PromptBatch
-from rlhf_lightning.functional.sequences import position_ids, response_mask
+from rlhf_lightning.functional.sequences import response_mask
+from rlhf_lightning.rollout.engine_rows import RunningRows
+from rlhf_lightning.rollout.engine_weights import linear_weights_prepared, weights_cast_once
 from rlhf_lightning.rollout.noise import RowNoise, sample
-
-
-@contextmanager
-def weights_cast_once() -> Iterator[None]:
-    """Let autocast keep the weights it casts, for forwards between which no weight changes.
-
-    Lightning turns that cache off, rightly for training: but then every token of a generation
-    would cast every weight again.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()  # what was cast without a graph must not reach an update
-        torch.set_autocast_cache_enabled(before)
 
 
 class Generator(Protocol):
@@ -73,14 +57,21 @@ def neutral_generation_config(stop_ids: Sequence[int], pad_token_id: int) -> Gen
 class CachedGenerator:
     """Token-by-token sampling with a key-value cache; finished rows leave the batch.
 
+    Equal prompts are read once. Prompts are read in groups of like length. A row that ends gives
+    its place to the last one, so that no step computes it again.
+
     Args:
         stop_ids: ids that end a response.
         pad_token_id: fills what follows a response.
+        prefill_tokens: prompt tokens in one forward at most; bounds the memory.
     """
 
-    def __init__(self, stop_ids: Sequence[int], pad_token_id: int) -> None:
+    def __init__(
+        self, stop_ids: Sequence[int], pad_token_id: int, *, prefill_tokens: int = 16_384
+    ) -> None:
         self.stop_ids = tuple(stop_ids)
         self.pad_token_id = pad_token_id
+        self.prefill_tokens = prefill_tokens
 
     @torch.no_grad()
     @weights_cast_once()
@@ -94,49 +85,32 @@ class CachedGenerator:
         max_new_tokens: int,
     ) -> Generation:
         """Return one response a prompt; see `Generator`."""
-        device = prompts.input_ids.device
-        rows = len(prompts)
-        responses = torch.full((rows, max_new_tokens), self.pad_token_id, device=device)
-        stop = torch.tensor(self.stop_ids, device=device)
-        active = torch.arange(rows, device=device)  # [A]
-        going = torch.ones(rows, dtype=torch.bool, device=device)  # [A]
-        mask = prompts.attention_mask
-        positions = position_ids(mask)
-        cache = DynamicCache(config=model.config)
-        logits = _step(model, prompts.input_ids, mask, positions, cache)
-        last = positions[:, -1]
-        for t in range(max_new_tokens):
-            uniform = noise.uniform(prompts.row_ids[active], t)
-            tokens = sample(logits, uniform, temperature=temperature)  # [A]
-            responses[active, t] = tokens
-            going = going & ~torch.isin(tokens, stop)
-            if t + 1 == max_new_tokens or not bool(going.any()):
-                break
-            # Dropping rows copies the cache, so do it only when it halves the work.
-            if int(going.sum()) * 2 <= len(active):
-                kept = going.nonzero().flatten()
-                cache.batch_select_indices(kept)
-                active, mask, last, tokens = active[kept], mask[kept], last[kept], tokens[kept]
-                going = going[kept]
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            last = last + 1
-            logits = _step(model, tokens.unsqueeze(-1), mask, last.unsqueeze(-1), cache)
+        steps = torch.arange(max_new_tokens, device=prompts.row_ids.device)
+        uniform = noise.uniform(prompts.row_ids.unsqueeze(-1), steps)  # [B, R]
+        with linear_weights_prepared(model, rows=len(prompts)):
+            running = RunningRows(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                prefill_tokens=self.prefill_tokens,
+            )
+            responses = self._write(running, uniform, temperature)
         return as_generation(prompts.input_ids, responses, self.stop_ids, self.pad_token_id)
 
-
-def _step(
-    model: PreTrainedModel, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any
-) -> Tensor:
-    output = model(
-        input_ids=input_ids,
-        attention_mask=mask.long(),
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    logits: Tensor = output.logits[:, -1]  # [A, V]
-    return logits
+    def _write(self, running: RunningRows, uniform: Tensor, temperature: float) -> Tensor:
+        """Return `[B, R]` tokens; what stands behind a row's first stop token means nothing."""
+        device, max_new_tokens = uniform.device, uniform.shape[1]
+        responses = torch.full(uniform.shape, self.pad_token_id, device=device)
+        stops = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
+        logits = running.read_prompts()  # [A, V]
+        for t in range(max_new_tokens):
+            tokens = sample(logits, uniform[running.rows, t], temperature=temperature)  # [A]
+            responses[running.rows, t] = tokens
+            tokens = running.keep(~torch.isin(tokens, stops), tokens)
+            if t + 1 == max_new_tokens or not len(tokens):
+                break
+            logits = running.step(tokens, t)
+        return responses
 
 
 class TransformersGenerator:

@@ -65,21 +65,65 @@ class RowNoise:
         return _shift_right(state, 11).double() * 2.0**-53
 
 
+# The cumulative sum is taken in two levels: over blocks of this many tokens, then inside one.
+_BLOCK = 256
+
+
 def sample(logits: Tensor, uniform: Tensor, *, temperature: float) -> Tensor:
     """Return one token a row by inverse-CDF sampling of softmax(logits / temperature).
 
     Args:
         logits: `[B, V]`.
         uniform: `[B]` float64 in [0, 1).
-        temperature: divides the logits.
+        temperature: divides the logits; 0 takes the most likely token (the first of equals).
 
     Raises:
-        ValueError: if a row of logits holds a NaN.
+        ValueError: if a row of logits holds a NaN, or the temperature is negative.
     """
-    probabilities = (logits.float() / temperature).softmax(-1).double()
-    cdf = probabilities.cumsum(-1)  # float64: 50k float32 terms would drift by 1e-4
-    total = cdf[:, -1:]
-    if not bool(torch.isfinite(total).all()):
+    tokens, finite = sample_unchecked(logits, uniform, temperature=temperature)
+    check_finite(finite)
+    return tokens
+
+
+def check_finite(finite: Tensor) -> None:
+    """Raise unless `finite` (bool, any shape) is True everywhere; waits for the device."""
+    if not bool(finite.all()):
         raise ValueError("the policy's logits are not finite: its weights have diverged")
-    tokens = torch.searchsorted(cdf, uniform.unsqueeze(-1) * total, right=True).squeeze(-1)
-    return tokens.clamp(max=logits.shape[-1] - 1)
+
+
+def sample_unchecked(
+    logits: Tensor, uniform: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `sample` returns, and `[B]` whether it means anything; never waits for a GPU."""
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must be at least 0 (0 = most likely token)")
+    top = logits.amax(-1, keepdim=True)  # [B, 1]
+    if temperature == 0:
+        return logits.argmax(-1), top.squeeze(-1).isfinite()
+    rows, vocabulary = logits.shape
+    blocks = -(-vocabulary // _BLOCK)
+    weights = logits.new_empty((rows, blocks * _BLOCK), dtype=torch.float32)
+    weights[:, vocabulary:] = 0.0
+    inner = weights[:, :vocabulary]
+    inner.copy_(logits).sub_(top.float())
+    if temperature != 1.0:
+        inner.div_(temperature)
+    inner.exp_()  # [B, V], the largest is 1
+    weights = weights.view(rows, blocks, _BLOCK)
+    sums = weights.sum(-1).double()
+    cdf = sums.cumsum(-1)  # float64: 50k float32 terms would drift by 1e-4
+    total = cdf[:, -1:]
+    target = _below(uniform.unsqueeze(-1) * total, total)
+    block = torch.searchsorted(cdf, target, right=True)  # [B, 1], the one that holds the target
+    block = block.clamp(max=blocks - 1)  # a NaN finds none
+    inside = weights.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
+    inside_cdf = inside.double().cumsum(-1)
+    rest = target - (cdf.gather(1, block) - sums.gather(1, block))
+    rest = _below(rest.clamp(min=0.0), inside_cdf[:, -1:])
+    token = block * _BLOCK + torch.searchsorted(inside_cdf, rest, right=True)
+    return token.squeeze(-1).clamp(max=vocabulary - 1), total.squeeze(-1).isfinite()
+
+
+def _below(x: Tensor, bound: Tensor) -> Tensor:
+    """Return `x`, or the largest number under `bound` where rounding put it at or above."""
+    return torch.minimum(x, torch.nextafter(bound, torch.zeros_like(bound)))

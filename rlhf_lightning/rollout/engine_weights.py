@@ -1,0 +1,125 @@
+"""Weights in the form in which token-by-token generation reads them fastest.
+
+One token reads every weight once, so generation is bound by what stands in memory. For the time of
+one generation every linear layer gets a copy of its weight in the precision of the forward, on a
+CPU in the blocked layout of oneDNN as well, which a call would otherwise make anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Let autocast keep the weights it casts, for forwards between which no weight changes.
+
+    Lightning turns that cache off, rightly for training: but then every token of a generation
+    would cast every weight again.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()  # what was cast without a graph must not reach an update
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def linear_weights_prepared(model: nn.Module, *, rows: int) -> Iterator[None]:
+    """Let the linear layers of `model` compute with prepared copies of their weights.
+
+    Nothing is written to a parameter: each layer gets a `forward` of its own for the while, and
+    the copies are gone afterwards. Weights that are not plain tensors (sharded, quantised) and
+    layers whose forward somebody replaced are left alone. Costs 2 bytes a weight under autocast to
+    16 bits, 4 in float32.
+
+    Args:
+        model: is not changed by an optimizer meanwhile.
+        rows: how many rows a forward will usually have; only a hint for the layout.
+    """
+    prepared: dict[int, Forward] = {}
+    changed: list[nn.Module] = []
+    try:
+        for module in model.modules():
+            if not _is_plain_linear(module):
+                continue
+            layer = cast("nn.Linear | Conv1D", module)
+            key = id(layer.weight)
+            if key not in prepared or layer.bias is not None:
+                forward = _prepared_forward(layer, rows)
+                if forward is None:
+                    continue
+                prepared[key] = forward
+            module.forward = prepared[key]
+            changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Say whether `module` computes x W' + b and nothing else, with a weight in plain sight."""
+    forward = type(module).forward
+    if forward is not nn.Linear.forward and forward is not Conv1D.forward:
+        return False
+    weight = module.weight
+    plain = type(weight) in (Tensor, nn.Parameter) and "forward" not in vars(module)
+    return plain and cast("Tensor", weight).is_floating_point()
+
+
+def _prepared_forward(module: nn.Linear | Conv1D, rows: int) -> Forward | None:
+    """Return a faster `forward` of `module`, or None where there is nothing to gain."""
+    transposed = isinstance(module, Conv1D)
+    weight = module.weight.detach()
+    weight = weight.t() if transposed else weight
+    device = weight.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
+    bias = None if module.bias is None else module.bias.detach().to(dtype)
+    if _packs(weight.device, dtype):
+        return _packed_forward(weight.to(dtype).contiguous(), bias, rows)
+    if weight.dtype == dtype:
+        return None
+    return _cast_forward(weight.to(dtype), bias)
+
+
+def _packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether oneDNN multiplies this dtype on this device, as fast as the hardware can."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    operators = torch.ops.mkldnn
+    if not hasattr(operators, "_linear_pointwise"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(operators._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def _packed_forward(weight: Tensor, bias: Tensor | None, rows: int) -> Forward:
+    dtype = weight.dtype
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(x: Tensor) -> Tensor:
+        return multiply(x.to(dtype), packed, bias, "none", [], "")  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _cast_forward(weight: Tensor, bias: Tensor | None) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        return functional.linear(x.to(weight.dtype), weight, bias)
+
+    return forward
