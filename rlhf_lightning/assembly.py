@@ -17,22 +17,27 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
+from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.callbacks.same_configuration import SameConfiguration
 from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
 from rlhf_lightning.composition import ConfigError, plain
+from rlhf_lightning.context_length import check_context_length, context_length, longest_prompt
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.policy import Sampling
 from rlhf_lightning.models.adapter_files import read_adapter
 from rlhf_lightning.models.arrangements import ADAPTER
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 from rlhf_lightning.rollout.score import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, fingerprint, read_manifest
+from rlhf_lightning.runs.resume import config_hash
 
 TIMEOUT = timedelta(minutes=30)
+ORIGIN: dict[str, Any] = {"revision": None, "trust_remote_code": False}
 # What a stage's tokenizer comes from: the model it starts from.
 STARTS_FROM = {"sft": "base", "reward": "sft", "ppo": "sft"}
 
@@ -53,14 +58,16 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
     """Build what `cfg` describes; models are built later, in `configure_model`."""
     start = cfg.artifacts[STARTS_FROM[cfg.stage]]
     tokenizer = make_tokenizer(cfg, start)
-    stops = stop_ids(tokenizer, start)
+    check_context_length(cfg, context_length(cfg, start))
+    revision = cfg.model.get("revision")
+    stops = stop_ids(tokenizer, start, revision=revision)
     generator = instantiate(cfg.rollout)(stops, tokenizer.pad_token_id)
     data = instantiate(cfg.data, _partial_=True)(tokenizer=tokenizer)
     extras: dict[str, Any] = {
         "optimizer": instantiate(cfg.optimizer),
         "schedule": instantiate(cfg.scheduler),
         "compute_dtype": _dtype(cfg.strategy.get("compute_dtype")),
-        "fingerprint": "" if start is None else source_fingerprint(start),
+        "fingerprint": "" if start is None else source_fingerprint(start, revision),
     }
     scorer: Scorer | None = None
     if cfg.stage == "ppo":
@@ -72,6 +79,7 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
             "seed": cfg.seed,
         }
         check_adapter(cfg, extras["fingerprint"])
+        _check_value_tokenizer(cfg, tokenizer)
     module = instantiate(cfg.module, _partial_=True)(**extras)
     sampling = Sampling(
         generator,
@@ -88,7 +96,8 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
 def make_tokenizer(cfg: DictConfig, start: str | None) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the start, or the one made for a model from scratch."""
     if start is not None:
-        return load_tokenizer(start)
+        arguments = cfg.model.get("chat_template_arguments")
+        return load_tokenizer(start, chat_template_arguments=arguments, **origin(cfg))
     tokenizer = instantiate(cfg.model.tokenizer)
     special = {
         "vocab_size": len(tokenizer),
@@ -101,10 +110,15 @@ def make_tokenizer(cfg: DictConfig, start: str | None) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def source_fingerprint(source: str) -> str:
-    """Return the fingerprint of an artefact of ours, else the hub name."""
+def origin(cfg: DictConfig) -> dict[str, Any]:
+    """Return which version of the stage's start is loaded, and whether its code runs."""
+    return {key: cfg.model.get(key) or default for key, default in ORIGIN.items()}
+
+
+def source_fingerprint(source: str, revision: str | None = None) -> str:
+    """Return the fingerprint of an artefact of ours, else the hub name with its revision."""
     if not Path(source).is_dir():
-        return source
+        return source if revision is None else f"{source}@{revision}"
     try:
         return read_manifest(source).fingerprint
     except ManifestError:
@@ -138,6 +152,18 @@ def check_adapter(cfg: DictConfig, fingerprint: str) -> None:
         )
 
 
+def _check_value_tokenizer(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    models = cfg.module.models
+    unused = models.value is None or (cfg.lora is not None and models.value_head == "zero")
+    if unused or models.value == cfg.artifacts.sft:
+        return
+    fix = "start the value model from the policy: artifacts.reward=null"
+    try:
+        check_same_tokenizer(tokenizer, models.value, fix=f"{fix} module.models.value_head=zero")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def prompt_data(
     cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, *, num_prompts: int
 ) -> PromptDataModule:
@@ -146,12 +172,13 @@ def prompt_data(
     Held out are at most `num_prompts`; of training prompts whole batches, at least `num_prompts`.
     """
     batch_size = min(cfg.evaluation.batch_size, num_prompts)
+    limit = context_length(cfg, cfg.artifacts[STARTS_FROM[cfg.stage]])
     return PromptDataModule(
         instantiate(cfg.data.source),
         tokenizer,
         batch_size=batch_size,
         num_iterations=-(-num_prompts // batch_size),
-        max_prompt_length=cfg.data.get("max_prompt_length", cfg.data.get("max_length")),
+        max_prompt_length=longest_prompt(cfg, limit),
         seed=cfg.seed,
         over_long=cfg.data.over_long,
         max_validation_rows=num_prompts,
@@ -235,7 +262,11 @@ def make_callbacks(
         RandomState(),
         MetricsLog(folder),
         IterationCheckpoint(folder.checkpoints, **settings.checkpoint),
+        SaveFaultyBatch(folder, cast(Any, tokenizer)),
         ProgressBar(cfg.name),
+        SameConfiguration(
+            config_hash(cast(Any, OmegaConf.to_container(cfg, resolve=False))), str(folder.path)
+        ),
     ]
     if cfg.stage == "ppo":
         callbacks.append(SampleLog(folder, cast(Any, tokenizer), **settings.samples))

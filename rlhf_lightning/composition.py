@@ -22,6 +22,7 @@ from rlhf_lightning.hparams import (
     SamplingHparams,
     SFTHparams,
 )
+from rlhf_lightning.launching import launch_time
 from rlhf_lightning.rollout.score_settings import check_scorer
 
 HPARAMS = {
@@ -64,6 +65,7 @@ def register() -> None:
     """
     sweeps = f"file://{conf_dir().parent}"
     OmegaConf.register_new_resolver("rlhf_sweeps", lambda: sweeps, replace=True)
+    OmegaConf.register_new_resolver("rlhf_now", launch_time, replace=True)
     store = ConfigStore.instance()
     for name, cls in HPARAMS.items():
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
@@ -139,9 +141,11 @@ def check_hparams(cfg: DictConfig) -> None:
 
 
 def _check_scorer(cfg: DictConfig) -> None:
+    if cfg.get("scorer") is None:
+        raise ConfigError(f"PPO needs a scorer: scorer=NAME, one of {', '.join(choices('scorer'))}")
     missing = sorted(OmegaConf.missing_keys(cfg.scorer))
     if missing:
-        raise ConfigError(f"scorer.{missing[0]} is not set: add scorer.{missing[0]}=...")
+        raise ConfigError(f"{missing[0]} is not set: add {missing[0]}=...")
     try:
         check_scorer(plain(cfg.scorer))
     except (TypeError, ValueError) as error:

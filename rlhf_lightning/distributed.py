@@ -6,8 +6,11 @@ over all ranks, so that every rank takes the same decision from the same numbers
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from rlhf_lightning.functional.masked import zero_off_mask
 
 BUCKET_ELEMENTS = 2**23  # of gradients exchanged at once
+MEETING_PATIENCE = timedelta(minutes=10)  # for the first rank to start
 
 
 def world_size() -> int:
@@ -37,6 +41,65 @@ def global_sum(value: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(value, op=dist.ReduceOp.SUM)
     return value
+
+
+def value_of_rank_0(what: str, make: Callable[[], str], patience: timedelta) -> str:
+    """Return what rank 0's `make` returned, before there is a process group.
+
+    The ranks were started by a launcher. They meet in the store that torchrun keeps, or in one that
+    rank 0 keeps at the port after the master's, which the process group will need for itself.
+
+    Args:
+        what: its name, once in a process.
+        make: called on rank 0 alone.
+        patience: how long others wait for rank 0.
+
+    Raises:
+        RuntimeError: on other ranks, if rank 0 fails or is too late.
+    """
+    store = _meeting_store()
+    store.set_timeout(patience)
+    key = f"{what}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if os.environ["RANK"] == "0":
+        store.set(key, make())
+    value: str = store.get(key).decode()
+    return value
+
+
+@cache
+def _meeting_store() -> Any:
+    kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]) + (not kept_by_torchrun),
+        is_master=os.environ["RANK"] == "0" and not kept_by_torchrun,
+        timeout=MEETING_PATIENCE,
+        wait_for_workers=False,
+    )
+
+
+def check_same_on_all_ranks(what: str, value: str) -> None:
+    """Check that every rank has the same `value`.
+
+    Raises:
+        RuntimeError: on every rank, if not; it names what each rank has.
+    """
+    if world_size() == 1:
+        return
+    values: list[str | None] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        found = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(values))
+        raise RuntimeError(
+            f"the ranks do not have the same {what} ({found}): start all of them with the same "
+            "command line, from the same folder"
+        )
+
+
+def leave_process_group() -> None:
+    """End this process's group, if it has one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def agreed_max(value: int, device: torch.device) -> int:
@@ -126,7 +189,8 @@ def accumulating(roots: Sequence[nn.Module], strategy: Any, *, synchronize: bool
 def average_gradients(parameters: Iterable[nn.Parameter], strategy: Any) -> None:
     """Replace each gradient by its mean over ranks, where the strategy is DDP.
 
-    FSDP2 has averaged its own, which are sharded, by now. A parameter without a gradient has none on any rank.
+    FSDP2 has averaged its own, which are sharded, by now. A parameter without a gradient has none
+    on any rank.
     """
     if not hasattr(strategy, "block_backward_sync") or world_size() == 1:
         return

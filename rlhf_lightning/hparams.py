@@ -121,11 +121,14 @@ class SFTHparams(_Checked):
         learning_rate: peak of the schedule.
         micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
         max_grad_norm: bound on the gradient norm.
+        max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
+            gradient is not finite, before the run stops; 0 stops at the first.
     """
 
     learning_rate: float = _number(2e-5, above=0, below=1, usual=(1e-6, 5e-3))
     micro_batch_size: int | None = _number(None, at_least=1)
     max_grad_norm: float = _number(1.0, above=0)
+    max_skipped_steps: int = _number(10, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ class RewardHparams(_Checked):
         learning_rate: peak of the schedule.
         micro_batch_size: pairs in one forward (both sides of a pair go in together).
         max_grad_norm: bound on the gradient norm.
+        max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
+            gradient is not finite, before the run stops; 0 stops at the first.
         use_margin: subtract the records' margin from the difference of the scores.
         label_smoothing: share of labels taken to be wrong.
         center_coef: weight of mean((chosen + rejected)^2), which keeps scores near 0.
@@ -145,6 +150,7 @@ class RewardHparams(_Checked):
     learning_rate: float = _number(1e-5, above=0, below=1, usual=(1e-6, 5e-3))
     micro_batch_size: int | None = _number(None, at_least=1)
     max_grad_norm: float = _number(1.0, above=0)
+    max_skipped_steps: int = _number(10, at_least=0)
     use_margin: bool = True
     label_smoothing: float = _number(0.0, at_least=0, below=0.5, usual=(0, 0.2))
     center_coef: float = _number(0.01, at_least=0, usual=(0, 0.1))
@@ -204,6 +210,8 @@ class PPOHparams(_Checked):
         num_minibatches: optimizer steps in one pass.
         micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
         max_grad_norm: bound on each of the two gradient norms.
+        max_skipped_steps: optimizer steps in a row that are skipped because the loss, a gradient
+            or the rollout (one step) is not finite, before the run stops; 0 stops at the first.
         missing_eos_penalty: subtracted, after clipping, from the score of a response cut off.
         score_clip: scores are clipped to -score_clip .. score_clip; None does not clip.
         target_approx_kl: stop the updates of a rollout when a minibatch's approx_kl, reduced over
@@ -229,6 +237,7 @@ class PPOHparams(_Checked):
     num_minibatches: int = _number(1, at_least=1, usual=(1, 32))
     micro_batch_size: int | None = _number(None, at_least=1)
     max_grad_norm: float = _number(1.0, above=0)
+    max_skipped_steps: int = _number(10, at_least=0)
     missing_eos_penalty: float = _number(1.0, at_least=0)
     score_clip: float | None = _number(5.0, above=0)
     target_approx_kl: float | None = _number(None, above=0, usual=(0.005, 0.5))

@@ -14,6 +14,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.composition import ConfigError, choices
+from rlhf_lightning.launching import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
 
 KINDS = ("base", "sft", "reward")
@@ -80,7 +81,7 @@ def _train(kind: str, cfg: DictConfig, overrides: list[str]) -> None:
     kept = [o for o in overrides if o.lstrip("+").startswith(_PASSED_ON)]
     command = [sys.executable, "-m", "rlhf_lightning.train", f"+experiment={kind}"]
     command += [f"seed={cfg.seed}", *kept]
-    code = subprocess.run(command, check=False).returncode
+    code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code:
         raise RuntimeError(
             f"training the {kind} model failed with exit status {code}: {' '.join(command[1:])}"

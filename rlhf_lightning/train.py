@@ -5,13 +5,16 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,7 @@ import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -30,6 +34,14 @@ from rlhf_lightning.composition import (
     explain,
     register,
 )
+from rlhf_lightning.failures import exit_with, explain_failure, record_failure
+from rlhf_lightning.launching import (
+    agree_on,
+    as_single_run,
+    forget_ranks,
+    global_rank,
+    launch_time,
+)
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
@@ -38,7 +50,7 @@ from rlhf_lightning.runs.resume import (
     find_unfinished_run,
     newest_complete_checkpoint,
 )
-from rlhf_lightning.runs.summary import Status, Summary, new_summary, write_summary
+from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 
 if TYPE_CHECKING:
     from rlhf_lightning.assembly import Parts
@@ -59,25 +71,36 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
 
     Returns:
         The summary, as written to the run folder.
+
+    Raises:
+        ConfigError: if the configuration cannot work.
+        RunFailedError: if memory or disk ran out, with what to change.
     """
     allowed = tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
     check_config(cfg, allowed)
     check_hparams(cfg)
-    first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
-    if first:
+    first = global_rank() == 0
+
+    def prepared() -> str:
         prepare_inputs(cfg, overrides)
+        return "ready"
+
+    agree_on("inputs", prepared, patience=timedelta(days=1))
     digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
-    folder, checkpoint = _where_to_start(cfg, folder, digest)
+    folder, checkpoint = _agreed_start(cfg, folder, digest)
     summary = new_summary(cfg.stage, seed=cfg.seed, config_hash=digest)
-    if not first:  # the first rank alone writes
-        return _train(cfg, folder, checkpoint, summary)
-    with claim_run(folder.create().path):
-        write_summary(folder, summary)
+    # The first rank alone writes.
+    with claim_run(folder.create().path) if first else nullcontext():
         try:
+            if first:
+                write_summary(folder, summary)
             return _train(cfg, folder, checkpoint, summary)
         except BaseException as error:
-            status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            write_summary(folder, replace(summary, status=status))
+            failure = explain_failure(error, cfg, folder, overrides)
+            if first:
+                record_failure(folder, summary, failure or error)
+            if failure is not None:
+                raise failure from error
             raise
 
 
@@ -96,12 +119,18 @@ def _train(
 
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     parts = assemble(cfg, folder)
-    print_start(cfg.name, folder, _settings(cfg, parts, checkpoint))
-    print(parts.data.render_summary())  # noqa: T201
+    if global_rank() == 0:
+        print_start(cfg.name, folder, _settings(cfg, parts, checkpoint))
+        print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
-    parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=checkpoint)
-    if parts.trainer.interrupted:
-        raise KeyboardInterrupt
+    try:
+        parts.trainer.fit(
+            parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True
+        )
+    except SystemExit as error:  # what Lightning makes of an interrupt
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
     fitted = time.perf_counter()
     findings, gates = finish(cfg, folder, parts)
     seconds = {
@@ -124,6 +153,17 @@ def _train(
             parts.trainer.logger.finish(summary.metrics)
         print_verdict(summary, folder)
     return summary
+
+
+def _agreed_start(cfg: DictConfig, folder: RunFolder, digest: str) -> tuple[RunFolder, Path | None]:
+    """Return the run folder and the checkpoint to continue; rank 0 looks, the others follow."""
+
+    def start() -> str:
+        chosen, checkpoint = _where_to_start(cfg, folder, digest)
+        return json.dumps([str(chosen.path), None if checkpoint is None else str(checkpoint)])
+
+    path, checkpoint = json.loads(agree_on("start", start))
+    return RunFolder(Path(path)), None if checkpoint is None else Path(checkpoint)
 
 
 def _where_to_start(
@@ -190,11 +230,20 @@ def objective(summary: Summary) -> float | None:
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
 def _hydra_main(cfg: DictConfig) -> float | None:
     config = HydraConfig.get()
+    overrides = list(config.overrides.task)
+    several = config.mode == RunMode.MULTIRUN
+    if several:
+        as_single_run(overrides)
     folder = RunFolder(Path(config.runtime.output_dir))
     try:
-        summary = run(cfg, folder, list(config.overrides.task))
+        summary = run(cfg, folder, overrides)
     except ConfigError as error:
         _fail(str(error))
+    except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
+        exit_with(error)
+    finally:
+        if several:
+            forget_ranks()
     return objective(summary)
 
 
@@ -205,6 +254,7 @@ def _fail(message: str) -> None:
 
 def main() -> None:
     """Run the command line."""
+    agree_on("launch time", launch_time)
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     flags = [a for a in sys.argv[1:] if a.startswith("-")]
     if not flags and overrides:

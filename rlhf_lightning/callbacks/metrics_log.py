@@ -40,14 +40,14 @@ class MetricsLog(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write the row, unless a validation is about to add to it."""
-        self._row = fresh_metrics(trainer)
+        self._row = _measured(trainer)
         if not validation_follows(trainer):
             self._write(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the row together with what the validation logged."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._row |= fresh_metrics(trainer)
+            self._row |= _measured(trainer)
             self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
@@ -63,3 +63,8 @@ class MetricsLog(Callback):
             self._appender.truncate(iteration - 1)
         self._appender.append(iteration, self._row)
         self._written = iteration
+
+
+def _measured(trainer: Trainer) -> dict[str, float]:
+    # NaN says that something was not measured, as an empty cell does.
+    return {name: value for name, value in fresh_metrics(trainer).items() if value == value}

@@ -30,8 +30,9 @@ _NOT_METRICS = ("epoch", "step")
 class IterationWandbLogger(WandbLogger):
     """Lightning's logger with `iteration` as the x-axis of everything.
 
-    If W&B cannot start or fails later, a warning says so once and the run goes on without it:
-    `metrics.csv` has the same numbers. Needs `Trainer(log_every_n_steps=1)`.
+    If W&B cannot be reached, the run is recorded offline; if it cannot start or fails later, the
+    run goes on without it: `metrics.csv` has the same numbers. A warning says so once. Needs
+    `Trainer(log_every_n_steps=1)`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -47,7 +48,7 @@ class IterationWandbLogger(WandbLogger):
             try:
                 self._experiment = self._start(**self._wandb_init)
             except Exception as error:  # any failure of a service must not end hours of training
-                self._give_up(error)
+                self._start_offline(error)
         return self._experiment
 
     @rank_zero_only
@@ -59,7 +60,8 @@ class IterationWandbLogger(WandbLogger):
             step: batches done before this one, as Lightning counts them; the row is that of
                 iteration `step + 1`.
         """
-        row = {name: value for name, value in metrics.items() if name not in _NOT_METRICS}
+        # NaN says that something was not measured.
+        row = {k: v for k, v in metrics.items() if k not in _NOT_METRICS and v == v}
         if step is not None:
             row[ITERATION] = step + 1
         self._guarded(lambda: self.experiment.log(row))
@@ -90,6 +92,24 @@ class IterationWandbLogger(WandbLogger):
         run.define_metric(ITERATION)
         run.define_metric("*", step_metric=ITERATION)
         return run
+
+    def _start_offline(self, error: Exception) -> None:
+        if self._wandb_init.get("mode") != "online":
+            self._give_up(error)
+            return
+        # The service still holds the name of the run that could not start.
+        self._wandb_init |= {"mode": "offline", "id": f"{self._wandb_init['id']}-offline"}
+        try:
+            self._experiment = self._start(**self._wandb_init)
+        except Exception as second:  # see `experiment`
+            self._give_up(second)
+            return
+        logger.warning(
+            "Weights & Biases cannot be reached (%s): the run is recorded offline, upload it with "
+            "wandb sync %s",
+            " ".join(str(error).split()),
+            Path(self._experiment.dir).parent,
+        )
 
     def _guarded(self, action: Any) -> None:
         if self._failed:
@@ -154,7 +174,11 @@ def wandb_logger(
         mode=chosen,
         reinit="create_new",
         settings=wandb.Settings(
-            silent=True, console="off", show_errors=False, show_warnings=False, init_timeout=30
+            silent=True,
+            console="off",
+            show_errors=False,
+            show_warnings=False,
+            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -53,6 +54,8 @@ def ppo_models(
     activation_checkpointing: bool = False,
     precision: str = "32-true",
     seed: int = 0,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PPOModels:
     """Return policy, value model and reference.
 
@@ -67,6 +70,9 @@ def ppo_models(
         activation_checkpointing: compute decoder layers again in the backward pass.
         precision: the Trainer's; under `bf16-mixed` frozen matrices are held in bf16.
         seed: of new adapters.
+        revision: branch, tag or commit of `policy`, where that is a hub name.
+        trust_remote_code: run the code beside the weights, see `loading_options`; `value`, where
+            it is another hub name, has no commit and is refused.
 
     Raises:
         ValueError: if there is nothing to start the value model from.
@@ -78,20 +84,23 @@ def ppo_models(
             "the value model starts from a reward model (artifacts.reward), and none is given: "
             "use module.models.value_head=zero to start it from the policy"
         )
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if lora is not None:
         return _on_one_base(
-            load_base(policy, lora, activation_checkpointing=activation_checkpointing),
+            load_base(policy, lora, activation_checkpointing=activation_checkpointing, **options),
             None if value_head == "zero" or value is None else Path(value) / ADAPTER,
             seed=seed,
         )
-    reference = frozen(load_policy(policy))
+    reference = frozen(load_policy(policy, **options))
     round_frozen_weights(reference.model, precision)
+    start = policy if value is None else value
     return PPOModels(
-        load_policy(policy, activation_checkpointing=activation_checkpointing),
+        load_policy(policy, activation_checkpointing=activation_checkpointing, **options),
         load_scalar_model(
-            policy if value is None else value,
+            start,
             head=value_head,
             activation_checkpointing=activation_checkpointing,
+            **options | ({} if str(start) == str(policy) else {"revision": None}),
         ),
         reference,
     )

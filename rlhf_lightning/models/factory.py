@@ -21,11 +21,11 @@ from transformers import (
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.checkpointing import checkpoint_activations
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
+from rlhf_lightning.models.loading import load_config, loading_options, naming_source
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_LOADING: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True}
 
 
 def set_dropout(config: PretrainedConfig, probability: float) -> PretrainedConfig:
@@ -44,6 +44,8 @@ def load_policy(
     seed: int = 0,
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PolicyModel:
     """Return a trainable causal language model with fp32 weights and its dropout set.
 
@@ -54,15 +56,23 @@ def load_policy(
         seed: of the random weights, and of a new adapter.
         lora: train an adapter on the frozen model instead of the model.
         activation_checkpointing: compute decoder layers again in the backward pass.
+        revision: branch, tag or commit of a hub name.
+        trust_remote_code: run the code beside the weights, see `loading_options`.
 
     Raises:
-        ValueError: unless exactly one of `source` and `from_scratch` is given.
+        ValueError: unless exactly one of `source` and `from_scratch` is given, or if `source`
+            cannot be loaded.
     """
     if lora is not None:
         if source is None:
             raise ValueError("lora adapts a trained model: give load_policy its source")
         base = load_base(
-            source, lora, dropout=dropout, activation_checkpointing=activation_checkpointing
+            source,
+            lora,
+            dropout=dropout,
+            activation_checkpointing=activation_checkpointing,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
         )
         return add_policy(base, "policy", seed=seed)
     if (source is None) == (from_scratch is None):
@@ -73,10 +83,9 @@ def load_policy(
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
-        config = _config(source, dropout)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(source), config=config, dtype=torch.float32, **_LOADING
-        )
+        assert source is not None  # or it is from scratch
+        options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
+        model = _load(AutoModelForCausalLM, source, dropout, options)
     if not dropout:
         check_deterministic(model)
     if activation_checkpointing:
@@ -90,6 +99,8 @@ def load_base(
     *,
     dropout: float = 0.0,
     activation_checkpointing: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> AdaptedBase:
     """Return a frozen causal language model that adapters can be put on.
 
@@ -98,16 +109,15 @@ def load_base(
         lora: of the adapters; also in which precision the base is held.
         dropout: probability for every dropout of the config.
         activation_checkpointing: compute decoder layers again in the backward pass.
+        revision: branch, tag or commit of a hub name.
+        trust_remote_code: run the code beside the weights, see `loading_options`.
 
     Raises:
         ValueError: if a 4-bit base is asked for without CUDA or without bitsandbytes.
     """
-    options = dict(_LOADING)
-    if lora.quantization == "nf4":
-        options |= _four_bit()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(source), config=_config(source, dropout), dtype=torch.float32, **options
-    )
+    options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
+    extra = _four_bit() if lora.quantization == "nf4" else {}
+    model: Any = _load(AutoModelForCausalLM, source, dropout, options, **extra)
     if not dropout:
         check_deterministic(model)
     return AdaptedBase(model, lora, activation_checkpointing=activation_checkpointing)
@@ -138,6 +148,8 @@ def load_scalar_model(
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
     precision: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ScalarHeadModel:
     """Return a decoder with a scalar head, fp32.
 
@@ -151,10 +163,12 @@ def load_scalar_model(
         activation_checkpointing: compute decoder layers again in the backward pass.
         precision: the Trainer's, for a model that stays frozen: its matrices are then held in the
             dtype that autocast would give them.
+        revision: branch, tag or commit of a hub name.
+        trust_remote_code: run the code beside the weights, see `loading_options`.
 
     Raises:
-        ValueError: if `head` is unknown, if the checkpoint stores no scalar head, or if an adapter
-            is to start from a stored one.
+        ValueError: if `head` is unknown, if the checkpoint cannot be loaded or stores no scalar
+            head, or if an adapter is to start from a stored one.
     """
     if head not in ("stored", "zero", "reward"):
         raise ValueError(f"head={head!r} must be 'stored', 'zero' or 'reward'")
@@ -162,15 +176,20 @@ def load_scalar_model(
         if head == "stored":
             raise ValueError("lora adapts a causal language model: use head='zero' or 'reward'")
         base = load_base(
-            source, lora, dropout=dropout, activation_checkpointing=activation_checkpointing
+            source,
+            lora,
+            dropout=dropout,
+            activation_checkpointing=activation_checkpointing,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
         )
         std = head_std(base.hidden_size, head)
         return add_scalar_model(base, "reward", init_std=std, seed=seed)
-    config = _config(source, dropout)
+    options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     if head == "stored":
-        model = _stored_scalar_model(source, config)
+        model = _stored_scalar_model(source, dropout, options)
     else:
-        model = _new_scalar_model(source, config, head=head, seed=seed)
+        model = _new_scalar_model(source, dropout, options, head=head, seed=seed)
     if not dropout:
         check_deterministic(model.trunk)
     if activation_checkpointing:
@@ -186,11 +205,9 @@ def head_std(hidden_size: int, head: str) -> float:
 
 
 def _new_scalar_model(
-    source: str | Path, config: PretrainedConfig, *, head: str, seed: int
+    source: str | Path, dropout: float, options: dict[str, Any], *, head: str, seed: int
 ) -> ScalarHeadModel:
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        str(source), config=config, dtype=torch.float32, **_LOADING
-    )
+    model: Any = _load(AutoModelForCausalLM, source, dropout, options)
     hidden_size = model.get_output_embeddings().in_features
     std = head_std(hidden_size, head)
     with torch.random.fork_rng():
@@ -198,11 +215,17 @@ def _new_scalar_model(
         return ScalarHeadModel(model.base_model, scalar_head(hidden_size, init_std=std))
 
 
-def _stored_scalar_model(source: str | Path, config: PretrainedConfig) -> ScalarHeadModel:
-    config.num_labels = 1
+def _stored_scalar_model(
+    source: str | Path, dropout: float, options: dict[str, Any]
+) -> ScalarHeadModel:
     model: Any
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        str(source), config=config, dtype=torch.float32, output_loading_info=True, **_LOADING
+    model, info = _load(
+        AutoModelForSequenceClassification,
+        source,
+        dropout,
+        options,
+        num_labels=1,
+        output_loading_info=True,
     )
     if info["missing_keys"] or not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(
@@ -212,7 +235,7 @@ def _stored_scalar_model(source: str | Path, config: PretrainedConfig) -> Scalar
     head = scalar_head(model.score.in_features, init_std=0.0)
     with torch.no_grad():
         head.weight.copy_(model.score.weight)
-        head.bias.fill_(float(getattr(config, "reward_offset", 0.0)))
+        head.bias.fill_(float(getattr(model.config, "reward_offset", 0.0)))
     return ScalarHeadModel(model.base_model, head)
 
 
@@ -223,12 +246,12 @@ def frozen(model: ModelT) -> ModelT:
 
 @torch.no_grad()
 def check_deterministic(model: PreTrainedModel) -> None:
-    """Check that two forwards in train mode agree to the bit, so that no dropout is left.
+    """Check that two forwards in train mode are finite and agree to the bit: no dropout is left.
 
     A model on the meta device, which has no numbers yet, passes.
 
     Raises:
-        ValueError: if they differ.
+        ValueError: if they are not, or differ.
     """
     if next(model.parameters()).is_meta:
         return
@@ -237,6 +260,12 @@ def check_deterministic(model: PreTrainedModel) -> None:
     input_ids = torch.arange(8, device=next(model.parameters()).device).unsqueeze(0)
     first, second = (model(input_ids=input_ids, use_cache=False)[0] for _ in range(2))
     model.train(was_training)
+    if not bool(torch.isfinite(first).all()):
+        raise ValueError(
+            f"{type(model).__name__} of {model.config.name_or_path or 'random weights'} answers "
+            "with numbers that are not finite: its weights are damaged or have diverged, take an "
+            "earlier checkpoint"
+        )
     if not torch.equal(first, second):
         raise ValueError(
             f"two forwards of {type(model).__name__} in train mode differ: something random "
@@ -244,5 +273,19 @@ def check_deterministic(model: PreTrainedModel) -> None:
         )
 
 
-def _config(source: str | Path | None, dropout: float) -> PretrainedConfig:
-    return set_dropout(AutoConfig.from_pretrained(str(source), trust_remote_code=False), dropout)
+def _load(
+    cls: Any, source: str | Path, dropout: float, options: dict[str, Any], **extra: Any
+) -> Any:
+    """Return what `cls.from_pretrained` returns: fp32, in safetensors, its dropout set."""
+    config = set_dropout(load_config(source, options), dropout)
+    if "num_labels" in extra:
+        config.num_labels = extra.pop("num_labels")
+    with naming_source(source):
+        return cls.from_pretrained(
+            str(source),
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            **options,
+            **extra,
+        )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
+from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 
 
@@ -31,6 +32,26 @@ class Controls:
     def from_hparams(cls, ppo: PPOHparams, sampling: SamplingHparams) -> Self:
         """Return the controls that a run starts with."""
         return cls(kl_coef=ppo.kl_coef, temperature=sampling.temperature)
+
+    def adapt_kl_coef(
+        self, observed_kl: float | None, ppo: PPOHparams, *, num_episodes: int
+    ) -> None:
+        """Move `kl_coef` towards `kl_target`.
+
+        Args:
+            observed_kl: nats per response, mean over all ranks; None where it was not finite, which
+                leaves the coefficient as it is.
+            ppo: target and horizon.
+            num_episodes: responses of all ranks.
+        """
+        if observed_kl is not None:
+            self.kl_coef = adapted_kl_coef(
+                self.kl_coef,
+                observed_kl,
+                target=ppo.kl_target,
+                horizon=ppo.kl_horizon,
+                num_episodes=num_episodes,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""

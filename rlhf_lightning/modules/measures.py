@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,9 +21,11 @@ class RunningMeans:
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.counts: dict[str, int] = {}
+        self.num_steps = 0
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
-        """Count one optimizer step's values."""
+        """Count one optimizer step and its values."""
+        self.num_steps += 1
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
             self.counts[name] = self.counts.get(name, 0) + 1
@@ -30,6 +33,23 @@ class RunningMeans:
     def means(self) -> dict[str, float]:
         """Return the mean of each value."""
         return {name: total / self.counts[name] for name, total in self.sums.items()}
+
+
+class Gaps:
+    """Logs NaN for what was measured before and is not now: Lightning would repeat the old value.
+
+    NaN is an empty cell of `metrics.csv`.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def filled(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Return the values, and NaN for every other name that was here before."""
+        numbers = dict.fromkeys(sorted(self.names), math.nan)
+        numbers |= {name: float(value) for name, value in values.items()}
+        self.names = set(numbers)
+        return numbers
 
 
 def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:

@@ -58,16 +58,30 @@ def accumulate_gradients(
 
 
 def clip_and_step(
-    module: L.LightningModule, models: dict[str, nn.Module], max_grad_norm: float
-) -> Measured:
-    """Clip each model's gradient on its own and step; return the norms before clipping."""
+    module: L.LightningModule,
+    models: dict[str, nn.Module],
+    max_grad_norm: float,
+    admit: Callable[[Measured], bool],
+) -> Measured | None:
+    """Clip each model's gradient on its own and step; return the norms before clipping.
+
+    A step that is not admitted leaves weights and optimizer as they were, and returns None.
+
+    Args:
+        module: whose optimizer steps.
+        models: by the name of their norm.
+        max_grad_norm: bound on each norm.
+        admit: norms -> whether the step may be taken, the same on every rank.
+    """
     optimizer = module.optimizers()
     norms = {
         name: clip_grad_norm(model.parameters(), max_grad_norm) for name, model in models.items()
     }
-    optimizer.step()
+    admitted = admit(norms)
+    if admitted:
+        optimizer.step()
     optimizer.zero_grad()
-    return norms
+    return norms if admitted else None
 
 
 def with_schedule(

@@ -5,6 +5,7 @@ Legend: B rows of a rank, P padded prompt, R response.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.distributed import global_sum, shard, unsharded, world_size
-from rlhf_lightning.functional.kl import adapted_kl_coef, kl_k2
+from rlhf_lightning.functional.kl import kl_k2
 from rlhf_lightning.functional.losses import clipped_value_loss, ppo_policy_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
@@ -24,14 +25,15 @@ from rlhf_lightning.models.arrangements import PPOModels
 from rlhf_lightning.models.forward import micro_batches, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.modules.controls import Controls
-from rlhf_lightning.modules.measures import RunningMeans, rollout_measures
+from rlhf_lightning.modules.measures import Gaps, RunningMeans, rollout_measures
+from rlhf_lightning.modules.non_finite import SkippedSteps, broken, broken_rollout, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
     accumulate_gradients,
     clip_and_step,
     with_schedule,
 )
-from rlhf_lightning.modules.resuming import check_fingerprint, note_fingerprint
+from rlhf_lightning.modules.resuming import Stateful, load_states, save_states
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.collect import RewardShaping, RolloutParts, collect_rollout
 from rlhf_lightning.rollout.generate import Generator
@@ -90,6 +92,8 @@ class PPOModule(L.LightningModule):
         self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
         self.controls = Controls.from_hparams(ppo, sampling)
+        self.gaps = Gaps()
+        self.skipped = SkippedSteps(ppo.max_skipped_steps, "module.ppo.max_skipped_steps")
         self.policy: PolicyModel | None = None
         self.value: ScalarHeadModel | None = None
         self.trained_roots: tuple[nn.Module, ...] = ()
@@ -136,7 +140,8 @@ class PPOModule(L.LightningModule):
         """Run one PPO iteration: collect a rollout, update on it, adapt the KL coefficient."""
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         started, steps = time.perf_counter(), RunningMeans()
-        for minibatch in self.minibatches(rollout, iteration=batch_idx):  # num_ppo_epochs passes
+        usable = self.skipped.admit(broken_rollout(rollout), rollout, batch_idx)
+        for minibatch in self.minibatches(rollout, iteration=batch_idx) if usable else ():
             if not self.update(minibatch, steps, iteration=batch_idx):
                 break  # the policy has moved far enough on this rollout
         seconds["update"] = time.perf_counter() - started
@@ -183,8 +188,9 @@ class PPOModule(L.LightningModule):
     def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
         """Take one optimizer step on `minibatch`; return False if approx_kl says to stop.
 
-        The gradient is that of one loss over the whole minibatch of all ranks, whatever the
-        micro-batches: every sum over tokens is divided by the global token count.
+        A step whose loss or gradient is not finite is skipped. The gradient is that of one loss
+        over the whole minibatch of all ranks, whatever the micro-batches: every sum over tokens is
+        divided by the global token count.
         """
         num_tokens = global_sum(minibatch.response_mask.sum())
         parts = micro_batches(minibatch.attention_mask, self.ppo.micro_batch_size)
@@ -195,11 +201,17 @@ class PPOModule(L.LightningModule):
             lambda rows: self.losses(minibatch[rows], num_tokens, iteration=iteration),
         )
         target = self.ppo.target_approx_kl
-        if target is not None and float(measured.get("ppo/approx_kl", 0.0)) > target:
+        if target is not None and target < float(measured.get("ppo/approx_kl", 0.0)) < math.inf:
             self.optimizers().zero_grad()
             return False
-        models = {"ppo/policy_grad_norm": self.policy, "ppo/value_grad_norm": self.value}
-        steps.add(measured | clip_and_step(self, models, self.ppo.max_grad_norm))
+        norms = clip_and_step(
+            self,
+            {"ppo/policy_grad_norm": self.policy, "ppo/value_grad_norm": self.value},
+            self.ppo.max_grad_norm,
+            lambda norms: self.skipped.admit_step(broken(measured | norms), minibatch, iteration),
+        )
+        if norms is not None:
+            steps.add(measured | norms)
         return True
 
     def losses(
@@ -259,34 +271,29 @@ class PPOModule(L.LightningModule):
         self, rollout: RolloutBatch, steps: RunningMeans, seconds: Mapping[str, float]
     ) -> None:
         """Log the iteration, then adapt the KL coefficient and the learning rate."""
-        measures = rollout_measures(rollout) | steps.means()
+        measures = finite(rollout_measures(rollout) | steps.means())
+        measures["ppo/num_updates"] = float(steps.num_steps)
+        measures["ppo/skipped_steps"] = self.skipped.end_iteration()
         measures["ppo/kl_coef"] = self.controls.kl_coef
         measures["ppo/learning_rate"] = self.optimizers().param_groups[0]["lr"]
         measures |= {f"time/{phase}": value for phase, value in seconds.items()}
         tokens = float(global_sum(rollout.response_mask.sum()))
         measures["throughput/tokens_per_second"] = tokens / sum(seconds.values())
-        self.log_dict(measures, on_step=True)
-        self.controls.kl_coef = adapted_kl_coef(
-            self.controls.kl_coef,
-            measures["rollout/kl_per_response"],
-            target=self.ppo.kl_target,
-            horizon=self.ppo.kl_horizon,
-            num_episodes=len(rollout) * world_size(),
-        )
+        self.log_dict(self.gaps.filled(measures), on_step=True)
+        observed_kl = measures.get("rollout/kl_per_response")
+        self.controls.adapt_kl_coef(observed_kl, self.ppo, num_episodes=len(rollout) * world_size())
         self.lr_schedulers().step()
 
     # -- checkpoints ------------------------------------------------------------------------
 
+    def stateful(self) -> dict[str, Stateful]:
+        """Return what changes during a run and is no parameter, by its name in a checkpoint."""
+        return {"controls": self.controls, "skipped_steps": self.skipped}
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the controls and the reference's fingerprint."""
-        checkpoint["controls"] = self.controls.state_dict()
-        note_fingerprint(checkpoint, self.fingerprint)
+        """Add the controls and the skipped steps, and the fingerprint of the reference."""
+        save_states(checkpoint, self.fingerprint, **self.stateful())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the controls back.
-
-        Raises:
-            ValueError: if the reference is not the one the checkpoint was trained against.
-        """
-        check_fingerprint(checkpoint, self.fingerprint)
-        self.controls.load_state_dict(checkpoint["controls"])
+        """Take them back; ValueError if the reference is another one than was trained with."""
+        load_states(checkpoint, self.fingerprint, **self.stateful())

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 KEY = "reference_fingerprint"
 
 
-def note_fingerprint(checkpoint: dict[str, Any], fingerprint: str) -> None:
-    """Add the fingerprint of the frozen source to a checkpoint."""
+class Stateful(Protocol):
+    """What changes during a run and is no parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+
+
+def save_states(checkpoint: dict[str, Any], fingerprint: str, **parts: Stateful) -> None:
+    """Add the fingerprint of the frozen source, and the state of each part by its name."""
     checkpoint[KEY] = fingerprint
+    for name, part in parts.items():
+        checkpoint[name] = part.state_dict()
+
+
+def load_states(checkpoint: dict[str, Any], fingerprint: str, **parts: Stateful) -> None:
+    """Give each part its state back.
+
+    Raises:
+        ValueError: if the source has changed since, or the checkpoint lacks a part.
+    """
+    check_fingerprint(checkpoint, fingerprint)
+    for name, part in parts.items():
+        if name not in checkpoint:
+            raise ValueError(
+                f"the checkpoint holds no {name}: it was written by another stage or version, "
+                "start anew with resume=never"
+            )
+        part.load_state_dict(checkpoint[name])
 
 
 def check_fingerprint(checkpoint: dict[str, Any], fingerprint: str) -> None:

@@ -22,13 +22,15 @@ from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import RewardHparams
 from rlhf_lightning.models.forward import micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.modules.measures import Gaps
+from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
     accumulate_gradients,
     clip_and_step,
     with_schedule,
 )
-from rlhf_lightning.modules.resuming import check_fingerprint, note_fingerprint
+from rlhf_lightning.modules.resuming import load_states, save_states
 from rlhf_lightning.modules.schedules import Schedule
 
 CONFIDENCE = 0.95
@@ -66,6 +68,8 @@ class RewardModule(L.LightningModule):
         self.schedule = schedule
         self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
+        self.gaps = Gaps()
+        self.skipped = SkippedSteps(reward.max_skipped_steps, "module.reward.max_skipped_steps")
         self.model: ScalarHeadModel | None = None
         names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
         self.sums: Any = torch.nn.ModuleDict({name: SumMetric() for name in names})
@@ -116,18 +120,21 @@ class RewardModule(L.LightningModule):
 
         measured = accumulate_gradients(self, (self.model.root,), parts, losses_of_rows)
         learning_rate = self.optimizers().param_groups[0]["lr"]
-        norms = clip_and_step(self, {"model": self.model}, self.reward.max_grad_norm)
+        norms = clip_and_step(
+            self,
+            {"reward/grad_norm": self.model},
+            self.reward.max_grad_norm,
+            lambda norms: self.skipped.admit_step(broken(measured | norms), batch, batch_idx),
+        )
         self.lr_schedulers().step()
         seconds = time.perf_counter() - started
-        self.log_dict(
-            measured
-            | {
-                "reward/grad_norm": norms["model"],
-                "reward/learning_rate": learning_rate,
-                "time/update": seconds,
-                "throughput/pairs_per_second": float(num_pairs) / seconds,
-            }
-        )
+        measures = finite(measured | (norms or {})) | {
+            "reward/skipped_steps": self.skipped.end_iteration(),
+            "reward/learning_rate": learning_rate,
+            "time/update": seconds,
+            "throughput/pairs_per_second": float(num_pairs) / seconds,
+        }
+        self.log_dict(self.gaps.filled(measures))
 
     def scores(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
         """Return the scores `[B]` of the chosen and of the rejected answers, in one forward."""
@@ -177,13 +184,13 @@ class RewardModule(L.LightningModule):
             metric.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what the model was made from."""
-        note_fingerprint(checkpoint, self.fingerprint)
+        """Add the skipped steps, and the fingerprint of the model's source."""
+        save_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that it is still the same.
+        """Take the skipped steps back.
 
         Raises:
-            ValueError: if not.
+            ValueError: if the model's source is another one than the checkpoint was trained with.
         """
-        check_fingerprint(checkpoint, self.fingerprint)
+        load_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)

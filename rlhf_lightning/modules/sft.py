@@ -20,13 +20,15 @@ from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.hparams import SFTHparams
 from rlhf_lightning.models.forward import micro_batches, pack_right
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.modules.measures import Gaps
+from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
     accumulate_gradients,
     clip_and_step,
     with_schedule,
 )
-from rlhf_lightning.modules.resuming import check_fingerprint, note_fingerprint
+from rlhf_lightning.modules.resuming import load_states, save_states
 from rlhf_lightning.modules.schedules import Schedule
 
 
@@ -60,6 +62,8 @@ class SFTModule(L.LightningModule):
         self.schedule = schedule
         self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
+        self.gaps = Gaps()
+        self.skipped = SkippedSteps(sft.max_skipped_steps, "module.sft.max_skipped_steps")
         self.policy: PolicyModel | None = None
         self.validation_loss = MeanMetric()
 
@@ -94,18 +98,21 @@ class SFTModule(L.LightningModule):
 
         measured = accumulate_gradients(self, (self.policy.root,), parts, losses_of_rows)
         learning_rate = self.optimizers().param_groups[0]["lr"]
-        norms = clip_and_step(self, {"policy": self.policy}, self.sft.max_grad_norm)
+        norms = clip_and_step(
+            self,
+            {"sft/grad_norm": self.policy},
+            self.sft.max_grad_norm,
+            lambda norms: self.skipped.admit_step(broken(measured | norms), batch, batch_idx),
+        )
         self.lr_schedulers().step()
         seconds = time.perf_counter() - started
-        self.log_dict(
-            measured
-            | {
-                "sft/grad_norm": norms["policy"],
-                "sft/learning_rate": learning_rate,
-                "time/update": seconds,
-                "throughput/tokens_per_second": float(num_tokens) / seconds,
-            }
-        )
+        measures = finite(measured | (norms or {})) | {
+            "sft/skipped_steps": self.skipped.end_iteration(),
+            "sft/learning_rate": learning_rate,
+            "time/update": seconds,
+            "throughput/tokens_per_second": float(num_tokens) / seconds,
+        }
+        self.log_dict(self.gaps.filled(measures))
 
     def loss(self, batch: SFTBatch, num_tokens: Tensor) -> Tensor:
         """Return the sum of the rows' token losses over `num_tokens`, nats per token."""
@@ -127,13 +134,13 @@ class SFTModule(L.LightningModule):
         self.validation_loss.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what the model was made from."""
-        note_fingerprint(checkpoint, self.fingerprint)
+        """Add the skipped steps, and the fingerprint of the model's source."""
+        save_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that it is still the same.
+        """Take the skipped steps back.
 
         Raises:
-            ValueError: if not.
+            ValueError: if the model's source is another one than the checkpoint was trained with.
         """
-        check_fingerprint(checkpoint, self.fingerprint)
+        load_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)

@@ -5,13 +5,66 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+FULL = {
+    errno.ENOSPC: "no space is left on the device",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is larger than the system allows",
+}
+_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")  # how safetensors reports it
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+
+class DiskFullError(OSError):
+    """There is no room to write; the message names the path and what is free there."""
+
+
+@contextmanager
+def naming_full_disk(path: Path | str) -> Iterator[None]:
+    """Turn an error because of a full disk into a `DiskFullError` about `path`."""
+    try:
+        yield
+    except Exception as error:
+        number = full_disk(error)
+        if number is None or isinstance(error, DiskFullError):
+            raise
+        raise DiskFullError(describe_full_disk(number, path)) from error
+
+
+def full_disk(error: BaseException) -> int | None:
+    """Return the number of the system's error if a full disk is behind `error`, else None.
+
+    torch reports one as a failure of its archive, safetensors in words.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in FULL:
+            return seen.errno
+        found = _ERROR_NUMBER.search(str(seen))
+        if found and int(found.group(1)) in FULL:
+            return int(found.group(1))
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def describe_full_disk(number: int, path: Path | str) -> str:
+    """Return what could not be written where, and how much is free there."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / 2**20
+    return (
+        f"cannot write {path}: {FULL[number]} ({free:.1f} MiB free there). What stood there before "
+        "is intact: make room and continue with resume=auto"
+    )
 
 
 @contextmanager
@@ -20,18 +73,22 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     The bytes go to a temporary file in the same folder, because a rename is atomic only within
     one filesystem; they are on disk before the rename, and the rename is on disk on return.
+
+    Raises:
+        DiskFullError: if there is no room; `path` is then what it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with naming_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

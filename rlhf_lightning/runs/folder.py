@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.atomic import naming_full_disk, write_text
 
 ITERATION = "iteration"
 
@@ -76,6 +76,16 @@ class RunFolder:
         return self.path / "export"
 
     @property
+    def faults(self) -> Path:
+        """`faults/`: batches at which a run stopped, one folder an iteration."""
+        return self.path / "faults"
+
+    @property
+    def traceback(self) -> Path:
+        """`traceback.txt`: of a run that failed."""
+        return self.path / "traceback.txt"
+
+    @property
     def wandb(self) -> Path:
         """`wandb/`: what Weights & Biases writes."""
         return self.path / "wandb"
@@ -116,7 +126,7 @@ class MetricsAppender:
         if new or not self.path.exists():
             self._widen(new)
         cells = [str(iteration), *(_cell(values.get(name)) for name in self._columns[1:])]
-        with self.path.open("a", newline="", encoding="utf-8") as file:
+        with naming_full_disk(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
             file.write(_line(cells))
             file.flush()
 
@@ -171,7 +181,10 @@ class SamplesAppender:
         lines = [to_json({ITERATION: iteration, **sample}) + "\n" for sample in samples]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A lone surrogate, which UTF-8 does not have, is written as its JSON escape.
-        with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        with (
+            naming_full_disk(self.path),
+            self.path.open("a", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             file.writelines(lines)
             file.flush()
 

@@ -53,6 +53,7 @@ class Summary:
         versions: package names to versions, and `python`.
         git_commit: of the working folder, None outside a repository.
         config_hash: of `runs.resume.config_hash`.
+        cause: of a run that failed or was stopped, in one line; else None.
     """
 
     stage: Stage
@@ -64,6 +65,7 @@ class Summary:
     versions: Mapping[str, str] = field(default_factory=dict)
     git_commit: str | None = None
     config_hash: str | None = None
+    cause: str | None = None
 
     def __post_init__(self) -> None:
         """Check the two words, and accept gates as mappings."""
@@ -111,8 +113,9 @@ def read_summary(folder: RunFolder) -> Summary:
         raise FileNotFoundError(f"{path} is missing: {folder.path} is no run folder, or not begun")
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content.setdefault("cause", None)  # summaries had none at first
         return Summary(**{f.name: content[f.name] for f in fields(Summary)})
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path} cannot be read as a run summary ({error!r}): delete it, or restore it"
         ) from error

@@ -80,15 +80,16 @@ def verdict(summary: Summary) -> Verdict:
         sentence = f"{sentence} It did not pass: {names}.".strip()
     if summary.status != "completed":
         tone = "bad" if summary.status == "failed" else "neutral"
-        sentence = f"{_STATUS[summary.status]} {sentence}".strip()
+        sentence = f"{_status(summary)} {sentence}".strip()
     return Verdict(tone, result.number, result.caption, sentence, facts, result.tone)
 
 
-_STATUS = {
-    "running": "The run has not ended, or it was killed: resume=auto continues it.",
-    "failed": "The run failed; what follows is what it had reached.",
-    "stopped": "The run was stopped before its end; what follows is what it had reached.",
-}
+def _status(summary: Summary) -> str:
+    if summary.status == "running":
+        return "The run has not ended, or it was killed: resume=auto continues it."
+    ended = "failed" if summary.status == "failed" else "was stopped before its end"
+    why = f": {summary.cause.rstrip('.')}." if summary.cause else "."
+    return f"The run {ended}{why} What follows is what it had reached."
 
 
 def _ppo(metrics: Metrics) -> Verdict:
@@ -143,6 +144,10 @@ def _reward(metrics: Metrics) -> Verdict:
         facts.append(Fact("ceiling set by the labels", percent(ceiling), "the best anybody can do"))
     if longer is not None:
         facts.append(Fact("“the longer one wins”", percent(longer), "what length alone reaches"))
+    matched = _get(metrics, "val/accuracy_length_matched")
+    if matched is not None:
+        note = "lengths within 10 %" + _interval(metrics, "val/accuracy_length_matched")
+        facts.append(Fact("accuracy on pairs of one length", percent(matched), note))
     for name in ("val/calibration_error", "val/margin", "val/loss"):
         value = _get(metrics, name)
         if value is not None:
@@ -202,6 +207,10 @@ def _changes(metrics: Metrics, rival: str) -> list[Fact]:
     for key, label, unit in (
         ("score", "score", ""),
         ("gold", "gold reward", ""),
+        ("exact_match", "exact matches", "share"),
+        ("first_word_match", "right first words", "share"),
+        ("solved", "right numbers", "share"),
+        ("answered", "answers with a number", "share"),
         ("response_length", "response length", "tokens"),
         ("distinct_2", "distinct bigrams", "share"),
     ):

@@ -55,10 +55,10 @@ def step(module, batch: PreferenceBatch) -> tuple[dict[str, float], torch.Tensor
     """Return the measures and the gradient of a training step, without taking it."""
     captured = {}
 
-    def capture(module, models, max_grad_norm):
+    def capture(module, models, max_grad_norm, admit):
         captured["gradient"] = flat_gradients(module.model)
         module.zero_grad()
-        return {"model": torch.zeros(())}
+        return {"reward/grad_norm": torch.zeros(())}
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(reward, "clip_and_step", capture)

@@ -66,10 +66,10 @@ def test_labels_are_the_completion_and_its_eos_also_where_pad_is_eos(pad_is_eos)
 def gradient(module, micro_batch_size: int | None, fill: int = PAD, width: int = 24):
     captured = {}
 
-    def capture(module, models, max_grad_norm):
+    def capture(module, models, max_grad_norm, admit):
         captured["gradient"] = flat_gradients(module.policy)
         module.zero_grad()
-        return {"policy": torch.zeros(())}
+        return {"sft/grad_norm": torch.zeros(())}
 
     module.sft = type(module.sft)(learning_rate=1e-3, micro_batch_size=micro_batch_size)
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -82,7 +82,8 @@ class RecordedPPO(PPOModule):
         own = RunningMeans()
         keep_going = super().update(minibatch, own, iteration=iteration)
         self.steps.append(own.means())
-        steps.add(own.means())
+        if own.num_steps:
+            steps.add(own.means())
         return keep_going
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -32,6 +32,7 @@ KEYS = [
     "versions",
     "git_commit",
     "config_hash",
+    "cause",
 ]
 
 

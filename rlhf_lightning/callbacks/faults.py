@@ -1,0 +1,107 @@
+"""What stopped a run because it was not finite is kept: `faults/iteration=000012/`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_lightning.batches import PreferenceBatch, RolloutBatch, SFTBatch, TensorBatch
+from rlhf_lightning.callbacks.samples import Decoder
+from rlhf_lightning.modules.non_finite import NonFiniteError
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.folder import RunFolder, to_json
+
+logger = logging.getLogger(__name__)
+
+
+class SaveFaultyBatch(Callback):
+    """Save the batch that a run stopped at, each rank its own rows.
+
+    `rank_0.safetensors` holds its tensors by field, `rank_0.jsonl` a line a row with the texts and
+    the names of the fields that are not finite.
+
+    Args:
+        folder: the run folder.
+        tokenizer: decodes ids.
+    """
+
+    def __init__(self, folder: RunFolder, tokenizer: Decoder) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Save the batch of a `NonFiniteError`, and let the error say where it is."""
+        if not isinstance(exception, NonFiniteError):
+            return
+        target = self.folder.faults / f"iteration={exception.iteration:06d}"
+        try:
+            save_batch(exception.batch, target / f"rank_{trainer.global_rank}", self.tokenizer)
+        except OSError as error:  # what stopped the run must not be hidden by a full disk
+            logger.warning("the batch that stopped the run could not be saved: %s", error)
+        else:
+            exception.saved = str(target)
+
+
+def save_batch(batch: TensorBatch, stem: Path, tokenizer: Decoder) -> None:
+    """Write `<stem>.safetensors` and `<stem>.jsonl`.
+
+    Raises:
+        OSError: if they cannot be written.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.cpu().contiguous().clone() for name, value in _tensors(batch)}
+    metadata = {k: str(v) for k, v in vars(batch).items() if isinstance(v, int)}
+    save_file(tensors, stem.with_suffix(".safetensors"), {"type": type(batch).__name__, **metadata})
+    lines = [to_json(row) + "\n" for row in describe_rows(batch.to("cpu"), tokenizer)]
+    write_text(stem.with_suffix(".jsonl"), "".join(lines))
+
+
+def describe_rows(batch: TensorBatch, tokenizer: Decoder) -> list[dict[str, Any]]:
+    """Return each row as plain values: texts, numbers, and `not_finite`, the fields that are not.
+
+    Special tokens stand in the texts.
+    """
+    rows: list[dict[str, Any]] = [{"row": i} for i in range(len(batch))]
+    for name, ids, mask in _texts(batch):
+        for i, row in enumerate(rows):
+            row[name] = tokenizer.decode(ids[i][mask[i]].tolist(), skip_special_tokens=False)
+    for name, value in vars(batch).items():
+        if isinstance(value, tuple):
+            for i, row in enumerate(rows):
+                row[name] = value[i]
+    for name, tensor in _tensors(batch):
+        for i, row in enumerate(rows):
+            if tensor.dim() == 1:
+                row[name] = tensor[i].item()
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor[i]).all()):
+                row.setdefault("not_finite", []).append(name)
+    return rows
+
+
+def _tensors(batch: TensorBatch) -> Iterator[tuple[str, Tensor]]:
+    for name, value in vars(batch).items():
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{k}", v) for k, v in value.items() if isinstance(v, Tensor))
+
+
+def _texts(batch: TensorBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, ids and mask of each text of a row."""
+    if isinstance(batch, RolloutBatch):
+        yield "prompt", batch.query_tensors, batch.attention_mask[:, : batch.prompt_length]
+        yield "response", batch.response_tensors, batch.response_mask
+    elif isinstance(batch, PreferenceBatch):
+        yield "chosen", batch.chosen_input_ids, batch.chosen_attention_mask
+        yield "rejected", batch.rejected_input_ids, batch.rejected_attention_mask
+    elif isinstance(batch, SFTBatch):
+        yield "text", batch.input_ids, batch.attention_mask

@@ -1,0 +1,186 @@
+"""Why a run ended before its end: one line for its summary and for whoever started it.
+
+Light on purpose: no torch, so that a mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NoReturn
+
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig
+
+from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_disk, write_text
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import Status, Summary, write_summary
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "rlhf_lightning"
+INTERRUPTED = "interrupted from the keyboard or by a signal"
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|bad_alloc",
+    re.IGNORECASE,
+)
+# What is raised with a message for the user, and not by a mistake in the code.
+_EXPECTED = (ValueError, RuntimeError, OSError)
+
+
+class RunFailedError(RuntimeError):
+    """A run ended early for a reason that its message explains."""
+
+
+def explain_failure(
+    error: BaseException, cfg: DictConfig, folder: RunFolder, overrides: list[str]
+) -> RunFailedError | None:
+    """Return an error that says what to change, or None where `error` says it itself.
+
+    Args:
+        error: what ended the run.
+        cfg: of the run.
+        folder: of the run.
+        overrides: of the command line.
+    """
+    if is_out_of_memory(error):
+        return RunFailedError(describe_out_of_memory(error, cfg, overrides))
+    number = full_disk(error)
+    if number is not None:
+        known = next((e for e in _chain(error) if isinstance(e, DiskFullError)), None)
+        return RunFailedError(str(known or describe_full_disk(number, folder.path)))
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory, of a GPU or of the machine, ran out."""
+    return any(
+        isinstance(e, MemoryError)
+        or type(e).__name__ == "OutOfMemoryError"
+        or (isinstance(e, OSError) and e.errno == errno.ENOMEM)
+        or (isinstance(e, RuntimeError) and _OUT_OF_MEMORY.search(str(e)))
+        for e in _chain(error)
+    )
+
+
+def describe_out_of_memory(error: BaseException, cfg: DictConfig, overrides: list[str]) -> str:
+    """Return what ran out, the settings that need less, and the command that says how much."""
+    what = next(
+        (text for e in _chain(error) if (text := _one_line(e)) and _OUT_OF_MEMORY.search(text)),
+        _one_line(error) or "no more memory",
+    )
+    evaluates = any(name == f"{PACKAGE}.finish" for name in _modules_passed(error))
+    stage = cfg.module[cfg.stage]
+    fixes = [_smaller("evaluation.micro_batch_size", cfg.evaluation.micro_batch_size, 8)]
+    if not evaluates:
+        key = f"module.{cfg.stage}.micro_batch_size"
+        rows = int(cfg.data.batch_size)
+        fixes = [_smaller(key, stage.micro_batch_size, min(8, max(rows // 2, 1)))]
+        if not cfg.model.activation_checkpointing:
+            fixes.append("model.activation_checkpointing=true")
+        if cfg.lora is None:
+            fixes.append("lora=lora")
+    length = ("evaluation.max_new_tokens", cfg.evaluation.max_new_tokens)
+    if not evaluates:
+        length = ("data.max_length", cfg.data.get("max_length"))
+        if cfg.stage == "ppo":
+            length = ("module.sampling.max_new_tokens", cfg.module.sampling.max_new_tokens)
+    fixes.append(f"{length[0]} below {length[1]}")
+    command = " ".join(["python -m rlhf_lightning.plan", *overrides])
+    return (
+        f"out of memory ({what[:200]}). Change one of: {', '.join(f for f in fixes if f)}. "
+        f"What each of them saves says  {command}"
+    )
+
+
+def _smaller(key: str, now: int | None, first: int) -> str:
+    if now == 1:
+        return ""
+    held = "all rows of a process at once" if now is None else str(now)
+    return f"{key}={first if now is None else max(now // 2, 1)} (now {held})"
+
+
+def cause_of(error: BaseException) -> str:
+    """Return one line: the message of an error that explains itself, else its type as well."""
+    error = unwrapped(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    text = _one_line(error)
+    return text if text and is_expected(error) else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def is_expected(error: BaseException) -> bool:
+    """Return whether our own code raised it for the user to read."""
+    error = unwrapped(error)
+    if type(error).__module__.partition(".")[0] == PACKAGE:
+        return True
+    modules = list(_modules_passed(error))
+    ours = bool(modules) and modules[-1].partition(".")[0] == PACKAGE
+    return ours and isinstance(error, _EXPECTED)
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """Return the error inside those that Hydra puts around it."""
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def record_failure(folder: RunFolder, summary: Summary, error: BaseException) -> None:
+    """Write status and cause into the summary, the report and `traceback.txt`.
+
+    A note at the error says where. A disk that is full, which may be the cause itself, hides
+    nothing: it is only logged.
+    """
+    status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    try:
+        write_summary(folder, replace(summary, status=status, cause=cause_of(error)))
+        if status == "stopped":
+            error.add_note(f"resume=auto continues {folder.path}")
+        else:
+            write_text(folder.traceback, "".join(traceback.format_exception(error)))
+            error.add_note(f"the traceback is in {folder.traceback}")
+        from rlhf_lightning.reports.page import write_report
+
+        write_report(folder)
+    except (OSError, ValueError) as problem:
+        logger.warning("how the run ended could not be recorded: %s", problem)
+
+
+def exit_with(error: BaseException) -> NoReturn:
+    """Say in one line why the run ended and leave with 1, or with 130 if it was interrupted.
+
+    What was not raised for the user to read is shown with its traceback, which stands in the run
+    folder in any case.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        word, code = "stopped", 130
+    else:
+        word, code = "error", 1
+        if not is_expected(error):
+            traceback.print_exception(error)
+    lines = [f"{word}: {cause_of(error)}", *getattr(error, "__notes__", ())]
+    sys.stderr.write("\n".join(lines) + "\n")
+    raise SystemExit(code) from None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _modules_passed(error: BaseException) -> Iterator[str]:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        yield str(frame.f_globals.get("__name__", ""))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,89 @@
+"""Loading from a folder or a hub name: in safetensors, at a commit, and without its code."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+LONGEST_REASON = 300
+
+
+def loading_options(
+    source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that say which version, and whose code runs.
+
+    Args:
+        source: folder or hub name.
+        revision: branch, tag or commit of a hub name; a folder has none.
+        trust_remote_code: run the Python code that lies beside the weights.
+
+    Raises:
+        ValueError: if code is trusted that can still change: of a hub name without a commit, or of
+            another repository that the configuration points to.
+    """
+    local = Path(source).is_dir()
+    if trust_remote_code and not local and not COMMIT.fullmatch(revision or ""):
+        raise ValueError(
+            f"model.trust_remote_code=true runs Python code of {source}, which can change at any "
+            f"time: read it, and pin what you have read with model.revision=COMMIT (40 hex digits; "
+            f"model.revision is {revision})"
+        )
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if revision is not None and not local:
+        options["revision"] = revision
+    if trust_remote_code:
+        _refuse_code_from_elsewhere(source, options)
+    return options
+
+
+def load_config(source: str | Path, options: dict[str, Any]) -> PretrainedConfig:
+    """Return the configuration of a folder or hub name.
+
+    Raises:
+        ValueError: if there is none that can be read.
+    """
+    with naming_source(source):
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(source), **options)
+    return config
+
+
+@contextmanager
+def naming_source(source: str | Path) -> Iterator[None]:
+    """Turn what a library says of a checkpoint that it cannot load into one line that names it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError) as error:
+        no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        unknown = isinstance(error, RuntimeError) and "mismatch" not in str(error)
+        if no_memory or unknown:
+            raise
+        reason = " ".join(str(error).split())
+        if len(reason) > LONGEST_REASON:
+            reason = reason[:LONGEST_REASON] + "..."
+        raise ValueError(
+            f"cannot load {source}: {reason}. Wanted is a folder or hub name in the format of "
+            "transformers, its weights in safetensors"
+        ) from error
+
+
+def _refuse_code_from_elsewhere(source: str | Path, options: dict[str, Any]) -> None:
+    with naming_source(source):
+        content, _ = PretrainedConfig.get_config_dict(
+            str(source), revision=options.get("revision", "main")
+        )
+    for name, place in (content.get("auto_map") or {}).items():
+        if "--" in str(place):
+            raise ValueError(
+                f"{source} takes the code of {name} from {str(place).partition('--')[0]}, which "
+                "no revision pins: copy that code beside the weights, read it, and point auto_map "
+                "to it"
+            )

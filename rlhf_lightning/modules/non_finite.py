@@ -1,0 +1,149 @@
+"""What is not finite moves no weight: the step is skipped and counted; too many stop the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.batches import RolloutBatch, TensorBatch
+from rlhf_lightning.distributed import agreed_max, global_sum, rank
+
+logger = logging.getLogger(__name__)
+
+# In the order in which they are computed, so that the first one named is the cause.
+_ROLLOUT_SCALARS = ("scores",)
+_ROLLOUT_TOKENS = ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+
+
+class NonFiniteError(RuntimeError):
+    """Too many optimizer steps in a row had a loss, a gradient or a score that is not finite.
+
+    Args:
+        message: what was not finite, and what to do.
+        batch: this rank's share of what the last of those steps was to learn from.
+        iteration: counted from 1.
+    """
+
+    def __init__(self, message: str, batch: TensorBatch, iteration: int) -> None:
+        super().__init__(message)
+        self.batch = batch
+        self.iteration = iteration
+        self.saved: str = ""  # where, once somebody has saved the batch
+
+    def __str__(self) -> str:
+        where = f" The batch is in {self.saved}." if self.saved else ""
+        return f"{self.args[0]}{where}"
+
+
+class SkippedSteps:
+    """Skips steps that are not finite, on every rank alike, and stops after too many in a row.
+
+    Args:
+        limit: how many in a row are skipped before the run stops.
+        key: of the limit, as the user writes it.
+    """
+
+    def __init__(self, limit: int, key: str) -> None:
+        self.limit = limit
+        self.key = key
+        self.in_a_row = 0
+        self.in_iteration = 0
+
+    def admit_step(self, problems: Sequence[str], batch: TensorBatch, batch_idx: int) -> bool:
+        """Return whether an optimizer step may be taken; see `admit`."""
+        admitted = self.admit(problems, batch, batch_idx)
+        if admitted:
+            self.in_a_row = 0
+        return admitted
+
+    def admit(self, problems: Sequence[str], batch: TensorBatch, batch_idx: int) -> bool:
+        """Return whether to go on with a batch; count a skipped step otherwise.
+
+        Ranks that disagree all skip; each of them must call this equally often.
+
+        Args:
+            problems: what is not finite, in words; of values that were reduced over ranks.
+            batch: this rank's share of it.
+            batch_idx: of the iteration, from 0.
+
+        Raises:
+            NonFiniteError: on every rank, if more than `limit` steps in a row were skipped.
+        """
+        device = next(value.device for value in vars(batch).values() if isinstance(value, Tensor))
+        if not agreed_max(len(problems), device):
+            return True
+        self.in_a_row += 1
+        self.in_iteration += 1
+        what = ", ".join(problems) or "something on another rank"
+        iteration = batch_idx + 1
+        if self.in_a_row > self.limit:
+            raise NonFiniteError(
+                f"iteration {iteration}: {what} is not finite, in {self.in_a_row} steps in a row; "
+                f"{self.key}={self.limit} are skipped. The weights are those before them. Lower "
+                "the learning rate, or look into the batch.",
+                batch,
+                iteration,
+            )
+        if rank() == 0:
+            logger.warning(
+                "iteration %d: %s is not finite: no step was taken (%d in a row, the run stops "
+                "after %s=%d)",
+                iteration,
+                what,
+                self.in_a_row,
+                self.key,
+                self.limit,
+            )
+        return False
+
+    def end_iteration(self) -> float:
+        """Return how many steps of the iteration were skipped, and start the next one."""
+        count, self.in_iteration = self.in_iteration, 0
+        return float(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint, which is written between two iterations."""
+        return {"in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the values of a checkpoint."""
+        self.in_a_row = int(state["in_a_row"])
+
+
+def broken(values: Mapping[str, Tensor | float]) -> list[str]:
+    """Return `name=value` of each number that is not finite."""
+    if not values:
+        return []
+    tensors = [torch.as_tensor(value).detach().float() for value in values.values()]
+    numbers = torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
+    return [
+        f"{name}={value}"
+        for name, value in zip(values, numbers.tolist(), strict=True)
+        if not math.isfinite(value)
+    ]
+
+
+def broken_rollout(rollout: RolloutBatch) -> list[str]:
+    """Return what of a rollout is not finite, counted over all ranks, in words."""
+    mask = rollout.response_mask
+    parts = [getattr(rollout, name) for name in _ROLLOUT_SCALARS]
+    parts += [getattr(rollout, name)[mask] for name in _ROLLOUT_TOKENS]
+    counts = torch.stack([(~part.isfinite()).sum() for part in parts])
+    sizes = counts.new_tensor([part.numel() for part in parts])
+    counts, sizes = global_sum(torch.stack([counts, sizes])).tolist()
+    names = (*_ROLLOUT_SCALARS, *_ROLLOUT_TOKENS)
+    found = [
+        f"{n} of {total} {name}" for name, n, total in zip(names, counts, sizes, strict=True) if n
+    ]
+    return found[:1]  # the rest follows from it
+
+
+def finite(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """Return the numbers that are finite."""
+    numbers = {name: float(value) for name, value in values.items()}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -1,0 +1,119 @@
+"""The command line under torchrun, under a plain environment, and as a sweep of two processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.launch import ROOT, run_ranks
+
+TRAIN = ["-m", "rlhf_lightning.train"]
+SETTINGS = [
+    "debug=fast",
+    "logger=none",
+    "trainer.accelerator=cpu",
+    "trainer.devices=2",
+    "evaluation.num_prompts=8",
+    "data.batch_size=8",
+]
+TWO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(command: list[str], folder: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("RLHF_AGREED", "RANK"))}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=env | TWO | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def runs_below(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.rglob("summary.json"))
+
+
+def check_run(folder: Path, iterations: int = 3) -> dict[str, object]:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    with (folder / "metrics.csv").open() as file:
+        assert [int(row["iteration"]) for row in csv.DictReader(file)] == [1, 2, 3][:iterations]
+    return summary
+
+
+def stray_folders(outputs: Path) -> list[Path]:
+    runs = runs_below(outputs)
+    made = {path.parent for path in outputs.rglob(".hydra")}
+    return sorted(made - set(runs) - {outputs})
+
+
+@pytest.mark.timeout(200)
+def test_under_torchrun_all_ranks_share_one_run_folder(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    torchrun += ["--rdzv-endpoint=localhost:0", "--no-python", sys.executable]
+    done = run([*torchrun, *TRAIN, "+experiment=base", "strategy=ddp", *SETTINGS], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (folder,) = runs_below(tmp_path / "outputs")
+    check_run(folder)
+    assert stray_folders(tmp_path / "outputs") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_of_a_plain_environment_wait_for_what_rank_0_trains_first(tmp_path, strategy):
+    folder = tmp_path / "work"
+    settings = [f"paths.outputs={folder}/outputs", f"paths.artifacts={folder}/artifacts"]
+    run_ranks(
+        [*TRAIN, "+experiment=sft", f"strategy={strategy}", *SETTINGS, *settings],
+        world_size=2,
+        folder=tmp_path / "logs",
+        timeout=300,
+    ).check()
+    base, sft = runs_below(folder / "outputs")
+    assert check_run(base)["stage"] == check_run(sft)["stage"] == "sft"
+    assert (folder / "artifacts/demo_seed1/sft/manifest.json").is_file()
+    assert stray_folders(folder / "outputs") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_each_job_of_a_sweep_trains_its_own_configuration_on_both_ranks(tmp_path):
+    # Without care rank 1 runs the whole sweep again; SameConfiguration would stop the run.
+    sweep = ["-m", "+experiment=base", "strategy=ddp", *SETTINGS, "seed=3,4"]
+    done = run([*TRAIN, *sweep], tmp_path, timeout=450)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    folders = runs_below(tmp_path / "outputs")
+    assert [check_run(folder)["seed"] for folder in folders] == [3, 4]
+    assert {folder.name for folder in folders} == {"0", "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_ranks_with_different_configurations_stop_before_the_first_batch(tmp_path):
+    script = tmp_path / "differ.py"
+    script.write_text(
+        "import os, sys\n"
+        "sys.argv += [f'seed={1 + int(os.environ[\"RANK\"])}']\n"
+        "from rlhf_lightning.train import main\n"
+        "main()\n"
+    )
+    settings = [f"paths.outputs={tmp_path}/outputs", f"paths.artifacts={tmp_path}/artifacts"]
+    outcome = run_ranks(
+        [str(script), "+experiment=base", "strategy=ddp", *SETTINGS, *settings],
+        world_size=2,
+        folder=tmp_path / "logs",
+        environment={"PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert all(code not in (0, None) for code in outcome.codes), outcome
+    assert any("do not have the same configuration" in log for log in outcome.logs)
