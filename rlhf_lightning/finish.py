@@ -29,6 +29,7 @@ from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import round_frozen_weights
+from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import publish_artifact
@@ -53,12 +54,23 @@ def finish(
     gates = check_gates(plain(cfg.gates), findings.metrics)
     model = _trained(cfg, parts)
     state = full_state(model)  # every rank takes part in gathering it
+    _let_go(parts, model)
     if parts.trainer.is_global_zero:
         _write_samples(folder, current_iteration(parts.trainer), findings)
         outcome = Outcome(folder.name, findings.metrics, gates)
         write_model_folder(cfg, folder.export, model, parts.tokenizer, state, outcome)
         _publish(cfg, folder, outcome)
     return findings, gates
+
+
+def _let_go(parts: Parts, model: PolicyModel | ScalarHeadModel) -> None:
+    """Free what only training needed: an adapter's base is about to be read once more."""
+    for optimizer in parts.trainer.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.state.clear()
+    if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
+        model.base.drop_weights()
+    release_freed_memory()
 
 
 def _write_samples(folder: RunFolder, iteration: int, findings: Findings) -> None:

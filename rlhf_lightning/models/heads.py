@@ -176,6 +176,14 @@ def check_head_split(model: PreTrainedModel) -> None:
     Raises:
         ValueError: if not, as with soft-capping or scaled logits.
     """
+    # Where logits are still small, capping them hardly shows in the numbers.
+    text = model.config.get_text_config()
+    if getattr(text, "final_logit_softcapping", None) or getattr(text, "logit_scale", 1) != 1:
+        raise ValueError(
+            f"{type(model).__name__} caps or scales its logits after the head "
+            "(final_logit_softcapping, logit_scale): its log-probabilities cannot be computed "
+            "from the head alone"
+        )
     if next(model.parameters()).is_meta:
         return
     was_training = model.training

@@ -45,6 +45,9 @@ class AdaptedBase(nn.Module):
         model: the base; its weights are frozen and, by `lora.base_precision`, rounded in place.
         lora: rank, scale and targets of new adapters.
         activation_checkpointing: compute decoder layers again in the backward pass.
+
+    Attributes:
+        hidden_size: H, of the states that the heads read.
     """
 
     def __init__(
@@ -58,17 +61,13 @@ class AdaptedBase(nn.Module):
         if lora.quantization == "none":
             round_frozen_weights(model, lora.base_precision)
         self.model = model.train().requires_grad_(False)
+        self.hidden_size = int(model.get_output_embeddings().weight.shape[1])
         self.heads = nn.ModuleDict()
         self.adapters: dict[str, LoraHparams] = {}
         self.layers: dict[str, Any] = {}
         self.active: str | None = None
         if activation_checkpointing:
             checkpoint_activations(model, self._contexts)
-
-    @property
-    def hidden_size(self) -> int:
-        """H, of the states that the heads read."""
-        return int(self.model.get_output_embeddings().weight.shape[1])
 
     def add_adapter(self, name: str, *, seed: int, lora: LoraHparams | None = None) -> None:
         """Put a new adapter on every target; it starts as 0, so nothing changes yet.
@@ -132,6 +131,15 @@ class AdaptedBase(nn.Module):
         """Return `function(*args)` with adapter `name` on: a forward, for the sake of FSDP2."""
         with self.activated(name):
             return function(*args)
+
+    def drop_weights(self) -> None:
+        """Free every weight; only what a state dict taken before holds is left.
+
+        For the end of a run, before another copy of the base is read to merge an adapter into.
+        """
+        for parameter in self.parameters():
+            parameter.data = parameter.data.new_empty(0)
+            parameter.grad = None
 
     def _switch(self, name: str | None) -> None:
         # peft's own set_adapter() also sets requires_grad, of the adapters it switches off to

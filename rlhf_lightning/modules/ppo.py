@@ -24,6 +24,7 @@ from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.arrangements import PPOModels
 from rlhf_lightning.models.forward import micro_batches, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.measures import Gaps, RunningMeans, rollout_measures
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, broken_rollout, finite
@@ -144,6 +145,7 @@ class PPOModule(L.LightningModule):
         for minibatch in self.minibatches(rollout, iteration=batch_idx) if usable else ():
             if not self.update(minibatch, steps, iteration=batch_idx):
                 break  # the policy has moved far enough on this rollout
+        release_freed_memory()  # the activations
         seconds["update"] = time.perf_counter() - started
         self.finish_iteration(rollout, steps, seconds)
         return {"rollout": rollout.detach()}
@@ -283,8 +285,6 @@ class PPOModule(L.LightningModule):
         observed_kl = measures.get("rollout/kl_per_response")
         self.controls.adapt_kl_coef(observed_kl, self.ppo, num_episodes=len(rollout) * world_size())
         self.lr_schedulers().step()
-
-    # -- checkpoints ------------------------------------------------------------------------
 
     def stateful(self) -> dict[str, Stateful]:
         """Return what changes during a run and is no parameter, by its name in a checkpoint."""

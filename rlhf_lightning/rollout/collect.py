@@ -23,6 +23,7 @@ from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.rollout.generate import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
@@ -101,9 +102,11 @@ def collect_rollout(
             temperature=temperature,
             max_new_tokens=max_new_tokens,
         )
+    release_freed_memory()  # the engine's copies of the weights, before other sizes are needed
     generated = time.perf_counter()
     answers = make_answers(prompts, generation, parts.tokenizer)
     rollout = assemble_rollout(parts, answers, temperature=temperature, shaping=shaping)
+    release_freed_memory()
     seconds = {"generate": generated - started, "score": time.perf_counter() - generated}
     return rollout, seconds
 

@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhf_lightning.assembly import make_tokenizer
 from rlhf_lightning.composition import (
     check_config,
     check_hparams,
@@ -24,6 +25,8 @@ from rlhf_lightning.composition import (
     plain,
     register,
 )
+from rlhf_lightning.data.tokens import render_chat
+from tests.data.conftest import build_tokenizer
 
 SMOLLM2 = Path(
     os.environ.get("RLHF_SMOLLM2", "~/.cache/rlhf_lightning/smollm2-135m-instruct")
@@ -256,7 +259,12 @@ def test_every_seed_holds_out_the_same_records_of_a_hub_set(world):
     assert sources[0].hub_splits["validation"] is not None, "the set's own held-out split"
 
 
-def test_qwen3_answers_without_thinking_aloud():
+def test_qwen3_answers_without_thinking_aloud(tmp_path):
+    template = "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}"
+    build_tokenizer(template=template).save_pretrained(tmp_path)
+    cfg = composed("+experiment=sft_qwen3_0_6b", f"artifacts.base={tmp_path}")
+    tokenizer = make_tokenizer(cfg, cfg.artifacts.base)
+    assert render_chat(({"role": "user", "content": "why"},), tokenizer) == "quiet"
     files = model_files()
     assert files["qwen3_0_6b"].chat_template_arguments == {"enable_thinking": False}
     assert not any(f.chat_template_arguments for n, f in files.items() if n != "qwen3_0_6b")
