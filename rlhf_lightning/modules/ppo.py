@@ -112,6 +112,7 @@ class PPOModule(L.LightningModule):
         # Out of the module tree: not in checkpoints, not in parameters(), never in train mode.
         object.__setattr__(self, "reference", models.reference)
         object.__setattr__(self, "frozen_models", frozen)
+        release_freed_memory()
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
             for model in (*models.trained, *frozen):
