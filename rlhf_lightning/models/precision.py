@@ -31,4 +31,8 @@ def round_frozen_weights(model: PreTrainedModel, precision: str) -> None:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 rounded = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
                 setattr(module, name, rounded)
+    for parameter in model.parameters():
+        if parameter.dtype != torch.bfloat16:
+            # What was read from a file may be a view of it, which would hold all of it in memory.
+            parameter.data = parameter.data.clone()
     release_freed_memory()
