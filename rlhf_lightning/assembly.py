@@ -34,6 +34,7 @@ from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenize
 from rlhf_lightning.rollout.score import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, fingerprint, read_manifest
+from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.resume import config_hash
 
 TIMEOUT = timedelta(minutes=30)
@@ -242,13 +243,14 @@ def make_logger(cfg: DictConfig, folder: RunFolder) -> Any:
         return False
     if cfg.logger.kind != "wandb":
         raise ValueError(f"logger.kind={cfg.logger.kind!r} must be wandb or none")
+    written = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
     return wandb_logger(
         folder,
         project=cfg.logger.project,
         name=f"{cfg.name}/{folder.path.name}",
         group=cfg.logger.group,
         tags=list(cfg.logger.tags),
-        config=plain(cfg),
+        config=public_config(plain(cfg), written),
         mode=cfg.logger.mode,
     )
 

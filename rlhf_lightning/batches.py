@@ -121,8 +121,7 @@ class PromptBatch(TensorBatch):
         row_ids: `[B]` int64, the global index of the row in the stream of prompts; sampling noise
             is a function of it.
         domains: "" where there is none.
-        columns: what reward functions may ask for; holds at least `prompt`, and `CONVERSATION`
-            where prompts are conversations.
+        columns: texts for scorers: at least `prompt`, of conversations `CONVERSATION` too.
     """
 
     input_ids: Tensor

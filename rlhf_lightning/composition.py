@@ -5,15 +5,16 @@ Light on purpose: no torch, so that `--help` and a config error answer at once.
 
 from __future__ import annotations
 
-import difflib
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.hparams import (
     LoraHparams,
@@ -24,6 +25,15 @@ from rlhf_lightning.hparams import (
 )
 from rlhf_lightning.launching import launch_time
 from rlhf_lightning.rollout.score_settings import check_scorer
+from rlhf_lightning.settings import build_checked, check_path_name, check_settings
+from rlhf_lightning.targets import (
+    TargetError,
+    check_arguments,
+    check_names,
+    check_targets,
+    did_you_mean,
+    resolve,
+)
 
 HPARAMS = {
     "lora": LoraHparams,
@@ -32,17 +42,24 @@ HPARAMS = {
     "sampling": SamplingHparams,
     "sft": SFTHparams,
 }
-HPARAMS_BY_NAME = {cls.__name__: cls for cls in HPARAMS.values()}
-GET_METHOD = "hydra.utils.get_method"
-ALLOWED_TARGETS = (
-    "rlhf_lightning.",
-    "lightning.",
-    "torch.optim.",
-    "torch.nn.",
-    "transformers.",
-    "peft.",
-    "torchmetrics.",
+# Groups that are read key by key; what is built by name is held against its signature.
+PLAIN_GROUPS = (
+    "artifacts",
+    "callbacks",
+    "evaluation",
+    "logger",
+    "model",
+    "paths",
+    "strategy",
+    "trainer",
+    "world",
 )
+BUILT_IN_CALLBACKS = {
+    "callbacks.checkpoint": "rlhf_lightning.callbacks.checkpointing.IterationCheckpoint",
+    "callbacks.samples": "rlhf_lightning.callbacks.samples.SampleLog",
+    "callbacks.early_stopping": "lightning.pytorch.callbacks.EarlyStopping",
+}
+HPARAMS_BY_NAME = {cls.__name__: cls for cls in HPARAMS.values()}
 
 
 class ConfigError(Exception):
@@ -66,17 +83,12 @@ def register() -> None:
     sweeps = f"file://{conf_dir().parent}"
     OmegaConf.register_new_resolver("rlhf_sweeps", lambda: sweeps, replace=True)
     OmegaConf.register_new_resolver("rlhf_now", launch_time, replace=True)
+    OmegaConf.register_new_resolver("rlhf_name", check_path_name, replace=True)
     store = ConfigStore.instance()
     for name, cls in HPARAMS.items():
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
         target = f"{cls.__module__}.{cls.__qualname__}"
         store.store(group="hparams", name=name, node={"_target_": target, **defaults})
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Return "; did you mean ...?" for the closest known words, or ""."""
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
@@ -101,19 +113,60 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
             f"stage={cfg.stage}: choose what to train with +experiment=NAME, one of "
             f"{', '.join(choices('experiment'))}"
         )
+    _check_keys(cfg)
     _check_gates(cfg)
-    for where, target in _targets(OmegaConf.to_container(cfg, resolve=False)):
-        if not target.startswith((*ALLOWED_TARGETS, *extra_targets)):
-            raise ConfigError(
-                f"{where}._target_={target} is not allowed; allowed are "
-                f"{', '.join(ALLOWED_TARGETS)} and what "
-                "RLHF_ALLOWED_TARGETS lists (prefixes, separated by commas)"
-            )
+    try:
+        check_names(OmegaConf.to_container(cfg, resolve=False), extra_targets)
+    except TargetError as error:
+        raise ConfigError(str(error)) from error
+
+
+def trusted_targets() -> tuple[str, ...]:
+    """Return the prefixes of `_target_` that the user trusts besides ours."""
+    return tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
+
+
+def check_built(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
+    """Look up everything that `cfg` builds by name and hold its arguments against it.
+
+    It imports what is named, and torch with it.
+
+    Raises:
+        ConfigError: with the place, what it got and what it wants.
+    """
+    container = plain(cfg)
+    # What others refer to comes first, so that an error names the place where it is written.
+    first = {key: container.pop(key) for key in ("world", "model", "lora") if key in container}
+    try:
+        check_targets(first | container, extra_targets)
+        for key, name in BUILT_IN_CALLBACKS.items():
+            values = OmegaConf.select(cfg, key)
+            if values is not None:
+                found = resolve(name, key)
+                check_arguments(found, plain(values), key)
+    except TargetError as error:
+        raise ConfigError(str(error)) from error
 
 
 def plain(node: DictConfig) -> dict[str, Any]:
-    """Return the node as plain dicts and lists, interpolations resolved."""
-    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+    """Return the node as plain dicts and lists, interpolations resolved.
+
+    Raises:
+        ConfigError: if an interpolation leads nowhere, or to a key that is not set.
+    """
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(describe_interpolation(error)) from error
+
+
+def describe_interpolation(error: OmegaConfBaseException) -> str:
+    """Return in one line which key is not set, or which one cannot be resolved."""
+    text = str(error).strip().splitlines()[0]
+    missing = re.search(r"Missing mandatory value: ([\w.]+)", text)
+    if missing:
+        return f"{missing.group(1)} is not set: add {missing.group(1)}=..."
+    return f"{error.full_key}: {text}" if error.full_key else text
 
 
 def check_hparams(cfg: DictConfig) -> None:
@@ -122,15 +175,18 @@ def check_hparams(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    for node in (cfg.lora, *cfg.module.values()):
-        target = node.get("_target_", "") if isinstance(node, DictConfig) else ""
-        if not target.startswith("rlhf_lightning.hparams."):
-            continue
-        values = {k: v for k, v in node.items() if k != "_target_"}
-        try:
-            HPARAMS_BY_NAME[target.rpartition(".")[2]](**values)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(str(error)) from error
+    container = plain(cfg)
+    module: dict[str, Any] = container["module"] or {}
+    nodes = {"lora": container["lora"]} | {f"module.{key}": node for key, node in module.items()}
+    try:
+        check_settings(container)
+        for where, node in nodes.items():
+            target = str(node.get("_target_", "")) if isinstance(node, dict) else ""
+            if target.startswith("rlhf_lightning.hparams."):
+                values = {k: v for k, v in node.items() if k != "_target_"}
+                build_checked(HPARAMS_BY_NAME[target.rpartition(".")[2]], values, where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if cfg.stage == "ppo":
         _check_batch_arithmetic(cfg)
         _check_scorer(cfg)
@@ -153,7 +209,9 @@ def _check_scorer(cfg: DictConfig) -> None:
 
 
 def _check_batch_arithmetic(cfg: DictConfig) -> None:
-    rows, ppo = int(cfg.data.batch_size), cfg.module.ppo
+    rows, ppo = cfg.data.batch_size, cfg.module.ppo
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+        raise ConfigError(f"data.batch_size={rows!r} must be a whole number, at least 1")
     if rows % ppo.num_minibatches:
         divisors = [n for n in range(1, 17) if rows % n == 0]
         raise ConfigError(
@@ -192,27 +250,36 @@ def _default_groups() -> list[dict[str, Any]]:
 
 
 def _check_gates(cfg: DictConfig) -> None:
-    for name, gate in cfg.gates.items():
-        bounds = [key for key in ("at_least", "at_most") if gate.get(key) is not None]
-        if not gate.get("metric") or len(bounds) != 1:
+    for name, gate in (cfg.gates or {}).items():
+        values = OmegaConf.to_container(gate) if isinstance(gate, DictConfig) else gate
+        given: dict[Any, Any] = values if isinstance(values, dict) else {}
+        bounds = [key for key in ("at_least", "at_most") if given.get(key) is not None]
+        if not given.get("metric") or len(bounds) != 1:
             raise ConfigError(
-                f"gates.{name}={OmegaConf.to_container(gate)} needs metric and exactly one of "
-                "at_least and at_most"
+                f"gates.{name}={values} needs metric and exactly one of at_least and at_most"
             )
+        bound = given[bounds[0]]
+        if not isinstance(bound, int | float) or isinstance(bound, bool):
+            raise ConfigError(f"gates.{name}.{bounds[0]}={bound!r} must be a number")
 
 
-def _targets(node: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            path = f"{where}.{key}" if where else str(key)
-            if key == "_target_" and value != GET_METHOD:
-                yield where, str(value)
-            elif key == "_target_":  # what it names is the real target
-                yield where, str(node.get("path"))
-            yield from _targets(value, path)
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _targets(value, f"{where}[{index}]")
+def _check_keys(cfg: DictConfig) -> None:
+    """Refuse keys that nothing reads: they would change nothing, in silence."""
+    written = OmegaConf.to_container(cfg, resolve=False)
+    text = repr(written)
+    primary: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "train.yaml"))
+    for group in PLAIN_GROUPS:
+        node = written.get(group) if isinstance(written, dict) else None
+        if not isinstance(node, dict):
+            continue
+        known = {str(key) for key in primary.get(group) or ()}
+        for file in (conf_dir() / group).glob("*.yaml"):
+            known |= {str(key) for key in OmegaConf.load(file)}
+        for key in node:
+            if key not in known and f"${{{group}.{key}" not in text:
+                raise ConfigError(
+                    f"unknown key {group}.{key}{did_you_mean(str(key), sorted(known))}"
+                )
 
 
 def _paths(node: Any, where: str = "") -> Iterator[str]:

@@ -43,13 +43,10 @@ def check_context_length(cfg: DictConfig, limit: int | None) -> None:
     """
     if limit is None:
         return
-    answers = ["evaluation.max_new_tokens"]
+    sums: list[tuple[str, ...]] = [("data.max_length",), ("evaluation.max_new_tokens",)]
     if cfg.stage == "ppo":
-        prompts = "data.max_prompt_length"
-        answers.append("module.sampling.max_new_tokens")
-        sums = [(prompts, key) for key in answers]
-    else:
-        sums = [("data.max_length",), *((key,) for key in answers)]
+        answers = ("module.sampling.max_new_tokens", "evaluation.max_new_tokens")
+        sums = [("data.max_prompt_length", key) for key in answers]
     for keys in sums:
         values = [int(OmegaConf.select(cfg, key)) for key in keys]
         if sum(values) > limit:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_disk, write_text
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.summary import Status, Summary, write_summary
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def cause_of(error: BaseException) -> str:
     error = unwrapped(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    text = _one_line(error)
+    text = redacted(_one_line(error))
     return text if text and is_expected(error) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
@@ -144,7 +145,7 @@ def record_failure(folder: RunFolder, summary: Summary, error: BaseException) ->
         if status == "stopped":
             error.add_note(f"resume=auto continues {folder.path}")
         else:
-            write_text(folder.traceback, "".join(traceback.format_exception(error)))
+            write_text(folder.traceback, redacted("".join(traceback.format_exception(error))))
             error.add_note(f"the traceback is in {folder.traceback}")
         from rlhf_lightning.reports.page import write_report
 
@@ -164,7 +165,7 @@ def exit_with(error: BaseException) -> NoReturn:
     else:
         word, code = "error", 1
         if not is_expected(error):
-            traceback.print_exception(error)
+            sys.stderr.write(redacted("".join(traceback.format_exception(error))))
     lines = [f"{word}: {cause_of(error)}", *getattr(error, "__notes__", ())]
     sys.stderr.write("\n".join(lines) + "\n")
     raise SystemExit(code) from None

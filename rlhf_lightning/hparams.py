@@ -67,8 +67,17 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     elif isinstance(value, str) and str in allowed:
         return value
     names = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
-    hint_text = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)" if isinstance(value, str) else ""
+    number = isinstance(value, str) and _is_number(value)
+    hint_text = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)" if number else ""
     raise TypeError(f"{key}={value!r} is {type(value).__name__}, expected {names}{hint_text}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_limits(key: str, value: float, metadata: Any) -> None:

@@ -105,11 +105,16 @@ def as_single_run(overrides: Sequence[str]) -> None:
     sys.argv = [sys.argv[0], *kept, *overrides]
 
 
-def forget_ranks() -> None:
-    """End this job's process group and agreements, so that the next job of a sweep has its own."""
+def forget_agreements() -> None:
+    """Drop what one run's processes agreed on, so that the next run in this process has its own."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         if name != _variable("launch time"):  # it names the folder of the whole sweep
             del os.environ[name]
+
+
+def forget_ranks() -> None:
+    """End this job's process group and agreements, so that the next job of a sweep has its own."""
+    forget_agreements()
     if "torch" in sys.modules:
         from rlhf_lightning.distributed import leave_process_group
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.assembly import STARTS_FROM, make_tokenizer, source_fingerprint
-from rlhf_lightning.composition import ConfigError, check_config, plain
+from rlhf_lightning.composition import ConfigError, check_config, plain, trusted_targets
 from rlhf_lightning.export_request import ExportError
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.model_folder import Outcome, write_model_folder
@@ -83,7 +83,7 @@ def _configuration(folder: RunFolder) -> DictConfig:
     cfg = OmegaConf.load(folder.config)
     if not isinstance(cfg, DictConfig):
         raise ConfigError("it is no configuration of a run")
-    check_config(cfg, _allowed())
+    check_config(cfg, trusted_targets())
     _refuse_code(cfg.model)
     key = STARTS_FROM[cfg.stage]
     start = cfg.artifacts[key]
@@ -104,15 +104,11 @@ def _refuse_code(node: Any) -> None:
         )
 
 
-def _allowed() -> tuple[str, ...]:
-    return tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
-
-
 def _tokenizer(cfg: DictConfig) -> PreTrainedTokenizerBase:
     start = cfg.artifacts[STARTS_FROM[cfg.stage]]
     if start is None:
         target = str(cfg.model.tokenizer.get("_target_"))
-        if target not in _TOKENIZERS and not target.startswith(_allowed() or ("\0",)):
+        if target not in _TOKENIZERS and not target.startswith(trusted_targets() or ("\0",)):
             raise ConfigError(
                 f"model.tokenizer._target_={target} is none of ours ({', '.join(_TOKENIZERS)}): "
                 "RLHF_ALLOWED_TARGETS takes prefixes of what you trust"

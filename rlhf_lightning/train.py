@@ -16,28 +16,31 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.composition import (
     ConfigError,
+    check_built,
     check_config,
     check_hparams,
     conf_dir,
     explain,
     register,
+    trusted_targets,
 )
 from rlhf_lightning.failures import exit_with, explain_failure, record_failure
 from rlhf_lightning.launching import (
     agree_on,
     as_single_run,
+    forget_agreements,
     forget_ranks,
     global_rank,
     launch_time,
@@ -50,7 +53,9 @@ from rlhf_lightning.runs.resume import (
     find_unfinished_run,
     newest_complete_checkpoint,
 )
+from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+from rlhf_lightning.saved_config import keep_secrets
 
 if TYPE_CHECKING:
     from rlhf_lightning.assembly import Parts
@@ -76,10 +81,12 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
         ConfigError: if the configuration cannot work.
         RunFailedError: if memory or disk ran out, with what to change.
     """
-    allowed = tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
-    check_config(cfg, allowed)
+    trusted = trusted_targets()
+    check_config(cfg, trusted)
     check_hparams(cfg)
+    check_built(cfg, trusted)
     first = global_rank() == 0
+    keep_secrets(cfg, folder if first else None)
 
     def prepared() -> str:
         prepare_inputs(cfg, overrides)
@@ -102,6 +109,8 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
             if failure is not None:
                 raise failure from error
             raise
+        finally:
+            forget_agreements()
 
 
 def _train(
@@ -247,8 +256,23 @@ def _hydra_main(cfg: DictConfig) -> float | None:
     return objective(summary)
 
 
-def _fail(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
+def _check_before_hydra(cfg: DictConfig) -> None:
+    """Answer a mistake before Hydra makes a folder for the run; a sweep checks each of its jobs."""
+    if cfg.hydra.mode == RunMode.MULTIRUN:
+        return
+    with open_dict(cfg):
+        del cfg["hydra"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will warn
+            check_config(cfg, trusted_targets())
+            check_hparams(cfg)
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {redacted(message)}\n")
     raise SystemExit(2)
 
 
@@ -261,9 +285,10 @@ def main() -> None:
         try:
             with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
                 try:
-                    compose("train", overrides=overrides)
+                    cfg = compose("train", overrides=overrides, return_hydra_config=True)
                 except (HydraException, OmegaConfBaseException) as error:
                     _fail(explain(error, overrides))
+                _check_before_hydra(cfg)
         except HydraException as error:
             _fail(str(error))
     _hydra_main()

@@ -22,6 +22,7 @@ IMPOSSIBLE = [
     (SamplingHparams, "max_new_tokens", [0, -3], ">= 1"),
     (SFTHparams, "learning_rate", [0.0, -1e-5, 1.0], "> 0 and < 1"),
     (SFTHparams, "micro_batch_size", [0], ">= 1"),
+    *[(cls, "max_skipped_steps", [-1], ">= 0") for cls in (SFTHparams, RewardHparams, PPOHparams)],
     (SFTHparams, "max_grad_norm", [0.0, -1.0], "> 0"),
     (RewardHparams, "learning_rate", [0.0, 2.0], "> 0 and < 1"),
     (RewardHparams, "micro_batch_size", [0], ">= 1"),

@@ -7,6 +7,7 @@ import logging
 import netrc
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from rlhf_lightning.runs.folder import ITERATION, RunFolder
+from rlhf_lightning.runs.secrets import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +163,7 @@ def wandb_logger(
     if mode not in _MODES:
         raise ValueError(f"logger.mode={mode!r}, expected one of {', '.join(_MODES)}")
     chosen = choose_mode(mode)
+    command = " ".join(sys.argv)
     # W&B asks on the terminal when it finds no key; offline it never does.
     identity = hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:10]
     return IterationWandbLogger(
@@ -179,6 +182,8 @@ def wandb_logger(
             show_errors=False,
             show_warnings=False,
             init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 30)),
+            # W&B notes the command line, whatever stands in it.
+            x_disable_meta=redacted(command) != command,
         ),
     )
 

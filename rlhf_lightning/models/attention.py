@@ -24,7 +24,8 @@ LONGEST = 512  # beyond, the flash kernel is as fast
 
 def use_short_attention(model: PreTrainedModel) -> None:
     """Let `model` use the attention of this file wherever it would use torch's sdpa."""
-    if getattr(model.config, "_attn_implementation", None) == "sdpa":
+    config = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) == "sdpa":
         model.set_attn_implementation(NAME)
 
 

@@ -137,6 +137,40 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
+@torch.no_grad()
+def reads_padding_on_left(classifier: SequenceClassifier, pad_id: int) -> bool:
+    """Return on which side padding does not change the score, found by trial.
+
+    Absolute positions and pooling at the first token need it on the right, pooling at the last
+    column (XLNet) on the left. The tokenizer's setting is no guide: it may be that of generation.
+
+    Raises:
+        ValueError: if padding changes the score on both sides.
+    """
+    model = classifier.model
+    if classifier.reads_last_token or next(model.parameters()).is_meta:
+        return False
+    row = _probe(model, pad_id)  # [1, W]
+    eos = sorted(eos_ids(model) - {pad_id})
+    row[:, -1] = eos[0] if eos else row[:, -1]
+    real = torch.ones_like(row, dtype=torch.bool)
+    padding = torch.full_like(row[:, :3], pad_id)
+    hidden = torch.zeros_like(padding, dtype=torch.bool)
+    alone = classifier(row, real)
+    right = classifier(torch.cat([row, padding], 1), torch.cat([real, hidden], 1))
+    left = classifier(torch.cat([padding, row], 1), torch.cat([hidden, real], 1))
+    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 5e-2
+    if torch.allclose(right, alone, rtol=tolerance, atol=tolerance):
+        return False
+    if torch.allclose(left, alone, rtol=tolerance, atol=tolerance):
+        return True
+    raise ValueError(
+        f"{type(model).__name__} scores a text differently when it is padded: {alone.tolist()} "
+        f"alone, {right.tolist()} and {left.tolist()} with padding behind and before it; serve it "
+        "and use scorer=http"
+    )
+
+
 def max_positions(model: PreTrainedModel) -> int | None:
     """Return how many tokens the model has positions for; None if it does not say."""
     for name, module in model.named_modules():
@@ -145,7 +179,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
         if module.padding_idx is not None:  # RoBERTa counts positions from behind its pad token
             return module.num_embeddings - module.padding_idx - 1
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if positions is None else int(positions)
+    return int(positions) if positions is not None and positions > 0 else None  # XLNet says -1
 
 
 def _put_head_into_fp32(model: PreTrainedModel) -> None:
@@ -170,8 +204,7 @@ def _check_reading(classifier: SequenceClassifier) -> None:
     was_training = model.training
     model.eval()
     pad, eos = model.config.get_text_config().pad_token_id, eos_ids(model)
-    ids = [i for i in range(32) if i != pad and i not in eos][:8]
-    row = torch.tensor([ids], device=parameter.device)
+    row = _probe(model, pad)
     name = type(model).__name__
     if classifier.reads_last_token:
         expected = model(input_ids=row, use_cache=False).logits.float() + classifier.offset
@@ -194,3 +227,9 @@ def _check_reading(classifier: SequenceClassifier) -> None:
                 "in its config.json to a token that no text contains"
             )
     model.train(was_training)
+
+
+def _probe(model: Any, pad: int | None) -> Tensor:
+    """Return one row `[1, W]` of ordinary tokens."""
+    ids = [i for i in range(32) if i != pad and i not in eos_ids(model)][:8]
+    return torch.tensor([ids], device=next(model.parameters()).device)

@@ -91,7 +91,8 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)] or [low]
+    # A set: twelve digits may not tell neighbours apart where the spread is tiny.
+    return sorted({float(f"{i * step:.12g}") for i in range(first, last + 1)}) or [low]
 
 
 @dataclass(frozen=True)

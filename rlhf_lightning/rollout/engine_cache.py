@@ -31,15 +31,17 @@ class InPlaceLayer(CacheLayerMixin):
 
     Args:
         sliding_window: tokens that a query sees, itself included; None for all.
+        widened: hold 16-bit keys and values as float32, for attention that computes in it.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, sliding_window: int | None = None) -> None:
+    def __init__(self, sliding_window: int | None = None, *, widened: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
+        self.widened = widened
         self.slots = 0  # S
         self.columns = 0  # room to make when keys and values are first seen
         self.prompt_columns = 0  # the first of them; a short prompt leaves some unwritten
@@ -59,7 +61,9 @@ class InPlaceLayer(CacheLayerMixin):
     def _room(self, states: Tensor, columns: int) -> Tensor:
         _, heads, _, width = states.shape
         device, dtype = states.device.type, states.dtype
-        if dtype == torch.float32 and torch.is_autocast_enabled(device):
+        if self.widened:
+            dtype = torch.promote_types(dtype, torch.float32)
+        elif dtype == torch.float32 and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         room = states.new_empty((self.slots, heads, columns, width), dtype=dtype)
         room[:, :, : self.prompt_columns] = 0.0  # a NaN would spread: attention gives it weight 0
@@ -68,7 +72,7 @@ class InPlaceLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write `[A, H, Q, D]` behind what is there; return views of all that Q may see."""
+        """Write `[A, H, Q, D]` behind what is there; return all that Q may see, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         seen = self.get_mask_sizes(key_states.shape[2])[0]
@@ -76,6 +80,8 @@ class InPlaceLayer(CacheLayerMixin):
         rows = slice(self.first_row, self.first_row + self.rows)
         self.keys[rows, :, before : self.end] = key_states
         self.values[rows, :, before : self.end] = value_states
+        if before == self.start:
+            return key_states, value_states
         columns = slice(self.end - seen, self.end)
         return self.keys[rows, :, columns], self.values[rows, :, columns]
 
@@ -121,15 +127,22 @@ class InPlaceCache(Cache):
         slots: rows at most.
         prompt_columns: padded prompt length.
         max_columns: the same and the longest response; room is made as it is needed.
+        widened: hold 16-bit keys and values as float32.
 
     Raises:
         TypeError: if the model keeps a state that is no key-value cache.
     """
 
     def __init__(
-        self, config: PretrainedConfig, *, slots: int, prompt_columns: int, max_columns: int
+        self,
+        config: PretrainedConfig,
+        *,
+        slots: int,
+        prompt_columns: int,
+        max_columns: int,
+        widened: bool = False,
     ) -> None:
-        layers = [_in_place(layer) for layer in DynamicCache(config=config).layers]
+        layers = [_in_place(layer, widened=widened) for layer in DynamicCache(config=config).layers]
         super().__init__(layers=layers)
         self.in_place = [layer for layer in layers if isinstance(layer, InPlaceLayer)]
         self.max_columns = max_columns
@@ -156,11 +169,11 @@ class InPlaceCache(Cache):
             layer.copy_rows(source, target)
 
 
-def _in_place(layer: Any) -> Any:
+def _in_place(layer: Any, *, widened: bool) -> Any:
     if type(layer) is DynamicLayer:
-        return InPlaceLayer()
+        return InPlaceLayer(widened=widened)
     if type(layer) is DynamicSlidingWindowLayer:
-        return InPlaceLayer(layer.sliding_window)
+        return InPlaceLayer(layer.sliding_window, widened=widened)
     if type(layer) is DummyLayer:
         return layer
     raise TypeError(

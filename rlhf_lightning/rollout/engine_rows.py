@@ -27,6 +27,7 @@ class RunningRows:
         model: continues them.
         max_new_tokens: longest response.
         prefill_tokens: prompt tokens in one forward at most.
+        widened: hold 16-bit keys and values as float32.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class RunningRows:
         *,
         max_new_tokens: int,
         prefill_tokens: int,
+        widened: bool = False,
     ) -> None:
         self.model = model
         self.width = prompts.input_ids.shape[1]  # P
@@ -50,6 +52,7 @@ class RunningRows:
             slots=len(prompts),
             prompt_columns=self.width,
             max_columns=self.width + max_new_tokens,
+            widened=widened,
         )
 
     def read_prompts(self) -> Tensor:

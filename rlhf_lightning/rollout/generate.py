@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.functional.sequences import response_mask
+from rlhf_lightning.rollout.engine_attention import one_token_attention
 from rlhf_lightning.rollout.engine_rows import RunningRows
 from rlhf_lightning.rollout.engine_weights import linear_weights_prepared, weights_cast_once
 from rlhf_lightning.rollout.noise import RowNoise, sample
@@ -87,12 +88,16 @@ class CachedGenerator:
         """Return one response a prompt; see `Generator`."""
         steps = torch.arange(max_new_tokens, device=prompts.row_ids.device)
         uniform = noise.uniform(prompts.row_ids.unsqueeze(-1), steps)  # [B, R]
-        with linear_weights_prepared(model, rows=len(prompts)):
+        with (
+            linear_weights_prepared(model, rows=len(prompts)),
+            one_token_attention(model) as widened,
+        ):
             running = RunningRows(
                 model,
                 prompts,
                 max_new_tokens=max_new_tokens,
                 prefill_tokens=self.prefill_tokens,
+                widened=widened,
             )
             responses = self._write(running, uniform, temperature)
         return as_generation(prompts.input_ids, responses, self.stop_ids, self.pad_token_id)

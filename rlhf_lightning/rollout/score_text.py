@@ -20,6 +20,7 @@ from rlhf_lightning.models.classifiers import (
     eos_ids,
     load_classifier,
     max_positions,
+    reads_padding_on_left,
 )
 from rlhf_lightning.models.forward import bucket_width, by_micro_batch
 from rlhf_lightning.rollout.score import Answers, Scores
@@ -78,8 +79,7 @@ class TextRewardModelScorer:
             limit = longest_input(self.tokenizer, model, self.hparams.max_length)
             self.encode = self._encoder(model, limit)
             self.pad_id = padding(self.tokenizer, model)
-            # Where a plain call of this model has it.
-            self.pad_left = not model.reads_last_token and self.tokenizer.padding_side == "left"
+            self.pad_left = reads_padding_on_left(model, self.pad_id)
             self.model = model
         return [self.model]
 

@@ -114,6 +114,9 @@ class ClassifierInputs:
         renderer: writes the texts.
         input_format: see `TextRewardModelHparams`.
         max_length: longest input in tokens, special ones included, None for any.
+
+    Raises:
+        ValueError: if `max_length` leaves no token for the answer.
     """
 
     def __init__(self, renderer: Renderer, *, input_format: str, max_length: int | None) -> None:
@@ -124,6 +127,11 @@ class ClassifierInputs:
         self.max_length = max_length
         num_special = self.tokenizer.num_special_tokens_to_add(pair=self.pair)
         self.room = None if max_length is None else max_length - num_special
+        if self.room is not None and self.room < 1:
+            raise ValueError(
+                f"scorer.max_length={max_length} leaves no token for the answer: {num_special} are "
+                "special ones"
+            )
 
     def __call__(self, rows: Sequence[AnswerText]) -> list[Tokens]:
         """Return each row's tokens."""

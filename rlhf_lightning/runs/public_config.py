@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-REMOVED = "<removed>"
+from rlhf_lightning.runs.secrets import REMOVED, is_secret, redacted
+
 _LEFT_OUT = ("ckpt_path", "hydra", "logger", "paths", "resume")
-_SECRET = re.compile(
-    r"(^|_)(api_?key|authorization|cookies?|credentials?|headers?|pass(word|wd)?|secret)$"
-    r"|^((access|auth|bearer|hf|hub|wandb)_?)?token$",
-    re.IGNORECASE,
-)
 _PART = r"[^/\\\s'\",:;{}]+[/\\]"
 _START = r"(?<![\w./:\\~})>\]])"  # not in the middle of a relative path or of an address
 _FOLDERS = re.compile(
@@ -47,7 +43,7 @@ def without_folders(text: str) -> str:
 
 
 def _public(key: str, value: Any, private: dict[str, str]) -> Any:
-    if _SECRET.search(key) and value not in (None, "", {}, []):
+    if value not in ({}, []) and is_secret(key, value):
         return REMOVED
     if isinstance(value, Mapping):
         return {str(k): _public(str(k), v, private) for k, v in value.items()}
@@ -58,7 +54,8 @@ def _public(key: str, value: Any, private: dict[str, str]) -> Any:
     for secret, interpolation in private.items():
         if value == secret or (len(secret) >= 8 and secret in value):
             return interpolation
-    return _without_credentials(value) if "://" in value else without_folders(value)
+    clean = redacted(value)
+    return _without_credentials(clean) if "://" in clean else without_folders(clean)
 
 
 def _without_credentials(address: str) -> str:

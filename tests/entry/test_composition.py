@@ -103,8 +103,8 @@ def test_a_target_that_the_user_lists_is_allowed():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("module.ppo.gamma=1.5", r"PPOHparams.gamma=1.5 is impossible: it must be >= 0 and <= 1"),
-        ("module.ppo.kl_coef=-1", r"PPOHparams.kl_coef=-1 is impossible"),
+        ("module.ppo.gamma=1.5", r"module\.ppo\.gamma=1.5 is impossible: it must be >= 0 and <= 1"),
+        ("module.ppo.kl_coef=-1", r"module\.ppo\.kl_coef=-1 is impossible"),
         ("module.ppo.num_ppo_epochs=2.5", r"num_ppo_epochs=2.5 is float, expected int"),
         ("module.ppo.kl_coef=abc", r"kl_coef='abc' is str, expected float"),
         ("module.sampling.top_k=50", r"top_k=50.*full distribution"),

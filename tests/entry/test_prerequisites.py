@@ -55,7 +55,7 @@ def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypa
 
     commands = []
     monkeypatch.setattr(
-        prerequisites.subprocess, "run", lambda command, check: commands.append(command) or Failed()
+        prerequisites.subprocess, "run", lambda command, **_: commands.append(command) or Failed()
     )
     overrides = ["+experiment=ppo", "module.ppo.kl_coef=0.1", "debug=fast", "paths.outputs=o"]
     with pytest.raises(RuntimeError, match="training the sft model failed with exit status 3"):

@@ -139,7 +139,6 @@ def test_shell_commands_are_matched_before_and_after_training(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ppo_on_word_problems_pays_for_the_right_number_without_a_reward_model(model, tmp_path):
-    # The tiny model writes random bytes, so a marker of one letter is met now and then.
     rows = [
         {"question": f"what is {i}?", "answer": f"it is <<{i}>>{i}\n#### {i}"} for i in range(60)
     ]
@@ -153,6 +152,7 @@ def test_ppo_on_word_problems_pays_for_the_right_number_without_a_reward_model(m
         "data.max_prompt_length=200",
         "module.sampling.max_new_tokens=6",
         "world.reward.wrong=-0.5",
+        "module.ppo.critic_warmup_iterations=0",
         *common,
         *SMALL[:-1],
     )

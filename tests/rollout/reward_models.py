@@ -47,6 +47,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "deberta-v2": _ENCODER
     | {"type_vocab_size": 0, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     "roberta": _ENCODER | {"type_vocab_size": 1, "max_position_embeddings": 66},
+    "xlnet": _STD | {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64},
     "distilbert": _STD | {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
 }
 
@@ -75,7 +76,9 @@ def byte_tokenizer(
     )
 
 
-def word_tokenizer(*, token_types: bool = True) -> PreTrainedTokenizerFast:
+def word_tokenizer(
+    *, token_types: bool = True, padding_side: str = "right"
+) -> PreTrainedTokenizerFast:
     """An encoder's: `[CLS] text [SEP]`, `[CLS] question [SEP] answer [SEP]`."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(48))]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
@@ -93,6 +96,7 @@ def word_tokenizer(*, token_types: bool = True) -> PreTrainedTokenizerFast:
         cls_token="[CLS]",
         sep_token="[SEP]",
         mask_token="[MASK]",
+        padding_side=padding_side,
         model_input_names=names if token_types else [n for n in names if n != "token_type_ids"],
     )
 

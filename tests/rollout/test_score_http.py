@@ -185,45 +185,6 @@ def test_a_batch_that_fails_is_not_hidden_by_one_that_is_still_tried():
     assert time.monotonic() - started < 15
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (lambda body: {"scores": [1.0, 2.0]}, r"returned 2 scores for 3 answers: .* under scores"),
-        (lambda body: {"scores": [1.0] * 4}, r"returned 4 scores for 3 answers"),
-        (lambda body: {"scores": 1.0}, r"returned float for 3 answers"),
-        (lambda body: {"rewards": [1, 2, 3]}, r"without 'scores', there is the keys \['rewards'\]"),
-        (lambda body: [1, 2, 3], r"without 'scores', there is 1: name the place of the scores"),
-        (lambda body: {"scores": [1, float("nan"), 2]}, r"returned nan as the score of answer 1"),
-        (lambda body: {"scores": [float("inf")] * 3}, r"returned inf as the score of answer 0"),
-        (lambda body: {"scores": [1, 2, 10**400]}, r"as the score of answer 2: .* finite"),
-        (lambda body: {"scores": ["1", 2, 3]}, r"returned '1' as the score of answer 0"),
-        (lambda body: {"scores": [True, 2, 3]}, r"returned True as the score of answer 0"),
-        (lambda body: {"scores": [[1], 2, 3]}, r"returned \[1\] as the score of answer 0"),
-        (failing(200, "<html>hello</html>"), r"not JSON: '<html>hello</html>'.*path that scores"),
-        (failing(200, ""), r"not JSON: ''"),
-        (failing(400, "no prompts"), r"HTTP 400: 'no prompts'\. Check scorer\.url"),
-        (failing(404), r"HTTP 404: 'out of order'\. Check scorer\.url"),
-        (failing(401), r"HTTP 401: .* holds its token with scorer\.token_env"),
-        (failing(413), r"HTTP 413: .*Lower scorer\.batch_size"),
-        (failing(302, "", Location="http://127.0.0.1:9/"), r"HTTP 302: .*It redirects"),
-    ],
-)
-def test_an_answer_that_cannot_be_used_is_an_error_at_once(reply, message):
-    with serving(reply) as server:
-        with pytest.raises(ServiceError, match=message) as caught:
-            scorer(server.url)(answers())
-        assert server.url in str(caught.value)
-    assert len(server.requests) == 1
-
-
-def test_the_row_of_a_bad_score_is_that_of_the_whole_call():
-    def behaviour(body):
-        return {"scores": [None if p == "a" else 1.0 for p in body["prompts"]]}
-
-    with serving(behaviour) as server, pytest.raises(ServiceError, match=r"None .* of answer 2"):
-        scorer(server.url, batch_size=2)(answers())
-
-
 def test_the_token_comes_from_the_environment_and_is_never_shown(monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", " s3cret\n")
     with serving(lengths, failing(403, "the token s3cret is old")) as server:
@@ -232,36 +193,6 @@ def test_the_token_comes_from_the_environment_and_is_never_shown(monkeypatch):
         with pytest.raises(ServiceError, match=r"'the token \*\*\* is old'.*variable REWARD_TOKEN"):
             http(answers())
     assert [h["Authorization"] for h in server.headers] == ["Bearer s3cret"] * 2
-
-
-@pytest.mark.parametrize("value", [None, "", "  ", "a\nb", "schlüssel"])
-def test_a_token_that_is_not_there_is_an_error_before_anything_is_asked(monkeypatch, value):
-    if value is None:
-        monkeypatch.delenv("REWARD_TOKEN", raising=False)
-    else:
-        monkeypatch.setenv("REWARD_TOKEN", value)
-    with pytest.raises(ValueError, match=r"token_env=REWARD_TOKEN: .* no token") as caught:
-        scorer("http://127.0.0.1:1/", token_env="REWARD_TOKEN")
-    assert not (value or "").strip() or value not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"url": "ftp://x/y"}, "must be http://HOST"),
-        ({"url": "localhost:8000"}, "must be http://HOST"),
-        ({"url": "http://me:pw@h/"}, "holds credentials for h: leave them out"),
-        ({"request": {}}, "scorer.request is empty"),
-        ({"extra": {"prompts": 1}}, r"both have \['prompts'\]"),
-        ({"batch_size": 0}, "batch_size=0 is impossible: it must be >= 1"),
-        ({"timeout": 0}, "timeout=0 is impossible: it must be > 0"),
-        ({"std": 0.0}, "std=0 is impossible"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        HttpScorer(**({"url": "http://127.0.0.1:1/"} | settings))
-    assert "pw" not in str(caught.value)
 
 
 def test_a_column_that_the_prompts_do_not_have_is_an_error():

@@ -7,7 +7,12 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertForSequenceClassification,
+)
 
 from rlhf_lightning.rollout.score import FunctionScorer, WeightedScorer
 from rlhf_lightning.rollout.score_text import TextRewardModelScorer
@@ -94,11 +99,34 @@ def test_an_encoder_scores_a_text_as_a_plain_padded_call_does(
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("model_type", ["bert", "deberta-v2"])
-def test_a_pair_classifier_gets_question_and_answer_as_a_pair(model_type, side, tmp_path):
-    tokenizer = word_tokenizer()
-    tokenizer.padding_side = side
+@pytest.mark.parametrize("model_type", ["bert", "xlnet"])
+def test_padding_stands_where_it_does_not_change_the_score(model_type, side, tmp_path):
+    tokenizer = word_tokenizer(padding_side=side)
     folder = save_reward_model(tmp_path, model_type, tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(folder).padding_side == side
+    scorer = built(folder)
+    assert scorer.pad_left == (model_type == "xlnet"), "whatever its tokenizer says"
+    got = scorer(text_answers(WORDS, ANSWERS)).total
+    texts = [p + c for p, c in zip(WORDS, ANSWERS, strict=True)]
+    close(got, torch.cat([plain_logits(folder, ids_of(folder, text)) for text in texts]))
+    wrong = plain_call(folder, texts, padding_side="right" if model_type == "xlnet" else "left")
+    assert (got - wrong[:, 0]).abs().max() > 1e-2, "the side must matter"
+
+
+def test_a_model_whose_score_depends_on_padding_is_refused(tmp_path, monkeypatch):
+    forward = BertForSequenceClassification.forward
+
+    def without_mask(self, input_ids, attention_mask=None, **options):
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(BertForSequenceClassification, "forward", without_mask)
+    with pytest.raises(ValueError, match=r"scores a text differently when it is padded: .* alone"):
+        built(save_reward_model(tmp_path, "bert"))
+
+
+@pytest.mark.parametrize("model_type", ["bert", "deberta-v2"])
+def test_a_pair_classifier_gets_question_and_answer_as_a_pair(model_type, tmp_path):
+    folder = save_reward_model(tmp_path, model_type)
     got = scored(folder, text_answers(WORDS, ANSWERS), input_format="pair").total
     close(got, plain_call(folder, WORDS, ANSWERS)[:, 0])
     as_one = scored(folder, text_answers(WORDS, ANSWERS)).total
@@ -209,6 +237,7 @@ def test_a_model_whose_weights_are_no_safetensors_is_refused(tmp_path):
         ("gpt2", {"input_format": "completion"}, "use scorer.input_format=text"),
         ("gpt2", {"max_length": 257}, "max_length=257 is more than the 256 positions of GPT2"),
         ("roberta", {"max_length": 66}, "more than the 65 positions of Roberta"),
+        ("bert", {"max_length": 3, "input_format": "pair"}, "leaves no token .*: 3 are special"),
         ("gpt2", {"chat_template": "no/such.jinja"}, "neither a file nor 'plain'"),
     ],
 )

@@ -14,7 +14,7 @@ from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.rollout.score import FunctionScorer
 from rlhf_lightning.rollout.score_rendering import AnswerText, Renderer, answer_texts
-from rlhf_lightning.rollout.score_tokens import ClassifierInputs, LastTokenInputs
+from rlhf_lightning.rollout.score_tokens import LastTokenInputs
 from tests.rollout.reward_models import (
     CHATML,
     built,
@@ -24,7 +24,6 @@ from tests.rollout.reward_models import (
     save_reward_model,
     scored,
     text_answers,
-    word_tokenizer,
 )
 
 EOS = "<|im_end|>"
@@ -201,53 +200,6 @@ def test_an_empty_text_is_read_as_its_end():
     tokenizer = byte_tokenizer(adds_eos=True)
     assert read(plain("", ""), tokenizer) == (f"<s>{EOS}", False)
     assert read(plain("", "", finished=False), tokenizer) == ("<s>", False)
-
-
-def classify(row, *, max_length=None, input_format="text", chat_template=None):
-    tokenizer = word_tokenizer()
-    renderer = Renderer(tokenizer, chat_template)
-    encode = ClassifierInputs(renderer, input_format=input_format, max_length=max_length)
-    (tokens,) = encode([row])
-    return tokenizer.decode(tokens.ids), tokens.type_ids, tokens.over_long
-
-
-@pytest.mark.parametrize(
-    ("max_length", "text", "over_long"),
-    [
-        (7, "[CLS] w1 w2 w3 w4 w5 [SEP]", False),
-        (6, "[CLS] w2 w3 w4 w5 [SEP]", False),
-        (4, "[CLS] w4 w5 [SEP]", False),
-        (3, "[CLS] w4 [SEP]", True),
-    ],
-)
-def test_a_classifiers_text_is_cut_from_the_left_of_the_prompt(max_length, text, over_long):
-    got, types, cut = classify(plain("w1 w2 w3 ", "w4 w5"), max_length=max_length)
-    assert (got, cut) == (text, over_long)
-    assert types == [0] * len(text.split())
-
-
-@pytest.mark.parametrize(
-    ("max_length", "text", "second", "over_long"),
-    [
-        (8, "[CLS] w1 w2 w3 [SEP] w4 w5 [SEP]", 3, False),
-        (7, "[CLS] w2 w3 [SEP] w4 w5 [SEP]", 3, False),
-        (5, "[CLS] [SEP] w4 w5 [SEP]", 3, False),
-        (4, "[CLS] [SEP] w4 [SEP]", 2, True),
-    ],
-)
-def test_of_a_pair_the_question_is_cut_from_the_left(max_length, text, second, over_long):
-    row = plain("w1 w2 w3", "w4 w5")
-    got, types, cut = classify(row, max_length=max_length, input_format="pair")
-    assert (got, cut) == (text, over_long)
-    assert types == [0] * (len(text.split()) - second) + [1] * second
-
-
-def test_a_pair_of_a_conversation_has_its_turns_as_the_question():
-    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-    row = AnswerText("", [*messages, {"role": "user", "content": "w3"}], "w4", True)
-    got, types, _ = classify(row, input_format="pair", chat_template="plain")
-    assert got == "[CLS] w1 w2 w3 [SEP] w4 [SEP]"
-    assert sum(types) == 2
 
 
 def test_the_conversation_travels_with_the_prompt_as_json():

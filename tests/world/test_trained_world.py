@@ -98,7 +98,7 @@ def test_another_sample_of_the_same_policy_wins_half_so_the_measure_is_fair(sft_
 def test_always_saying_i_do_not_know_loses_to_the_sft_policy(sft_answers):
     prompts, draws = sft_answers
     evasive = gold_scores(prompts, [I_DO_NOT_KNOW] * len(prompts), [True] * len(prompts))
-    assert compare(evasive, draws[0], "rate")["rate"] < 0.3
+    assert compare(evasive, draws[0], "rate")["rate"] < 0.35
 
 
 @pytest.mark.slow

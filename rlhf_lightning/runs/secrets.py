@@ -1,0 +1,142 @@
+"""Secrets stay out of what a run writes: its saved configuration, its logs, its summary, W&B.
+
+A secret is told by its key (`api_key`, `password`, `hf_token`) or by its form (`hf_...`, `sk-...`).
+What was found once is removed from every later text, wherever it turns up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.runs.atomic import write_text
+
+REMOVED = "<removed>"
+SHORTEST = 6  # a shorter text occurs by chance
+
+_KEY = re.compile(
+    r"(^|[_-])(api_?key|authorization|cookies?|credentials?|headers?|pass(word|wd|phrase)?"
+    r"|secrets?|(access|private|secret|signing|encryption)_?key)$"
+    r"|(^|[_-])(access|auth|bearer|hf|hub|wandb|github|session|refresh)_?token$|^token$",
+    re.IGNORECASE,
+)
+# Such keys name a column or a place as often as a secret: the value decides.
+_PERHAPS_KEY = re.compile(r"(^|[_-])(key|token)$", re.IGNORECASE)
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9_\-.+/=]{16,}")
+_VERSION_KEY = re.compile(r"revision|commit|sha|hash|fingerprint|version", re.IGNORECASE)
+_HEX_40 = re.compile(r"[0-9a-f]{40}")  # the form of a W&B key, and of a commit
+_FORM = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}"
+    r"|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bxox[abeprs]-[\w-]{10,}|\bAKIA[0-9A-Z]{16}\b"
+    r"|\bnvapi-[\w-]{20,}|(?<=[Bb]earer )[\w\-.+/=]{8,}"
+)
+_ASSIGNED = re.compile(r"([\w.\-@/+]+)\s*[=:]\s*['\"]?([^\s'\",}\]]+)")
+_INTERPOLATION = re.compile(r"\$\{.*\}")
+_known: set[str] = set()
+
+
+def is_secret(key: str, value: Any) -> bool:
+    """Return whether the value of a configuration's key is to be kept secret.
+
+    Args:
+        key: the last part of its name.
+        value: what stands there; an interpolation is no secret, what it leads to may be one.
+    """
+    if value is None or value == "" or isinstance(value, bool | int | float):
+        return False
+    if isinstance(value, str) and (_INTERPOLATION.fullmatch(value) or value == "???"):
+        return False
+    if _KEY.search(key):
+        return True
+    if not isinstance(value, str):
+        return False
+    if _PERHAPS_KEY.search(key) and _RANDOM.fullmatch(value):
+        return True
+    return bool(_HEX_40.fullmatch(value)) and not _VERSION_KEY.search(key)
+
+
+def learn_secrets(*containers: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """Remember the secrets of configurations and of the environment, for `redacted`.
+
+    Args:
+        containers: plain dicts and lists.
+        environment: variables; of those whose names say so the values.
+    """
+    found = [str(value) for container in containers for value in _secret_values("", container)]
+    found += [value for name, value in environment.items() if _KEY.search(name)]
+    _known.update(text for text in found if len(text) >= SHORTEST)
+
+
+def redacted(text: str) -> str:
+    """Return `text` with every known secret, and everything of a secret's form, removed."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, REMOVED)
+    text = _FORM.sub(REMOVED, text)
+    for key, value in _ASSIGNED.findall(text):
+        if value != REMOVED and is_secret(key.rpartition(".")[2], value):
+            text = text.replace(value, REMOVED)
+    return text
+
+
+def without_secrets(key: str, value: Any) -> Any:
+    """Return a configuration's value with its secrets removed, at every depth."""
+    if is_secret(key, value):
+        return REMOVED
+    if isinstance(value, Mapping):
+        return {k: without_secrets(str(k), item) for k, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets("", item) for item in value]
+    return redacted(value) if isinstance(value, str) else value
+
+
+def redact_files(*files: Path) -> None:
+    """Remove the secrets from files that somebody else has written."""
+    for file in files:
+        if file.is_file():
+            text = file.read_text(encoding="utf-8", errors="surrogateescape")
+            if (clean := redacted(text)) != text:
+                write_text(file, clean)
+
+
+class RedactingFilter(logging.Filter):
+    """Removes secrets from log records, before they reach a handler's file or console."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let the record pass, without secrets."""
+        message = record.getMessage()
+        if (clean := redacted(message)) != message:
+            record.msg, record.args = clean, ()
+        return True
+
+
+def redact_logs() -> None:
+    """Put a `RedactingFilter` on the handlers of the root logger."""
+    for handler in logging.getLogger().handlers:
+        if not any(isinstance(each, RedactingFilter) for each in handler.filters):
+            handler.addFilter(RedactingFilter())
+
+
+def _secret_values(key: str, value: Any) -> Iterator[Any]:
+    if is_secret(key, value):
+        yield from _leaves(value)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _secret_values(str(name), item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _secret_values("", item)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, str):
+        yield value

@@ -1,0 +1,211 @@
+"""A configuration builds what it may build, and nothing that can merely be reached from there."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf, open_dict
+
+from rlhf_lightning.composition import (
+    ConfigError,
+    check_built,
+    check_config,
+    choices,
+    conf_dir,
+    register,
+)
+from rlhf_lightning.targets import TargetError, check_targets, resolve
+
+NASTY = [
+    "os.system",
+    "subprocess.run",
+    "builtins.eval",
+    "builtins.exec",
+    "pickle.loads",
+    "importlib.import_module",
+    "shutil.rmtree",
+    "torch.load",
+    "torch.hub.load",
+    "hydra.utils.call",
+    "hydra.utils.instantiate",
+    "hydra.utils.get_static_method",
+    # What a module of ours imported.
+    "rlhf_lightning.train.os.system",
+    "rlhf_lightning.data.sources.logging.os.system",
+    "rlhf_lightning.rollout.score.importlib.import_module",
+    "rlhf_lightning.models.factory.torch.load",
+    "rlhf_lightning.models.factory.AutoModelForCausalLM.from_pretrained",
+    "rlhf_lightning.data.sources.Path",
+    "rlhf_lightning.callbacks.faults.save_file",
+    # What writes files, starts processes or talks to others.
+    "rlhf_lightning.runs.atomic.write_text",
+    "rlhf_lightning.runs.atomic.replace_folder",
+    "rlhf_lightning.runs.hub.push_folder",
+    "rlhf_lightning.train.main",
+    "rlhf_lightning.prerequisites._train",
+    "rlhf_lightning.export.run",
+    # Names that are none, or that walk into the interpreter.
+    "rlhf_lightning.data.sources.FileSource.__init__",
+    "rlhf_lightning.data.sources.FileSource.__init__.__globals__",
+    "rlhf_lightning.data.sources.logger",
+    "rlhf_lightning.data.sources._rows",
+    "rlhf_lightning.data.sources",
+    "rlhf_lightning.hparams._Checked",
+    "rlhf_lightning..data.sources.FileSource",
+    "rlhf_lightning/data",
+    "${oc.env:HOME}",
+    "",
+    # Functions of libraries, and classes that are more than a part of a model.
+    "torch.nn.init.torch.load",
+    "torch.optim.swa_utils.update_bn",
+    "transformers.pipeline",
+    "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+    "transformers.AutoModelForCausalLM.from_pretrained",
+    "transformers.utils.import_utils.os.system",
+    "lightning.LightningModule.load_from_checkpoint",
+    "lightning.pytorch.cli.LightningCLI",
+    "lightning.fabric.utilities.cloud_io._load",
+    "peft.PeftModel.from_pretrained",
+    "torchmetrics.utilities.data.torch.load",
+]
+FORMS = {
+    "target": lambda name: {"_target_": name},
+    "partial": lambda name: {"_target_": name, "_partial_": True},
+    "args": lambda name: {"_target_": name, "_args_": ["id"]},
+    "looked up": lambda name: {"_target_": "hydra.utils.get_method", "path": name},
+    "class looked up": lambda name: {"_target_": "hydra.utils.get_class", "path": name},
+    "object looked up": lambda name: {"_target_": "hydra.utils.get_object", "path": name},
+    "nested": lambda name: {
+        "_target_": "torch.nn.Sequential",
+        "_args_": [{"_target_": "torch.nn.Identity"}, [{"deep": {"_target_": name}}]],
+    },
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_a_target_that_is_none_is_refused_with_its_place(name):
+    with pytest.raises(TargetError) as caught:
+        check_targets({"callbacks": {"extra": {"mine": {"_target_": name}}}})
+    assert str(caught.value).startswith(f"callbacks.extra.mine._target_={name}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "name", ["os.system", "rlhf_lightning.data.sources.logging.os.system", "torch.load"]
+)
+def test_every_way_of_naming_a_target_is_seen(name, form):
+    with pytest.raises(TargetError, match="is not allowed"):
+        check_targets({"a": [{"b": FORMS[form](name)}]})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rlhf_lightning.data.sources.FileSource",
+        "rlhf_lightning.data.demo.gold.gold_scores",
+        "rlhf_lightning.models.factory.load_policy",
+        "torch.optim.AdamW",
+        "torch.optim.lr_scheduler.StepLR",
+        "torch.nn.Linear",
+        "lightning.pytorch.callbacks.DeviceStatsMonitor",
+        "lightning.pytorch.callbacks.early_stopping.EarlyStopping",
+        "lightning.pytorch.loggers.CSVLogger",
+        "transformers.LlamaConfig",
+        "transformers.PreTrainedTokenizerFast",
+        "peft.LoraConfig",
+        "torchmetrics.MeanMetric",
+    ],
+)
+def test_what_is_defined_in_an_allowed_package_is_found(name):
+    found = resolve(name, "here")
+    assert inspect.isclass(found) or inspect.isfunction(found)
+
+
+@pytest.fixture
+def composed():
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        yield lambda *overrides: compose("train", overrides=list(overrides))
+
+
+def test_what_an_interpolation_makes_is_checked_as_well(composed, tmp_path):
+    """`oc.create` makes a node out of text, in which no key `_target_` can be seen."""
+    marker = tmp_path / "executed"
+    made = f"{{_target_:os.system,command:'touch {marker}'}}"
+    cfg = composed("+experiment=ppo")
+    with open_dict(cfg):
+        cfg.callbacks.extra = {"mine": f'${{oc.create:"{made}"}}'}
+    check_config(cfg)  # it sees text
+    with pytest.raises(ConfigError, match=r"callbacks\.extra\.mine\._target_=os\.system is not"):
+        check_built(cfg)
+    assert not marker.exists()
+    instantiate(cfg.callbacks.extra)  # this is what would have happened
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_experiment_builds_by_names_and_arguments_that_exist(composed, experiment):
+    check_built(composed(f"+experiment={experiment}"))
+
+
+@pytest.mark.parametrize("scorer", choices("scorer"))
+def test_every_scorer_is_allowed(composed, scorer):
+    values = {"function": "f.py:g", "http": "http://x/y", "text_reward_model": "org/name"}
+    keys = {"function": "function", "http": "url", "text_reward_model": "source"}
+    more = [f"scorer.{keys[scorer]}={values[scorer]}"] if scorer in keys else []
+    check_built(composed("+experiment=ppo", f"scorer={scorer}", *more))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+data.bath_size=4"], "unknown key data.bath_size; did you mean batch_size"),
+        (["+world.source.nun_texts=3"], "unknown key world.source.nun_texts; did you mean num_"),
+        (["optimizer.lr_=1"], ""),
+        (["+optimizer.momentun=0.9"], "unknown key optimizer.momentun"),
+        (["data.max_prompt_length=long"], "data.max_prompt_length='long' is str, expected int"),
+        (["data.over_long=cut"], "data.over_long='cut' is str, expected one of 'drop', 'trunc"),
+        (["data.seed=1.5"], "data.seed=1.5 is float, expected int"),
+        (["module.models.lora=5"], "module.models.lora=5 is int, expected LoraHparams or null"),
+        (["callbacks.checkpoint.keep_last=two"], "callbacks.checkpoint.keep_last='two' is str"),
+        (["+callbacks.samples.every=3"], "unknown key callbacks.samples.every (SampleLog takes"),
+        (["scorer=http"], "scorer.url is not set: add scorer.url=..."),
+        (
+            ["world.source._target_=rlhf_lightning.data.sorces.FileSource"],
+            "No module named 'rlhf_lightning.data.sorces'; did you mean sources",
+        ),
+        (
+            ["world.source._target_=rlhf_lightning.data.sources.FileSauce"],
+            "no FileSauce there; did you mean FileSource",
+        ),
+    ],
+)
+def test_arguments_are_held_against_the_signature(composed, overrides, message):
+    if not message:  # the structure of the configuration catches it before
+        with pytest.raises(Exception, match="Could not override"):
+            composed("+experiment=ppo", *overrides)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_built(composed("+experiment=ppo", *overrides))
+    assert message in str(caught.value)
+
+
+def test_a_trusted_prefix_does_not_open_what_its_modules_import(tmp_path, monkeypatch):
+    (tmp_path / "mine_d3.py").write_text("import os\nclass Callback:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve("mine_d3.Callback", "x", ("mine_d3.",)).__name__ == "Callback"
+    with pytest.raises(TargetError, match="not allowed"):
+        resolve("mine_d3.os.system", "x", ("mine_d3.",))
+    with pytest.raises(TargetError, match="not allowed"):
+        check_targets({"a": {"_target_": "mine_d3.Callback"}})
+
+
+def test_a_saved_configuration_is_loaded_as_data(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text("a: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(Exception, match="could not determine a constructor"):
+        OmegaConf.load(file)

@@ -1,0 +1,123 @@
+"""Prepared weights compute what the model's own layers compute, and leave no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_lightning.rollout.engine_weights import linear_weights_prepared
+from tests.rollout.plain_generation import ROWS, generated, tiny, without_cache
+from tests.tiny import HIDDEN, MODEL_TYPES, VOCABULARY, prompt_batch, prompt_rows
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_prepared_weights_give_the_layers_own_products_in_both_precisions(model_type):
+    model = tiny(model_type)
+    ids = torch.tensor(prompt_rows([9] * 6))
+    for context, tolerance in ((torch.autocast("cpu", torch.bfloat16), 2e-2), (None, 1e-5)):
+        with torch.no_grad(), context or torch.autocast("cpu", enabled=False):
+            expected = model(input_ids=ids).logits.float()
+            with linear_weights_prepared(model, rows=6):
+                got = model(input_ids=ids).logits.float()
+        assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+class _Casts(TorchDispatchMode):
+    """Count casts of tensors with `numel` elements."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].numel() == self.numel:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_is_cast_once_a_generation_frozen_or_not(frozen):
+    # Autocast never keeps the cast of a frozen weight: the base of LoRA would be cast every token.
+    model = tiny(intermediate_size=61).requires_grad_(not frozen)
+    casts = _Casts(61 * HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16), casts:
+        generated(model, prompt_batch(ROWS))
+    assert casts.count <= 3 * 2, "gate, up and down of two layers"
+
+
+def test_layers_and_weights_are_as_before_even_after_an_error():
+    model = tiny("gpt2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wrong = torch.tensor([[VOCABULARY]])
+    with pytest.raises(IndexError), linear_weights_prepared(model, rows=1):
+        model(input_ids=wrong)
+    generated(model, prompt_batch(ROWS))
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_an_update_between_two_generations_is_seen():
+    model, other, prompts = tiny(), tiny(seed=5), prompt_batch(ROWS)
+    assert generated(model, prompts) != generated(other, prompts)
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            ours.copy_(theirs)
+    assert generated(model, prompts) == generated(other, prompts)
+
+
+def adapted(model_type: str = "llama", **changes):
+    """Return a tiny model with two adapters that are not zero, of which `second` is on."""
+    model = tiny(model_type)
+    for seed, name in enumerate(("first", "second")):
+        torch.manual_seed(seed)
+        config = LoraConfig(
+            r=2, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, **changes
+        )
+        inject_adapter_in_model(config, model, adapter_name=name)
+    for layer in adapter_layers(model):
+        layer.set_adapter("second")
+    return model.eval()
+
+
+def adapter_layers(model):
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_the_active_adapter_is_part_of_the_policy_and_the_others_are_not(model_type):
+    plain = generated(tiny(model_type), prompt_batch(ROWS))
+    model = adapted(model_type)
+    with linear_weights_prepared(model, rows=4):
+        assert all("forward" in vars(layer) for layer in adapter_layers(model)), "the premise"
+    second = generated(model, prompt_batch(ROWS))
+    assert second == without_cache(model, ROWS)
+    for layer in adapter_layers(model):
+        layer.set_adapter("first")
+    assert plain != generated(model, prompt_batch(ROWS)) != second
+    for layer in adapter_layers(model):
+        layer.enable_adapters(False)
+    assert generated(model, prompt_batch(ROWS)) == plain
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}])
+def test_other_kinds_of_adapters_compute_what_they_compute(changes):
+    model = adapted(**changes)
+    assert generated(model, prompt_batch(ROWS)) == without_cache(model, ROWS)
+
+
+def test_a_young_adapter_does_not_vanish_in_the_rounding_of_its_base():
+    # Its largest product is below half a step of bf16 at 1.
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+    torch.nn.init.ones_(layer[0].weight)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"], init_lora_weights=False), layer)
+    layer.requires_grad_(False).eval()
+    for half in (layer[0].lora_A["default"], layer[0].lora_B["default"]):
+        half.weight.fill_(0.02)
+    with torch.autocast("cpu", torch.bfloat16), linear_weights_prepared(layer, rows=1):
+        x = torch.tensor([[1.0, -1.0] * 4]) + torch.tensor([[1.0] + [0.0] * 7])
+        assert (layer(x).float() - 1.0).abs().max() < 0.02
+        assert (layer(x * 100).float() / 100 - 1.0 - 0.02 * 0.02 * 2 * 4).abs().max() < 0.01

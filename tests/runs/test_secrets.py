@@ -1,0 +1,122 @@
+"""Secrets are told by their key or their form, and removed wherever they turn up."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rlhf_lightning.runs import secrets
+from rlhf_lightning.runs.secrets import (
+    REMOVED,
+    RedactingFilter,
+    is_secret,
+    learn_secrets,
+    redact_files,
+    redacted,
+    without_secrets,
+)
+
+# Put together here, so that nothing that looks like one stands in the repository.
+HF = "hf_" + "aB3" * 11
+OPENAI = "sk-" + "proj-" + "x9Y" * 8
+WANDB = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_known", set())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("password", "x"),
+        ("db_password", "hunter"),
+        ("api_key", "abc"),
+        ("OPENAI_API_KEY", "abc"),
+        ("hf_token", "abc"),
+        ("access_token", "abc"),
+        ("token", "abc"),
+        ("client_secret", "abc"),
+        ("Authorization", "Basic abc"),
+        ("headers", {"X": "abc"}),
+        ("private_key", "abc"),
+        ("my_key", "a1b2c3d4e5f6g7h8"),
+        ("wandb", WANDB),
+    ],
+)
+def test_a_secret_is_told_by_its_key(key, value):
+    assert is_secret(key, value)
+    assert without_secrets("", {"scorer": [{key: value}]}) == {"scorer": [{key: REMOVED}]}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_new_tokens", 40),
+        ("tokenizer", "org/name"),
+        ("num_tokens", "12"),
+        ("eos_token", "<eos>"),
+        ("pad_token", "<pad>"),
+        ("token_env", "REWARD_TOKEN"),
+        ("sort_key", "score"),
+        ("answer_key", "final_answer"),
+        ("revision", WANDB),
+        ("commit", WANDB),
+        ("fingerprint", WANDB),
+        ("api_key", "${oc.env:OPENAI_API_KEY}"),
+        ("password", None),
+        ("secret", ""),
+        ("url", "???"),
+        ("seed", 1),
+        ("keep_last", 2),
+        ("monkey", "bananas"),
+    ],
+)
+def test_what_only_sounds_like_one_stays(key, value):
+    assert not is_secret(key, value)
+    assert without_secrets("", {key: value}) == {key: value}
+
+
+@pytest.mark.parametrize("secret", [HF, OPENAI, "ghp_" + "a1" * 18, "AKIA" + "ABCD1234" * 2])
+def test_a_secret_is_told_by_its_form_inside_any_text(secret):
+    assert redacted(f"401 for {secret}, sorry") == f"401 for {REMOVED}, sorry"
+    assert without_secrets("", {"note": f"use {secret}"}) == {"note": f"use {REMOVED}"}
+
+
+def test_an_assignment_in_a_text_is_seen():
+    assert redacted("overrides: +scorer.api_key=s3cr3t-value seed=1") == (
+        f"overrides: +scorer.api_key={REMOVED} seed=1"
+    )
+    assert (
+        redacted("max_new_tokens=40 tokenizer=org/name") == "max_new_tokens=40 tokenizer=org/name"
+    )
+    assert redacted(f"model.revision={WANDB}") == f"model.revision={WANDB}"
+
+
+def test_what_was_learnt_is_removed_everywhere():
+    learn_secrets(
+        {"scorer": {"headers": {"X-Auth": "open sesame"}}},
+        environment={"MY_PASSWORD": "tomato-soup", "HOME": "/root", "SHORT_TOKEN": "abc"},
+    )
+    assert redacted("open sesame and tomato-soup in /root, abc") == (
+        f"{REMOVED} and {REMOVED} in /root, abc"
+    )
+
+
+def test_files_of_others_are_cleaned_in_place(tmp_path):
+    file, other = tmp_path / "config.yaml", tmp_path / "plain.yaml"
+    file.write_text(f"scorer:\n  token: {HF}\n  password: 'tomato soup'\nseed: 1\n")
+    other.write_text("seed: 1\n")
+    stamp = other.stat().st_mtime_ns
+    learn_secrets({"scorer": {"token": HF, "password": "tomato soup"}}, environment={})
+    redact_files(file, other, tmp_path / "missing.yaml")
+    assert file.read_text() == (f"scorer:\n  token: {REMOVED}\n  password: '{REMOVED}'\nseed: 1\n")
+    assert other.stat().st_mtime_ns == stamp
+
+
+def test_log_records_lose_their_secrets(caplog):
+    caplog.handler.addFilter(RedactingFilter())
+    logging.getLogger("d3").warning("the hub said no to %s after %d tries", HF, 3)
+    assert caplog.messages == [f"the hub said no to {REMOVED} after 3 tries"]
