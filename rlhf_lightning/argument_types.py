@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-_SEQUENCES = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable)
-_SEQUENCES += (collections.abc.Collection,)
+_SEQUENCES: tuple[type, ...] = (
+    *(list, tuple, set, frozenset),
+    *(collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection),
+)
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _PLAIN = (int, float, str, bool, type(None))
 

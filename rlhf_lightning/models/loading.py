@@ -67,6 +67,12 @@ def naming_source(source: str | Path) -> Iterator[None]:
         if no_memory or unknown:
             raise
         reason = " ".join(str(error).split())
+        if "custom code" in reason:
+            raise ValueError(
+                f"cannot load {source}: it comes with Python code of its own, which is not run. "
+                "Read it, then set model.trust_remote_code=true, and model.revision=COMMIT for a "
+                "hub name"
+            ) from error
         if len(reason) > LONGEST_REASON:
             reason = reason[:LONGEST_REASON] + "..."
         raise ValueError(

@@ -80,7 +80,8 @@ def _replace(module: nn.Module, forward: Forward | None, changed: dict[nn.Module
 def _halves(module: LoraLinear, *, active: bool = False) -> list[nn.Linear]:
     """Return the two small layers of each adapter, or of those that are on."""
     names = [name for name in module.lora_A if not active or name in module.active_adapters]
-    return [half[name] for name in names for half in (module.lora_A, module.lora_B)]
+    pairs = ((module.lora_A[name], module.lora_B[name]) for name in names)
+    return [cast("nn.Linear", half) for pair in pairs for half in pair]
 
 
 def _is_plain_adapter(module: LoraLinear) -> bool:

@@ -34,7 +34,7 @@ _FORM = re.compile(
     r"|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bxox[abeprs]-[\w-]{10,}|\bAKIA[0-9A-Z]{16}\b"
     r"|\bnvapi-[\w-]{20,}|(?<=[Bb]earer )[\w\-.+/=]{8,}"
 )
-_ASSIGNED = re.compile(r"([\w.\-@/+]+)\s*[=:]\s*['\"]?([^\s'\",}\]]+)")
+_ASSIGNED = re.compile(r"(?<![\w.])([\w.\-@/]+)(?=\s*[=:]\s*['\"]?([^\s'\",}\]]+))")
 _INTERPOLATION = re.compile(r"\$\{.*\}")
 _known: set[str] = set()
 

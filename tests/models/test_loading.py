@@ -52,7 +52,7 @@ def test_code_beside_the_weights_does_not_run_unless_it_is_asked_for(
     with_code, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    with pytest.raises(ValueError, match=r"cannot load .*model: .*trust_remote_code"):
+    with pytest.raises(ValueError, match=r"cannot load .*code of its own.*trust_remote_code"):
         load_policy(with_code)
     assert not (tmp_path / "executed").exists()
     policy = load_policy(with_code, trust_remote_code=True)

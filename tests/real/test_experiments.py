@@ -59,7 +59,7 @@ def test_a_reward_model_of_arguments(tmp_path):
 def test_sft_on_shell_commands(tmp_path):
     small = ("data.max_validation_rows=4", "evaluation.max_new_tokens=8")
     metrics = run(tmp_path, "shell_commands", f"artifacts.base={FOLDER}", *small)
-    assert metrics["val/baseline_eos_fraction"] == 0.0  # the chat model begins to explain itself
+    assert metrics["val/baseline_eos_fraction"] <= 0.5  # the chat model explains itself at length
     assert metrics["val/first_word_match"] >= metrics["val/exact_match"]
     assert 2.0 < metrics["val/loss"] < 6.0
 
