@@ -25,6 +25,7 @@ from rlhf_lightning.runs.summary import Status, Summary, write_summary
 logger = logging.getLogger(__name__)
 
 PACKAGE = "rlhf_lightning"
+GIB = 2**30
 INTERRUPTED = "interrupted from the keyboard or by a signal"
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -96,7 +97,27 @@ def describe_out_of_memory(error: BaseException, cfg: DictConfig, overrides: lis
     command = " ".join(["python -m rlhf_lightning.plan", *overrides])
     return (
         f"out of memory ({what[:200]}). Change one of: {', '.join(f for f in fixes if f)}. "
-        f"What each of them saves says  {command}"
+        f"{_planned(cfg)}What each of them saves says  {command}"
+    )
+
+
+def _planned(cfg: DictConfig) -> str:
+    """Return what the plan of the run says, in one or two sentences."""
+    settings = {"device_memory": None, "device": "auto", "reward_model": None}
+    try:
+        from rlhf_lightning.memory.report import make_report
+        from rlhf_lightning.plan_request import device_bytes, read_run
+
+        request = read_run(cfg, settings)
+        report = make_report(request.run, device_bytes(request.run, settings), request.notes)
+    except Exception as problem:  # for want of memory, too: it must not hide what has happened
+        logger.warning("the plan of this run could not be made: %s", problem)
+        return ""
+    room = f" of {report.device_memory / GIB:.2f} GiB" if report.device_memory else ""
+    less = [f"{' '.join(c.settings)} {c.total / GIB:.2f} GiB" for c in report.choices]
+    return (
+        f"By its plan the run takes {report.total / GIB:.2f} GiB{room} at its peak "
+        f"({report.peak_phase})" + (f"; with {', '.join(less)}. " if less else ". ")
     )
 
 

@@ -87,7 +87,7 @@ def _attend(
     if (
         queries > 1
         or dropout
-        or key.dtype != torch.float32
+        or {key.dtype, value.dtype} != {torch.float32}
         or (attention_mask is not None and attention_mask.shape[1] != 1)
         or any(value is not None for name, value in options.items() if name not in HARMLESS)
     ):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from rlhf_lightning.rollout import engine_cuda_graphs
 from rlhf_lightning.rollout.engine_cuda_graphs import CudaGraphsGenerator
@@ -35,6 +36,17 @@ def test_captured_graphs_give_the_tokens_of_the_cached_generator(model_type, mon
         body = result.sequences[:, prompts.input_ids.shape[1] :]
         for row, (ids, mask) in enumerate(zip(body, result.response_mask, strict=True)):
             assert ids[mask].tolist() == expected[row]
+
+
+def test_weights_that_diverged_are_an_error_though_no_step_waits_for_them():
+    model = tiny()
+    torch.nn.init.constant_(model.lm_head.weight[3], float("nan"))
+
+    def engine(stop_ids, pad_token_id):
+        return CudaGraphsGenerator([], pad_token_id, check_every=100, capture=False)
+
+    with pytest.raises(ValueError, match="logits are not finite"):
+        generated(model, prompt_batch(ROWS), engine=engine)
 
 
 def test_cuda_graphs_refuse_what_they_cannot_hold_and_name_what_can():

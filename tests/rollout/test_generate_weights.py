@@ -110,9 +110,9 @@ def test_other_kinds_of_adapters_compute_what_they_compute(changes):
 
 
 def test_a_young_adapter_does_not_vanish_in_the_rounding_of_its_base():
-    # Its product has entries of +-0.0032: less than half a step of bf16 at the base's 1.0.
+    # Its product has entries of +-0.0032: less than half a step of bf16 at the base's 1.5.
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
-    torch.nn.init.ones_(layer[0].weight)
+    torch.nn.init.constant_(layer[0].weight, 1.5)
     inject_adapter_in_model(LoraConfig(r=2, lora_alpha=8, target_modules=["0"]), layer)
     layer.requires_grad_(False).eval()
     x = torch.tensor([[1.0, -1.0] * 4])

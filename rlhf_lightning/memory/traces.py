@@ -1,0 +1,276 @@
+"""Peaks of the passes of one model: training, a forward without a graph, a step of generation.
+
+Every pass runs the real code on fake tensors, with two and with three layers. Layers are alike, so
+what is alive at a given moment (while the head works, in the backward of the last layer, ...)
+grows by the same amount with each layer; from two counts follows that of any number. The peak of
+the pass is the largest of these moments.
+
+Legend: b rows of a micro-batch, W their padded width, N positions that are asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_lightning.memory.skeletons import Style, fake_mode_of
+from rlhf_lightning.memory.tracker import CACHE, GRADIENTS, HEAD, Bytes, Tracker
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.rollout.engine_cache import InPlaceCache
+from rlhf_lightning.rollout.noise import sample_unchecked
+
+Peaks = Mapping[str, Bytes]  # segment -> category -> bytes
+FEW, MORE = 2, 3  # layers that are counted
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A micro-batch: rows of one padded width, of which some positions are asked about."""
+
+    rows: int
+    width: int
+    asked: int  # positions a row
+
+
+def extrapolated(measure: Callable[[int], Peaks], num_layers: int) -> dict[str, dict[str, int]]:
+    """Return `measure(num_layers)`, from counts with few layers."""
+    if num_layers <= MORE:
+        return {segment: dict(live) for segment, live in measure(num_layers).items()}
+    few, more = measure(FEW), measure(MORE)
+    return {
+        segment: {
+            category: live.get(category, 0)
+            + (num_layers - FEW) * (more[segment].get(category, 0) - live.get(category, 0))
+            for category in {*live, *more[segment]}
+        }
+        for segment, live in few.items()
+    }
+
+
+def largest(peaks: Peaks) -> dict[str, int]:
+    """Return the segment in which most is alive."""
+    best = max(peaks.values(), key=lambda live: sum(live.values()))
+    return {category: size for category, size in best.items() if size > 0}
+
+
+def training_peaks(
+    model: PolicyModel | ScalarHeadModel,
+    batch: Rows,
+    style: Style,
+    *,
+    accumulated: bool,
+    with_entropy: bool = False,
+) -> Peaks:
+    """Return what a forward and backward pass holds, gradients included.
+
+    Args:
+        model: a skeleton.
+        batch: the micro-batch.
+        style: precision and compute dtype.
+        accumulated: gradients of a micro-batch before are there already.
+        with_entropy: the loss has an entropy bonus.
+    """
+    with _tracked(model.root) as tracker:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda p: tracker.relabel(p.grad, GRADIENTS))  # type: ignore[arg-type]
+            for p in trained
+        ]
+        for parameter in trained if accumulated else ():
+            parameter.grad = torch.empty_like(parameter)
+            tracker.relabel(parameter.grad, GRADIENTS)
+        tracker.peaks.clear()
+        tracker.enter("embeddings")
+        with _layers_marked(model, tracker), _autocast(style):
+            loss = _loss(model, batch, with_entropy)
+            tracker.enter("loss", HEAD)
+            loss.backward()
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad(set_to_none=True)
+        return dict(tracker.peaks)
+
+
+def forward_peaks(
+    model: PolicyModel | ScalarHeadModel, batch: Rows, style: Style, *, with_entropy: bool = True
+) -> Peaks:
+    """Return what a forward pass without a graph holds."""
+    with _tracked(model.root) as tracker, torch.no_grad(), _autocast(style):
+        with _layers_marked(model, tracker):
+            _loss(model, batch, with_entropy)
+        return dict(tracker.peaks)
+
+
+def generation_peaks(
+    model: PolicyModel, rows: int, prompt: int, new_tokens: int, style: Style, *, read_at_once: int
+) -> Peaks:
+    """Return what the cached generator holds, but for the copies of weights that it makes.
+
+    Args:
+        model: a skeleton.
+        rows: answered at once.
+        prompt: tokens of each prompt.
+        new_tokens: of each answer.
+        style: precision and compute dtype.
+        read_at_once: prompt tokens in one forward at most.
+    """
+    together = min(max(read_at_once // prompt, 1), rows)
+    with _tracked(model.root) as tracker, torch.no_grad(), _autocast(style):
+        with model.generating() as network, _linears_cast(network, style, tracker):
+            cache = InPlaceCache(
+                network.config,
+                slots=rows,
+                prompt_columns=prompt,
+                max_columns=prompt + new_tokens,
+            )
+            cache.reserve(prompt + new_tokens)
+            _generation_step(network, cache, 1, past=0, length=1)  # makes the cache's room
+            for layer in cache.in_place:
+                tracker.relabel(layer.keys, CACHE)
+                tracker.relabel(layer.values, CACHE)
+            # All prompts but the last few are read already: their logits wait.
+            waiting = torch.empty(rows - together, _vocabulary(network), dtype=_logits_dtype(style))
+            tracker.relabel(waiting, HEAD)
+            tracker.peaks.clear()
+            tracker.enter("prompts")
+            _generation_step(network, cache, together, past=0, length=prompt)
+            del waiting
+            tracker.enter("tokens")
+            logits = _generation_step(network, cache, rows, past=prompt + new_tokens - 1, length=1)
+            tracker.enter("sampling", HEAD)
+            sample_unchecked(logits, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
+        return dict(tracker.peaks)
+
+
+def _generation_step(network: Any, cache: Any, rows: int, *, past: int, length: int) -> Tensor:
+    cache.use(first_row=0, rows=rows, start=0, end=past)
+    output = network(
+        input_ids=torch.zeros(rows, length, dtype=torch.long),
+        attention_mask=torch.ones(rows, past + length, dtype=torch.long),
+        position_ids=torch.zeros(rows, length, dtype=torch.long),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]  # type: ignore[no-any-return]
+
+
+def _vocabulary(network: Any) -> int:
+    return int(network.get_output_embeddings().weight.shape[0])
+
+
+def _logits_dtype(style: Style) -> torch.dtype:
+    return torch.bfloat16 if style.autocast else style.compute_dtype or torch.float32
+
+
+@contextmanager
+def _linears_cast(network: nn.Module, style: Style, tracker: Tracker) -> Iterator[None]:
+    """Give linear layers the forward of the generator's prepared weights, whose bytes are ours."""
+    dtype = _logits_dtype(style)
+    changed = [m for m in network.modules() if isinstance(m, nn.Linear | Conv1D)]
+    for module in changed:
+        weight = module.weight.detach().to(dtype)
+        weight = weight.t() if isinstance(module, Conv1D) else weight
+        tracker.forget(weight)
+        module.forward = partial(_cast_linear, weight, module.bias)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _cast_linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
+
+
+def _loss(model: PolicyModel | ScalarHeadModel, batch: Rows, with_entropy: bool) -> Tensor:
+    input_ids = torch.zeros(batch.rows, batch.width, dtype=torch.long)
+    positions = torch.zeros(batch.rows * batch.asked, dtype=torch.long)
+    if isinstance(model, ScalarHeadModel):
+        return model(input_ids, positions).sum()  # type: ignore[no-any-return]
+    statistics = model(input_ids, positions, torch.zeros_like(positions), 1.0, with_entropy)
+    entropy = statistics.entropy
+    return statistics.logprobs.sum() + (0 if entropy is None else entropy.sum())  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _tracked(root: nn.Module) -> Iterator[Tracker]:
+    with fake_mode_of(root), Tracker(root) as tracker:
+        yield tracker
+
+
+def _autocast(style: Style) -> AbstractContextManager[Any]:
+    if not style.autocast:
+        return nullcontext()
+    return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers: the longest list of modules, as for sharding."""
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+@contextmanager
+def _layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Iterator[None]:
+    """Name the segments: before the layers, first and last layer, head; the same backwards."""
+    layers = decoder_layers(model.root)
+    backward = False
+
+    def begin(index: int) -> None:
+        if not backward:
+            tracker.enter(f"layer {_place(index, len(layers))}")
+
+    def end(index: int, output: Any) -> None:
+        if backward:
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: gradient(index))
+        if index + 1 == len(layers):
+            tracker.enter("head", HEAD)
+
+    def gradient(index: int) -> None:
+        nonlocal backward
+        backward = True
+        tracker.enter(f"backward of layer {_place(index, len(layers))}")
+
+    handles = []
+    for index, layer in enumerate(layers):
+        handles.append(layer.register_forward_pre_hook(lambda *_, i=index: begin(i)))
+        handles.append(layer.register_forward_hook(lambda *a, i=index: end(i, a[-1])))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _place(index: int, count: int) -> str:
+    return "last" if index + 1 == count else "first" if index == 0 else "between"
+
+
+def optimizer_peaks(model: nn.Module, build: Callable[[Any], torch.optim.Optimizer]) -> Peaks:
+    """Return the state that an optimizer keeps, and what its step holds beside it."""
+    with _tracked(model) as tracker:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+            tracker.forget(parameter.grad)
+        optimizer = build([{"params": trained, "lr": 1e-4}])
+        optimizer.step()
+        tracker.enter("state")
+        tracker.enter("step")
+        optimizer.step()
+        del optimizer
+        model.zero_grad(set_to_none=True)
+        return dict(tracker.peaks)

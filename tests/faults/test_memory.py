@@ -1,0 +1,89 @@
+"""No memory is left: what a user is told, after a real allocation has failed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from rlhf_lightning.failures import describe_out_of_memory, is_out_of_memory
+from tests.entry.small_runs import configuration, make_start
+from tests.faults.command_line import run_folder, small_sft, summary, train
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return make_start(tmp_path_factory.mktemp("models") / "start")
+
+
+def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(start, tmp_path):
+    overrides = small_sft(
+        start,
+        "data.batch_size=24",
+        "data.num_epochs=3",
+        "callbacks.checkpoint.every_n_iterations=1",
+        "+callbacks.extra.tight._target_=tests.faults.tight_memory.TightMemory",
+    )
+    # Logits of all positions at once are what no longer fits.
+    done = train(tmp_path, *overrides, RLHF_ALLOWED_TARGETS="tests.")
+    assert done.returncode == 1, done.stderr[-2000:]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "Traceback" not in done.stderr
+    assert errors[0].startswith("error: out of memory (")
+    for part in (
+        "module.sft.micro_batch_size=8 (now all rows of a process at once)",
+        "model.activation_checkpointing=true",
+        "lora=lora",
+        "data.max_length below 96",
+        "python -m rlhf_lightning.plan +experiment=sft debug=fast",
+    ):
+        assert part in errors[0]
+    assert summary(tmp_path)["status"] == "failed"
+    assert summary(tmp_path)["cause"] == errors[0].removeprefix("error: ")
+    folder = run_folder(tmp_path)
+    assert "can't allocate memory" in (folder / "traceback.txt").read_text()
+    assert (folder / "checkpoints" / "iteration=000001.ckpt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (OSError(28, "No space left on device"), False),
+        (RuntimeError("size mismatch"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected
+    wrapped = RuntimeError("while scoring")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped) is expected
+
+
+def test_settings_that_are_used_already_are_not_advised(start):
+    cfg = configuration("ppo", start, "artifacts.reward=null", "lora=lora")
+    OmegaConf.update(cfg, "model.activation_checkpointing", True)
+    cfg.module.ppo.micro_batch_size = 1
+    text = describe_out_of_memory(MemoryError(), cfg, ["+experiment=ppo"])
+    advice = re.search(r"Change one of: (.*?)\. ", text)
+    assert advice is not None
+    assert advice.group(1) == "module.sampling.max_new_tokens below 4"
+    cfg.module.ppo.micro_batch_size = 6
+    assert "module.ppo.micro_batch_size=3 (now 6)" in describe_out_of_memory(MemoryError(), cfg, [])
+
+
+@pytest.mark.gpu
+def test_cuda_says_it_in_its_own_words():
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**50, device="cuda")
+    assert is_out_of_memory(caught.value)

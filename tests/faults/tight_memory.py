@@ -1,0 +1,22 @@
+"""A callback that takes the memory away, so that a real allocation fails in the next step."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+SPARE = 48 * 2**20
+
+
+class TightMemory(Callback):
+    """From the second batch on the process may grow by `SPARE` bytes of address space."""
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + SPARE
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
