@@ -1,0 +1,1 @@
+"""Benchmarks: one command a figure, each against its peer in processes of their own."""

@@ -1,0 +1,82 @@
+"""Fills the tables of benchmarks/README.md from the JSON in benchmarks/results.
+
+    python -m benchmarks.tables            write them
+    python -m benchmarks.tables --check    fail if they are not what the JSON says
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; NAME is the JSON file's. Where
+there is no such file the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import FOLDER
+
+README, RESULTS = FOLDER / "README.md", FOLDER / "results"
+MISSING = "not yet measured"
+_TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the tables, or check them."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("--check", action="store_true", help="write nothing, fail if they differ")
+    made.add_argument("--readme", type=Path, default=README)
+    made.add_argument("--results", type=Path, default=RESULTS)
+    options = made.parse_args(arguments)
+    before = options.readme.read_text(encoding="utf-8")
+    after = filled(before, options.results)
+    if not options.check:
+        options.readme.write_text(after, encoding="utf-8")
+    elif after != before:
+        raise SystemExit(f"{options.readme.name} differs: run python -m benchmarks.tables")
+
+
+def filled(text: str, results: Path) -> str:
+    """Return `text` with every table made anew from the JSON in `results`.
+
+    Raises:
+        ValueError: if a JSON file has no table in `text`.
+    """
+    places = {match[1] for match in _TABLE.findall(text)}
+    unknown = {path.stem for path in results.glob("*.json")} - places
+    if unknown:
+        raise ValueError(f"no table for {sorted(unknown)}: add <!-- table NAME --> to the text")
+    return _TABLE.sub(lambda m: f"{m[1]}{section(results / f'{m[2]}.json')}\n{m[3]}", text)
+
+
+def section(path: Path) -> str:
+    """Return a result's table with its command and machine, or that there is none."""
+    if not path.exists():
+        return MISSING
+    result = json.loads(path.read_text(encoding="utf-8"))
+    render = importlib.import_module(f"benchmarks.{result['benchmark']}").render
+    return f"`{result['command']}`\n\n{render(result)}\n\n{machine_line(result['machine'])}"
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """Return one line on what was measured where and when."""
+    versions = "; ".join(
+        f"{name}: " + ", ".join(f"{p} {v}" for p, v in found.items() if p in SHOWN)
+        for name, found in machine["versions"].items()
+    )
+    gpu = f"{machine['gpu']['name']}, " if "gpu" in machine else ""
+    flags = " ".join(machine["flags"])
+    commit = machine["git_commit"] + (" with changes" if machine["uncommitted_changes"] else "")
+    return (
+        f"*{gpu}{machine['cpu']} ({flags}), {machine['threads']} of {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB; {versions}; {machine['date']}, commit {commit}*"
+    )
+
+
+SHOWN = ("python", "torch", "transformers", "lightning", "trl")
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

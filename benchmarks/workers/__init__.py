@@ -1,0 +1,1 @@
+"""What is measured: each module is one process, started by the benchmarks alternately."""

@@ -1,0 +1,149 @@
+"""PPO iterations of this project: the real PPOModule in a real Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+
+from benchmarks.configured import PRECISIONS, bare_trainer, configuration
+from benchmarks.shapes import PAD, Workload
+from benchmarks.shapes import prompts as prompt_rows
+from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.modules.ppo import PPOModule
+
+
+class Watch(L.Callback):
+    """Notes the time, the phases and the optimizer steps of every iteration."""
+
+    def __init__(self, device: str) -> None:
+        self.watch, self.steps = Stopwatch(device), StepCounter()
+        self.iterations: list[dict[str, float]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self.steps.watch(trainer.optimizers[0])
+        self.watch.mark()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: PromptBatch, batch_idx: int
+    ) -> None:
+        """Take the lap, and the module's own phases."""
+        self.watch.mark()
+        measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        rollout = outputs["rollout"]
+        lap = self.watch.laps()[-1] | {
+            phase: measured[f"time/{phase}"] for phase in ("generate", "score", "update")
+        }
+        lap["optimizer_steps"] = self.steps.count - sum(
+            lap["optimizer_steps"] for lap in self.iterations
+        )
+        lap["prompt_tokens"] = int(batch.attention_mask.sum())
+        lap["response_tokens"] = int(rollout.response_mask.sum())
+        self.iterations.append(lap)
+
+
+class ProfiledPPO(PPOModule):
+    """PPOModule that profiles the updates of its last iteration."""
+
+    profiler: torch.profiler.profile
+
+    def collect_rollout(self, prompts: PromptBatch, iteration: int) -> Any:
+        """Start the profiler once the rollout is there."""
+        collected = super().collect_rollout(prompts, iteration)
+        self.profiler = torch.profiler.profile()
+        self.profiler.start()
+        return collected
+
+    def finish_iteration(self, *arguments: Any, **options: Any) -> None:
+        """Stop it before anything else is done."""
+        self.profiler.stop()
+        super().finish_iteration(*arguments, **options)
+
+
+def run(task: Task) -> dict[str, Any]:
+    """Run the task's iterations; return the measured ones, in order."""
+    workload = Workload(**task["workload"])
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        Path(task["folder"], "tokenizer"), padding_side="left"
+    )
+    total, profiled = task["warmup"] + task["iterations"], task.get("profile", False)
+    batches: Any = [prompt_batch(workload, len(tokenizer), tokenizer, i) for i in range(total)]
+    cls = ProfiledPPO if profiled else PPOModule
+    module: Any = ppo_module(task, workload, tokenizer, cls=cls)
+    watch = Watch(task["device"])
+    trainer = bare_trainer(task, watch)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    result: dict[str, Any] = {"iterations": watch.iterations[task["warmup"] :]}
+    if profiled:
+        result["profile"] = profile_rows(module.profiler)
+    return result
+
+
+def prompt_batch(
+    workload: Workload, vocabulary: int, tokenizer: Any, iteration: int
+) -> PromptBatch:
+    """Return the prompts of an iteration."""
+    rows = prompt_rows(workload, vocabulary, iteration)
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    first = iteration * len(rows)
+    return PromptBatch(
+        input_ids=ids,
+        attention_mask=torch.arange(width) >= width - lengths.unsqueeze(-1),
+        row_ids=torch.arange(first, first + len(rows)),
+        domains=("",) * len(rows),
+        columns={"prompt": tuple(tokenizer.batch_decode(rows))},
+    )
+
+
+def ppo_module(
+    task: Task, workload: Workload, tokenizer: Any, *, cls: type[PPOModule]
+) -> PPOModule:
+    """Return the module that `+experiment=ppo` makes, on the folder's models."""
+    folder = task["folder"]
+    cfg = configuration(
+        "ppo",
+        f"trainer.precision={PRECISIONS[task['precision']]}",
+        f"artifacts.sft={folder}/policy",
+        f"artifacts.reward={folder}/reward",
+        f"module.ppo.num_ppo_epochs={workload.num_ppo_epochs}",
+        "module.ppo.num_minibatches=1",
+        f"module.ppo.micro_batch_size={workload.micro_batch_size}",
+        "module.ppo.learning_rate=1.0e-6",
+        "module.ppo.value_learning_rate=1.0e-6",
+        f"module.sampling.max_new_tokens={workload.new_tokens}",
+        *task["overrides"],
+    )
+    cfg.module._target_ = f"{cls.__module__}.{cls.__qualname__}"
+    module: PPOModule = instantiate(cfg.module, _partial_=True)(
+        optimizer=instantiate(cfg.optimizer),
+        schedule=instantiate(cfg.scheduler),
+        scorer=instantiate(cfg.scorer),
+        generator=instantiate(cfg.rollout)((), PAD),  # nothing stops: responses have full length
+        tokenizer=tokenizer,
+        seed=1,
+    )
+    return module
+
+
+def profile_rows(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
+    """Return the operators that took most of the time, with their share of it."""
+    on_device = torch.cuda.is_available()
+    key = "self_device_time_total" if on_device else "self_cpu_time_total"
+    events = sorted(profiler.key_averages(), key=lambda e: getattr(e, key), reverse=True)
+    total = sum(getattr(event, key) for event in events)
+    return [
+        {"operator": e.key, "share": getattr(e, key) / total, "calls": e.count} for e in events[:15]
+    ]
+
+
+if __name__ == "__main__":
+    worker_main(run)
