@@ -9,8 +9,8 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhf_lightning.failures import describe_out_of_memory, is_out_of_memory
-from tests.entry.small_runs import configuration, make_start
-from tests.faults.command_line import run_folder, small_sft, summary, train
+from tests.entry.small_runs import SMALL, configuration, make_start
+from tests.faults.command_line import run_folder, summary, train
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -20,15 +20,16 @@ def start(tmp_path_factory):
     return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
-def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(start, tmp_path):
-    overrides = small_sft(
-        start,
+def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(tmp_path):
+    overrides = [
+        "+experiment=base",
+        *SMALL,
+        "model.from_scratch.hidden_size=256",
+        "model.from_scratch.intermediate_size=4096",
         "data.batch_size=24",
         "data.num_epochs=3",
-        "callbacks.checkpoint.every_n_iterations=1",
         "+callbacks.extra.tight._target_=tests.faults.tight_memory.TightMemory",
-    )
-    # Logits of all positions at once are what no longer fits.
+    ]
     done = train(tmp_path, *overrides, RLHF_ALLOWED_TARGETS="tests.")
     assert done.returncode == 1, done.stderr[-2000:]
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -40,7 +41,7 @@ def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(start, 
         "model.activation_checkpointing=true",
         "lora=lora",
         "data.max_length below 96",
-        "python -m rlhf_lightning.plan +experiment=sft debug=fast",
+        "python -m rlhf_lightning.plan +experiment=base debug=fast",
     ):
         assert part in errors[0]
     assert summary(tmp_path)["status"] == "failed"

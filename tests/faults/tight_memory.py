@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-SPARE = 48 * 2**20
+SPARE = 2**20
 
 
 class TightMemory(Callback):
