@@ -1,0 +1,1 @@
+"""From prompts to labelled pairs: candidates, annotators, budget, agreement, the labelling page."""

@@ -1,0 +1,279 @@
+"""What passes between the parts of the preference lab: candidates, pairs and labels.
+
+Each is a frozen dataclass and one JSON object a line. Names of records are hashes of what they
+say, so that reading the same file twice adds nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, get_args
+
+from rlhf_lightning.data.errors import describe
+from rlhf_lightning.data.records import ROLES, Text, text_key
+
+Choice = Literal["first", "second", "tie", "both_bad", "skip"]
+Side = Literal["first", "second"]
+AnnotatorKind = Literal["person", "rule", "judge", "simulated", "reward_model"]
+CHOICES: tuple[str, ...] = get_args(Choice)
+SIDES: tuple[str, ...] = get_args(Side)
+ANNOTATOR_KINDS: tuple[str, ...] = get_args(AnnotatorKind)
+
+
+class LabError(ValueError):
+    """A candidate, pair or label that cannot be; the message names the key, got and wanted."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One answer of one policy to one prompt.
+
+    Args:
+        prompt_id: `prompt_name` of the prompt.
+        prompt: plain text, or messages `{"role", "content"}`.
+        domain: a name that figures are split by, "" where there is none.
+        response: the answer as text.
+        model: what wrote it: a policy's name, a folder or a hub name.
+        settings: how it was decoded, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
+        seed: of the sampling noise.
+        response_id: `response_name` of prompt and answer.
+        finished: whether the answer ended by itself; None where not known.
+    """
+
+    prompt_id: str
+    prompt: Text
+    domain: str
+    response: str
+    model: str
+    settings: Mapping[str, float]
+    seed: int
+    response_id: str
+    finished: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        object.__setattr__(self, "prompt", _checked_prompt("Candidate", self.prompt))
+        _check_texts(self, "prompt_id", "response_id", "model", filled=True)
+        _check_texts(self, "domain", "response")
+        if not isinstance(self.settings, Mapping) or not all(
+            isinstance(key, str) and _is_number(value) for key, value in self.settings.items()
+        ):
+            raise _wrong(self, "settings", "an object of finite numbers")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise _wrong(self, "seed", "a whole number")
+        if self.finished is not None and not isinstance(self.finished, bool):
+            raise _wrong(self, "finished", "true, false or null")
+
+    @classmethod
+    def make(
+        cls,
+        prompt: Text,
+        response: str,
+        *,
+        model: str,
+        settings: Mapping[str, float],
+        seed: int,
+        domain: str = "",
+        finished: bool | None = None,
+    ) -> Candidate:
+        """Return the candidate with its two names made from what it says."""
+        names = prompt_name(prompt), response_name(prompt, response)
+        return cls(
+            names[0], prompt, domain, response, model, dict(settings), seed, names[1], finished
+        )
+
+    @property
+    def source(self) -> str:
+        """Who wrote it and how, in one line: `sft temperature=0.7 top_p=0.9 seed=1`."""
+        settings = (f"{key}={value:g}" for key, value in self.settings.items())
+        return " ".join((self.model, *settings, f"seed={self.seed}"))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two different answers to one prompt, to be compared.
+
+    Args:
+        pair_id: `pair_name` of prompt and answers in this order.
+        prompt: plain text, or messages `{"role", "content"}`.
+        prompt_id: `prompt_name` of it.
+        domain: a name that figures are split by, "" where there is none.
+        first: an answer as text.
+        second: the other one.
+        first_source: who wrote it, such as `Candidate.source`; "" where not known.
+        second_source: the same of the other one.
+        gold: the choice that is known to be right, for questions that test an annotator.
+    """
+
+    pair_id: str
+    prompt_id: str
+    prompt: Text
+    domain: str
+    first: str
+    second: str
+    first_source: str = ""
+    second_source: str = ""
+    gold: Choice | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        object.__setattr__(self, "prompt", _checked_prompt("Pair", self.prompt))
+        _check_texts(self, "pair_id", "prompt_id", filled=True)
+        _check_texts(self, "domain", "first", "second", "first_source", "second_source")
+        if self.first == self.second:
+            raise LabError("Pair.first and Pair.second are the same text: leave the pair out")
+        if self.gold is not None and self.gold not in CHOICES[:4]:
+            raise _wrong(self, "gold", f"null or one of {', '.join(CHOICES[:4])}")
+
+    @classmethod
+    def make(
+        cls,
+        prompt: Text,
+        first: str,
+        second: str,
+        *,
+        domain: str = "",
+        first_source: str = "",
+        second_source: str = "",
+        gold: Choice | None = None,
+    ) -> Pair:
+        """Return the pair with its names made from what it says."""
+        return cls(
+            pair_name(prompt, first, second),
+            prompt_name(prompt),
+            prompt,
+            domain,
+            first,
+            second,
+            first_source,
+            second_source,
+            gold,
+        )
+
+
+@dataclass(frozen=True)
+class Label:
+    """What one annotator said of one pair.
+
+    Args:
+        pair_id: of the pair.
+        annotator: who; one name is one annotator.
+        choice: the better answer **of the pair**, wherever it was shown; `tie`, `both_bad`, or
+            `skip` for no opinion, which counts nowhere.
+        kind: what sort of annotator it is.
+        order: which answer of the pair was shown first; of an annotator that saw both orders, or
+            none, "first".
+        created: time in ISO 8601 with its zone.
+        seconds: time taken; None where not measured.
+        reason: in words; None where none was given.
+        margin: how sure, in the annotator's own units, at least 0; None where not known.
+    """
+
+    pair_id: str
+    annotator: str
+    choice: Choice
+    kind: AnnotatorKind
+    order: Side
+    created: str
+    seconds: float | None = None
+    reason: str | None = None
+    margin: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        _check_texts(self, "pair_id", "annotator", filled=True)
+        for key, known in (("choice", CHOICES), ("kind", ANNOTATOR_KINDS), ("order", SIDES)):
+            if getattr(self, key) not in known:
+                raise _wrong(self, key, f"one of {', '.join(known)}")
+        try:
+            zone = datetime.fromisoformat(self.created).tzinfo
+        except (TypeError, ValueError):
+            zone = None
+        if zone is None:
+            raise _wrong(self, "created", "an ISO time with its zone, 2026-11-02T09:30:00+00:00")
+        for key in ("seconds", "margin"):
+            value = getattr(self, key)
+            if value is not None and not (_is_number(value) and value >= 0):
+                raise _wrong(self, key, "null or a finite number, at least 0")
+        if self.reason is not None:
+            _check_texts(self, "reason")
+
+    @property
+    def shown_first_won(self) -> bool | None:
+        """Whether the answer shown first was chosen; None where neither was."""
+        return self.choice == self.order if self.choice in SIDES else None
+
+
+LabRecord = Candidate | Pair | Label
+
+
+def prompt_name(prompt: Text) -> str:
+    """Return the name of a prompt: a hash of its text, or of its roles and contents."""
+    return _hash("prompt", text_key(prompt))
+
+
+def response_name(prompt: Text, response: str) -> str:
+    """Return the name of an answer to a prompt: equal answers have one name, whoever wrote them."""
+    return _hash("response", text_key(prompt), response)
+
+
+def pair_name(prompt: Text, first: str, second: str) -> str:
+    """Return the name of a pair in this order; who wrote the answers changes nothing."""
+    return _hash("pair", text_key(prompt), first, second)
+
+
+def readable(text: Text) -> str:
+    """Return a prompt as one text: messages are `role: content`, with an empty line between."""
+    if isinstance(text, str):
+        return text
+    return "\n\n".join(f"{m['role']}: {m['content']}" for m in text)
+
+
+def _hash(kind: str, *parts: str) -> str:
+    for part in parts:
+        if not isinstance(part, str):
+            raise LabError(f"the {kind} holds {describe(part)}, expected text")
+    # The lengths keep ("ab", "c") and ("a", "bc") apart; a lone surrogate has no UTF-8.
+    text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def _checked_prompt(owner: str, prompt: Any) -> Text:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise LabError(f"{owner}.prompt is empty: there is nothing to answer")
+        return prompt
+    messages = prompt if isinstance(prompt, list | tuple) else []
+    for message in messages:
+        if (
+            not isinstance(message, Mapping)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            raise LabError(
+                f"{owner}.prompt holds the message {describe(message)}: write "
+                f'{{"role": ..., "content": ...}} with a role of {", ".join(ROLES)}'
+            )
+    if not messages:
+        raise LabError(f"{owner}.prompt is {describe(prompt)}, expected text or messages")
+    return tuple({"role": m["role"], "content": m["content"]} for m in messages)
+
+
+def _check_texts(record: LabRecord, *keys: str, filled: bool = False) -> None:
+    for key in keys:
+        value = getattr(record, key)
+        if not isinstance(value, str) or (filled and not value):
+            raise _wrong(record, key, "text that is not empty" if filled else "text")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _wrong(record: LabRecord, key: str, wanted: str) -> LabError:
+    found = describe(getattr(record, key))
+    return LabError(f"{type(record).__name__}.{key} is {found}, expected {wanted}")

@@ -1,0 +1,139 @@
+"""Candidates, pairs and labels: what they refuse, and that a line gives the same record back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.preferences.records import (
+    Candidate,
+    Label,
+    LabError,
+    Pair,
+    prompt_name,
+    readable,
+)
+from rlhf_lightning.preferences.rows import from_row, read_records, to_line, to_row, unique
+
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
+NOW = "2026-11-02T09:30:00+00:00"
+PAIR_NAME = "2d3f88bc7c7b1f1b62c1f394"
+CHAT_NAME = "128dcf09f31f79dadafd41ec"
+WHERE = Location("labels.jsonl", 3)
+
+
+def candidate(**changes) -> Candidate:
+    values = {"model": "sft", "settings": {"temperature": 0.7}, "seed": 1, "domain": "sums"}
+    return Candidate.make("2 + 2 ?", "4", **(values | changes))
+
+
+def label(**changes) -> Label:
+    values = {
+        "pair_id": "p",
+        "annotator": "ada",
+        "choice": "first",
+        "kind": "person",
+        "order": "second",
+        "created": NOW,
+    }
+    return Label(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        candidate(finished=True),
+        Candidate.make(CHAT, "vier \u2028 \U0001f600", model="m", settings={}, seed=0),
+        Pair.make("q", "a", "b", domain="d", first_source="sft seed=1", gold="second"),
+        Pair.make(CHAT, "a", ""),
+        label(),
+        label(choice="tie", seconds=1.25, reason="both fine", margin=0.0, kind="judge"),
+    ],
+)
+def test_a_record_survives_its_line(record: Candidate | Pair | Label, tmp_path: Path) -> None:
+    line = to_line(record)
+    assert line.count("\n") == 1
+    assert from_row(type(record), json.loads(line), WHERE) == record
+    path = tmp_path / "records.jsonl"
+    path.write_text(line * 2, encoding="utf-8")
+    assert list(read_records(type(record), path)) == [record, record]
+
+
+def test_names_are_hashes_of_content_so_that_a_second_import_adds_nothing() -> None:
+    pair = Pair.make("q", "a", "b", first_source="sft")
+    again = Pair.make("q", "a", "b", first_source="elsewhere", domain="d")
+    swapped = Pair.make("q", "b", "a")
+    assert pair.pair_id == again.pair_id != swapped.pair_id
+    assert unique([pair, again, swapped]) == [pair, swapped]
+    assert unique([label(), label(choice="tie"), label(annotator="bob")])[1].annotator == "bob"
+    assert candidate().response_id == candidate(model="base", seed=5).response_id
+    assert candidate().response_id != Candidate.make("2", "4", model="m", settings={}, seed=0)
+    # Where one text ends and the next begins matters.
+    assert Pair.make("q", "ab", "c").pair_id != Pair.make("q", "a", "bc").pair_id
+    # A conversation and the plain text of its last turn are different prompts.
+    assert prompt_name(CHAT) != prompt_name(CHAT[-1]["content"]) != prompt_name(CHAT[1:])
+
+
+def test_names_do_not_change_between_versions() -> None:
+    assert Pair.make("q", "a", "b").pair_id == PAIR_NAME
+    assert prompt_name(CHAT) == CHAT_NAME
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pair.make("q", "a", "a"), "same text"),
+        (lambda: Pair.make("  ", "a", "b"), "prompt is empty"),
+        (lambda: Pair.make((), "a", "b"), "expected text or messages"),
+        (lambda: Pair.make([{"role": "boss", "content": "x"}], "a", "b"), "role of system, user"),
+        (lambda: Pair.make("q", "a", "b", gold="skip"), "Pair.gold is the text 'skip'"),
+        (lambda: Pair.make("q", 1, "b"), "expected text"),
+        (lambda: label(choice="left"), "Label.choice is the text 'left', expected one of first"),
+        (lambda: label(kind="robot"), "expected one of person, rule"),
+        (lambda: label(order="tie"), "expected one of first, second"),
+        (lambda: label(annotator=""), "not empty"),
+        (lambda: label(created="2026-11-02T09:30:00"), "with its zone"),
+        (lambda: label(created="yesterday"), "with its zone"),
+        (lambda: label(seconds=-1.0), "at least 0"),
+        (lambda: label(seconds=float("nan")), "finite"),
+        (lambda: label(margin=True), "Label.margin"),
+        (lambda: label(reason=3), "Label.reason is the number 3"),
+        (lambda: candidate(seed=1.5), "whole number"),
+        (lambda: candidate(settings={"top_p": "0.9"}), "finite numbers"),
+        (lambda: candidate(model=""), "not empty"),
+        (lambda: candidate(finished=1), "true, false or null"),
+    ],
+)
+def test_a_record_that_cannot_be_is_refused_with_what_was_wanted(make, message: str) -> None:
+    with pytest.raises(LabError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"choise": "first"}, r"labels.jsonl, line 3: Label has no key 'choise'.*'choice'"),
+        ({"choice": None}, "Label.choice is null"),
+        ({"order": ...}, "Label lacks the key 'order'"),
+    ],
+)
+def test_a_bad_row_names_its_line(change: dict, message: str) -> None:
+    row = {k: v for k, v in (to_row(label()) | change).items() if v is not ...}
+    with pytest.raises(BadRecordError, match=message):
+        from_row(Label, row, WHERE)
+
+
+def test_the_answer_shown_first_is_told_from_the_first_of_the_pair() -> None:
+    assert label(choice="first", order="second").shown_first_won is False
+    assert label(choice="second", order="second").shown_first_won is True
+    assert label(choice="tie").shown_first_won is None
+
+
+def test_a_candidate_says_who_wrote_it_and_a_prompt_can_be_read() -> None:
+    made = candidate(settings={"temperature": 0.7, "top_p": 1.0})
+    assert made.source == "sft temperature=0.7 top_p=1 seed=1"
+    assert readable(CHAT) == "system: Be brief.\n\nuser: 2 + 2?"
+    assert readable("plain") == "plain"
