@@ -114,7 +114,7 @@ def _planned(cfg: DictConfig) -> str:
         logger.warning("the plan of this run could not be made: %s", problem)
         return ""
     room = f" of {report.device_memory / GIB:.2f} GiB" if report.device_memory else ""
-    less = [f"{' '.join(c.settings)} {c.total / GIB:.2f} GiB" for c in report.choices]
+    less = [f"{' '.join(c.settings)}: {c.total / GIB:.2f} GiB" for c in report.choices]
     return (
         f"By its plan the run takes {report.total / GIB:.2f} GiB{room} at its peak "
         f"({report.peak_phase})" + (f"; with {', '.join(less)}. " if less else ". ")

@@ -1,0 +1,80 @@
+"""Control-C, and a W&B that cannot be reached."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from tests.entry.small_runs import completed, make_start
+from tests.faults.command_line import command, environment, run_folder, small_sft, summary
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_start(tmp_path_factory.mktemp("models") / "start")
+
+
+def test_control_c_stops_the_run_and_says_how_to_continue(start, tmp_path):
+    long = ("trainer.limit_train_batches=null", "data.num_epochs=2000")
+    process = subprocess.Popen(
+        command(*small_sft(start, *long)),
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 180
+        while not list(tmp_path.glob("outputs/sft/*/checkpoints/last.ckpt")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    folder = run_folder(tmp_path)
+    assert process.returncode == 130
+    assert errors.strip().splitlines()[-2:] == [
+        "stopped: interrupted from the keyboard or by a signal",
+        f"resume=auto continues {folder}",
+    ]
+    assert "Traceback" not in errors
+    assert summary(tmp_path)["status"] == "stopped"
+    assert summary(tmp_path)["cause"] == "interrupted from the keyboard or by a signal"
+    assert "was stopped before its end: interrupted" in (folder / "report.html").read_text()
+    assert not (folder / "traceback.txt").exists()
+
+
+@pytest.mark.parametrize("kind", ["refused", pytest.param("silent", marks=pytest.mark.slow)])
+def test_a_wandb_that_cannot_be_reached_is_recorded_offline(
+    start, tmp_path, monkeypatch, caplog, kind
+):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if kind == "silent":
+            server.listen(64)  # it accepts, and never answers
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+        folder = RunFolder(tmp_path / "run")
+        completed(folder.path, "sft", start, "logger=wandb")
+    assert json.loads(folder.summary.read_text())["status"] == "completed"
+    assert len(read_metrics(folder.metrics)) == 3
+    (told,) = [r.getMessage() for r in caplog.records if "Weights & Biases" in r.getMessage()]
+    assert told.startswith("Weights & Biases cannot be reached (")
+    (offline,) = folder.wandb.glob("offline-run-*")
+    assert told.endswith(f"wandb sync {offline}")
+    assert list(offline.glob("*.wandb"))
