@@ -1,0 +1,156 @@
+"""The file that holds pairs, raters, assignments and labels: its tables, and how it is opened.
+
+SQLite with a write-ahead log. `synchronous=FULL`: a commit returns when the log is on the disk, so
+an acknowledged label survives not only a killed process, which `NORMAL` would survive as well, but
+a power cut. What that costs is shared by all labels that wait at the same time (`Writer`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+from pathlib import Path
+
+# Tells our file from any other SQLite file, and one version of the tables from another.
+APPLICATION_ID = 0x524C4846  # "RLHF"
+VERSION = 1
+BUSY_SECONDS = 30.0  # how long another process, such as an import, may keep the file to itself
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE totals (wanted INTEGER NOT NULL, done INTEGER NOT NULL);
+INSERT INTO totals VALUES (0, 0);
+
+-- `position` is the order in which pairs are served. `done` counts labels of people, `taken` these
+-- and the leases that may become one. A gold question is asked of everybody: it wants no number.
+CREATE TABLE pairs (
+  position INTEGER PRIMARY KEY,
+  pair_id TEXT NOT NULL UNIQUE,
+  record TEXT NOT NULL,
+  is_gold INTEGER NOT NULL,
+  wanted INTEGER NOT NULL,
+  taken INTEGER NOT NULL DEFAULT 0,
+  done INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX open_pairs ON pairs (position) WHERE is_gold = 0 AND taken < wanted;
+CREATE INDEX gold_pairs ON pairs (position) WHERE is_gold = 1;
+
+-- `passed` is a position: before it a rater has probably nothing left, so the search starts there.
+CREATE TABLE raters (
+  rater_id INTEGER PRIMARY KEY,
+  name TEXT NOT NULL UNIQUE,
+  kind TEXT NOT NULL,
+  created TEXT NOT NULL,
+  passed INTEGER NOT NULL DEFAULT 0,
+  served INTEGER NOT NULL DEFAULT 0,
+  labelled INTEGER NOT NULL DEFAULT 0,
+  skipped INTEGER NOT NULL DEFAULT 0
+);
+
+-- state: open (a lease), labelled, expired, undone
+CREATE TABLE assignments (
+  assignment_id INTEGER PRIMARY KEY AUTOINCREMENT,
+  position INTEGER NOT NULL REFERENCES pairs,
+  rater_id INTEGER NOT NULL REFERENCES raters,
+  shown_first TEXT NOT NULL,
+  served REAL NOT NULL,
+  expires REAL NOT NULL,
+  state TEXT NOT NULL DEFAULT 'open',
+  redoes INTEGER REFERENCES labels
+);
+CREATE UNIQUE INDEX leases ON assignments (rater_id, position) WHERE state = 'open';
+CREATE INDEX ends ON assignments (expires) WHERE state = 'open';
+
+-- Nothing is deleted: a label that was taken back keeps the time of that in `undone`.
+CREATE TABLE labels (
+  label_id INTEGER PRIMARY KEY AUTOINCREMENT,
+  position INTEGER NOT NULL REFERENCES pairs,
+  rater_id INTEGER NOT NULL REFERENCES raters,
+  assignment_id INTEGER UNIQUE REFERENCES assignments,
+  choice TEXT NOT NULL,
+  kind TEXT NOT NULL,
+  shown_first TEXT NOT NULL,
+  created TEXT NOT NULL,
+  seconds REAL,
+  reason TEXT,
+  margin REAL,
+  undone TEXT
+);
+CREATE UNIQUE INDEX given ON labels (rater_id, position) WHERE undone IS NULL;
+CREATE INDEX latest ON labels (rater_id, label_id) WHERE undone IS NULL;
+"""
+
+
+class StoreError(Exception):
+    """The file of labels cannot be used; the message says why and what to do."""
+
+
+def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """Return a connection to the store, made first if there is none.
+
+    Args:
+        path: of the file; `-wal` and `-shm` lie beside it while it is open.
+        read_only: refuse to write through this connection.
+
+    Raises:
+        StoreError: if the file is no store of ours, or cannot be opened.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(
+            path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"{path} cannot be opened ({error}): choose another store") from error
+    try:
+        _prepare(db, path)
+        db.execute(f"PRAGMA query_only = {int(read_only)}")
+    except sqlite3.Error as error:
+        db.close()
+        raise StoreError(
+            f"{path} is no store of labels ({error}): give another name, or move the file away"
+        ) from error
+    except StoreError:
+        db.close()
+        raise
+    db.row_factory = sqlite3.Row
+    return db
+
+
+def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA fullfsync = ON")  # macOS: through the disk's own cache as well
+    db.execute("BEGIN IMMEDIATE" if _is_empty(db) else "BEGIN")
+    try:
+        if _is_empty(db):
+            for statement in TABLES.split(";\n"):
+                db.execute(statement)
+            db.execute("INSERT INTO meta VALUES ('secret', ?)", (secrets.token_hex(32),))
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {VERSION}")
+        found = [db.execute(f"PRAGMA {key}").fetchone()[0] for key in _IDENTITY]
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+    if found[0] != APPLICATION_ID:
+        raise StoreError(f"{path} is a SQLite file of something else: give another name")
+    if found[1] != VERSION:
+        raise StoreError(
+            f"{path} has tables of version {found[1]}, this release reads {VERSION}: export the "
+            "labels with the release that wrote it, and import them into a new store"
+        )
+    mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    if mode != "wal":
+        raise StoreError(
+            f"{path} lies on a file system without shared memory (journal mode {mode}): put the "
+            "store on a local disk"
+        )
+
+
+_IDENTITY = ("application_id", "user_version")
+
+
+def _is_empty(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0

@@ -1,0 +1,54 @@
+"""Which files are a store of labels, and what they hold when a label has been acknowledged."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.preferences.database import StoreError
+from rlhf_lightning.preferences.sharing import Sharing
+from rlhf_lightning.preferences.store import LabelStore
+from tests.preferences.invariants import most_labels
+from tests.preferences.some_pairs import make_pairs
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
+    text = tmp_path / "notes.txt"
+    text.write_text("These are my notes, and they are rather long. " * 20)
+    with pytest.raises(StoreError, match=r"notes\.txt is no store of labels"):
+        LabelStore(text)
+    other = tmp_path / "other.sqlite"
+    db = sqlite3.connect(other)
+    db.execute("CREATE TABLE mine (a)")
+    db.commit()
+    with pytest.raises(StoreError, match="is a SQLite file of something else"):
+        LabelStore(other)
+    assert db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 1
+    db.close()
+    newer = tmp_path / "newer.sqlite"
+    LabelStore(newer).close()
+    db = sqlite3.connect(newer)
+    db.execute("PRAGMA user_version = 9")
+    db.close()
+    with pytest.raises(StoreError, match="tables of version 9, this release reads 1"):
+        LabelStore(newer)
+
+
+def test_the_disk_has_a_label_before_it_is_acknowledged(tmp_path: Path):
+    """`FULL` is 2; and a copy of the files as they are at that moment holds the label."""
+    with LabelStore(tmp_path / "labels.sqlite") as store:
+        pragma = store._write(lambda db: db.execute("PRAGMA synchronous").fetchone()[0])
+        assert pragma == 2
+        store.add_pairs(make_pairs(1), ratings_per_pair=1)
+        ann = store.sign_in("Ann")
+        task = store.next_task(ann, Sharing())
+        assert task is not None
+        assert store.label(ann, task.assignment_id, "left", Sharing()) == "kept"
+        copy = tmp_path / "copy.sqlite"
+        for suffix in ("", "-wal"):
+            Path(f"{copy}{suffix}").write_bytes(Path(f"{store.path}{suffix}").read_bytes())
+    with LabelStore(copy) as copied:
+        assert most_labels(copy) == 1
+        assert [label.annotator for label in copied.labels()] == ["Ann"]
