@@ -1,0 +1,79 @@
+"""The ceiling against closed forms, and against people whose noise is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rlhf_lightning.preferences.ceiling import (
+    estimate_ceiling,
+    expected_correct,
+    fit_shape,
+    majority_ceiling,
+    tally_votes,
+)
+from tests.preferences.votes import beta_tally
+
+
+def test_the_ceiling_of_even_opinions_is_three_quarters() -> None:
+    # p uniform: E[max(p, 1 - p)] = 3/4. The majority of three is right with q^3 + 3 q^2 (1 - q), q
+    # uniform on [1/2, 1]: 2 * [q^3 - q^4/2] from 1/2 to 1 = 13/16.
+    assert majority_ceiling(1.0, 1) == pytest.approx(0.75, abs=1e-5)
+    assert majority_ceiling(1.0, 3) == pytest.approx(13 / 16, abs=1e-5)
+    # Two votes with a majority: q^2 of q^2 + (1 - q)^2, so (7/12) / (7/12 + 1/12) = 7/8.
+    assert majority_ceiling(1.0, 2) == pytest.approx(7 / 8, abs=1e-5)
+
+
+def test_the_bounds_by_hand() -> None:
+    # 6 items of votes 2:0 and 2 of 1:1: agreement 3/4, so at most (1 + sqrt(1/2)) / 2.
+    found = estimate_ceiling({(2, 0): 4, (0, 2): 2, (1, 1): 2, (1, 0): 50})
+    assert found is not None
+    assert found.num_items == 8
+    assert found.agreement == found.lowest == 0.75
+    assert found.highest == pytest.approx((1 + math.sqrt(0.5)) / 2)
+    # Agreement of two votes under Beta(a, a) is (a + 1) / (2 a + 1): a is 1/2, where
+    # E[max(p, 1 - p)] = 1/2 + 1/pi, the mean of an arcsine law's upper half.
+    assert found.shape == pytest.approx(0.5, rel=1e-4)
+    assert found.single == pytest.approx(0.5 + 1 / math.pi, abs=1e-4)
+    assert found.lowest <= found.single <= found.highest
+
+
+@pytest.mark.parametrize(("shape", "num_votes"), [(0.3, 3), (1.0, 5), (4.0, 2)])
+def test_the_noise_of_people_is_recovered(shape: float, num_votes: int) -> None:
+    found = estimate_ceiling(beta_tally(shape, 6000, num_votes, seed=1))
+    assert found is not None
+    rng = np.random.default_rng(2)
+    p = rng.beta(shape, shape, 200_000)
+    truth = float(np.maximum(p, 1 - p).mean())
+    assert found.single == pytest.approx(truth, abs=0.012)
+    assert found.single_low <= truth <= found.single_high
+    assert found.lowest <= truth <= found.highest + 0.01
+    votes = rng.binomial(3, np.maximum(p, 1 - p))
+    assert found.majority[3] == pytest.approx((votes > 1).mean(), abs=0.012)
+
+
+def test_the_expected_share_of_right_labels_is_that_of_the_simulation() -> None:
+    rng = np.random.default_rng(3)
+    p = rng.beta(0.6, 0.6, 20_000)
+    first = rng.binomial(3, p)
+    tally = tally_votes(zip(first, 3 - first, strict=True))
+    right = (first > 1.5) == (p > 0.5)
+    assert expected_correct(tally, fit_shape(tally)) == pytest.approx(right.mean(), abs=0.01)
+
+
+def test_unanimous_people_leave_no_noise_and_coin_tossers_nothing_else() -> None:
+    same = estimate_ceiling({(3, 0): 500, (0, 3): 500})
+    assert same is not None
+    assert same.single > 0.99
+    random = estimate_ceiling(beta_tally(1e4, 5000, 3, seed=4))
+    assert random is not None
+    assert random.single < 0.56
+
+
+def test_what_cannot_be_estimated_is_said() -> None:
+    assert estimate_ceiling({(1, 0): 10}) is None
+    assert math.isnan(expected_correct({(1, 1): 3}, 1.0))
+    with pytest.raises(ValueError, match="num_votes=0"):
+        majority_ceiling(1.0, 0)
