@@ -1,0 +1,215 @@
+"""Whoever compares two answers: the protocol, rules, and simulated people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from random import Random
+from typing import Protocol
+
+from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
+from rlhf_lightning.preferences.journal import Journal
+from rlhf_lightning.preferences.progress import WorkProgress
+from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side, readable
+from rlhf_lightning.preferences.rules import Rule
+
+# (prompts, completions, finished) -> scores, as evaluation's gold rewards are.
+Gold = Callable[[Sequence[str], Sequence[str], Sequence[bool]], list[float]]
+
+
+class AnnotationError(RuntimeError):
+    """An annotator could not go on; what it labelled before is kept."""
+
+
+class Annotator(Protocol):
+    """Compares answers.
+
+    The label of a pair must not depend on what it is asked together with, or before: a run that
+    was killed asks for the rest.
+
+    Attributes:
+        name: who says it; stands in every label.
+        kind: what sort of annotator it is.
+        batch_size: pairs of one call, whose labels reach the disk together.
+    """
+
+    name: str
+    kind: AnnotatorKind
+    batch_size: int
+
+    def label(self, pairs: Sequence[Pair]) -> list[Label]:
+        """Return one label a pair, in their order."""
+
+
+class RuleAnnotator:
+    """Prefers the answer with the higher sum of scores by rules.
+
+    Args:
+        rules: what scores an answer; weights are theirs. A rule may also be a list of rules.
+        name: of the annotator.
+        tie_below: a difference of scores that is smaller than this, or 0, is a tie.
+
+    Raises:
+        ValueError: if there is no rule, or `tie_below` is negative.
+    """
+
+    kind: AnnotatorKind = "rule"
+    batch_size = 1000
+
+    def __init__(
+        self,
+        rules: Sequence[Rule | Sequence[Rule]],
+        *,
+        name: str = "rules",
+        tie_below: float = 0.0,
+    ) -> None:
+        flat: list[Rule] = []
+        for rule in rules:
+            flat += [rule] if callable(rule) else rule
+        if not flat or not all(callable(rule) for rule in flat):
+            raise ValueError("RuleAnnotator.rules must hold at least one rule, and only rules")
+        if tie_below < 0:
+            raise ValueError(f"RuleAnnotator.tie_below={tie_below} must be 0 or more")
+        self.rules = flat
+        self.name = name
+        self.tie_below = tie_below
+
+    def score(self, prompt: str, response: str) -> float:
+        """Return the sum of the rules' scores."""
+        return sum(rule(prompt, response) for rule in self.rules)
+
+    def label(self, pairs: Sequence[Pair]) -> list[Label]:
+        """Return one label a pair; the margin is the difference of the scores."""
+        labels = []
+        for pair in pairs:
+            prompt = readable(pair.prompt)
+            gap = self.score(prompt, pair.first) - self.score(prompt, pair.second)
+            labels.append(by_gap(pair, gap, self, tie_below=self.tie_below))
+        return labels
+
+
+class SimulatedPerson:
+    """A person who sees one order of a pair and prefers by gold, with noise and weaknesses.
+
+    What is said of a pair is a function of seed, name and pair, whatever else is asked.
+
+    Args:
+        person: name, noise and liking for length, see `SimulatedAnnotator`.
+        gold: the reward that the person feels.
+        seed: of the noise and of the order in which pairs are shown.
+        position_bias: gold that being shown first is worth.
+        tie_below: a difference felt (gold and length) that is smaller than this is a tie.
+        bad_below: both answers are bad if the gold of both is below this; None for never.
+        name: another name than the person's.
+    """
+
+    kind: AnnotatorKind = "simulated"
+    batch_size = 1000
+
+    def __init__(
+        self,
+        person: SimulatedAnnotator,
+        gold: Gold,
+        *,
+        seed: int,
+        position_bias: float = 0.0,
+        tie_below: float = 0.0,
+        bad_below: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        if not person.temperature > 0 or tie_below < 0:
+            raise ValueError(
+                f"SimulatedPerson: temperature={person.temperature} must be above 0, "
+                f"tie_below={tie_below} at least 0"
+            )
+        self.person = person
+        self.gold = gold
+        self.seed = seed
+        self.position_bias = position_bias
+        self.tie_below = tie_below
+        self.bad_below = bad_below
+        self.name = name or person.name
+
+    def label(self, pairs: Sequence[Pair]) -> list[Label]:
+        """Return one label a pair."""
+        prompts = [readable(pair.prompt) for pair in pairs]
+        finished = [True] * len(pairs)
+        first = self.gold(prompts, [pair.first for pair in pairs], finished)
+        second = self.gold(prompts, [pair.second for pair in pairs], finished)
+        return [self._label(pair, a, b) for pair, a, b in zip(pairs, first, second, strict=True)]
+
+    def _label(self, pair: Pair, first: float, second: float) -> Label:
+        rng = Random(f"{self.seed}/{self.name}/{pair.pair_id}")
+        order: Side = "first" if rng.random() < 0.5 else "second"
+        words = len(pair.first.split()) - len(pair.second.split())
+        shown = self.position_bias if order == "first" else -self.position_bias
+        prefers_first = rng.random() < self.person.prefers_first(first - second + shown, words)
+        choice: Choice = "first" if prefers_first else "second"
+        if self.bad_below is not None and max(first, second) < self.bad_below:
+            choice = "both_bad"
+        elif abs(first - second + self.person.length_bias * words) < self.tie_below:
+            choice = "tie"
+        return Label(pair.pair_id, self.name, choice, self.kind, order, now())
+
+
+def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0.0) -> Label:
+    """Return the label of an annotator that scores both answers: first minus second is `gap`.
+
+    Raises:
+        AnnotationError: if the gap is not finite.
+    """
+    if not math.isfinite(gap):
+        raise AnnotationError(
+            f"{annotator.name} scored the answers of pair {pair.pair_id} {gap} apart: its scores "
+            "must be finite"
+        )
+    choice: Choice = "tie" if gap == 0 or abs(gap) < tie_below else "first" if gap > 0 else "second"
+    return Label(
+        pair.pair_id, annotator.name, choice, annotator.kind, "first", now(), margin=abs(gap)
+    )
+
+
+def label_pairs(
+    annotator: Annotator, pairs: Iterable[Pair], journal: Journal[Label], *, quiet: bool = False
+) -> list[Label]:
+    """Return the annotator's label of every pair, in their order; ask only for what is missing.
+
+    Labels reach the journal batch by batch, so a run that was killed goes on where it was.
+
+    Args:
+        annotator: who is asked.
+        pairs: to be labelled.
+        journal: of all labels.
+        quiet: show no progress.
+
+    Raises:
+        AnnotationError: if the annotator fails; what it said before is in the journal.
+    """
+    wanted = list(pairs)
+    known = {x.pair_id: x for x in journal.read() if x.annotator == annotator.name}
+    missing = [pair for pair in wanted if pair.pair_id not in known]
+    progress = WorkProgress(
+        f"labels by {annotator.name}", len(wanted), done=len(wanted) - len(missing)
+    )
+    if quiet:
+        progress.every_n_seconds = math.inf
+        progress.console.quiet = True
+    with progress:
+        for start in range(0, len(missing), annotator.batch_size):
+            batch = missing[start : start + annotator.batch_size]
+            labels = annotator.label(batch)
+            if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
+                raise AnnotationError(
+                    f"{annotator.name} returned {len(labels)} labels for {len(batch)} pairs, or in "
+                    "another order: return one a pair"
+                )
+            journal.append(labels)
+            known |= {x.pair_id: x for x in labels}
+            progress.advance(len(batch))
+    return [known[pair.pair_id] for pair in wanted]
+
+
+def now() -> str:
+    """Return the time as labels write it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,216 @@
+"""Which pairs people look at, and what that costs.
+
+Rules and judges are cheap and people are dear, so people get the pairs that the others are unsure
+of, and a random share for validation, which is never trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_lightning.data.splits import split_fraction
+from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.preferences.records import SIDES, Label, Pair
+
+SECONDS_AN_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class BudgetHparams(_Checked):
+    """What is spent on labels.
+
+    Args:
+        automatic_share: of the pairs, labelled by rule, judge or reward model alone.
+        validation_share: of the pairs, drawn by prompt, labelled by people and never trained on.
+        people_votes: people that look at a pair sent to them for training.
+        validation_votes: people that look at a pair held out for validation; with two or more the
+            noise of the labels can be measured.
+        seconds_per_label: of one person and pair, as long as it has not been measured.
+        hourly_wage: what an hour of a person costs.
+        currency: its name.
+        seed: of the prompts held out.
+    """
+
+    automatic_share: float = _number(0.65, at_least=0, at_most=1, usual=(0.6, 0.7))
+    validation_share: float = _number(0.1, at_least=0, below=1, usual=(0.02, 0.2))
+    people_votes: int = _number(1, at_least=1)
+    validation_votes: int = _number(3, at_least=1)
+    seconds_per_label: float = _number(30.0, above=0)
+    hourly_wage: float = _number(25.0, at_least=0)
+    currency: str = "USD"
+    seed: int = _number(1)
+
+    def __post_init__(self) -> None:
+        """Check the values, and that the two shares leave room for each other."""
+        super().__post_init__()
+        if self.automatic_share + self.validation_share > 1:
+            raise ValueError(
+                f"BudgetHparams.automatic_share={self.automatic_share} and validation_share="
+                f"{self.validation_share} must not sum to more than 1: people label the second"
+            )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Who labels what; each pair is in exactly one of the three.
+
+    Args:
+        automatic: left to rules and judges.
+        people: trained on, and looked at by people.
+        validation: looked at by people, and never trained on.
+    """
+
+    automatic: tuple[Pair, ...]
+    people: tuple[Pair, ...]
+    validation: tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What labels cost: people's time and wage, and what a judge's endpoint charges.
+
+    Args:
+        labels: by people.
+        hours: of their time.
+        wages: for it.
+        charges: of judges.
+        currency: of the money.
+        measured: whether the time was measured, and not assumed.
+    """
+
+    labels: int
+    hours: float
+    wages: float
+    charges: float
+    currency: str
+    measured: bool = False
+
+    @property
+    def money(self) -> float:
+        """Wages and charges."""
+        return self.wages + self.charges
+
+    def __str__(self) -> str:
+        """Return labels, hours and money in a line."""
+        return f"{self.labels} labels, {self.hours:.1f} h, {self.money:.2f} {self.currency}"
+
+
+def choose_validation(pairs: Sequence[Pair], hparams: BudgetHparams) -> set[str]:
+    """Return the ids of the pairs held out: all pairs of prompts that a hash of the seed draws.
+
+    Prompts are taken in the order of their hash until the share is reached, so that the share is
+    met within one prompt and adding prompts moves few others.
+    """
+    by_prompt: dict[str, list[str]] = {}
+    for pair in pairs:
+        by_prompt.setdefault(pair.prompt_id, []).append(pair.pair_id)
+    wanted = round(hparams.validation_share * len(pairs))
+    chosen: set[str] = set()
+    for prompt_id in sorted(by_prompt, key=lambda p: split_fraction(p, hparams.seed)):
+        if len(chosen) >= wanted:
+            break
+        chosen.update(by_prompt[prompt_id])
+    return chosen
+
+
+def route(
+    pairs: Sequence[Pair],
+    automatic: Mapping[str, Sequence[Label]],
+    hparams: BudgetHparams,
+    *,
+    validation: Iterable[str],
+) -> Routing:
+    """Return who labels what: the pairs of which rules and judges are surest stay with them.
+
+    Args:
+        pairs: all of them.
+        automatic: labels of rules, judges and reward models, by pair.
+        hparams: how many pairs.
+        validation: ids of those held out, from `choose_validation`.
+    """
+    held_out = set(validation)
+    rest = [pair for pair in pairs if pair.pair_id not in held_out]
+    sure = certainty(automatic)
+    ranked = sorted(
+        rest, key=lambda p: (-sure.get(p.pair_id, 0.0), split_fraction(p.pair_id, hparams.seed))
+    )
+    # A pair on which nobody automatic took a side must not become an automatic label.
+    able = sum(sure.get(pair.pair_id, 0.0) > 0 for pair in rest)
+    kept = {p.pair_id for p in ranked[: min(round(hparams.automatic_share * len(pairs)), able)]}
+    return Routing(
+        automatic=tuple(pair for pair in rest if pair.pair_id in kept),
+        people=tuple(pair for pair in rest if pair.pair_id not in kept),
+        validation=tuple(pair for pair in pairs if pair.pair_id in held_out),
+    )
+
+
+def certainty(automatic: Mapping[str, Sequence[Label]]) -> dict[str, float]:
+    """Return how sure rules and judges are of each pair together, 0 to 1.
+
+    Each annotator that takes a side adds or takes away 1/2, and up to 1/2 more by the rank of its
+    margin among its own margins (all of it where it gives none); the size of the mean over
+    annotators, those that take no side included, is the certainty. Annotators that disagree cancel.
+    """
+    ranks = _margin_ranks(label for labels in automatic.values() for label in labels)
+    found = {}
+    for pair_id, labels in automatic.items():
+        total = 0.0
+        for label in labels:
+            if label.choice in SIDES:
+                sign = 1.0 if label.choice == "first" else -1.0
+                rank = 1.0 if label.margin is None else ranks[label.annotator][label.margin]
+                total += sign * (0.5 + 0.5 * rank)
+        found[pair_id] = abs(total) / len(labels) if labels else 0.0
+    return found
+
+
+def planned_cost(num_pairs: int, routing: Routing | None, hparams: BudgetHparams) -> Cost:
+    """Return what people's labels will cost: as routed, or of all pairs (`routing=None`).
+
+    Without a routing every pair that is trained on gets `people_votes` people, and the validation
+    share `validation_votes`.
+    """
+    if routing is None:
+        held_out = round(hparams.validation_share * num_pairs)
+        looked_at = num_pairs - held_out
+    else:
+        held_out, looked_at = len(routing.validation), len(routing.people)
+    labels = looked_at * hparams.people_votes + held_out * hparams.validation_votes
+    return _cost(labels, labels * hparams.seconds_per_label, 0.0, hparams, measured=False)
+
+
+def actual_cost(labels: Iterable[Label], hparams: BudgetHparams, *, charges: float = 0.0) -> Cost:
+    """Return what people's labels did cost; time that was not measured counts as assumed.
+
+    Args:
+        labels: of people.
+        hparams: wage, and the time assumed.
+        charges: of judges.
+    """
+    taken = [label.seconds for label in labels]
+    seconds = sum(hparams.seconds_per_label if s is None else s for s in taken)
+    measured = bool(taken) and None not in taken
+    return _cost(len(taken), seconds, charges, hparams, measured=measured)
+
+
+def _cost(
+    labels: int, seconds: float, charges: float, hparams: BudgetHparams, *, measured: bool
+) -> Cost:
+    hours = seconds / SECONDS_AN_HOUR
+    return Cost(labels, hours, hours * hparams.hourly_wage, charges, hparams.currency, measured)
+
+
+def _margin_ranks(labels: Iterable[Label]) -> dict[str, dict[float, float]]:
+    """Return annotator -> margin -> share of its margins that are at most as large."""
+    margins: dict[str, list[float]] = {}
+    for label in labels:
+        if label.choice in SIDES and label.margin is not None:
+            margins.setdefault(label.annotator, []).append(label.margin)
+    ranks: dict[str, dict[float, Any]] = {}
+    for annotator, values in margins.items():
+        ordered = sorted(values)
+        # The last place of equal values wins, so that equal margins have equal ranks.
+        ranks[annotator] = {v: (i + 1) / len(ordered) for i, v in enumerate(ordered)}
+    return ranks

@@ -1,0 +1,141 @@
+"""Rules that score an answer without a model: heuristics, and any Python callable."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol, SupportsFloat
+
+from rlhf_lightning.data.demo import grammar
+
+_WORD = re.compile(r"\w+")
+
+
+class Rule(Protocol):
+    """Scores an answer as text; the better of two answers has the higher score."""
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return the score."""
+
+
+@dataclass(frozen=True)
+class LengthRule:
+    """Prefers answers of about so many words: minus the log of the factor by which they miss it.
+
+    Args:
+        words: wanted.
+        weight: of the rule.
+    """
+
+    words: int
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        if self.words < 1:
+            raise ValueError(f"LengthRule.words={self.words} must be at least 1")
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return 0 at the wanted length, -log 2 at half and at twice of it."""
+        count = max(len(_words(response)), 1)
+        return -self.weight * abs(math.log(count / self.words))
+
+
+@dataclass(frozen=True)
+class RepetitionRule:
+    """Dislikes answers that repeat themselves: minus the share of word pairs that came before.
+
+    Args:
+        weight: of the rule.
+    """
+
+    weight: float = 1.0
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return 0 for an answer whose neighbouring words are always new, down to -weight."""
+        words = _words(response)
+        pairs = list(pairwise(words))
+        return -self.weight * (1 - len(set(pairs)) / len(pairs)) if pairs else 0.0
+
+
+@dataclass(frozen=True)
+class EndingRule:
+    """Prefers answers that end like a sentence.
+
+    Args:
+        weight: of the rule.
+        endings: what a sentence may end with.
+    """
+
+    weight: float = 1.0
+    endings: Sequence[str] = (".", "!", "?", '"', ")", "`")
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return the weight, or 0."""
+        return self.weight if response.rstrip().endswith(tuple(self.endings)) else 0.0
+
+
+@dataclass(frozen=True)
+class PhraseRule:
+    """Counts phrases, whole words and any case.
+
+    Args:
+        phrases: what is counted.
+        weight: of each find; negative for phrases that make an answer worse.
+    """
+
+    phrases: Sequence[str]
+    weight: float
+
+    def __post_init__(self) -> None:
+        """Check that there is something to look for."""
+        if not self.phrases or not all(isinstance(p, str) and p.strip() for p in self.phrases):
+            raise ValueError("PhraseRule.phrases must name at least one phrase, none of them empty")
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return the weight times the number of finds."""
+        text = " ".join(response.lower().split())
+        patterns = (rf"(?<!\w){re.escape(phrase.lower())}(?!\w)" for phrase in self.phrases)
+        return self.weight * sum(len(re.findall(pattern, text)) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class CallableRule:
+    """Any function `(prompt, response) -> number`.
+
+    Args:
+        function: the function itself.
+        weight: of the rule.
+    """
+
+    function: Callable[[str, str], Any]
+    weight: float = 1.0
+
+    def __call__(self, prompt: str, response: str) -> float:
+        """Return the weight times what the function says.
+
+        Raises:
+            ValueError: if that is no finite number.
+        """
+        value = self.function(prompt, response)
+        if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+            name = getattr(self.function, "__name__", "function")
+            raise ValueError(f"the rule {name} returned {value!r}: return a finite number")
+        return self.weight * float(value)
+
+
+def demo_style() -> list[PhraseRule]:
+    """Return rules about the built-in world's manners: they know style, and no fact."""
+    return [
+        PhraseRule((*grammar.POLITE_OPENERS, *grammar.POLITE_CLOSERS), 0.5),
+        PhraseRule((*grammar.RUDE_OPENERS, *grammar.RUDE_CLOSERS), -1.0),
+        PhraseRule(grammar.FILLERS, -0.5),
+        PhraseRule(grammar.CORE_FORMS["unknown"], -1.0),
+    ]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())

@@ -1,0 +1,127 @@
+"""Aggregation by hand: whose vote decides, the margin, and what is left out and why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhf_lightning.data.errors import Location, SkippedRecords
+from rlhf_lightning.data.formats import parse_rows
+from rlhf_lightning.data.records import PreferenceRecord
+from rlhf_lightning.preferences.aggregate import (
+    NO_MAJORITY,
+    NO_VOTE,
+    TIE,
+    aggregate,
+    left_out,
+    preference_row,
+    side_tally,
+)
+from rlhf_lightning.preferences.records import Pair
+from tests.preferences.test_rater_quality import ACCURACIES, simulated
+from tests.preferences.votes import label
+
+PAIR = Pair.make("q", "good", "bad", domain="sums", first_source="sft", second_source="base")
+
+
+def verdict(*choices: str, people: int = 0, method: str = "people_first"):
+    """Aggregate one pair; the first `people` choices are those of people."""
+    labels = [label(PAIR.pair_id, f"a{i}", choice) for i, choice in enumerate(choices)]
+    names = [f"a{i}" for i in range(people)]
+    return aggregate([PAIR], labels, people=names, method=method)[0]
+
+
+@pytest.mark.parametrize(
+    ("choices", "people", "choice", "margin"),
+    [
+        (["first", "first", "second"], 0, "first", 1 / 3),
+        (["second"], 1, "second", 1.0),
+        # One person against two rules: the person decides, and the margin is none.
+        (["second", "first", "first"], 1, "second", 0.0),
+        # One person where two rules differ.
+        (["second", "first", "second"], 1, "second", 1 / 3),
+        (["first", "first", "tie", "both_bad", "skip"], 0, None, 0.0),
+        (["first", "first", "first", "tie", "both_bad", "skip"], 0, "first", 3 / 5),
+    ],
+)
+def test_people_decide_where_they_were_asked(choices, people, choice, margin) -> None:
+    found = verdict(*choices, people=people)
+    assert found.choice == choice
+    assert found.margin == pytest.approx(margin)
+    assert found.by_people == bool(people)
+
+
+def test_a_plain_majority_asks_nobody_first() -> None:
+    assert verdict("second", "first", "first", people=1, method="majority").choice == "first"
+
+
+def test_what_is_no_preference_says_why() -> None:
+    found = [verdict("skip"), verdict("first", "second"), verdict("tie", "both_bad", "first")]
+    assert [v.left_out for v in found] == [NO_VOTE, NO_MAJORITY, TIE]
+    assert left_out([*found, found[0], verdict("first")]) == {NO_VOTE: 2, NO_MAJORITY: 1, TIE: 1}
+    with pytest.raises(ValueError, match="no vote"):
+        preference_row(found[0])
+    with pytest.raises(ValueError, match="method='vote' is unknown"):
+        verdict("first", method="vote")
+
+
+def test_annotators_are_weighed_by_how_right_they_are() -> None:
+    votes, truth = simulated(1500, seed=5)
+    pairs = [Pair.make(f"q{i}", "a", "b") for i in votes.items]
+    labels = [
+        label(pairs[row].pair_id, name, ("first", "second")[votes.table[row, column]])
+        for row in range(len(pairs))
+        for column, name in enumerate(votes.annotators)
+    ]
+    right = {}
+    for method in ("majority", "dawid_skene"):
+        found = aggregate(pairs, labels, people=[], method=method)
+        right[method] = sum(
+            v.choice == ("first", "second")[t] for v, t in zip(found, truth, strict=True)
+        ) / len(pairs)
+    assert len(ACCURACIES) == 4  # an even number: ties are no majority
+    assert right["dawid_skene"] > right["majority"] + 0.05
+    sure = [v for v in found if v.margin > 0.95]
+    by_id = dict(zip((p.pair_id for p in pairs), truth, strict=True))
+    assert sum(v.choice == ("first", "second")[by_id[v.pair.pair_id]] for v in sure) > 0.97 * len(
+        sure
+    )
+
+
+def test_a_model_of_raters_knows_ties_and_pairs_nobody_looked_at() -> None:
+    other = Pair.make("q2", "a", "b")
+    labels = [label(PAIR.pair_id, name, "tie") for name in ("a", "b", "c")]
+    found = aggregate([PAIR, other], labels, people=["a"], method="dawid_skene")
+    assert [v.left_out for v in found] == [TIE, NO_VOTE]
+    assert aggregate([PAIR], [], people=[], method="dawid_skene")[0].left_out == NO_VOTE
+
+
+@pytest.mark.parametrize("prompt", ["q", ({"role": "user", "content": "q"},)])
+def test_a_row_is_a_record_that_the_reward_stage_reads(prompt) -> None:
+    pair = Pair.make(prompt, "good", "bad", domain="sums", first_source="sft", second_source="base")
+    labels = [label(pair.pair_id, name, "second") for name in ("a", "b")]
+    labels.append(label(pair.pair_id, "c", "first"))
+    row = preference_row(aggregate([pair], labels, people=["a"])[0], margin_scale=3.0)
+    row = json.loads(json.dumps(row))
+    assert row["labelled_by"] == "people"
+    assert (row["chosen_source"], row["rejected_source"]) == ("base", "sft")
+    assert row["votes"] == {"second": 2, "first": 1}
+    parsed = parse_rows([(Location("x", 1), row)], columns=None, skipped=SkippedRecords("raise"))
+    record = parsed[0].record
+    assert isinstance(record, PreferenceRecord)
+    assert (record.margin, record.domain) == (1.0, "sums")
+    text = record.chosen if isinstance(record.chosen, str) else record.chosen[0]["content"]
+    assert text == "bad"
+
+
+def test_the_tally_counts_sides() -> None:
+    labels = [
+        label("p", "a", "first"),
+        label("p", "b", "first"),
+        label("p", "c", "tie"),
+        label("q", "a", "second"),
+        label("q", "b", "first"),
+        label("r", "a", "tie"),
+    ]
+    assert side_tally(labels) == {(2, 0): 1, (1, 1): 1, (0, 0): 1}

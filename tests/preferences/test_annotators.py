@@ -1,0 +1,161 @@
+"""Rules and simulated people: what they prefer, and that only the rest is asked after a kill."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
+from rlhf_lightning.data.demo.gold import gold_scores
+from rlhf_lightning.preferences.agreement import position_bias
+from rlhf_lightning.preferences.annotators import (
+    AnnotationError,
+    RuleAnnotator,
+    SimulatedPerson,
+    label_pairs,
+)
+from rlhf_lightning.preferences.journal import record_journal
+from rlhf_lightning.preferences.records import Label, Pair
+from rlhf_lightning.preferences.rules import (
+    CallableRule,
+    EndingRule,
+    LengthRule,
+    PhraseRule,
+    RepetitionRule,
+    demo_style,
+)
+
+SURE = SimulatedAnnotator("sure", temperature=0.01, length_bias=0.0)
+PAIRS = [Pair.make(f"prompt {i}", "a " * (i % 7 + 1), "b " * (i % 5 + 2)) for i in range(400)]
+
+
+def lengths(prompts, completions, finished) -> list[float]:
+    return [len(text.split()) for text in completions]
+
+
+def test_each_rule_prefers_what_it_says() -> None:
+    assert LengthRule(4)("", "one two three four") == 0
+    assert LengthRule(4, weight=2)("", "one two") == pytest.approx(-2 * math.log(2))
+    assert LengthRule(4)("", "") == pytest.approx(-math.log(4))
+    assert RepetitionRule()("", "a b a b a b") == pytest.approx(-(1 - 2 / 5))
+    assert RepetitionRule()("", "word") == 0
+    assert EndingRule()("", "It ends. ") == 1
+    assert EndingRule()("", "It does not") == 0
+    rude = PhraseRule(["go away", "dumb"], -1.0)
+    assert rude("", "Go  AWAY , go away dumbly") == -2
+    assert CallableRule(lambda prompt, response: len(prompt), 0.5)("four", "") == 2
+
+
+def test_the_demo_rules_know_manners_and_no_fact() -> None:
+    annotator = RuleAnnotator([demo_style()])
+    polite = "sure , no problem at all . it is 9 ."
+    rude = "dumb question . it is 5 . time flies ."
+    pairs = [Pair.make("q", polite, rude), Pair.make("q", "it is 5 .", "it is 9 .")]
+    first, second = annotator.label(pairs)
+    assert (first.choice, first.margin, first.kind) == ("first", 2.0, "rule")
+    assert (second.choice, second.margin) == ("tie", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RuleAnnotator([]), "at least one rule"),
+        (lambda: RuleAnnotator([LengthRule(3)], tie_below=-1), "tie_below=-1"),
+        (lambda: LengthRule(0), "words=0"),
+        (lambda: PhraseRule([], 1.0), "at least one phrase"),
+        (lambda: PhraseRule([" "], 1.0), "none of them empty"),
+        (lambda: CallableRule(lambda p, r: None)("", ""), "returned None"),
+        (lambda: CallableRule(lambda p, r: math.inf)("", ""), "returned inf"),
+        (lambda: SimulatedPerson(SimulatedAnnotator("x", 0.0, 0.0), lengths, seed=1), "above 0"),
+    ],
+)
+def test_a_rule_or_person_that_cannot_work_is_refused(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_difference_below_the_threshold_is_a_tie() -> None:
+    annotator = RuleAnnotator([CallableRule(lambda p, r: len(r))], tie_below=2)
+    one, two = annotator.label([Pair.make("q", "aa", "a"), Pair.make("q", "a", "aaa")])
+    assert (one.choice, one.margin, two.choice, two.margin) == ("tie", 1, "second", 2)
+
+
+def test_a_sure_person_follows_gold_and_says_when_both_are_bad() -> None:
+    person = SimulatedPerson(SURE, lengths, seed=1, bad_below=2, tie_below=0.5)
+    pairs = [
+        Pair.make("q", "a a a", "a a"),
+        Pair.make("q", "a a", "a a a"),
+        Pair.make("q", "a", "b"),
+        Pair.make("q", "a a", "b b"),
+    ]
+    assert [x.choice for x in person.label(pairs)] == ["first", "second", "both_bad", "tie"]
+    assert {x.seconds for x in person.label(pairs)} == {None}
+
+
+def test_a_person_says_the_same_of_a_pair_whatever_else_is_asked() -> None:
+    usual = SimulatedAnnotator("usual", temperature=3.0, length_bias=0.1)
+    person = SimulatedPerson(usual, lengths, seed=1)
+    said = [(x.choice, x.order) for x in person.label(PAIRS)]
+    assert [(x.choice, x.order) for x in person.label(PAIRS[::-1])] == said[::-1]
+    assert [(x.choice, x.order) for x in person.label(PAIRS[7:8])] == said[7:8]
+    other = SimulatedPerson(usual, lengths, seed=2)
+    assert [(x.choice, x.order) for x in other.label(PAIRS)] != said
+
+
+def test_a_bias_for_what_is_shown_first_is_seen_in_the_labels() -> None:
+    noisy = SimulatedAnnotator("n", temperature=1.0, length_bias=0.0)
+    fair = SimulatedPerson(noisy, lambda p, c, f: [0.0] * len(p), seed=1)
+    biased = SimulatedPerson(noisy, lambda p, c, f: [0.0] * len(p), seed=1, position_bias=1.0)
+    assert position_bias(fair.label(PAIRS)).value == pytest.approx(0.5, abs=0.08)
+    # sigmoid(1) = 0.731
+    assert position_bias(biased.label(PAIRS)).value == pytest.approx(0.731, abs=0.06)
+
+
+def test_a_liking_for_length_is_that_of_the_built_in_world() -> None:
+    wordy = SimulatedAnnotator("wordy", temperature=0.5, length_bias=1.0)
+    person = SimulatedPerson(wordy, gold_scores, seed=1)
+    pair = Pair.make("what is 1 plus 1 ?", "it is 2 .", "it is 2 . " + "time flies . " * 3)
+    assert person.label([pair])[0].choice == "second"
+
+
+class Flaky:
+    """Fails at its third batch, the first time."""
+
+    name, kind, batch_size = "flaky", "rule", 10
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.broken = True
+
+    def label(self, pairs):
+        if len(self.asked) == 20 and self.broken:
+            self.broken = False
+            raise AnnotationError("the line is dead")
+        self.asked += [pair.pair_id for pair in pairs]
+        return RuleAnnotator([LengthRule(3)], name=self.name).label(pairs)
+
+
+def test_after_a_failure_only_the_rest_is_asked_for(tmp_path: Path, capsys) -> None:
+    journal = record_journal(Label, tmp_path / "labels.jsonl")
+    journal.append(RuleAnnotator([LengthRule(3)], name="other").label(PAIRS))
+    flaky = Flaky()
+    with pytest.raises(AnnotationError, match="the line is dead"):
+        label_pairs(flaky, PAIRS[:45], journal)
+    labels = label_pairs(flaky, PAIRS[:45], journal)
+    assert [x.pair_id for x in labels] == [pair.pair_id for pair in PAIRS[:45]]
+    assert flaky.asked == [pair.pair_id for pair in PAIRS[:45]]
+    assert {x.annotator for x in labels} == {"flaky"}
+    assert len(journal.read()) == 445
+    assert "labels by flaky 20/45" in capsys.readouterr().out
+    assert label_pairs(flaky, PAIRS[:45], journal) == labels
+
+
+def test_labels_in_another_order_are_refused(tmp_path: Path) -> None:
+    class Backwards(Flaky):
+        def label(self, pairs):
+            return RuleAnnotator([LengthRule(3)], name=self.name).label(pairs[::-1])
+
+    with pytest.raises(AnnotationError, match="another order"):
+        label_pairs(Backwards(), PAIRS[:3], record_journal(Label, tmp_path / "x.jsonl"), quiet=True)

@@ -1,0 +1,79 @@
+"""The journal: what was appended is there after a kill, whole and once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.preferences.journal import Journal, record_journal, write_records
+from rlhf_lightning.preferences.records import Label, Pair
+from rlhf_lightning.preferences.rows import read_records
+from tests.preferences.votes import label
+
+WRITER = """
+import sys
+from rlhf_lightning.preferences.journal import Journal
+journal = Journal(sys.argv[1], write=dict, read=lambda row, where: row)
+number = len(journal.read())
+print("ready", flush=True)
+while True:
+    journal.append([{"number": number + i, "text": "x" * 5000} for i in range(7)])
+    number += 7
+"""
+
+
+def test_what_is_appended_is_read_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "labels.jsonl"
+    journal = record_journal(Label, path)
+    assert journal.read() == []
+    odd = label("p\ud83d", "ada", "first", reason="line\u2028 break\nand \U0001f600")
+    journal.append([odd, label("q", "ada", "tie")])
+    journal.append([])
+    with path.open("ab") as file:
+        file.write(b'{"pair_id": "r", "anno')
+    again = record_journal(Label, path)
+    assert again.read() == [odd, label("q", "ada", "tie")]
+    again.append([label("r", "ada", "second")])
+    assert [x.pair_id for x in record_journal(Label, path).read()] == ["p\ud83d", "q", "r"]
+
+
+def test_a_line_that_is_something_else_names_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "labels.jsonl"
+    path.write_text('{"pair_id": "r"}\n')
+    with pytest.raises(BadRecordError, match="line 1: Label lacks the key 'annotator'"):
+        record_journal(Label, path).read()
+
+
+def test_records_are_written_in_one_step(tmp_path: Path) -> None:
+    pairs = [Pair.make("q", "a", "b"), Pair.make("q", "a", "c\u2028")]
+    write_records(tmp_path / "pairs.jsonl", pairs)
+    assert list(read_records(Pair, tmp_path / "pairs.jsonl")) == pairs
+
+
+def test_killed_in_the_middle_of_writing_it_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.jsonl"
+    for _ in range(4):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        seen = path.stat().st_size if path.exists() else 0
+        deadline = time.monotonic() + 60
+        while (path.stat().st_size if path.exists() else 0) < seen + 100_000:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+    journal = Journal(path, write=dict, read=lambda row, where: row["number"])
+    numbers = journal.read()
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) > 50
