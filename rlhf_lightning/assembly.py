@@ -37,7 +37,6 @@ from rlhf_lightning.runs.manifest import ManifestError, fingerprint, read_manife
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.resume import config_hash
 
-TIMEOUT = timedelta(minutes=30)
 ORIGIN: dict[str, Any] = {"revision": None, "trust_remote_code": False}
 # What a stage's tokenizer comes from: the model it starts from.
 STARTS_FROM = {"sft": "base", "reward": "sft", "ppo": "sft"}
@@ -224,15 +223,16 @@ def make_strategy(cfg: DictConfig) -> Strategy | str:
     name = cfg.strategy.name
     if name == "auto":
         return "auto"
+    timeout = timedelta(minutes=cfg.strategy.timeout_minutes)
     if name == "ddp":
-        return DDPStrategy(timeout=TIMEOUT)
+        return DDPStrategy(timeout=timeout)
     if name == "fsdp":
         size = int(cfg.trainer.devices) * int(cfg.trainer.num_nodes)
         return ModelParallelStrategy(
             data_parallel_size=size,
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
-            timeout=TIMEOUT,
+            timeout=timeout,
         )
     raise ValueError(f"strategy.name={name!r} must be auto, ddp or fsdp")
 

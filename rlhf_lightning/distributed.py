@@ -7,6 +7,7 @@ over all ranks, so that every rank takes the same decision from the same numbers
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from rlhf_lightning.functional.masked import zero_off_mask
 
 BUCKET_ELEMENTS = 2**23  # of gradients exchanged at once
+_END = "rlhf/end/{}"  # why a rank ended
 MEETING_PATIENCE = timedelta(minutes=10)  # for the first rank to start
 
 
@@ -62,7 +64,13 @@ def value_of_rank_0(what: str, make: Callable[[], str], patience: timedelta) -> 
     key = f"{what}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ["RANK"] == "0":
         store.set(key, make())
-    value: str = store.get(key).decode()
+    try:
+        value: str = store.get(key).decode()
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"rank 0 ended, or took more than {patience}, before it told the other ranks the "
+            f"{what}: its own output says why"
+        ) from error
     return value
 
 
@@ -100,6 +108,54 @@ def leave_process_group() -> None:
     """End this process's group, if it has one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def roll_call(word: str, patience: timedelta) -> dict[int, str]:
+    """Tell the other ranks why this one ends, and return what they say until all have spoken.
+
+    It leaves the process group, so that a rank that waits for this one need not wait any longer.
+
+    Args:
+        word: why this rank ends.
+        patience: how long the others have.
+
+    Returns:
+        By rank; one that says nothing is missing.
+    """
+    store = _group_store()
+    ours, size = rank(), world_size()
+    try:
+        store.set(_END.format(ours), word)
+        if dist.get_backend() == "gloo":  # ending NCCL after a failure may hang itself
+            dist.destroy_process_group()
+    except RuntimeError:  # the rank that keeps the store is gone
+        return {}
+    deadline = time.monotonic() + patience.total_seconds()
+    heard: dict[int, str] = {}
+    while len(heard) < size - 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        try:
+            heard |= _heard(store, ours, size)
+        except RuntimeError:
+            break
+    return heard
+
+
+def heard_so_far() -> dict[int, str]:
+    """Return what other ranks said in their roll calls, without waiting."""
+    try:
+        return _heard(_group_store(), rank(), world_size())
+    except RuntimeError:
+        return {}
+
+
+def _group_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _heard(store: Any, ours: int, size: int) -> dict[int, str]:
+    others = [r for r in range(size) if r != ours and store.check([_END.format(r)])]
+    return {r: store.get(_END.format(r)).decode() for r in others}
 
 
 def agreed_max(value: int, device: torch.device) -> int:

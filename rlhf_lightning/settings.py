@@ -66,10 +66,11 @@ class EvaluationSettings(_Checked):
 
 @dataclass(frozen=True)
 class StrategySettings(_Checked):
-    """How models are placed on devices."""
+    """How models are placed on devices, and how long ranks wait for each other."""
 
     name: str = "auto"
     compute_dtype: str | None = None
+    timeout_minutes: float = _number(30.0, above=0)
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -6,7 +6,6 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import sys
@@ -45,7 +44,9 @@ from rlhf_lightning.launching import (
     global_rank,
     launch_time,
 )
+from rlhf_lightning.lost_ranks import explain_lost_rank, watch_children
 from rlhf_lightning.prerequisites import prepare_inputs
+from rlhf_lightning.quiet import quieten
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import (
@@ -103,7 +104,9 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
                 write_summary(folder, summary)
             return _train(cfg, folder, checkpoint, summary)
         except BaseException as error:
-            failure = explain_failure(error, cfg, folder, overrides)
+            failure = explain_lost_rank(error, cfg) or explain_failure(
+                error, cfg, folder, overrides
+            )
             if first:
                 record_failure(folder, summary, failure or error)
             if failure is not None:
@@ -117,7 +120,7 @@ def _train(
     cfg: DictConfig, folder: RunFolder, checkpoint: Path | None, summary: Summary
 ) -> Summary:
     started = time.perf_counter()
-    _quieten()
+    quieten()
     import lightning as L
 
     from rlhf_lightning.assembly import assemble
@@ -128,6 +131,7 @@ def _train(
 
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     parts = assemble(cfg, folder)
+    watch_children(parts.trainer, folder, summary)
     if global_rank() == 0:
         print_start(cfg.name, folder, _settings(cfg, parts, checkpoint))
         print(parts.data.render_summary())  # noqa: T201
@@ -210,18 +214,6 @@ def _settings(cfg: DictConfig, parts: Parts, checkpoint: Path | None) -> dict[st
     if checkpoint is not None:
         settings["continues"] = checkpoint
     return settings
-
-
-def _quieten() -> None:
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*have no `validation_step`.*")
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # of loading and saving a few megabytes
 
 
 def objective(summary: Summary) -> float | None:

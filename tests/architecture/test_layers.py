@@ -31,6 +31,7 @@ LAYERS = (
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request"},
     {"finish", "reexport", "failures"},
+    {"lost_ranks", "quiet"},
     {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"},
     {"pipeline"},
 )
