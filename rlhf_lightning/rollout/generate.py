@@ -109,6 +109,7 @@ class CachedGenerator:
         stops = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         logits = running.read_prompts()  # [A, V]
         for t in range(max_new_tokens):
+            logits = self._truncated(logits, temperature)
             tokens = sample(logits, uniform[running.rows, t], temperature=temperature)  # [A]
             responses[running.rows, t] = tokens
             tokens = running.keep(~torch.isin(tokens, stops), tokens)
@@ -116,6 +117,10 @@ class CachedGenerator:
                 break
             logits = running.step(tokens, t)
         return responses
+
+    def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
+        """Return the logits as they are: only candidates for labelling may be truncated."""
+        return logits
 
 
 class TransformersGenerator:

@@ -1,0 +1,262 @@
+"""Candidates: several answers to each prompt, from several policies and ways to decode.
+
+The work is cut into units, a policy, a way to decode and some prompts each. A unit is one line of a
+journal, written when it is done: a run that was killed does the rest, and the answers do not
+depend on where it was killed or on how many prompts go together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.data.collate import PromptCollator
+from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
+from rlhf_lightning.data.records import PromptRecord, text_key
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
+from rlhf_lightning.preferences.journal import Journal
+from rlhf_lightning.preferences.progress import WorkProgress
+from rlhf_lightning.preferences.records import Candidate
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.score import make_answers
+
+EMPTY = "empty"
+UNFINISHED = "cut off at max_new_tokens"
+DUPLICATE = "said before"
+OVER_LONG = "prompt over-long"
+
+
+class LoadedPolicy(NamedTuple):
+    """A policy that is ready to answer."""
+
+    model: PolicyModel
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What candidates are sampled.
+
+    Args:
+        policies: name -> what loads it; loaded one after the other.
+        decodings: ways to decode; each policy answers each prompt in each of them.
+        num_samples: answers of a policy to a prompt with one way to decode.
+        max_new_tokens: of an answer.
+        max_prompt_length: tokens; longer prompts are left out.
+        batch_size: prompts of a unit.
+        seed: of the noise.
+    """
+
+    policies: Mapping[str, Callable[[], LoadedPolicy]]
+    decodings: Sequence[Decoding]
+    num_samples: int
+    max_new_tokens: int
+    max_prompt_length: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("num_samples", "max_new_tokens", "max_prompt_length", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"candidates.{name}={getattr(self, name)} must be at least 1")
+        if not self.policies or not self.decodings:
+            raise ValueError("candidates need at least one policy and one way to decode")
+
+    @property
+    def per_prompt(self) -> int:
+        """Answers to one prompt."""
+        return len(self.policies) * len(self.decodings) * self.num_samples
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work: prompts `start` to `stop` for one policy and one way to decode."""
+
+    policy: int
+    decoding: int
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """The same in every run of one plan."""
+        return f"{self.policy}/{self.decoding}/{self.start}-{self.stop}"
+
+
+@dataclass(frozen=True)
+class DoneUnit:
+    """A unit and its answers: (prompt number, text, ended by itself)."""
+
+    name: str
+    plan: str
+    answers: tuple[tuple[int, str, bool], ...]
+
+
+def units(sampling: Sampling, num_prompts: int) -> list[Unit]:
+    """Return all units, policy after policy, so that each is loaded once."""
+    return [
+        Unit(policy, decoding, start, min(start + sampling.batch_size, num_prompts))
+        for policy in range(len(sampling.policies))
+        for decoding in range(len(sampling.decodings))
+        for start in range(0, num_prompts, sampling.batch_size)
+    ]
+
+
+def candidate_journal(path: Path | str) -> Journal[DoneUnit]:
+    """Return the journal of units."""
+    return Journal(
+        path,
+        write=lambda unit: {"unit": unit.name, "plan": unit.plan, "answers": unit.answers},
+        read=lambda row, where: DoneUnit(
+            row["unit"], row["plan"], tuple((n, text, end) for n, text, end in row["answers"])
+        ),
+    )
+
+
+def sample_candidates(
+    prompts: Sequence[PromptRecord],
+    sampling: Sampling,
+    journal: Journal[DoneUnit],
+    *,
+    progress: WorkProgress | None = None,
+) -> list[Candidate]:
+    """Return every answer, by policy, way to decode and prompt; do only the units not yet done.
+
+    Args:
+        prompts: to be answered.
+        sampling: by whom and how.
+        journal: of the units that are done.
+        progress: to show; None makes one.
+
+    Raises:
+        ValueError: if the journal is that of other prompts or settings.
+    """
+    plan = _plan(prompts, sampling)
+    done = {unit.name: unit for unit in journal.read()}
+    if others := [unit for unit in done.values() if unit.plan != plan]:
+        raise ValueError(
+            f"{journal.path} holds candidates of other prompts or settings (unit "
+            f"{others[0].name}): start a new run, or give the prompts and settings it began with"
+        )
+    todo = units(sampling, len(prompts))
+    missing = [unit for unit in todo if unit.name not in done]
+    total = sampling.per_prompt * len(prompts)
+    left = sum(unit.stop - unit.start for unit in missing) * sampling.num_samples
+    with progress or WorkProgress("candidates", total, done=total - left) as shown:
+        for index, load in enumerate(sampling.policies.values()):
+            own = [unit for unit in missing if unit.policy == index]
+            if not own:
+                continue
+            policy = load()
+            encoded = _encode(prompts, policy.tokenizer, sampling)
+            for unit in own:
+                answers = _answer(unit, policy, encoded, sampling)
+                done[unit.name] = DoneUnit(unit.name, plan, answers)
+                journal.append([done[unit.name]])
+                shown.advance((unit.stop - unit.start) * sampling.num_samples)
+            del policy
+    return [c for unit in todo for c in _candidates(unit, done[unit.name], prompts, sampling)]
+
+
+def usable(
+    candidates: Sequence[Candidate], *, keep_unfinished: bool = False
+) -> tuple[list[Candidate], dict[str, int]]:
+    """Return the candidates that can be compared, and how many were dropped for which reason.
+
+    Dropped are empty ones, those cut off at the token limit (a cut text would pass for a finished
+    one), and all but the first of equal answers to a prompt; space and case do not count.
+    """
+    kept: list[Candidate] = []
+    dropped: Counter[str] = Counter()
+    said: set[tuple[str, str]] = set()
+    for candidate in candidates:
+        text = " ".join(candidate.response.lower().split())
+        if not text:
+            dropped[EMPTY] += 1
+        elif candidate.finished is False and not keep_unfinished:
+            dropped[UNFINISHED] += 1
+        elif (candidate.prompt_id, text) in said:
+            dropped[DUPLICATE] += 1
+        else:
+            said.add((candidate.prompt_id, text))
+            kept.append(candidate)
+    return kept, dict(dropped)
+
+
+def _plan(prompts: Sequence[PromptRecord], sampling: Sampling) -> str:
+    """Return a hash of all that the answers depend on, but for the weights."""
+    parts = [text_key(prompt.prompt) for prompt in prompts]
+    parts += [*sampling.policies, *map(repr, sampling.decodings)]
+    numbers = (sampling.num_samples, sampling.max_new_tokens, sampling.max_prompt_length)
+    text = "\0".join((*parts, repr((numbers, sampling.batch_size, sampling.seed))))
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _encode(
+    prompts: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> list[EncodedPrompt | None]:
+    return [
+        encode_prompt(prompt, tokenizer, max_length=sampling.max_prompt_length)
+        for prompt in prompts
+    ]
+
+
+def _answer(
+    unit: Unit, policy: LoadedPolicy, encoded: Sequence[EncodedPrompt | None], sampling: Sampling
+) -> tuple[tuple[int, str, bool], ...]:
+    """Return the answers of one unit; over-long prompts have none."""
+    rows = [
+        (row, number * sampling.num_samples + sample)
+        for number in range(unit.start, unit.stop)
+        if (row := encoded[number]) is not None
+        for sample in range(sampling.num_samples)
+    ]
+    if not rows:
+        return ()
+    decoding = sampling.decodings[unit.decoding]
+    pad = int(policy.tokenizer.pad_token_id)  # type: ignore[arg-type]
+    generator = TruncatedGenerator(policy.stop_ids, pad, decoding=decoding)
+    noise = RowNoise(
+        sampling.seed, "candidates", unit.policy * len(sampling.decodings) + unit.decoding
+    )
+    batch: PromptBatch = PromptCollator(pad)(rows).to(policy.model.device)
+    with torch.no_grad(), policy.model.generating() as model:
+        generation = generator(
+            model,
+            batch,
+            noise=noise,
+            temperature=decoding.temperature,
+            max_new_tokens=sampling.max_new_tokens,
+        )
+    answers = make_answers(batch, generation, policy.tokenizer)
+    numbers = [row_id // sampling.num_samples for _, row_id in rows]
+    return tuple(zip(numbers, answers.completions, answers.finished.tolist(), strict=True))
+
+
+def _candidates(
+    unit: Unit, done: DoneUnit, prompts: Sequence[PromptRecord], sampling: Sampling
+) -> Iterator[Candidate]:
+    settings: dict[str, Any] = sampling.decodings[unit.decoding].settings
+    name = list(sampling.policies)[unit.policy]
+    for number, text, finished in done.answers:
+        prompt = prompts[number]
+        yield Candidate.make(
+            prompt.prompt,
+            text,
+            model=name,
+            settings=settings,
+            seed=sampling.seed,
+            domain=prompt.domain,
+            finished=finished,
+        )

@@ -1,0 +1,143 @@
+"""Candidates of a tiny policy: provenance, resuming, and what is dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.models.factory import frozen, load_policy
+from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.preferences.candidates import (
+    DUPLICATE,
+    EMPTY,
+    UNFINISHED,
+    LoadedPolicy,
+    Sampling,
+    candidate_journal,
+    sample_candidates,
+    units,
+    usable,
+)
+from rlhf_lightning.preferences.decoding import Decoding
+from rlhf_lightning.preferences.records import Candidate
+from tests.entry.small_runs import make_start
+
+PROMPTS = DemoSource(seed=1).records("prompts", "train")[:10]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
+    folder = make_start(tmp_path_factory.mktemp("models") / "start")
+    tokenizer = load_tokenizer(folder)
+    return LoadedPolicy(frozen(load_policy(folder)), tokenizer, [tokenizer.eos_token_id])
+
+
+@pytest.fixture
+def sampling(policy: LoadedPolicy) -> Sampling:
+    return Sampling(
+        policies={"sft": lambda: policy, "base": lambda: policy},
+        decodings=[Decoding(temperature=0.7, top_p=0.9), Decoding(temperature=1.2)],
+        num_samples=2,
+        max_new_tokens=6,
+        max_prompt_length=64,
+        batch_size=4,
+        seed=1,
+    )
+
+
+def test_every_answer_keeps_where_it_comes_from(sampling: Sampling, tmp_path: Path) -> None:
+    found = sample_candidates(PROMPTS, sampling, candidate_journal(tmp_path / "c.jsonl"))
+    assert sampling.per_prompt == 8
+    assert len(found) == 80
+    assert set(Counter((c.prompt, c.source) for c in found).values()) == {2}
+    assert {c.source for c in found} == {
+        f"{model} temperature={t} top_p={p} seed=1"
+        for model in ("sft", "base")
+        for t, p in (("0.7", "0.9"), ("1.2", "1"))
+    }
+    by_prompt = {prompt.prompt: prompt.domain for prompt in PROMPTS}
+    assert all(c.domain == by_prompt[c.prompt] for c in found)
+    # Samples are draws of their own.
+    assert len({(c.prompt, c.response) for c in found}) > 60
+    assert {c.finished for c in found} <= {True, False}
+
+
+def test_stopped_anywhere_it_goes_on_to_the_same_answers(
+    sampling: Sampling, policy: LoadedPolicy, tmp_path: Path
+) -> None:
+    whole = sample_candidates(PROMPTS, sampling, candidate_journal(tmp_path / "whole.jsonl"))
+    lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == len(units(sampling, len(PROMPTS))) == 12
+    path = tmp_path / "part.jsonl"
+    path.write_bytes(b"".join(lines[:5]) + lines[5][:40])  # cut short by a kill
+    loaded: list[str] = []
+
+    def load(name: str) -> LoadedPolicy:
+        loaded.append(name)
+        return policy
+
+    again = replace(sampling, policies={n: lambda n=n: load(n) for n in sampling.policies})
+    assert sample_candidates(PROMPTS, again, candidate_journal(path)) == whole
+    assert sorted(path.read_bytes().splitlines()) == sorted(b"".join(lines).splitlines())
+    assert loaded == ["sft", "base"]
+    # All is done: nothing is loaded.
+    assert sample_candidates(PROMPTS, again, candidate_journal(path)) == whole
+    assert loaded == ["sft", "base"]
+
+
+def test_how_many_prompts_go_together_changes_no_answer(sampling: Sampling, tmp_path: Path) -> None:
+    one = sample_candidates(PROMPTS, sampling, candidate_journal(tmp_path / "a.jsonl"))
+    other = replace(sampling, batch_size=7)
+    two = sample_candidates(PROMPTS, other, candidate_journal(tmp_path / "b.jsonl"))
+    assert one == two
+
+
+def test_the_journal_of_another_plan_is_refused(sampling: Sampling, tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    small = replace(sampling, policies={"sft": sampling.policies["sft"]})
+    sample_candidates(PROMPTS[:4], small, candidate_journal(path))
+    with pytest.raises(ValueError, match="other prompts or settings"):
+        sample_candidates(PROMPTS[:4], replace(small, seed=2), candidate_journal(path))
+    with pytest.raises(ValueError, match="start a new run"):
+        sample_candidates(PROMPTS[:3], small, candidate_journal(path))
+
+
+def test_prompts_that_are_too_long_are_left_out(sampling: Sampling, tmp_path: Path) -> None:
+    lengths = sorted(len(p.prompt.split()) for p in PROMPTS)
+    assert lengths[0] < lengths[-1]
+    short = replace(sampling, max_prompt_length=lengths[0])
+    found = sample_candidates(PROMPTS, short, candidate_journal(tmp_path / "c.jsonl"))
+    assert {len(c.prompt.split()) for c in found} == {lengths[0]}
+
+
+def test_empty_cut_off_and_repeated_answers_are_dropped_and_counted() -> None:
+    def made(prompt, response, *, finished=True, model="sft"):
+        return Candidate.make(prompt, response, model=model, settings={}, seed=0, finished=finished)
+
+    candidates = [
+        made("q", "  \n"),
+        made("q", "Yes."),
+        made("q", " yes. ", model="base"),
+        made("q", "no", finished=False),
+        made("r", "yes."),
+        made("r", "?", finished=None),
+    ]
+    kept, dropped = usable(candidates)
+    assert [(c.prompt, c.response, c.model) for c in kept] == [
+        ("q", "Yes.", "sft"),
+        ("r", "yes.", "sft"),
+        ("r", "?", "sft"),
+    ]
+    assert dropped == {EMPTY: 1, DUPLICATE: 1, UNFINISHED: 1}
+    assert len(usable(candidates, keep_unfinished=True)[0]) == 4
+
+
+def test_settings_that_sample_nothing_are_refused(sampling: Sampling) -> None:
+    with pytest.raises(ValueError, match="num_samples=0"):
+        replace(sampling, num_samples=0)
+    with pytest.raises(ValueError, match="at least one policy"):
+        replace(sampling, policies={})

@@ -1,0 +1,121 @@
+"""Pairing: which answers meet, how often, and in which order."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rlhf_lightning.preferences.pairing import make_pairs, sources
+from rlhf_lightning.preferences.records import Candidate
+
+ANSWERS = ["a b c d", "a b c e", "x y z", "x y w", "a b"]
+
+
+def candidates(num_prompts: int, answers=ANSWERS) -> list[Candidate]:
+    return [
+        Candidate.make(
+            f"q{i}", f"{text} {i}", model=f"m{j}", settings={}, seed=0, domain=f"d{i % 2}"
+        )
+        for i in range(num_prompts)
+        for j, text in enumerate(answers)
+    ]
+
+
+def texts(pair) -> frozenset[str]:
+    return frozenset((pair.first, pair.second))
+
+
+def words(prompt: str, response: str) -> float:
+    return len(response.split())
+
+
+def test_a_smaller_number_of_pairs_covers_as_many_prompts_as_it_can() -> None:
+    pairs = make_pairs(candidates(30), method="random", per_prompt=3, num_pairs=30, seed=1)
+    assert {p.prompt for p in pairs} == {f"q{i}" for i in range(30)}
+    more = make_pairs(candidates(30), method="random", per_prompt=3, num_pairs=None, seed=1)
+    assert len(more) == 90
+    assert more[:30] == pairs
+    assert set(Counter(p.prompt for p in more).values()) == {3}
+    assert all(p.domain == f"d{int(str(p.prompt)[1:]) % 2}" for p in more)
+
+
+def test_no_pair_comes_twice_and_all_can_be_had() -> None:
+    pairs = make_pairs(candidates(3), method="random", per_prompt=99, num_pairs=None, seed=1)
+    assert len(pairs) == 30
+    assert len({(p.prompt, texts(p)) for p in pairs}) == 30
+    one = make_pairs(candidates(3, ["only"]), method="random", per_prompt=2, num_pairs=None, seed=1)
+    assert one == []
+
+
+def test_what_stands_first_is_drawn() -> None:
+    pairs = make_pairs(
+        candidates(400, ["one", "two"]), method="random", per_prompt=1, num_pairs=None, seed=1
+    )
+    first = sum(p.first.startswith("one") for p in pairs)
+    assert 160 < first < 240
+    assert sources(pairs) == {"m0 seed=0": 400, "m1 seed=0": 400}
+    again = make_pairs(
+        candidates(400, ["one", "two"])[::-1],
+        method="random",
+        per_prompt=1,
+        num_pairs=None,
+        seed=1,
+    )
+    assert {p.pair_id for p in again} == {p.pair_id for p in pairs}
+
+
+def test_the_most_different_answers_meet_first() -> None:
+    # Every answer ends with the number of its prompt, so those of two words share least.
+    pairs = make_pairs(
+        candidates(1), method="most_different", per_prompt=10, num_pairs=None, seed=1
+    )
+    assert len(pairs) == 10
+    assert texts(pairs[0]) in (
+        {frozenset(("a b c d 0", "x y z 0")), frozenset(("a b c d 0", "x y w 0"))}
+        | {frozenset(("a b c e 0", "x y z 0")), frozenset(("a b c e 0", "x y w 0"))}
+    )
+    alike = frozenset(("a b c d 0", "a b c e 0"))
+    assert alike not in [texts(p) for p in pairs[:3]]
+    # Every answer is used before one is used a second time.
+    used = Counter(text for pair in pairs[:2] for text in texts(pair))
+    assert max(used.values()) == 1
+
+
+def test_the_best_meets_the_worst() -> None:
+    answers = ["w", "w w", "w w w", "w w w w", "v v v v"]
+    pairs = make_pairs(
+        candidates(1, answers),
+        method="best_against_worst",
+        per_prompt=5,
+        num_pairs=None,
+        seed=1,
+        score=words,
+    )
+    assert len(pairs) == 2
+    assert min(texts(pairs[0]), key=len) == "w 0"
+    assert min(texts(pairs[1]), key=len) == "w w 0"
+    same = make_pairs(
+        candidates(1, ["v v", "w w"]),
+        method="best_against_worst",
+        per_prompt=1,
+        num_pairs=None,
+        seed=1,
+        score=words,
+    )
+    assert same == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "best"}, "pairing.method='best' is unknown"),
+        ({"per_prompt": 0}, "per_prompt=0"),
+        ({"num_pairs": 0}, "num_pairs=0"),
+        ({"method": "best_against_worst"}, "needs pairing.score"),
+    ],
+)
+def test_what_cannot_be_paired_says_why(changes, message) -> None:
+    settings = {"method": "random", "per_prompt": 1, "num_pairs": None, "seed": 1} | changes
+    with pytest.raises(ValueError, match=message):
+        make_pairs(candidates(1), **settings)
