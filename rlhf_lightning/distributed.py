@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -221,25 +221,18 @@ def unsharded(model: nn.Module) -> Iterator[nn.Module]:
             unit.reshard()
 
 
-@contextmanager
-def accumulating(roots: Sequence[nn.Module], strategy: Any, *, synchronize: bool) -> Iterator[None]:
-    """Run forwards and backwards whose gradients FSDP2 exchanges only if `synchronize`.
+def accumulating(strategy: Any) -> AbstractContextManager[Any]:
+    """Run forwards and backwards whose gradients DDP does not exchange.
 
-    DDP never exchanges any here: it expects one backward for all parameters, and several losses
-    are taken in turn. `average_gradients` follows the last one.
+    It expects one backward for all parameters, and several losses are taken in turn:
+    `average_gradients` follows the last one. FSDP2 exchanges the gradients of every backward. It
+    could wait for the last one, but would keep the others whole until then: four bytes for each
+    trained weight on every rank, which is what sharding is there to avoid.
     """
-    sharded = [root for root in roots if isinstance(root, FSDPModule)]
-    for root in sharded:
-        root.set_requires_gradient_sync(synchronize)
     block: Callable[[], AbstractContextManager[Any]] = getattr(
         strategy, "block_backward_sync", nullcontext
     )
-    try:
-        with block():
-            yield
-    finally:
-        for root in sharded:
-            root.set_requires_gradient_sync(True)
+    return block()
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], strategy: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlhf_lightning.memory import traces
 from rlhf_lightning.memory.run import Run
+from rlhf_lightning.memory.sharding import GATHERED, end_of_backward, gathered
 from rlhf_lightning.memory.traces import Rows
 from rlhf_lightning.memory.tracker import GRADIENTS
 from rlhf_lightning.memory.weights import COPIES, ELEMENTS, FROZEN, LARGEST, TRAINED
@@ -26,11 +27,9 @@ BUCKET_ELEMENTS = 2**23  # of gradients that DDP's average exchanges at once
 WEIGHTS = "weights"
 OPTIMIZER = "optimizer state"
 ROLLOUT = "rollout"
-GATHERED = "gathered weights"
 BUCKETS = "DDP buckets"
 COPIED = "prepared weights"
 STEP = "optimizer's temporaries"
-UNREDUCED = "gradients not yet exchanged"
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,8 @@ def update(bench: Workbench) -> Iterator[Counter[str]]:
         parts = Counter(_training(bench, kind, accumulated=accumulated or run.sharded > 1))
         if run.sharded > 1:
             parts[GRADIENTS] = everything
-            parts += _gathered(bench, (kind,), backward=True)
-            if accumulated:  # FSDP2 exchanges them after the last micro-batch only
-                parts[UNREDUCED] = trained_bytes(bench)
+            parts += gathered(bench, (kind,), backward=True)
+            yield Counter({GRADIENTS: everything}) + end_of_backward(bench, kind)
         elif accumulated:
             parts[GRADIENTS] = everything
         else:
@@ -198,7 +196,7 @@ def scoring(bench: Workbench) -> Counter[str]:
         length = _padded(run.scoring.max_length or run.length)
         candidates.append(_forward(bench, REWARD, Rows(together, length, 1)))
     parts = _largest(candidates)
-    return parts + _gathered(bench, trained_kinds(run), backward=False)
+    return parts + gathered(bench, trained_kinds(run), backward=False)
 
 
 def validation(bench: Workbench) -> Counter[str]:
@@ -208,7 +206,7 @@ def validation(bench: Workbench) -> Counter[str]:
     asked = run.length if kind == POLICY else 1
     rows = Rows(run.validation_rows, _padded(run.length), asked)
     found = _forward(bench, kind, rows, with_entropy=False)
-    return found + _gathered(bench, (kind,), backward=False)
+    return found + gathered(bench, (kind,), backward=False)
 
 
 def evaluation(bench: Workbench) -> Counter[str]:
@@ -271,25 +269,6 @@ def _optimizer(bench: Workbench, kind: str) -> dict[str, int]:
     state = sum(peaks["state"].values())
     step = max(sum(peaks["step"].values()) - state, 0)
     return {"state": -(-state // bench.run.sharded), "step": -(-step // bench.run.sharded)}
-
-
-def _gathered(bench: Workbench, kinds: tuple[str, ...], *, backward: bool) -> Counter[str]:
-    """Return what FSDP2 gathers: all but the layers for good, layers as they are needed.
-
-    One layer computes, the next one is on its way, and its flat copy is alive meanwhile; in the
-    backward pass a layer's gradients are there whole, once as computed and once in fp32 to be sent.
-    """
-    run = bench.run
-    if run.sharded == 1:
-        return Counter()
-    size = compute_dtype(run.style).itemsize
-    total = 0
-    for kind in kinds:
-        elements = sum(bench.weights(kind, part=part)[ELEMENTS] for part in bench.parts)
-        total += (elements - bench.shape_of(kind).num_layers * bench.layer_elements(kind)) * size
-    layer = max(bench.layer_elements(kind) for kind in kinds)
-    total += layer * (3 * size + (size + 4) * backward)
-    return Counter({GATHERED: total})
 
 
 def _largest(candidates: Iterator[Counter[str]] | list[Counter[str]]) -> Counter[str]:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rlhf_lightning.memory import phases
 from rlhf_lightning.memory.report import Choice, Report
+from rlhf_lightning.memory.sharding import GATHERED
 from rlhf_lightning.memory.sizes import gib, readable
 from rlhf_lightning.memory.tracker import ACTIVATIONS, CACHE, CASTS, GRADIENTS, HEAD
 
@@ -18,8 +19,7 @@ PARTS = {
     phases.OPTIMIZER: "optimizer state (Adam)",
     phases.BUCKETS: "DDP's gradient buckets",
     GRADIENTS: "gradients",
-    phases.UNREDUCED: "gradients not yet exchanged",
-    phases.GATHERED: "weights gathered from the shards",
+    GATHERED: "weights gathered from the shards",
     CASTS: "weights cast to bf16",
     phases.COPIED: "weights prepared for generation",
     ACTIVATIONS: "activations",

@@ -25,7 +25,6 @@ LossesOfRows = Callable[[Tensor], Iterable[tuple[Tensor, Measured]]]
 
 def accumulate_gradients(
     module: L.LightningModule,
-    roots: tuple[nn.Module, ...],
     parts: list[Tensor],
     losses_of_rows: LossesOfRows,
 ) -> Measured:
@@ -36,7 +35,6 @@ def accumulate_gradients(
 
     Args:
         module: whose `manual_backward` and strategy are used.
-        roots: the modules that take part, each the root of what FSDP2 shards.
         parts: rows of each micro-batch of this rank.
         losses_of_rows: rows -> the terms of that micro-batch's share of the loss (sums over its
             tokens divided by the global count), each with its measures.
@@ -46,8 +44,7 @@ def accumulate_gradients(
     for index in range(count):
         # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
         rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
-        last = index + 1 == count
-        with accumulating(roots, module.trainer.strategy, synchronize=last):
+        with accumulating(module.trainer.strategy):
             for loss, values in losses_of_rows(rows):
                 # Gradients are averaged over ranks, so the sum needs the world size back.
                 module.manual_backward(loss * (weight * world_size()))

@@ -199,7 +199,6 @@ class PPOModule(L.LightningModule):
         parts = micro_batches(minibatch.attention_mask, self.ppo.micro_batch_size)
         measured = accumulate_gradients(
             self,
-            self.trained_roots,
             parts,
             lambda rows: self.losses(minibatch[rows], num_tokens, iteration=iteration),
         )

@@ -118,7 +118,7 @@ class RewardModule(L.LightningModule):
             }
             yield result.loss * share, measures
 
-        measured = accumulate_gradients(self, (self.model.root,), parts, losses_of_rows)
+        measured = accumulate_gradients(self, parts, losses_of_rows)
         learning_rate = self.optimizers().param_groups[0]["lr"]
         norms = clip_and_step(
             self,

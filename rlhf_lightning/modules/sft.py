@@ -96,7 +96,7 @@ class SFTModule(L.LightningModule):
             loss = self.loss(batch[rows], num_tokens)
             yield loss, {"sft/loss": loss}
 
-        measured = accumulate_gradients(self, (self.policy.root,), parts, losses_of_rows)
+        measured = accumulate_gradients(self, parts, losses_of_rows)
         learning_rate = self.optimizers().param_groups[0]["lr"]
         norms = clip_and_step(
             self,

@@ -102,11 +102,16 @@ def main(stage: str, strategy: str, out: Path, model: str = "llama") -> None:
     torch.save(results, out / f"rank_{rank}.pt")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
+def leave() -> None:
+    """End this process."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # FSDP2 on gloo now and then aborts while the interpreter ends
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
+    leave()
