@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,16 +12,16 @@ import lightning as L
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
+from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.random_state import RandomState
-from rlhf_lightning.callbacks.same_configuration import SameConfiguration
+from rlhf_lightning.callbacks.same_configuration import SameConfiguration, SameSources
 from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
 from rlhf_lightning.composition import ConfigError, plain
@@ -28,6 +29,7 @@ from rlhf_lightning.context_length import check_context_length, context_length, 
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.policy import Sampling
+from rlhf_lightning.launching import started
 from rlhf_lightning.models.adapter_files import read_adapter
 from rlhf_lightning.models.arrangements import ADAPTER
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
@@ -36,6 +38,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, fingerprint, read_manifest
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.resume import config_hash
+from rlhf_lightning.strategies import make_strategy
 
 ORIGIN: dict[str, Any] = {"revision": None, "trust_remote_code": False}
 # What a stage's tokenizer comes from: the model it starts from.
@@ -125,6 +128,22 @@ def source_fingerprint(source: str, revision: str | None = None) -> str:
         return fingerprint(source)
 
 
+def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fingerprint of each model that a scorer loads, or that one inside it does.
+
+    What is no model folder is left out: loading it says what is wrong.
+    """
+    found: dict[str, str] = {}
+    for value in scorer.values():
+        if isinstance(value, Mapping):
+            found |= scorer_fingerprints(value)
+    source = scorer.get("source")
+    if isinstance(source, str):
+        with suppress(ManifestError):
+            found[source] = source_fingerprint(source, scorer.get("revision"))
+    return found
+
+
 def check_adapter(cfg: DictConfig, fingerprint: str) -> None:
     """Check that the reward model's adapter was trained on the policy that PPO starts from.
 
@@ -197,7 +216,7 @@ def make_trainer(
     validates = cfg.stage != "ppo" and cfg.trainer.validations > 0
     limit = cfg.trainer.limit_train_batches
     total = total if limit is None else min(total, int(limit))
-    return L.Trainer(
+    trainer = L.Trainer(
         max_epochs=1,
         accelerator=cfg.trainer.accelerator,
         devices=cfg.trainer.devices,
@@ -216,25 +235,10 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder.path,
     )
-
-
-def make_strategy(cfg: DictConfig) -> Strategy | str:
-    """Return Lightning's strategy; "fsdp" means FSDP2."""
-    name = cfg.strategy.name
-    if name == "auto":
-        return "auto"
-    timeout = timedelta(minutes=cfg.strategy.timeout_minutes)
-    if name == "ddp":
-        return DDPStrategy(timeout=timeout)
-    if name == "fsdp":
-        size = int(cfg.trainer.devices) * int(cfg.trainer.num_nodes)
-        return ModelParallelStrategy(
-            data_parallel_size=size,
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
-            timeout=timeout,
-        )
-    raise ValueError(f"strategy.name={name!r} must be auto, ddp or fsdp")
+    # Lightning's handlers exchange data inside the handler, which hangs where one rank alone is
+    # told, and put Slurm jobs back into the queue from a checkpoint of their own.
+    cast(Any, trainer)._signal_connector.register_signal_handlers = lambda: None
+    return trainer
 
 
 def make_logger(cfg: DictConfig, folder: RunFolder) -> Any:
@@ -263,7 +267,7 @@ def make_callbacks(
     callbacks: list[L.Callback] = [
         RandomState(),
         MetricsLog(folder),
-        IterationCheckpoint(folder.checkpoints, **settings.checkpoint),
+        IterationCheckpoint(folder.checkpoints, **settings.checkpoint, started=started()),
         SaveFaultyBatch(folder, cast(Any, tokenizer)),
         ProgressBar(cfg.name),
         SameConfiguration(
@@ -271,6 +275,7 @@ def make_callbacks(
         ),
     ]
     if cfg.stage == "ppo":
+        callbacks.append(SameSources(scorer_fingerprints(plain(cfg.scorer))))
         callbacks.append(SampleLog(folder, cast(Any, tokenizer), **settings.samples))
     elif settings.early_stopping is not None:
         callbacks.append(EarlyStopping("val/loss", **settings.early_stopping))

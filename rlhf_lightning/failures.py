@@ -17,15 +17,18 @@ from typing import NoReturn
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 
+from rlhf_lightning.launching import global_rank
 from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_disk, write_text
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import redacted
+from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import Status, Summary, write_summary
 
 logger = logging.getLogger(__name__)
 
 PACKAGE = "rlhf_lightning"
 GIB = 2**30
+STOPPED = 75  # exit status (EX_TEMPFAIL): not done, and resume=auto goes on
 INTERRUPTED = "interrupted from the keyboard or by a signal"
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -160,7 +163,8 @@ def record_failure(folder: RunFolder, summary: Summary, error: BaseException) ->
     A note at the error says where. A disk that is full, which may be the cause itself, hides
     nothing: it is only logged.
     """
-    status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    stops = isinstance(unwrapped(error), KeyboardInterrupt | RunStoppedError)
+    status: Status = "stopped" if stops else "failed"
     try:
         write_summary(folder, replace(summary, status=status, cause=cause_of(error)))
         if status == "stopped":
@@ -176,13 +180,16 @@ def record_failure(folder: RunFolder, summary: Summary, error: BaseException) ->
 
 
 def exit_with(error: BaseException) -> NoReturn:
-    """Say in one line why the run ended and leave with 1, or with 130 if it was interrupted.
+    """Say in one line why the run ended and leave with 1, with 75 or 130 if it was stopped.
 
-    What was not raised for the user to read is shown with its traceback, which stands in the run
-    folder in any case.
+    75 is for a signal or a deadline. Ranks but the first then leave with 0: Lightning kills the
+    first one, which is still writing, where another one fails. What was not raised for the user
+    to read is shown with its traceback, which stands in the run folder in any case.
     """
     if isinstance(error, KeyboardInterrupt):
         word, code = "stopped", 130
+    elif isinstance(error, RunStoppedError):
+        word, code = "stopped", STOPPED if global_rank() == 0 else 0
     else:
         word, code = "error", 1
         if not is_expected(error):

@@ -45,6 +45,11 @@ def launch_time() -> str:
     return os.environ.get(_variable("launch time")) or datetime.now().strftime(TIME_FORMAT)
 
 
+def started() -> float:
+    """Return when the run was started, in seconds since 1970."""
+    return datetime.strptime(launch_time(), TIME_FORMAT).timestamp()
+
+
 def agree_on(what: str, make: Callable[[], str], *, patience: timedelta = PATIENCE) -> str:
     """Return what rank 0's `make` returned, on every process of the run.
 

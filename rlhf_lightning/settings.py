@@ -6,11 +6,13 @@ Light on purpose: no torch, so that a mistake is answered at once.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.runs.stopping import deadline
 from rlhf_lightning.targets import TargetError, did_you_mean
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -99,6 +101,28 @@ class LoggerSettings(_Checked):
             )
 
 
+@dataclass(frozen=True)
+class CheckpointSettings(_Checked):
+    """When checkpoints are written, and which are kept."""
+
+    every_n_iterations: int | None = _number(10, at_least=1)
+    every_minutes: float | None = _number(None, above=0)
+    must_save_by: str | None = None
+    keep_last: int = _number(2, at_least=1)
+    monitor: str | None = None
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        _choose(self, "mode", ("min", "max"))
+        if self.must_save_by is not None:
+            try:
+                deadline(self.must_save_by, started=time.time())
+            except ValueError as error:
+                raise ValueError(f"CheckpointSettings.must_save_by={error}") from error
+
+
 SECTIONS: dict[str, type[_Checked]] = {
     "trainer": TrainerSettings,
     "evaluation": EvaluationSettings,
@@ -128,6 +152,8 @@ def check_settings(container: Mapping[str, Any]) -> None:
             if value == "???":
                 raise ValueError(f"{section}.{key} is not set: add {section}.{key}=...")
         build_checked(settings, known, section)
+    checkpoint = (container.get("callbacks") or {}).get("checkpoint") or {}
+    build_checked(CheckpointSettings, checkpoint, "callbacks.checkpoint")
     for key in ("base", "sft", "reward", "publish"):
         value = container["artifacts"].get(key)
         if value is not None and not isinstance(value, str):

@@ -55,6 +55,7 @@ from rlhf_lightning.runs.resume import (
     newest_complete_checkpoint,
 )
 from rlhf_lightning.runs.secrets import redacted
+from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.saved_config import keep_secrets
 
@@ -67,6 +68,7 @@ register()
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
+@stopping_on_signals()
 def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     """Train a stage from its configuration to its report.
 
@@ -240,7 +242,11 @@ def _hydra_main(cfg: DictConfig) -> float | None:
         summary = run(cfg, folder, overrides)
     except ConfigError as error:
         _fail(str(error))
-    except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
+    except (
+        Exception,
+        KeyboardInterrupt,
+        RunStoppedError,
+    ) as error:  # told in one line, and kept in the folder
         exit_with(error)
     finally:
         if several:

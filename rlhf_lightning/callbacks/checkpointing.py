@@ -11,76 +11,74 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
-import warnings
+import time
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from rlhf_lightning.callbacks.checkpoint_io import remove, silence_resume_warnings
 from rlhf_lightning.callbacks.iterations import (
+    VALIDATION,
     current_iteration,
     fresh_metrics,
     last_iteration,
     validation_follows,
 )
-from rlhf_lightning.runs.atomic import link_atomically, replacing
+from rlhf_lightning.callbacks.stop_requests import Request, StopRequests
+from rlhf_lightning.runs.atomic import link_atomically
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
+from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock, deadline
 
 logger = logging.getLogger(__name__)
 
 _SHOULD_STOP = "rlhf_lightning.should_stop"
 
 
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write a checkpoint file in one step, on disk before it takes its name.
-
-    Lightning pickles into memory and then moves a file from `$TMPDIR`; across filesystems that
-    is a plain copy, and a kill destroys the former file too. Only rank 0 comes here.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write `checkpoint` to `path`, or leave there what was there before."""
-        del storage_options
-        with replacing(Path(path)) as file:
-            torch.save(checkpoint, file)
-
-
 class IterationCheckpoint(Checkpoint):
-    """Save every few iterations, at the last one, and whenever the monitored metric is best.
+    """Save every few iterations or minutes, at the last one, when asked to stop, and the best.
 
     The folder holds `iteration=000012.ckpt` files, the link `last.ckpt` to the newest and, with
     a `monitor`, the link `best.ckpt`. A link changes its target in one step and before the file
     it led to goes, so `last.ckpt` never leads nowhere.
 
+    SIGTERM, SIGUSR1 and the deadline end the run with `RunStoppedError` behind the iteration under
+    way and its checkpoint, on all ranks, whichever of them was told.
+
     Args:
         dirpath: the folder, `RunFolder.checkpoints`.
-        every_n_iterations: how often to save.
+        every_n_iterations: how often to save; None leaves it to `every_minutes`.
+        every_minutes: minutes after the last save at which to save again; None for no such rule.
+        must_save_by: when the last checkpoint must be on disk: `3h50m` after the start, a moment in
+            ISO format, or `slurm` for the end of the job. None for no deadline.
         keep_last: how many of the newest to keep; the best is kept besides.
-        monitor: a validation metric, e.g. `val/loss`; None for no best.
+        monitor: the metric of the best checkpoint, None for no best. One of the validation, e.g.
+            `val/loss`, is compared after each validation, another one at each save.
         mode: whether the metric should be small or large.
+        started: of the process, in seconds since 1970; None for now.
 
     Raises:
-        ValueError: for a number below 1 or an unknown mode.
+        ValueError: for a number below 1, an unknown mode or a deadline that is none.
     """
 
     def __init__(
         self,
         dirpath: Path | str,
         *,
-        every_n_iterations: int = 10,
+        every_n_iterations: int | None = 10,
+        every_minutes: float | None = None,
+        must_save_by: str | None = None,
         keep_last: int = 2,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
+        started: float | None = None,
     ) -> None:
         for name, value in (("every_n_iterations", every_n_iterations), ("keep_last", keep_last)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"IterationCheckpoint.{name}={value}, expected at least 1")
+        if every_minutes is not None and every_minutes <= 0:
+            raise ValueError(f"IterationCheckpoint.every_minutes={every_minutes}, expected above 0")
         if mode not in ("min", "max"):
             raise ValueError(f"IterationCheckpoint.mode={mode!r}, expected 'min' or 'max'")
         self.dirpath = Path(dirpath)
@@ -90,6 +88,16 @@ class IterationCheckpoint(Checkpoint):
         self.mode = mode
         self.best_model_score: float | None = None
         self.best_iteration: int | None = None
+        end = None
+        if must_save_by is not None:
+            try:
+                end = deadline(must_save_by, started=started or time.time())
+            except ValueError as error:
+                raise ValueError(f"IterationCheckpoint.must_save_by={error}") from error
+        self.clock = SaveClock(every_minutes=every_minutes, deadline=end)
+        self._requests = StopRequests(self.clock)
+        self._asked = Request()
+        self._logged: dict[str, float] = {}  # what the monitored metric is one of
         self._should_stop = False
         self._saved_at = 0
         self._dry = False
@@ -105,9 +113,18 @@ class IterationCheckpoint(Checkpoint):
         return str(self._path(self._saved_at)) if self._saved_at else ""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note whether this is a dry run, which saves nothing."""
+        """Note whether this is a dry run, which saves nothing.
+
+        Raises:
+            ValueError: if the monitored metric is of a validation, and there is none.
+        """
         self._dry = bool(getattr(trainer, "fast_dev_run", False))
         silence_resume_warnings()
+        if stage == "fit" and self._waits_for_validation and trainer.limit_val_batches == 0:
+            raise ValueError(
+                f"IterationCheckpoint.monitor={self.monitor!r}, but this run does not validate: "
+                "monitor what training logs, e.g. rollout/score, or null"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up where the checkpoint left off, and drop what was written after it.
@@ -117,6 +134,7 @@ class IterationCheckpoint(Checkpoint):
         """
         self._saved_at = start = current_iteration(trainer)
         trainer.should_stop = trainer.should_stop or self._should_stop
+        self._requests.start()
         if self._dry:
             return
         if start == 0:
@@ -129,16 +147,37 @@ class IterationCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save, unless a validation belongs to this iteration: then wait for it."""
-        if self._due(trainer) and not validation_follows(trainer):
-            self._save(trainer)
+        """Save, unless a validation belongs to this iteration: then wait for it.
+
+        Raises:
+            RunStoppedError: on every rank, if the run was asked to stop; it is saved.
+        """
+        self.clock.end_iteration()
+        if self.monitor is not None:
+            self._logged = fresh_metrics(trainer)
+        if not validation_follows(trainer):
+            self._end_iteration(trainer, best=not self._waits_for_validation)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if it is time or if the monitored metric is the best so far."""
-        if trainer.sanity_checking or trainer.state.fn != "fit":
-            return
-        if self._take_best(trainer) or self._due(trainer):
-            self._save(trainer)
+        """Save if it is time or if the monitored metric is the best so far.
+
+        Raises:
+            RunStoppedError: as `on_train_batch_end` does.
+        """
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            if self._waits_for_validation:
+                self._logged = fresh_metrics(trainer)
+            self._end_iteration(trainer, best=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the signals back."""
+        self._requests.stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Give the signals back."""
+        self._requests.stop()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -172,27 +211,47 @@ class IterationCheckpoint(Checkpoint):
 
     def _drop_after(self, start: int) -> None:
         for unfinished in self.dirpath.glob(".*.tmp-*"):  # what a kill left behind
-            _remove(unfinished)
+            remove(unfinished)
         later = [path for path in self._files() if (checkpoint_iteration(path) or 0) > start]
         if later:
             self._relink("last.ckpt", start)
         for path in later:
             logger.warning("removing %s: the run continues from iteration %d", path, start)
-            _remove(path)
+            remove(path)
+
+    @property
+    def _waits_for_validation(self) -> bool:
+        return self.monitor is not None and self.monitor.startswith(VALIDATION)
+
+    def _end_iteration(self, trainer: Trainer, *, best: bool) -> None:
+        self._asked = self._requests.agreed(trainer)
+        due = self._due(trainer)
+        # A metric of training is compared where a checkpoint is due anyway: there is one for each
+        # iteration, and hardly any would not be the best for a while.
+        if best and (self._waits_for_validation or due):
+            due = self._take_best(trainer) or due
+        if due:
+            self._save(trainer)
+        if self._asked.stop is not None and not self._dry:
+            raise RunStoppedError(
+                f"{self._asked.stop}: saved after iteration {self._saved_at} of "
+                f"{last_iteration(trainer)}"
+            )
 
     def _due(self, trainer: Trainer) -> bool:
-        iteration = current_iteration(trainer)
+        iteration, every = current_iteration(trainer), self.every_n_iterations
         final = iteration == last_iteration(trainer) or trainer.should_stop
-        return not self._dry and (iteration % self.every_n_iterations == 0 or final)
+        regular = every is not None and iteration % every == 0
+        return not self._dry and (regular or final or self._asked.save)
 
     def _take_best(self, trainer: Trainer) -> bool:
         if self.monitor is None or self._dry:
             return False
-        metrics = fresh_metrics(trainer)
+        metrics = self._logged
         if self.monitor not in metrics:
             raise KeyError(
-                f"IterationCheckpoint.monitor={self.monitor!r} was not logged by the validation: "
-                f"use one of {', '.join(sorted(metrics)) or 'nothing, it logs nothing'}"
+                f"IterationCheckpoint.monitor={self.monitor!r} was not logged: use one of "
+                f"{', '.join(sorted(metrics)) or 'nothing, there is nothing'}"
             )
         score = metrics[self.monitor]
         best = self.best_model_score
@@ -203,10 +262,14 @@ class IterationCheckpoint(Checkpoint):
         return better
 
     def _save(self, trainer: Trainer) -> None:
+        with self.clock.saving():
+            self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
         iteration = current_iteration(trainer)
         path = self._path(iteration)
         if trainer.is_global_zero and path.is_dir():
-            _remove(path)  # a distributed checkpoint written in place would mix old and new
+            remove(path)  # a distributed checkpoint written in place would mix old and new
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_at = iteration
         if trainer.is_global_zero:
@@ -220,7 +283,7 @@ class IterationCheckpoint(Checkpoint):
         by_age = self._files()
         for path in by_age[: -self.keep_last]:
             if checkpoint_iteration(path) != self.best_iteration:
-                _remove(path)
+                remove(path)
 
     def _relink(self, name: str, iteration: int) -> None:
         if self._path(iteration).exists():
@@ -231,21 +294,3 @@ class IterationCheckpoint(Checkpoint):
 
     def _path(self, iteration: int) -> Path:
         return self.dirpath / f"iteration={iteration:06d}.ckpt"
-
-
-def silence_resume_warnings() -> None:
-    """Silence what Lightning says about resuming and does not apply: the sampler is resumable."""
-    for message in (
-        ".*your dataloader is not resumable.*",
-        ".*that ended before the epoch ended.*",
-        ".*callbacks used when creating the checkpoint.*",
-        ".*dirpath has changed from.*",
-    ):
-        warnings.filterwarnings("ignore", message=message)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

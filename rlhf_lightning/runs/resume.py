@@ -30,6 +30,12 @@ _LEFT_OUT = frozenset(
         "trainer.enable_progress_bar",
         "trainer.enable_model_summary",
         "trainer.default_root_dir",
+        "callbacks.checkpoint.every_n_iterations",
+        "callbacks.checkpoint.every_minutes",
+        "callbacks.checkpoint.must_save_by",
+        "callbacks.checkpoint.keep_last",
+        "strategy.name",
+        "strategy.timeout_minutes",
     }
 )
 _VERBOSITY = frozenset({"verbose", "quiet", "refresh_rate", "refresh_seconds", "every_n_seconds"})
@@ -40,9 +46,10 @@ def config_hash(container: Mapping[str, Any]) -> str:
     """Return 16 hex digits that are equal for configurations that train the same thing.
 
     Left out are `resume`, `ckpt_path`, `paths`, `logger`, `hydra`, the number of devices and
-    nodes, and how much the callbacks say. A string that begins with one of the values below
-    `paths` counts as that path's name, so that a folder named after the time of the start, as in
-    `dirpath: ${paths.run}/checkpoints`, does not tell two starts of one configuration apart.
+    nodes, the name of the strategy, when checkpoints are written, and how much the callbacks say.
+    A string that begins with one of the values below `paths` counts as that path's name, so that a
+    folder named after the time of the start, as in `dirpath: ${paths.run}/checkpoints`, does not
+    tell two starts of one configuration apart.
 
     Args:
         container: the configuration as plain dicts and lists, interpolations resolved.

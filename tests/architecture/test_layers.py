@@ -27,7 +27,7 @@ LAYERS = (
     {"targets"},
     {"settings"},
     {"composition"},
-    {"context_length", "saved_config"},
+    {"context_length", "saved_config", "strategies"},
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request"},
     {"finish", "reexport", "failures"},

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
+from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
@@ -167,9 +168,35 @@ def test_starting_over_in_a_folder_with_checkpoints_is_refused(tmp_path):
 def test_a_monitor_nobody_logs_is_named(tmp_path):
     with pytest.raises(KeyError, match=r"val/losss.* use one of val/loss"):
         run(tmp_path, num_iterations=2, monitor="val/losss")
+    with pytest.raises(ValueError, match=r"val/loss.*this run does not validate: monitor what"):
+        run(tmp_path / "other", num_iterations=2, validate=False)
 
 
-@pytest.mark.parametrize("settings", [{"every_n_iterations": 0}, {"keep_last": 0}, {"mode": "x"}])
+def test_the_best_by_a_metric_of_training_is_one_of_the_regular_checkpoints(tmp_path):
+    settings = {"num_iterations": 9, "save_every": 4, "keep_last": 1, "monitor": "ppo/loss"}
+    whole = run(tmp_path / "whole", **settings)
+    folder = RunFolder(tmp_path / "whole")
+    losses = {int(row["iteration"]): row["ppo/loss"] for row in read_metrics(folder.metrics)}
+    best = min((4, 8, 9), key=losses.__getitem__)
+    assert min(losses.values()) < losses[best], "it must not be the best of all by chance"
+    assert checkpoint_iteration(folder.best_checkpoint) == best
+    assert best != 9
+    with pytest.raises(KilledError):
+        run(tmp_path / "killed", die_at=("train", 8), **settings)
+    trainer, module = run(tmp_path / "killed", resume=True, **settings)
+    assert_same_run(trainer, module, tmp_path / "killed", whole, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"every_n_iterations": 0},
+        {"every_minutes": 0},
+        {"must_save_by": "soon"},
+        {"keep_last": 0},
+        {"mode": "x"},
+    ],
+)
 def test_impossible_settings_are_refused(tmp_path, settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         IterationCheckpoint(tmp_path, **settings)

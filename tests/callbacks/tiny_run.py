@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
+from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.runs.folder import RunFolder
@@ -101,17 +102,20 @@ def run(
     *,
     num_iterations: int = 8,
     validate_every: int = 2,
-    save_every: int = 2,
+    save_every: int | None = 2,
     keep_last: int = 2,
     patience: int | None = None,
     die_at: Death | None = None,
     resume: bool = False,
-    monitor: str = "val/loss",
+    monitor: str | None = "val/loss",
+    validate: bool = True,
     callbacks: list[pl.Callback] | None = None,
     logger: Any = False,
+    **checkpoint: Any,
 ) -> tuple[pl.Trainer, TinyModule]:
+    """Train the tiny module in `folder`; `checkpoint` are settings of IterationCheckpoint."""
     run_folder = RunFolder(folder)
-    checkpoint = newest_complete_checkpoint(run_folder) if resume else None
+    start = newest_complete_checkpoint(run_folder) if resume else None
     # A resumed process starts from other generators than the one that was killed.
     pl.seed_everything(99 if resume else 1, verbose=False)
     module = TinyModule(die_at)
@@ -127,7 +131,8 @@ def run(
         max_epochs=1,
         logger=logger,
         log_every_n_steps=1,
-        val_check_interval=validate_every,
+        val_check_interval=validate_every if validate else None,
+        limit_val_batches=1.0 if validate else 0,
         num_sanity_val_steps=1,
         enable_progress_bar=any(isinstance(c, pl.callbacks.ProgressBar) for c in extra),
         enable_model_summary=False,
@@ -138,11 +143,12 @@ def run(
                 every_n_iterations=save_every,
                 keep_last=keep_last,
                 monitor=monitor,
+                **checkpoint,
             ),
             RandomState(),
             MetricsLog(run_folder),
             *extra,
         ],
     )
-    trainer.fit(module, TinyData(num_iterations), ckpt_path=checkpoint)
+    trainer.fit(module, TinyData(num_iterations), ckpt_path=start)
     return trainer, module

@@ -134,7 +134,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
+from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from rlhf_lightning.runs.atomic import DiskFullError, full_disk, write_text
 from rlhf_lightning.runs.folder import MetricsAppender, SamplesAppender
 folder = Path(sys.argv[1])

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,13 @@ def run_ranks(
     timeout: float = 100,
     environment: Mapping[str, str] | None = None,
     stop_at_first_end: bool = True,
+    working_folder: Path = ROOT,
+    interfere: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
 ) -> Outcome:
-    """Run `python ARGUMENTS` once a rank; after one fails the others get ten seconds."""
+    """Run `python ARGUMENTS` once a rank; after one fails the others get ten seconds.
+
+    `interfere` is called with the processes as soon as they are started.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     port = str(free_port())
     processes = []
@@ -51,7 +56,7 @@ def run_ranks(
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *arguments],
-                    cwd=ROOT,
+                    cwd=working_folder,
                     env=env,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -60,6 +65,8 @@ def run_ranks(
             )
     deadline = time.monotonic() + timeout
     try:
+        if interfere is not None:
+            interfere(processes)
         while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
             if stop_at_first_end and any(p.poll() not in (None, 0) for p in processes):
                 deadline = min(deadline, time.monotonic() + 10)

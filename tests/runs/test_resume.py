@@ -25,6 +25,7 @@ CONFIG = {
     "logger": {"mode": "auto"},
     "module": {"ppo": {"kl_coef": 0.05}, "policy": "artifacts/demo/sft"},
     "trainer": {"devices": 1, "num_nodes": 1, "max_epochs": 1},
+    "strategy": {"name": "auto", "compute_dtype": None},
     "callbacks": {
         "checkpoint": {"dirpath": "/home/a/outputs/ppo/2026-11-21_10-00/checkpoints"},
         "progress": {"every_n_seconds": 10, "verbose": False},
@@ -51,6 +52,9 @@ def test_the_hash_leaves_out_what_does_not_change_the_training():
         changed("hydra", to={"run": {"dir": "x"}}),
         changed("trainer", "devices", to=8),
         changed("trainer", "num_nodes", to=2),
+        changed("strategy", "name", to="fsdp"),
+        changed("callbacks", "checkpoint", "every_minutes", to=10),
+        changed("callbacks", "checkpoint", "must_save_by", to="3h50m"),
         changed("callbacks", "progress", "every_n_seconds", to=1),
         changed("callbacks", "progress", "verbose", to=True),
     ]
@@ -69,6 +73,7 @@ def test_the_hash_changes_with_everything_else():
         changed("module", "policy", to="artifacts/demo/base"),
         changed("module", "policy", to="artifacts_of_mine/demo/sft"),
         changed("trainer", "max_epochs", to=2),
+        changed("strategy", "compute_dtype", to="bfloat16"),
         changed("callbacks", "samples", to=[{"num_samples": 9}]),
         changed("module", "verbose", to=True),
     ]

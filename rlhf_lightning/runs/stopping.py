@@ -1,0 +1,173 @@
+"""When a run that is not done stops: on a signal, or in time before a deadline.
+
+Light on purpose: no torch, so that a mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from types import FrameType
+from typing import Any
+
+# Slurm sends SIGTERM before it ends a job, and SIGUSR1 if sbatch was told --signal=USR1@SECONDS.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SLURM = "slurm"
+SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970
+
+_DURATION = re.compile(r"(?:(\d+)d)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+)s)?")
+_SECONDS = (86400, 3600, 60, 1)
+# What a deadline leaves room for, in the longest iteration and the longest save so far.
+_ITERATIONS_IN_RESERVE = 1.25
+_SAVES_IN_RESERVE = 2
+
+
+class RunStoppedError(BaseException):
+    """The run stopped before its end because somebody asked for it; it can be continued.
+
+    It is no `Exception`, so that no library takes it for a failure of its own and goes on.
+    """
+
+
+def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.environ) -> float:
+    """Return the moment that `text` means, in seconds since 1970.
+
+    Args:
+        text: a time after the start (`3h50m`, `90m`, `1d2h30m`, `45s`), a moment in ISO format
+            (`2026-11-22T06:30`, in the local zone unless it names one), or `slurm` for the end of
+            this Slurm job.
+        started: when the run's process started, in seconds since 1970.
+        environment: where Slurm leaves the end of the job.
+
+    Raises:
+        ValueError: if it is none of these, or a moment before the start.
+    """
+    if text == SLURM:
+        if SLURM_END not in environment:
+            raise ValueError(
+                f"{text!r} needs {SLURM_END}, which this environment does not have: is it no job "
+                "of Slurm? Give a time such as 3h50m"
+            )
+        return float(environment[SLURM_END])
+    found = _DURATION.fullmatch(text.strip())
+    if found and any(found.groups()):
+        return started + sum(
+            int(number or 0) * unit for number, unit in zip(found.groups(), _SECONDS, strict=True)
+        )
+    try:
+        moment = datetime.fromisoformat(text).timestamp()
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is no time: write 3h50m (after the start), 2026-11-22T06:30, or slurm"
+        ) from error
+    if moment <= started:
+        raise ValueError(f"{text!r} is before the start of the run")
+    return moment
+
+
+class SaveClock:
+    """Says when the time has come to save, and when to stop so that a deadline is kept.
+
+    Args:
+        every_minutes: between two checkpoints; None for no such rule.
+        deadline: by which the last checkpoint must be on disk, in seconds since 1970.
+        now: the clock, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_minutes: float | None = None,
+        deadline: float | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.deadline = deadline
+        self._interval = None if every_minutes is None else 60 * every_minutes
+        self._now = now
+        self._longest_iteration = 0.0
+        self._longest_save = 0.0
+        self._last_iteration = self._last_save = now()
+
+    def start(self) -> None:
+        """Begin to measure the first iteration."""
+        self._last_iteration = self._last_save = self._now()
+
+    def end_iteration(self) -> None:
+        """Note how long the iteration took."""
+        now = self._now()
+        self._longest_iteration = max(self._longest_iteration, now - self._last_iteration)
+        self._last_iteration = now
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Note how long a save takes, which belongs to no iteration."""
+        before = self._now()
+        yield
+        self._last_iteration = self._last_save = self._now()
+        self._longest_save = max(self._longest_save, self._last_save - before)
+
+    def save_is_due(self) -> bool:
+        """Return whether `every_minutes` have passed, or a first save must show what one takes."""
+        if self.deadline is not None and not self._longest_save:
+            return True
+        return self._interval is not None and self._now() - self._last_save >= self._interval
+
+    def must_stop(self) -> bool:
+        """Return whether one more iteration and its save could end after the deadline."""
+        if self.deadline is None:
+            return False
+        reserve = _ITERATIONS_IN_RESERVE * self._longest_iteration
+        return self._now() + reserve + _SAVES_IN_RESERVE * self._longest_save >= self.deadline
+
+
+class SignalWatch:
+    """Notes the signals that ask a process to stop, while it watches."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def start(self) -> None:
+        """Take the signals over; only the main thread may, and elsewhere nothing happens."""
+        self.received = None
+        if not self._former and threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+
+    def stop(self) -> None:
+        """Give them back."""
+        for number, handler in self._former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._former = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Raise `RunStoppedError` at once when a signal asks to stop.
+
+    For what comes before and after training; in between, a `SignalWatch` waits for the end of an
+    iteration.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise RunStoppedError(
+            f"{signal.Signals(number).name} outside of training: there is nothing new to save"
+        )
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,134 @@
+"""Runs that are asked to save or to stop, by real signals and by the clock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
+from rlhf_lightning.runs.stopping import RunStoppedError
+from tests.callbacks.test_checkpointing import assert_same_run
+from tests.callbacks.tiny_run import run
+
+
+class Send(Callback):
+    """Sends this process a signal at the start of an iteration, or in a validation."""
+
+    def __init__(self, number: int, iteration: int, *, in_validation: bool = False) -> None:
+        self.number = number
+        self.iteration = iteration
+        self.in_validation = in_validation
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if not self.in_validation and current_iteration(trainer) == self.iteration:
+            os.kill(os.getpid(), self.number)
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        if self.in_validation and current_iteration(trainer) == self.iteration:
+            os.kill(os.getpid(), self.number)
+
+
+class Slow(Callback):
+    """Each iteration takes that many seconds more."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.saved: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self.seconds)
+
+    def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
+        self.saved.append(current_iteration(trainer))
+
+
+def last_saved(folder: Path) -> int | None:
+    found = newest_complete_checkpoint(RunFolder(folder))
+    return None if found is None else checkpoint_iteration(found)
+
+
+@pytest.mark.parametrize(
+    ("number", "iteration", "in_validation"),
+    [
+        (signal.SIGTERM, 3, False),
+        (signal.SIGUSR1, 4, False),  # a validation follows
+        (signal.SIGTERM, 4, True),
+        (signal.SIGUSR1, 8, False),  # the last iteration
+    ],
+)
+def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
+    tmp_path, number, iteration, in_validation
+):
+    settings: dict[str, Any] = {"num_iterations": 8, "validate_every": 4, "save_every": 100}
+    whole = run(tmp_path / "whole", **settings)
+    folder = tmp_path / "stopped"
+    before = signal.getsignal(number)
+    send = Send(number, iteration, in_validation=in_validation)
+    name = signal.Signals(number).name
+    with pytest.raises(RunStoppedError, match=f"^{name}: saved after iteration {iteration} of 8$"):
+        run(folder, callbacks=[send], **settings)
+    assert signal.getsignal(number) is before
+    assert last_saved(folder) == iteration
+    assert len(read_metrics(folder / "metrics.csv")) == iteration
+    trainer, module = run(folder, resume=True, **settings)
+    assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
+
+
+def test_a_deadline_is_kept_with_a_checkpoint_behind_the_last_iteration(tmp_path):
+    slow = Slow(0.2)
+    started = time.time()
+    with pytest.raises(RunStoppedError, match=r"^another iteration could last beyond .*: saved"):
+        run(
+            tmp_path,
+            num_iterations=1000,
+            validate_every=1000,
+            save_every=None,
+            must_save_by="2s",
+            started=started,
+            callbacks=[slow],
+        )
+    assert time.time() < started + 2
+    last = len(read_metrics(tmp_path / "metrics.csv"))
+    assert slow.saved == [1, last], "the first save shows how long one takes"
+    assert last_saved(tmp_path) == last >= 3
+
+
+def test_a_deadline_that_has_come_stops_a_resumed_run_after_an_iteration(tmp_path):
+    settings: dict[str, Any] = {"num_iterations": 9, "save_every": 100}
+    moment = datetime.fromtimestamp(time.time() + 0.5).isoformat()
+    for done in (1, 2):
+        with pytest.raises(RunStoppedError, match=f"saved after iteration {done} of 9"):
+            run(
+                tmp_path,
+                resume=done > 1,
+                must_save_by=moment,
+                started=time.time() - 60,
+                callbacks=[Slow(0.6)],
+                **settings,
+            )
+
+
+def test_minutes_save_between_the_regular_checkpoints(tmp_path):
+    slow = Slow(0.1)
+    run(
+        tmp_path,
+        num_iterations=12,
+        monitor=None,
+        validate=False,
+        save_every=None,
+        every_minutes=0.35 / 60,
+        callbacks=[slow],
+    )
+    assert slow.saved[-1] == 12
+    gaps = [b - a for a, b in zip([0, *slow.saved], slow.saved, strict=False)]
+    assert 2 <= len(gaps) <= 4, slow.saved
+    assert all(gap <= 4 for gap in gaps), "0.35 s are at most four iterations of 0.1 s"
