@@ -103,11 +103,9 @@ def run(
     num_iterations: int = 8,
     validate_every: int = 2,
     save_every: int | None = 2,
-    keep_last: int = 2,
     patience: int | None = None,
     die_at: Death | None = None,
     resume: bool = False,
-    monitor: str | None = "val/loss",
     validate: bool = True,
     callbacks: list[pl.Callback] | None = None,
     logger: Any = False,
@@ -122,6 +120,8 @@ def run(
     with torch.no_grad():
         module.policy.weight.fill_(0.5)
         module.policy.bias.fill_(0.1)
+    settings: dict[str, Any] = {"every_n_iterations": save_every, "monitor": "val/loss"}
+    settings |= checkpoint
     extra: list[pl.Callback] = list(callbacks or [])
     if patience is not None:
         extra.append(EarlyStopping("val/loss", patience=patience, mode="min"))
@@ -138,13 +138,7 @@ def run(
         enable_model_summary=False,
         plugins=[AtomicCheckpointIO()],
         callbacks=[
-            IterationCheckpoint(
-                run_folder.checkpoints,
-                every_n_iterations=save_every,
-                keep_last=keep_last,
-                monitor=monitor,
-                **checkpoint,
-            ),
+            IterationCheckpoint(run_folder.checkpoints, **settings),
             RandomState(),
             MetricsLog(run_folder),
             *extra,
