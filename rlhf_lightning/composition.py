@@ -230,7 +230,7 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
-def explain(error: Exception, overrides: list[str]) -> str:
+def explain(error: Exception, overrides: list[str], config_name: str = "train") -> str:
     """Return Hydra's composition error in one line, with a did-you-mean for a mistyped key."""
     text = str(error).strip().splitlines()[0]
     found = re.search(r"Could not override '([\w./@]+)'", str(error))
@@ -240,7 +240,7 @@ def explain(error: Exception, overrides: list[str]) -> str:
     from hydra import compose
 
     kept = [o for o in overrides if o.split("=")[0].lstrip("+~") != path]
-    keys = list(_paths(compose("train", overrides=kept)))
+    keys = list(_paths(compose(config_name, overrides=kept)))
     return f"unknown key {path}{did_you_mean(path, keys)}"
 
 

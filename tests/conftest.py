@@ -21,11 +21,14 @@ import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 torch.set_num_threads(1)
 
@@ -74,3 +77,32 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run the test in an empty folder, where its `outputs/` and `artifacts/` end up."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def running_chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    """Start one Chromium for the tests of a file; use `browser`, which leaves nothing behind."""
+    from tests.browser import chromium, find_chromium
+
+    if find_chromium() is None:
+        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
+    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
+
+
+@pytest.fixture
+def browser(running_chromium: Chrome) -> Chrome:
+    """A real headless Chromium of 1280 x 900, without cookies and without earlier messages."""
+    from tests.browser import forget
+
+    forget(running_chromium)
+    return running_chromium
+
+
+@pytest.fixture
+def another_browser(running_chromium: Chrome, tmp_path: Path) -> Iterator[Chrome]:
+    """A second Chromium, which shares nothing with `browser`."""
+    from tests.browser import chromium
+
+    with chromium(tmp_path / "another_chromium") as driver:
+        yield driver

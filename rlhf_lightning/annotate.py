@@ -1,0 +1,192 @@
+"""The page where people label pairs: `python -m rlhf_lightning.annotate annotate.file=PAIRS`.
+
+It also takes pairs and labels in and gives them out, in our own records and in formats of others.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_lightning.annotate_request import ACTIONS, FORMATS, Request, read_request
+from rlhf_lightning.composition import ConfigError, conf_dir, explain, register
+from rlhf_lightning.runs.secrets import redacted
+
+if TYPE_CHECKING:
+    from rlhf_lightning.preferences.store import LabelStore
+
+HELP = f"""\
+The page where people label pairs of answers, one pair at a time.
+
+  python -m rlhf_lightning.annotate annotate.file=pairs.jsonl     take these pairs in, and serve
+  python -m rlhf_lightning.annotate                               serve what is there
+  python -m rlhf_lightning.annotate annotate.action=status        who has labelled how much
+  python -m rlhf_lightning.annotate annotate.action=import annotate.file=project.json
+  python -m rlhf_lightning.annotate annotate.action=export annotate.file=out.jsonl \\
+    annotate.format=trl                                           chosen and rejected, for training
+
+  annotate.action=       {", ".join(ACTIONS)}
+  annotate.format=       of the file: auto, {", ".join(FORMATS)}
+  annotate.store=FILE    where everything is kept (outputs/annotate/labels.sqlite)
+  annotate.ratings_per_pair=2        different people who rate each pair that is taken in
+  annotate.sharing.gold_share=0.1    share of questions whose answer is known
+  annotate.labels=raw                export every label instead of one verdict a pair
+  annotate.known=gold                use the preferences of an imported file as known answers
+  annotate.page.port=8000            annotate.page.host, hosts, title, instructions
+
+Only this machine is let in. With RLHF_ANNOTATE_TOKEN set, annotate.page.host=ADDRESS lets others
+in who give that token. conf/annotate.yaml has every setting.
+"""
+
+
+def run(request: Request) -> None:
+    """Serve, import, export or tell how things stand, and print what was done.
+
+    Args:
+        request: what is asked for, checked.
+
+    Raises:
+        ConfigError: if the files do not allow it.
+    """
+    from rlhf_lightning.data.errors import BadRecordError
+    from rlhf_lightning.preferences.database import StoreError
+    from rlhf_lightning.preferences.store import LabelStore
+
+    if not request.store.exists() and (request.file is None or request.action == "export"):
+        raise ConfigError(
+            f"annotate.store={request.store} does not exist: add annotate.file=PAIRS to take pairs "
+            "in, e.g. JSON lines with prompt, chosen and rejected"
+        )
+    try:
+        with LabelStore(request.store) as store:
+            if request.action == "export":
+                _export(request, store)
+            elif request.action == "status":
+                from rlhf_lightning.preferences.standings import describe_store
+
+                _say(describe_store(store))
+            else:
+                if request.file is not None:
+                    _import(request, store)
+                if request.action == "serve":
+                    _serve(request, store)
+    except (BadRecordError, StoreError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _import(request: Request, store: LabelStore) -> None:
+    from rlhf_lightning.preferences.exchange import read_collection
+    from rlhf_lightning.preferences.label_rows import iso_time
+
+    assert request.file is not None
+    now = iso_time(request.file.stat().st_mtime) if request.file.exists() else ""
+    found = read_collection(request.file, format=request.format, known=request.known, now=now)
+    pairs = store.add_pairs(found.pairs, ratings_per_pair=request.ratings_per_pair)
+    labels = store.add_labels(found.labels)
+    gold = sum(pair.gold is not None for pair in found.pairs)
+    _say(
+        f"{request.file}: {pairs} new pairs of {len(found.pairs)} ({gold} with a known answer), "
+        f"{labels} new labels of {len(found.labels)}"
+    )
+
+
+def _export(request: Request, store: LabelStore) -> None:
+    from rlhf_lightning.preferences.exchange import Collection, write_collection
+
+    assert request.file is not None
+    assert request.format != "auto"
+    found = Collection(tuple(store.pairs()), tuple(store.labels()))
+    written = write_collection(
+        request.file, found, format=request.format, level=request.labels, method=request.method
+    )
+    left_out = ", ".join(f"{number} {what}" for what, number in written.left_out.most_common())
+    _say(f"{request.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))
+
+
+def _serve(request: Request, store: LabelStore) -> None:
+    try:
+        from rlhf_lightning.preferences.page.server import PortError, serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the page needs {error.name}: pip install 'rlhf-lightning[annotate]'"
+        ) from error
+    progress = store.progress()
+    if not progress.wanted and next(store.pairs(), None) is None:
+        raise ConfigError(f"annotate.store={store.path} holds no pairs: add annotate.file=PAIRS")
+
+    def announce(address: str) -> None:
+        _say(address)
+        _say(
+            f"{progress.done} of {progress.wanted} labels are there, in {store.path}. "
+            "Control-C stops; nothing is lost."
+        )
+
+    # A service that is told to stop ends as after Control-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        serve(store, request.page, request.sharing, announce=announce)
+    except PortError as error:
+        raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        after = store.progress()
+        _say(f"stopped: {after.done} of {after.wanted} labels are in {store.path}")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def compose_request(overrides: Sequence[str]) -> Request:
+    """Return what the command line asks for.
+
+    Raises:
+        ConfigError: with the key, what it got and what it wants.
+    """
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        try:
+            cfg = compose("annotate", overrides=list(overrides))
+            values = _plain(cfg)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(explain(error, list(overrides), "annotate")) from error
+    try:
+        return read_request(values)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _plain(cfg: DictConfig) -> dict[str, object]:
+    values = OmegaConf.to_container(cfg.annotate, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def main() -> None:
+    """Run the command line."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(HELP)
+        return
+    register()
+    try:
+        run(compose_request(arguments))
+    except ConfigError as error:
+        _fail(str(error))
+    except HydraException as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {redacted(message)}\n")
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The page where people label: one pair at a time, in a browser. Needs the extra `annotate`."""

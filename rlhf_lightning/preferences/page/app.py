@@ -1,0 +1,240 @@
+"""The page as a Starlette application: sign in, label, undo.
+
+Forms work without a script; `static/page.js` adds the keys, the time on the pair, and that an
+answer stays on the screen if the server is away for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from rlhf_lightning.preferences.database import StoreError
+from rlhf_lightning.preferences.page.guard import Guard
+from rlhf_lightning.preferences.page.identity import Identity, Visitor
+from rlhf_lightning.preferences.page.settings import PageSettings
+from rlhf_lightning.preferences.page.wording import BUTTONS, NOTES
+from rlhf_lightning.preferences.sharing import Sharing
+from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.tasks import ANSWERS, Task, answer_of
+
+HERE = Path(__file__).parent
+LARGEST_FORM = 64 * 1024
+WRONG_TOKEN_SECONDS = 1.0  # what a guess costs
+
+
+class Page:
+    """The handlers of one server.
+
+    Args:
+        store: of the labels.
+        settings: of the page.
+        sharing: who rates what.
+        port: that is listened on.
+    """
+
+    def __init__(
+        self, store: LabelStore, settings: PageSettings, sharing: Sharing, port: int
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._sharing = sharing
+        self._identity = Identity(store.secret, settings.token, str(port))
+        self._templates = Environment(
+            loader=FileSystemLoader(HERE / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+
+    def app(self) -> ASGIApp:
+        """Return the application, guarded."""
+        inner = Starlette(
+            routes=[
+                Route("/", self.home),
+                Route("/start", self.start, methods=["POST"]),
+                Route("/label", self.label, methods=["POST"]),
+                Route("/undo", self.undo, methods=["POST"]),
+                Route("/leave", self.leave, methods=["POST"]),
+                Mount("/static", StaticFiles(directory=HERE / "static")),
+            ],
+            exception_handlers={HTTPException: self.refused, StoreError: self.not_saved},
+        )
+        return Guard(inner, self._settings.allowed_hosts)
+
+    async def home(self, request: Request) -> Response:
+        """Show the rater's pair, the end, or the way in."""
+        visitor = self._identity.visitor(request)
+        return await run_in_threadpool(self._home, request, visitor)
+
+    async def start(self, request: Request) -> Response:
+        """Sign in under a name."""
+        form = await read_form(request)
+        visitor = self._own_form(request, form)
+        if not self._identity.is_token(form.get("token", "")):
+            await asyncio.sleep(WRONG_TOKEN_SECONDS)
+            return self._start_page(request, visitor, "That is not the token.", form, 403)
+        try:
+            rater_id = await run_in_threadpool(self._store.sign_in, form.get("name", ""))
+        except StoreError as error:
+            return self._start_page(request, visitor, f"{error}.", form, 422)
+        response = RedirectResponse("/", status_code=303)
+        self._identity.sign_in(response, visitor, rater_id, secure=is_secure(request))
+        return response
+
+    async def label(self, request: Request) -> Response:
+        """Keep an answer."""
+        form = await read_form(request)
+        rater_id = self._rater(request, form)
+        answer, number = form.get("answer", ""), form.get("assignment", "")
+        if answer not in ANSWERS or not (number.isascii() and number.isdecimal()):
+            raise HTTPException(400, "That form holds no answer. Load the page again.")
+        outcome = await run_in_threadpool(
+            self._store.label,
+            rater_id,
+            min(int(number[:19]), 2**63 - 1),
+            answer,
+            self._sharing,
+            seconds=as_seconds(form.get("seconds", "")),
+            reason=form.get("reason"),
+        )
+        return RedirectResponse("/" if outcome == "kept" else f"/?note={outcome}", status_code=303)
+
+    async def undo(self, request: Request) -> Response:
+        """Take the last label back."""
+        form = await read_form(request)
+        rater_id = self._rater(request, form)
+        undone = await run_in_threadpool(self._store.undo, rater_id, self._sharing)
+        return RedirectResponse("/" if undone else "/?note=nothing", status_code=303)
+
+    async def leave(self, request: Request) -> Response:
+        """Sign out."""
+        form = await read_form(request)
+        self._own_form(request, form)
+        response = RedirectResponse("/", status_code=303)
+        self._identity.sign_out(response)
+        return response
+
+    async def refused(self, request: Request, error: Exception) -> Response:
+        """Say why a request was refused."""
+        assert isinstance(error, HTTPException)
+        text = error.detail if error.status_code != 404 else "There is no such page."
+        return self._render("message.html", {"message": text}, error.status_code)
+
+    async def not_saved(self, request: Request, error: Exception) -> Response:
+        """Say that the store failed; nothing was acknowledged."""
+        text = f"This was not saved. Tell whoever runs the page: {error}"
+        return self._render("message.html", {"message": text}, 503)
+
+    def _home(self, request: Request, visitor: Visitor) -> Response:
+        name = None if visitor.rater_id is None else self._store.rater_name(visitor.rater_id)
+        if visitor.rater_id is None or name is None:
+            return self._start_page(request, visitor)
+        task = self._store.next_task(visitor.rater_id, self._sharing)
+        values = {
+            "rater": name,
+            "progress": self._store.progress(visitor.rater_id),
+            "word": self._identity.form_word(visitor),
+            "note": NOTES.get(request.query_params.get("note", "")),
+        }
+        if task is None:
+            return self._render("done.html", values)
+        return self._render("pair.html", values | task_values(task))
+
+    def _start_page(
+        self,
+        request: Request,
+        visitor: Visitor,
+        problem: str = "",
+        form: Mapping[str, str] | None = None,
+        status: int = 200,
+    ) -> Response:
+        values = {
+            "word": self._identity.form_word(visitor),
+            "needs_token": self._identity.needs_token,
+            "problem": problem,
+            "name": (form or {}).get("name", ""),
+        }
+        response = self._render("start.html", values, status)
+        self._identity.keep_visit(response, visitor, secure=is_secure(request))
+        return response
+
+    def _own_form(self, request: Request, form: Mapping[str, str]) -> Visitor:
+        visitor = self._identity.visitor(request)
+        if not self._identity.is_own_form(visitor, form.get("word", "")):
+            raise HTTPException(
+                403, "This form is out of date, or cookies are off. Load the page again."
+            )
+        return visitor
+
+    def _rater(self, request: Request, form: Mapping[str, str]) -> int:
+        rater_id = self._own_form(request, form).rater_id
+        if rater_id is None:
+            raise HTTPException(403, "You are not signed in any more. Load the page again.")
+        return rater_id
+
+    def _render(self, name: str, values: Mapping[str, Any], status: int = 200) -> HTMLResponse:
+        template = self._templates.get_template(name)
+        settings = {"title": self._settings.title, "instructions": self._settings.instructions}
+        return HTMLResponse(template.render(settings | dict(values)), status_code=status)
+
+
+def task_values(task: Task) -> dict[str, Any]:
+    """Return what `pair.html` shows of a task: never which answer is whose, nor that it is gold."""
+    pair = task.pair
+    answers = [pair.first, pair.second]
+    turns = [{"role": "", "content": pair.prompt}] if isinstance(pair.prompt, str) else pair.prompt
+    return {
+        "assignment": task.assignment_id,
+        "domain": pair.domain,
+        "turns": turns,
+        "answers": answers if task.shown_first == "first" else answers[::-1],
+        "buttons": BUTTONS,
+        "before": answer_of(task.before.choice, task.shown_first) if task.before else None,
+        "reason": (task.before.reason or "") if task.before else "",
+    }
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """Return the fields of a form.
+
+    Raises:
+        HTTPException: if it is too large or no form.
+    """
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGEST_FORM:
+            raise HTTPException(413, "That is too long.")
+    try:
+        pairs = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=20, errors="strict")
+    except ValueError as error:
+        raise HTTPException(400, "That is no form of this page.") from error
+    return dict(pairs)
+
+
+def as_seconds(text: str) -> float | None:
+    """Return the time that a browser measured, None where it sent none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def is_secure(request: Request) -> bool:
+    """Return whether cookies may ask for an encrypted connection."""
+    return request.url.scheme == "https"

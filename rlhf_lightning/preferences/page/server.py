@@ -1,0 +1,68 @@
+"""Listening, and serving the page until it is interrupted."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from rlhf_lightning.preferences.page.app import Page
+from rlhf_lightning.preferences.page.settings import PageSettings
+from rlhf_lightning.preferences.sharing import Sharing
+from rlhf_lightning.preferences.store import LabelStore
+
+
+class PortError(Exception):
+    """The address cannot be listened on; the message says why and what to do."""
+
+
+def listen(settings: PageSettings) -> socket.socket:
+    """Return a socket that listens where the settings say.
+
+    Raises:
+        PortError: if the port is taken or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=256)
+    except OSError as error:
+        raise PortError(
+            f"annotate.host={settings.host} annotate.port={settings.port} cannot be listened on "
+            f"({error.strerror}): another server may run there; annotate.port=0 takes a free port"
+        ) from error
+
+
+def serve(
+    store: LabelStore,
+    settings: PageSettings,
+    sharing: Sharing,
+    *,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve the page until the process is interrupted.
+
+    Args:
+        store: of the labels.
+        settings: of the page.
+        sharing: who rates what.
+        announce: is told the address as soon as requests are taken.
+
+    Raises:
+        PortError: if the address cannot be listened on.
+    """
+    listening = listen(settings)
+    port = listening.getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    config = uvicorn.Config(
+        Page(store, settings, sharing, port).app(),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=5,
+    )
+    with listening:
+        announce(f"http://{host}:{port}/")
+        uvicorn.Server(config).run(sockets=[listening])

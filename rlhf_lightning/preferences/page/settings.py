@@ -1,0 +1,93 @@
+"""Where the page is served, who may come, and what it says."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from rlhf_lightning.hparams import _Checked, _number
+
+SHORTEST_TOKEN = 16
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+NEW_TOKEN = 'python -c "import secrets; print(secrets.token_urlsafe())"'
+
+
+@dataclass(frozen=True)
+class PageSettings(_Checked):
+    """Settings of the page.
+
+    Args:
+        host: address that is listened on. Any but this machine's own needs a token.
+        port: 0 takes a free one.
+        hosts: further names under which raters reach the page, with commas between them; a request
+            for another name is refused.
+        token: what raters are asked for; None asks for nothing.
+        title: the question above the pairs.
+        instructions: what raters are to look at; shown before they begin and while they work.
+
+    Raises:
+        ValueError: if others could come without a token, or nobody could come at all.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = _number(8000, at_least=0, at_most=65535)
+    hosts: str = ""
+    token: str | None = None
+    title: str = "Which answer is better?"
+    instructions: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the values; the token itself is never told."""
+        super().__post_init__()
+        object.__setattr__(self, "token", self.token or None)
+        name = type(self).__name__
+        if self.token is None and not self.is_private:
+            raise ValueError(
+                f"{name}.host={self.host} and {name}.hosts={self.hosts or 'none'} let other "
+                f"machines in, which needs a token: set RLHF_ANNOTATE_TOKEN, e.g. to what "
+                f"{NEW_TOKEN} prints, or use host=127.0.0.1"
+            )
+        if self.token is not None and len(self.token) < SHORTEST_TOKEN:
+            raise ValueError(
+                f"{name}.token has {len(self.token)} characters, which can be guessed: use at "
+                f"least {SHORTEST_TOKEN}, e.g. what {NEW_TOKEN} prints"
+            )
+        if self._address is not None and self._address.is_unspecified and not self._names:
+            raise ValueError(
+                f"{name}.host={self.host} has no name of its own: give {name}.hosts=[...] the "
+                "names or addresses that raters type into their browsers"
+            )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nobody but this machine is let in."""
+        return self._is_loopback and self._names <= LOOPBACK
+
+    @property
+    def allowed_hosts(self) -> frozenset[str]:
+        """Names that a request may be for, in lower case, without the port."""
+        own = _as_name(self.host.lower())
+        unspecified = self._address is not None and self._address.is_unspecified
+        local = LOOPBACK if unspecified or self._is_loopback else frozenset()
+        return self._names | local | (frozenset() if unspecified else {own})
+
+    @property
+    def _is_loopback(self) -> bool:
+        local = self._address is not None and self._address.is_loopback
+        return local or self.host.lower() == "localhost"
+
+    @property
+    def _address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        try:
+            return ipaddress.ip_address(self.host)
+        except ValueError:
+            return None
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return frozenset(_as_name(n.strip().lower()) for n in self.hosts.split(",") if n.strip())
+
+
+def _as_name(host: str) -> str:
+    """Return an address as it stands in a browser's address bar: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

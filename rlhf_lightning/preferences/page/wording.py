@@ -1,0 +1,31 @@
+"""The words of the page that are not in its templates."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rlhf_lightning.preferences.tasks import Answer
+
+
+class Button(NamedTuple):
+    """A way to answer: its value, its key and its words."""
+
+    answer: Answer
+    key: str
+    text: str
+
+
+BUTTONS = (
+    Button("left", "1", "Answer 1"),
+    Button("right", "2", "Answer 2"),
+    Button("tie", "t", "Tie"),
+    Button("both_bad", "b", "Both bad"),
+    Button("skip", "s", "Skip"),
+)
+NOTES = {
+    "gone": "That pair has been rated by others meanwhile; your answer was not needed. Here is "
+    "the next one.",
+    "repeated": "That pair had your answer already; the first one stays.",
+    "nothing": "There is nothing to take back: you have not answered yet, or others have "
+    "completed the pair that you skipped.",
+}

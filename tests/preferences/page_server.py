@@ -1,0 +1,139 @@
+"""The labelling page as its users start it: a process of its own, on a port of this machine."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit
+
+from rlhf_lightning.preferences.records import Label, Pair
+from rlhf_lightning.preferences.rows import to_line
+from rlhf_lightning.preferences.store import LabelStore
+
+FORM_WORD = re.compile(r'name="word" value="([0-9a-f]{64})"')
+ASSIGNMENT = re.compile(r'name="assignment" value="(\d+)"')
+
+
+@dataclass
+class Server:
+    """A running page: its address, its process and its file."""
+
+    url: str
+    store: Path
+    process: subprocess.Popen[str]
+
+    @property
+    def port(self) -> int:
+        port = urlsplit(self.url).port
+        assert port is not None
+        return port
+
+    def labels(self) -> list[Label]:
+        with LabelStore(self.store) as store:
+            return list(store.labels())
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+
+@contextmanager
+def serving(
+    folder: Path, pairs: Sequence[Pair] = (), *settings: str, token: str = "", port: int = 0
+) -> Iterator[Server]:
+    """Run the page on the store in `folder`, with these pairs added."""
+    store = folder / "labels.sqlite"
+    command = [sys.executable, "-m", "rlhf_lightning.annotate", f"annotate.store={store}"]
+    if pairs:
+        file = folder / "pairs.jsonl"
+        file.write_text("".join(map(to_line, pairs)))
+        command.append(f"annotate.file={file}")
+    command += [f"annotate.page.port={port}", *settings]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"RLHF_ANNOTATE_TOKEN": token}
+    )
+    assert process.stdout is not None
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("http://"):
+                break
+        else:
+            raise AssertionError(f"the server ended with {process.wait(10)}: {said}")
+        yield Server(line.strip(), store, process)
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+@dataclass
+class Reply:
+    """What a server answered."""
+
+    status: int
+    text: str
+    headers: http.client.HTTPMessage
+
+
+@dataclass
+class Client:
+    """A rater without a browser: keeps cookies, sends forms, follows redirects only if told to."""
+
+    url: str
+    cookies: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+
+    def get(self, path: str = "/", **headers: str) -> Reply:
+        return self._send("GET", path, None, headers)
+
+    def post(self, path: str, form: dict[str, str], **headers: str) -> Reply:
+        return self._send("POST", path, urlencode(form), headers)
+
+    def sign_in(self, name: str, token: str = "") -> Reply:
+        word = word_of(self.get().text)
+        reply = self.post("/start", {"word": word, "name": name, "token": token})
+        return self.get() if reply.status == 303 else reply
+
+    def answer(self, page: str, what: str) -> Reply:
+        """Answer the pair on this page, and return the next page."""
+        found = ASSIGNMENT.search(page)
+        assert found is not None, page
+        form = {"word": word_of(page), "assignment": found.group(1), "answer": what}
+        reply = self.post("/label", form)
+        assert (reply.status, reply.headers["Location"]) == (303, "/")
+        return self.get()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _send(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> Reply:
+        sent = {key.replace("_", "-"): value for key, value in headers.items()}
+        if self.cookies:
+            sent.setdefault("Cookie", "; ".join(f"{k}={v}" for k, v in self.cookies.items()))
+        self._connection.request(method, path, body, sent)
+        response = self._connection.getresponse()
+        reply = Reply(response.status, response.read().decode(), response.headers)
+        for cookie in response.headers.get_all("Set-Cookie") or ():
+            key, _, value = cookie.partition(";")[0].partition("=")
+            self.cookies[key] = value
+        return reply
+
+
+def word_of(page: str) -> str:
+    found = FORM_WORD.search(page)
+    assert found is not None, page
+    return found.group(1)

@@ -1,0 +1,255 @@
+"""Pairs and labels survive the way through every format, and foreign files are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.preferences.argilla_format import user_id
+from rlhf_lightning.preferences.exchange import Collection, read_collection, write_collection
+from rlhf_lightning.preferences.records import Choice, Label, Pair
+from tests.preferences.some_pairs import make_pair, make_pairs
+
+NOW = "2026-11-02T09:30:00+00:00"
+CHAT = Pair.make(
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Largest planet?"}],
+    "Jupiter.",
+    "I believe it is Saturn.",
+    domain="astronomy",
+)
+
+
+def label(pair: Pair, annotator: str, choice: Choice, **values) -> Label:
+    return Label(pair.pair_id, annotator, choice, "person", "second", NOW, **values)
+
+
+def some_labels(pairs: list[Pair]) -> list[Label]:
+    """Ann and Bob agree on the first pair and on the third, and differ on the second."""
+    return [
+        label(pairs[0], "Ann", "second", seconds=3.5, reason="shorter"),
+        label(pairs[0], "Bob", "second", margin=2.0),
+        label(pairs[1], "Ann", "first"),
+        label(pairs[1], "Bob", "second"),
+        label(pairs[2], "Ann", "both_bad", reason='<b>"neither"</b>\nreally'),
+        label(pairs[2], "Bob", "skip", seconds=1.0),
+    ]
+
+
+def through(path: Path, found: Collection, format: str, level: str) -> Collection:
+    write_collection(path, found, format=format, level=level)
+    return read_collection(path, format="auto", known="labels", now=NOW)
+
+
+@pytest.mark.parametrize("format", ["argilla", "label_studio"])
+@pytest.mark.parametrize("pairs", [make_pairs(2, gold=1), [*make_pairs(2), CHAT]])
+def test_raw_labels_survive_the_way_through_other_tools(tmp_path: Path, format: str, pairs):
+    found = Collection(tuple(pairs), tuple(some_labels(pairs)))
+    back = through(tmp_path / "all.json", found, format, "raw")
+    assert back.pairs == found.pairs
+    by_pair = sorted(found.labels, key=lambda x: [p.pair_id for p in pairs].index(x.pair_id))
+    if format == "argilla":  # has no place for the margin beside a response, so it is ours
+        assert set(back.labels) == set(by_pair)
+    else:
+        assert list(back.labels) == by_pair
+
+
+def test_our_own_records_survive_exactly(tmp_path: Path):
+    pairs = [*make_pairs(3, gold=2), CHAT]
+    found = Collection(tuple(pairs), tuple(some_labels(pairs)))
+    assert through(tmp_path / "p.jsonl", found, "pairs", "raw") == replace(found, labels=())
+    assert through(tmp_path / "l.jsonl", found, "labels", "raw") == replace(found, pairs=())
+
+
+@pytest.mark.parametrize("pair", [make_pair(1), CHAT], ids=["plain", "chat"])
+def test_preferences_survive_the_way_through_trl(tmp_path: Path, pair: Pair):
+    for choice in ("first", "second"):
+        given = label(pair, "Ann", choice, seconds=2.0, reason="why not", margin=0.5)
+        back = through(tmp_path / "out.jsonl", Collection((pair,), (given,)), "trl", "raw")
+        (again,), (told,) = back.pairs, back.labels
+        assert again.prompt == pair.prompt
+        assert again.domain == pair.domain
+        chosen = {"first": pair.first, "second": pair.second}[choice]
+        assert {"first": again.first, "second": again.second}[told.choice] == chosen
+        assert {again.first, again.second} == {pair.first, pair.second}
+        assert (told.annotator, told.seconds, told.reason, told.margin) == (
+            *("Ann", 2.0, "why not", 0.5),
+        )
+
+
+def test_the_order_of_a_trl_row_does_not_tell_what_was_chosen(tmp_path: Path):
+    file = tmp_path / "trl.jsonl"
+    rows = [{"prompt": f"Q{n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_collection(file, format="auto", known="labels", now=NOW)
+    firsts = sum(pair.first.startswith("good") for pair in found.pairs)
+    assert 15 < firsts < 45
+    for pair, given in zip(found.pairs, found.labels, strict=True):
+        assert {"first": pair.first, "second": pair.second}[given.choice].startswith("good")
+
+
+def test_trl_gets_what_reward_training_reads_and_says_what_it_left_out(tmp_path: Path):
+    pairs = [*make_pairs(2), CHAT]
+    found = Collection(tuple(pairs[:2]), tuple(some_labels([*pairs])[:4]))
+    file = tmp_path / "agreed.jsonl"
+    written = write_collection(file, found, format="trl", level="aggregated")
+    assert (written.rows, dict(written.left_out)) == (*(1, {"no majority among the votes": 1}),)
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert (row["prompt"], row["chosen"], row["rejected"], row["domain"], row["margin"]) == (
+        *(pairs[0].prompt, pairs[0].second, pairs[0].first, "arithmetic", 1.0),
+    )
+    chat = Collection((CHAT,), (label(CHAT, "Ann", "first"), label(CHAT, "Bob", "tie")))
+    written = write_collection(file, chat, format="trl", level="raw")
+    assert dict(written.left_out) == {"tie": 1}
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert row["chosen"] == [{"role": "assistant", "content": "Jupiter."}]
+    assert row["prompt"][1] == {"role": "user", "content": "Largest planet?"}
+
+
+@pytest.mark.parametrize("format", ["argilla", "label_studio"])
+def test_verdicts_are_suggestions_or_predictions_and_come_back_as_a_judge(tmp_path: Path, format):
+    pairs = make_pairs(3)
+    found = Collection(tuple(pairs), tuple(some_labels(pairs)))
+    back = through(tmp_path / "agreed.json", found, format, "aggregated")
+    assert [(x.pair_id, x.annotator, x.choice, x.kind) for x in back.labels] == [
+        (pairs[0].pair_id, "verdict", "second", "judge"),
+        (pairs[2].pair_id, "verdict", "tie", "judge"),
+    ]
+
+
+def test_an_export_of_label_studio_is_read(tmp_path: Path):
+    """A task in the form of its documents, with accounts, lead time and an opened annotation."""
+    selected = {"type": "pairwise", "value": {"selected": "right"}, "from_name": "pw"}
+    file = tmp_path / "project.json"
+    task = {
+        "id": 1,
+        "data": {"prompt": "Q", "text1": "left one", "text2": "right one"},
+        "annotations": [
+            {"result": [selected], "completed_by": 10, "lead_time": 4.288, "was_cancelled": False},
+            {"result": [], "completed_by": {"id": 11, "email": "bob@example.org"}},
+            {
+                "result": [],
+                "completed_by": {"email": "bob@example.org"},
+                "was_cancelled": True,
+                "created_at": "2021-03-09T22:16:08.728353Z",
+            },
+        ],
+        "predictions": [],
+    }
+    file.write_text(json.dumps([task]))
+    found = read_collection(file, format="auto", known="labels", now=NOW)
+    assert found.pairs == (Pair.make("Q", "left one", "right one"),)
+    told = [(x.annotator, x.choice, x.seconds, x.created) for x in found.labels]
+    assert told == [
+        ("10", "second", 4.288, NOW),
+        ("bob@example.org", "skip", None, "2021-03-09T22:16:08.728353Z"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "choice"),
+    [
+        ("response-1", "first"),
+        ("tie", "tie"),
+        ([{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 2}], "second"),
+        ([{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 1}], "tie"),
+    ],
+)
+def test_an_export_of_argilla_is_read(tmp_path: Path, value, choice: Choice):
+    user = user_id("somebody")
+    record = {
+        "id": "1",
+        "fields": {"instruction": "Q", "response-1": "one", "response-2": "two"},
+        "metadata": {},
+        "suggestions": {},
+        "responses": {"which": [{"value": value, "user_id": user}]},
+        "vectors": {},
+        "_server_id": None,
+    }
+    file = tmp_path / "records.json"
+    file.write_text(json.dumps([record]))
+    found = read_collection(file, format="auto", known="labels", now=NOW)
+    assert found.pairs == (Pair.make("Q", "one", "two"),)
+    assert [(x.annotator, x.choice) for x in found.labels] == [(user, choice)]
+
+
+def test_a_response_that_was_changed_in_argilla_is_a_new_judgement(tmp_path: Path):
+    pair = make_pair(1)
+    file = tmp_path / "records.json"
+    given = label(pair, "Ann", "first", seconds=3.0)
+    write_collection(file, Collection((pair,), (given,)), format="argilla", level="raw")
+    rows = json.loads(file.read_text())
+    rows[0]["responses"]["preference"][0]["value"] = "tie"
+    file.write_text(json.dumps(rows))
+    found = read_collection(file, format="auto", known="labels", now=NOW)
+    assert [(x.annotator, x.choice, x.seconds) for x in found.labels] == [("Ann", "tie", None)]
+
+
+def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped(tmp_path: Path):
+    pairs = make_pairs(3)
+    file = tmp_path / "all.json"
+    found = Collection(tuple(pairs), tuple(some_labels(pairs)))
+    write_collection(file, found, format="label_studio", level="raw")
+    gold = read_collection(file, format="auto", known="gold", now=NOW)
+    assert [pair.gold for pair in gold.pairs] == ["second", None, "both_bad"]
+    assert gold.labels == ()
+    ignored = read_collection(file, format="auto", known="ignore", now=NOW)
+    assert ignored == Collection(tuple(pairs), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"wrong": 1}\n',
+            r"a\.jsonl, line 1: the keys wrong tell no format",
+        ),
+        ("a.jsonl", '{"prompt": "Q", "chosen": "x"}\n', "line 1: the key 'rejected' is missing"),
+        ("a.jsonl", "no json\n", "line 1: it is not JSON"),
+        ("a.json", '{"data": {}}', "write a list of objects"),
+        ("a.json", '[{"data": {"prompt": "Q"}}]', "record 1: two answers cannot be found among pr"),
+        (
+            "a.json",
+            '[{"data": {"text1": "a", "text2": "b"}}]',
+            "1: a prompt cannot be found",
+        ),
+        ("a.json", '[{"data": 3}]', "'data' is the number 3, expected an object"),
+        ("a.json", '[{"fields": []}]', r"'fields' is a list \[\], expected an object"),
+        (
+            "a.json",
+            '[{"data": {"prompt": "Q", "text1": "a", "text2": "b"}, "annotations": [{"result": '
+            '[{"type": "rating", "value": {}}]}]}]',
+            "record 1: the annotation .* prefers neither answer",
+        ),
+        (
+            "a.json",
+            '[{"fields": {"prompt": "Q", "first": "a", "second": "b"}, "responses": {"preference": '
+            '[{"value": "purple", "user_id": "u"}]}}]',
+            "the response the text 'purple' names neither answer",
+        ),
+        (
+            "a.json",
+            '[{"fields": {"prompt": "Q", "first": "a", "second": "b"}, "metadata": {"rlhf_pair": 3}'
+            "}]",
+            "record 1: it cannot be read",
+        ),
+        ("a.json", '[{"data": {"prompt": "Q", "text1": "a", "text2": "a"}}]', "are the same text"),
+        ("a.json", "[]", "the file holds no records"),
+    ],
+)
+def test_a_bad_file_is_told_with_place_and_fix(tmp_path: Path, name: str, text: str, message: str):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(BadRecordError, match=message) as caught:
+        read_collection(file, format="auto", known="labels", now=NOW)
+    assert "Fix: " in str(caught.value)
+
+
+def test_text_that_is_no_unicode_is_escaped_and_comes_back(tmp_path: Path):
+    found = Collection((Pair.make("half of a pair: \ud83d", "a", "b"),), ())
+    for format, name in (("pairs", "a.jsonl"), ("argilla", "b.json"), ("label_studio", "c.json")):
+        assert through(tmp_path / name, found, format, "raw") == found

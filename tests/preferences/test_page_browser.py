@@ -1,0 +1,236 @@
+"""The page in a real Chromium, against a real server process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import ActionChains, Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from rlhf_lightning.preferences.records import Pair
+from tests.browser import console, set_scheme, set_viewport
+from tests.preferences.invariants import check_store
+from tests.preferences.page_server import Server, serving
+from tests.preferences.some_pairs import make_pairs
+
+pytestmark = pytest.mark.timeout(90)
+OTHER = {"first": "second", "second": "first"}
+
+
+def sign_in(browser: Chrome, server: Server, name: str) -> None:
+    browser.get(server.url)
+    browser.find_element(By.ID, "name").send_keys(name + Keys.ENTER)
+    wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, ".rater"))
+
+
+def wait(browser: Chrome, condition) -> None:
+    WebDriverWait(browser, 20, poll_frequency=0.02).until(lambda _: condition())
+
+
+def assignment(browser: Chrome) -> str | None:
+    script = "return document.getElementById('answer')?.dataset.assignment"
+    return browser.execute_script(script)
+
+
+def press(browser: Chrome, key: str) -> None:
+    """Press a key and wait for the page that follows."""
+    before = assignment(browser)
+    ActionChains(browser).send_keys(key).perform()
+    wait(browser, lambda: assignment(browser) != before)
+
+
+def shown(browser: Chrome) -> list[str]:
+    """Return the question and the two answers as they are read."""
+    found = browser.find_elements(By.CSS_SELECTOR, ".prompt .free, article .free")
+    return [element.text for element in found]
+
+
+def noted(browser: Chrome) -> str:
+    return browser.find_element(By.ID, "note").text
+
+
+def test_a_rater_labels_with_the_keyboard_alone(browser: Chrome, tmp_path: Path):
+    with serving(tmp_path, make_pairs(6)) as server:
+        sign_in(browser, server, "Ann")
+        seen = []
+        for key in "12tbs":
+            seen.append(shown(browser))
+            press(browser, key)
+        time.sleep(0.3)
+        ActionChains(browser).send_keys("r").pause(0.1).send_keys("1 is clear b").perform()
+        ActionChains(browser).send_keys(Keys.ENTER).send_keys("2").perform()
+        wait(
+            browser,
+            lambda: "All done" in browser.page_source or "Nothing left" in browser.page_source,
+        )
+        labels = server.labels()
+        meant = [label.choice for label in labels]
+        orders = [label.order for label in labels]
+        assert meant == [orders[0], OTHER[orders[1]], "tie", "both_bad", "skip", OTHER[orders[5]]]
+        assert [label.reason for label in labels] == [None] * 5 + ["1 is clear b"]
+        assert all(label.annotator == "Ann" and label.kind == "person" for label in labels)
+        assert 0.3 < labels[-1].seconds < 20
+        texts = {p.pair_id: (p.first, p.second) for p in make_pairs(6)}
+        for screen, label in zip(seen, labels, strict=False):
+            first, second = texts[label.pair_id]
+            assert screen[1:] == ([first, second] if label.order == "first" else [second, first])
+        assert console(browser) == []
+    check_store(server.store)
+
+
+def test_keys_with_modifiers_and_held_keys_label_nothing(browser: Chrome, tmp_path: Path):
+    with serving(tmp_path, make_pairs(3)) as server:
+        sign_in(browser, server, "Ann")
+        for modifier in (Keys.CONTROL, Keys.ALT):
+            ActionChains(browser).key_down(modifier).send_keys("b").key_up(modifier).perform()
+        held = "dispatchEvent(new KeyboardEvent('keydown', {key: '1', repeat: true}))"
+        browser.execute_script(f"document.body.{held}")
+        press(browser, "t")
+        assert [label.choice for label in server.labels()] == ["tie"]
+
+
+def test_undo_brings_the_pair_back_with_what_was_said(browser: Chrome, tmp_path: Path):
+    with serving(tmp_path, make_pairs(3)) as server:
+        sign_in(browser, server, "Ann")
+        assert not browser.find_element(By.CSS_SELECTOR, ".undo").is_enabled()
+        first = shown(browser)
+        ActionChains(browser).send_keys("r").pause(0.1).send_keys("too long").perform()
+        ActionChains(browser).send_keys(Keys.ESCAPE).perform()
+        press(browser, "1")
+        second = shown(browser)
+        press(browser, "u")
+        assert shown(browser) == first
+        assert noted(browser) == "Taken back. Your answer was Answer 1; choose again."
+        marked = browser.find_elements(By.CSS_SELECTOR, "[aria-pressed=true]")
+        assert [button.get_attribute("value") for button in marked] == ["left"]
+        reason = browser.find_element(By.CSS_SELECTOR, ".reason")
+        assert reason.get_attribute("value") == "too long"
+        press(browser, "b")
+        assert shown(browser) == second
+        assert [(x.choice, x.reason) for x in server.labels()] == [("both_bad", "too long")]
+
+
+def test_two_raters_at_once_never_get_the_same_pair_where_one_rating_is_wanted(
+    browser: Chrome, another_browser: Chrome, tmp_path: Path
+):
+    with serving(tmp_path, make_pairs(7)) as server:
+        raters = {"Ann": browser, "Bob": another_browser}
+        for name, driver in raters.items():
+            sign_in(driver, server, name)
+        seen: list[str] = []
+        while True:
+            questions = [shown(d)[0] for d in raters.values() if assignment(d)]
+            assert len(questions) == len(set(questions)), "both have the same pair on the screen"
+            if not questions:
+                break
+            seen += questions
+            for driver in raters.values():
+                if assignment(driver):
+                    press(driver, "1")
+        assert sorted(seen) == sorted(str(pair.prompt) for pair in make_pairs(7))
+        assert {label.annotator for label in server.labels()} == {"Ann", "Bob"}
+    check_store(server.store)
+
+
+def test_a_restart_in_the_middle_loses_nothing_and_the_rater_goes_on(
+    browser: Chrome, tmp_path: Path
+):
+    with serving(tmp_path, make_pairs(4)) as server:
+        sign_in(browser, server, "Ann")
+        press(browser, "1")
+        press(browser, "2")
+        waiting = shown(browser)
+        server.kill()
+        ActionChains(browser).send_keys("t").perform()
+        wait(browser, lambda: noted(browser).startswith("Not saved: the server does not answer"))
+        assert shown(browser) == waiting
+    with serving(tmp_path, port=server.port) as server:
+        assert len(server.labels()) == 2
+        press(browser, "t")
+        assert [label.choice for label in server.labels()][2] == "tie"
+        press(browser, "b")
+        assert len(server.labels()) == 4
+    check_store(server.store)
+
+
+def test_hostile_text_is_shown_as_it_is_and_runs_nothing(browser: Chrome, tmp_path: Path):
+    script = "<script>window.hit = 1</script>"
+    image = "<img src=x onerror='window.hit = 2'>"
+    markup = '"></div></form><a href="javascript:window.hit=3">{{ 7 * 7 }}</a>&lt;b&gt;'
+    pair = Pair.make(f"Look: {script}", image, markup, domain='<i onclick="window.hit = 4">')
+    with serving(tmp_path, [pair, *make_pairs(1)]) as server:
+        sign_in(browser, server, '<svg onload="window.hit = 5">')
+        question, *answers = shown(browser)
+        assert question == f"Look: {script}"
+        assert sorted(answers) == sorted([image, markup])
+        assert browser.find_element(By.CSS_SELECTOR, ".domain").text == pair.domain
+        assert browser.find_element(By.CSS_SELECTOR, ".rater").text.startswith("<svg onload")
+        assert not browser.find_elements(By.CSS_SELECTOR, "main a, main img, main script, main i")
+        ActionChains(browser).send_keys("r").pause(0.1).send_keys(script).perform()
+        ActionChains(browser).send_keys(Keys.ESCAPE).perform()
+        press(browser, "1")
+        press(browser, "u")
+        assert browser.find_element(By.CSS_SELECTOR, ".reason").get_attribute("value") == script
+        assert browser.execute_script("return window.hit") is None
+        assert console(browser) == []
+        # And were something to get through, the policy stops it.
+        browser.execute_script(
+            "const s = document.createElement('script'); s.textContent = 'window.hit = 6';"
+            "document.body.append(s); document.body.insertAdjacentHTML('beforeend', arguments[0])",
+            image,
+        )
+        time.sleep(0.2)
+        assert browser.execute_script("return window.hit") is None
+        assert any("Content Security Policy" in message for message in console(browser))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_horizontal_scrolling(browser: Chrome, tmp_path: Path, scheme: str):
+    word = "Donaudampfschifffahrtsgesellschaft" * 8
+    pair = Pair.make(f"What is a {word}?", f"A {word}.\n" * 30, "x" * 900, domain="w" * 80)
+    set_viewport(browser, 360, 740, phone=True)
+    set_scheme(browser, scheme)
+    with serving(tmp_path, [pair], "annotate.page.instructions='Look at the length.'") as server:
+        browser.get(server.url)
+        assert_fits(browser)
+        browser.find_element(By.ID, "name").send_keys("W" * 60 + Keys.ENTER)
+        wait(browser, lambda: assignment(browser))
+        assert_fits(browser)
+        bar = browser.execute_script(
+            "const r = document.querySelector('.bar').getBoundingClientRect();"
+            "return [r.top, r.bottom, innerHeight]"
+        )
+        assert 0 < bar[0] < bar[1] <= bar[2] + 1, "the buttons are on the screen at once"
+        colour = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+        assert (sum(browser.execute_script(colour)) > 380) == (scheme == "light")
+        browser.find_element(By.CSS_SELECTOR, "button[value=left]").click()
+        wait(browser, lambda: "All done" in browser.page_source)
+        assert_fits(browser)
+        assert len(server.labels()) == 1
+
+
+def assert_fits(browser: Chrome) -> None:
+    wide = browser.execute_script(
+        "return [...document.querySelectorAll('body, body *')]"
+        ".filter(e => e.getBoundingClientRect().right > 360.5).map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert wide == []
+    script = "return [document.documentElement.scrollWidth, innerWidth]"
+    assert browser.execute_script(script) == [360, 360]
+
+
+def test_the_page_works_without_its_script(browser: Chrome, tmp_path: Path):
+    with serving(tmp_path, make_pairs(2)) as server:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+        sign_in(browser, server, "Ann")
+        browser.find_element(By.CSS_SELECTOR, ".reason").send_keys("clear" + Keys.ENTER)
+        assert server.labels() == []
+        browser.find_element(By.CSS_SELECTOR, "button[value=tie]").click()
+        wait(browser, lambda: server.labels())
+        wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, ".undo:not(:disabled)"))
+        browser.find_element(By.CSS_SELECTOR, ".undo").click()
+        wait(browser, lambda: noted(browser).startswith("Taken back"))
+        assert server.labels() == []

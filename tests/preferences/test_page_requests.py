@@ -1,0 +1,245 @@
+"""Who is let in and what is refused, asked over HTTP of a real server process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Keys
+from selenium.webdriver.common.by import By
+
+from rlhf_lightning.preferences.page.guard import host_name
+from rlhf_lightning.preferences.page.settings import PageSettings
+from tests.browser import chromium, find_chromium
+from tests.preferences.page_server import Client, Server, serving, word_of
+from tests.preferences.some_pairs import make_pairs
+
+TOKEN = "a token of the tests, nobody's"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("page"), make_pairs(40)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that asks for a token, and may be called by one more name."""
+    folder = tmp_path_factory.mktemp("guarded")
+    hosts = "annotate.page.hosts=[Lab.test]"
+    with serving(folder, make_pairs(3), hosts, token=TOKEN) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.test", "evil.test:80", "127.0.0.1.evil.test", "", "lab.test", "a@127.0.0.1"]
+)
+def test_a_foreign_host_is_refused_before_anything_is_shown(server: Server, host: str):
+    reply = Client(server.url).get(Host=host)
+    assert reply.status == 421
+    assert "not served under that name" in reply.text
+    assert "Set-Cookie" not in reply.headers
+    assert host not in reply.text or not host
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "LOCALHOST:9999", "[::1]:8000"])
+def test_this_machine_is_let_in_by_each_of_its_names(server: Server, host: str):
+    assert Client(server.url).get(Host=host).status == 200
+
+
+def test_a_further_name_is_let_in_where_it_was_given(guarded: Server):
+    assert Client(guarded.url).get(Host="lab.test").status == 200
+    assert Client(guarded.url).get(Host="evil.test").status == 421
+
+
+def test_every_answer_carries_a_strict_policy(server: Server):
+    client = Client(server.url)
+    for reply in (client.get(), client.get("/static/page.css"), client.get(Host="evil.test")):
+        policy = reply.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
+        assert "server" not in {key.lower() for key in reply.headers}
+
+
+def test_the_page_has_no_inline_script_or_style_and_nothing_from_elsewhere(server: Server):
+    client = Client(server.url)
+    for page in (client.get().text, client.sign_in("Ann").text):
+        assert page.count("<script") == 1
+        for bad in ("style=", "<style", "onclick", "javascript:", "http://", "https://", "//cdn"):
+            assert bad not in page
+
+
+def test_a_label_without_signing_in_is_refused(server: Server):
+    client = Client(server.url)
+    word = word_of(client.get().text)
+    form = {"word": word, "assignment": "1", "answer": "left"}
+    assert client.post("/label", form).status == 403
+    assert client.post("/undo", {"word": word}).status == 403
+
+
+def test_a_form_without_its_word_is_refused_and_so_is_one_with_the_word_of_another(server: Server):
+    ann, bob = Client(server.url), Client(server.url)
+    page = ann.sign_in("Ann").text
+    theirs = word_of(bob.sign_in("Bob").text)
+    for word in ("", "0" * 64, theirs, "\u00e9"):
+        for path in ("/label", "/undo", "/leave", "/start"):
+            form = {"word": word, "assignment": "1", "answer": "left", "name": "Eve"}
+            assert ann.post(path, form).status == 403
+    assert server.labels() == []
+    assert ann.get().text == page
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.test"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec_Fetch_Site": "cross-site"},
+    ],
+)
+def test_a_form_of_another_site_is_refused_even_with_cookies_and_word(server: Server, headers):
+    client = Client(server.url)
+    page = client.sign_in("Ann").text
+    reply = client.post("/undo", {"word": word_of(page)}, **headers)
+    assert (reply.status, reply.text) == (403, "A form of another site was refused.\n")
+
+
+def test_a_forged_cookie_signs_nobody_in(server: Server):
+    ann, eve = Client(server.url), Client(server.url)
+    ann.sign_in("Ann")
+    eve.sign_in("Eve")
+    (visit,) = (key for key in ann.cookies if key.startswith("visit"))
+    (rater,) = (key for key in ann.cookies if key.startswith("rater"))
+    number, _, signature = ann.cookies[rater].partition(".")
+    for forged in (ann.cookies[rater], f"{number}.{'0' * 64}", f"{int(number) + 1}.{signature}"):
+        eve.cookies[rater] = forged
+        assert 'id="name"' in eve.get().text, "the start page, not Ann's"
+    eve.cookies = {visit: ann.cookies[visit], rater: ann.cookies[rater]}
+    assert 'class="rater">Ann<' in eve.get().text, "the same browser is the same rater"
+
+
+@pytest.mark.parametrize(
+    ("form", "status"),
+    [
+        ({"answer": "purple", "assignment": "1"}, 400),
+        ({"answer": "left", "assignment": "one"}, 400),
+        ({"answer": "left", "assignment": "\u0661"}, 400),
+        ({"answer": "left", "assignment": "9" * 400}, 303),
+        ({"answer": "left", "assignment": "1", "reason": "x" * 70_000}, 413),
+        ({str(n): "" for n in range(30)}, 400),
+    ],
+)
+def test_a_form_that_makes_no_sense_is_refused_and_changes_nothing(server: Server, form, status):
+    client = Client(server.url)
+    page = client.sign_in("Ann").text
+    assert client.post("/label", {"word": word_of(page)} | form).status == status
+    assert server.labels() == []
+    assert client.get().status == 200
+
+
+def test_what_is_not_there_is_told_without_telling_the_path(server: Server):
+    client = Client(server.url)
+    reply = client.get("/<script>")
+    assert (reply.status, "There is no such page." in reply.text) == (404, True)
+    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/"):
+        assert client.get(path).status == 404
+    assert client.get("/label").status == 405
+
+
+def test_the_token_is_asked_for_and_without_it_nobody_gets_in(guarded: Server):
+    client = Client(guarded.url)
+    assert 'name="token"' in client.get().text
+    for wrong in ("", TOKEN[:-1], TOKEN + "x", "\u00e9"):
+        reply = client.sign_in("Eve", wrong)
+        assert reply.status == 403
+        assert "That is not the token." in reply.text
+        assert TOKEN not in reply.text
+    assert 'id="name"' in client.get().text
+    assert 'class="rater">Ann<' in client.sign_in("Ann", TOKEN).text
+
+
+def test_another_token_signs_everybody_out(tmp_path: Path):
+    with serving(tmp_path, make_pairs(1), token=TOKEN) as first:
+        client = Client(first.url)
+        assert 'class="rater">Ann<' in client.sign_in("Ann", TOKEN).text
+        client.close()
+    for token, is_in in ((TOKEN, True), (TOKEN.upper(), False)):
+        with serving(tmp_path, token=token, port=first.port):
+            again = Client(first.url, client.cookies)
+            assert ('class="rater">Ann<' in again.get().text) is is_in
+            again.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_browser_that_was_led_here_by_a_foreign_name_sees_nothing(server: Server, tmp_path: Path):
+    if find_chromium() is None:
+        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
+    rebound = "--host-resolver-rules=MAP evil.test 127.0.0.1"
+    with chromium(tmp_path / "chromium", rebound) as browser:
+        browser.get(f"http://evil.test:{server.port}/")
+        assert "This page is not served under that name." in browser.page_source
+        assert browser.get_cookies() == []
+
+
+@pytest.mark.timeout(60)
+def test_a_browser_is_asked_for_the_token(browser, guarded: Server):
+    browser.get(guarded.url)
+    browser.find_element(By.ID, "name").send_keys("Ann")
+    browser.find_element(By.ID, "token").send_keys("a wrong one" + Keys.ENTER)
+    alert = browser.find_element(By.CSS_SELECTOR, "[role=alert]")
+    assert alert.text == "That is not the token."
+    assert browser.find_element(By.ID, "name").get_attribute("value") == "Ann"
+    browser.find_element(By.ID, "token").send_keys(TOKEN + Keys.ENTER)
+    assert browser.find_element(By.CSS_SELECTOR, ".rater").text == "Ann"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"host": "0.0.0.0"},
+            "other machines in, which needs a token: set RLHF_ANNOTATE_TOKEN",
+        ),
+        ({"host": "192.168.1.5"}, "needs a token"),
+        ({"host": "::"}, "needs a token"),
+        ({"hosts": "lab.example.org"}, "needs a token"),
+        ({"host": "0.0.0.0", "token": TOKEN}, "has no name of its own: give PageSettings.hosts"),
+        ({"token": "short"}, "token has 5 characters, which can be guessed"),
+        ({"port": 70000}, "must be >= 0 and <= 65535"),
+    ],
+)
+def test_settings_that_would_let_strangers_in_are_refused(settings, message: str):
+    with pytest.raises(ValueError, match=message) as caught:
+        PageSettings(**settings)
+    assert settings.get("token", TOKEN) not in str(caught.value)
+
+
+def test_the_names_that_are_allowed_follow_from_the_address():
+    local = {"localhost", "127.0.0.1", "[::1]"}
+    assert PageSettings().allowed_hosts == local
+    assert PageSettings(host="::1").allowed_hosts == local
+    assert PageSettings(host="127.0.0.2").allowed_hosts == local | {"127.0.0.2"}
+    lan = PageSettings(host="192.168.1.5", hosts="Lab.example.org, fe80::1", token=TOKEN)
+    assert lan.allowed_hosts == {"192.168.1.5", "lab.example.org", "[fe80::1]"}
+    every = PageSettings(host="0.0.0.0", hosts="lab", token=TOKEN)
+    assert every.allowed_hosts == local | {"lab"}
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("Localhost:8000", "localhost"),
+        ("[::1]:1", "[::1]"),
+        ("a:b", None),
+        ("x@localhost", None),
+        ("localhost/../", None),
+        ("", None),
+    ],
+)
+def test_the_name_is_read_out_of_a_host_header(header: str, name: str | None):
+    assert host_name(header) == name
