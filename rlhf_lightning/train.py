@@ -6,7 +6,6 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -46,6 +45,7 @@ from rlhf_lightning.launching import (
 )
 from rlhf_lightning.lost_ranks import explain_lost_rank, watch_children
 from rlhf_lightning.prerequisites import prepare_inputs
+from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.quiet import quieten
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
@@ -63,9 +63,7 @@ if TYPE_CHECKING:
     from rlhf_lightning.assembly import Parts
 
 register()
-# Read when torch loads. libgomp's threads spin for milliseconds while they wait, which starves the
-# other processes of a busy machine; this is long enough to cost nothing on an idle one.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+prepare_process()
 
 
 @stopping_on_signals()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import benchmarks.as_trained  # noqa: F401  (before torch loads)
+
+# isort: split
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import benchmarks.as_trained  # noqa: F401  (before torch loads)
+
+# isort: split
+
 from pathlib import Path
 from typing import Any
 

@@ -5,11 +5,12 @@ Legend: N positions, H hidden size, V vocabulary, C positions of a chunk.
 The head's output `[N, V]` is the largest tensor of a language model: 152k words at 4,096 positions
 are 2.5 GB in fp32, several times over with the graph of a softmax. Here `[C, V]` is made, reduced
 to one number a position and dropped; the backward pass makes it again, so memory does not depend
-on N x V. A single small chunk is kept in the compute dtype instead, which saves that work.
+on N x V. Few logits are kept in the compute dtype instead, which saves that work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,14 @@ from rlhf_lightning.functional.masked import at_least_float32
 
 # Of a chunk's logits, counted in fp32: large enough for a matrix product at full speed.
 CHUNK_BYTES = 32 * 2**20
-# Of logits that are kept for the backward pass when there is one chunk only.
-KEEP_BYTES = 32 * 2**20
+# Of all chunks' logits together, up to which they are kept for the backward pass.
+KEEP_BYTES = 64 * 2**20
 # A CPU multiplies fewer rows than this by other kernels, whose rounding differs.
 ROWS_MULTIPLE = 16
 # Of logits that are widened to fp32 at a time, so that what follows finds them in the cache.
 CACHE_BYTES = 4 * 2**20
+
+HandOver = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class LinearLogprobs(NamedTuple):
@@ -43,6 +46,7 @@ def linear_token_logprobs(
     temperature: float,
     with_entropy: bool = False,
     chunk_rows: int | None = None,
+    hand_over: HandOver | None = None,
 ) -> LinearLogprobs:
     """Return `log_softmax((hidden @ weight.T + bias) / temperature)[tokens]` and its entropy.
 
@@ -57,6 +61,8 @@ def linear_token_logprobs(
         temperature: positive; divides the logits.
         with_entropy: also return the entropy of each distribution, with its gradient.
         chunk_rows: C; None takes what fits in 32 MiB.
+        hand_over: takes `weight` and each part of its gradient `[V, H]`, in the compute dtype, and
+            returns None if it has added it, or the gradient for autograd; None is autograd's way.
 
     Raises:
         ValueError: if `temperature` is not positive.
@@ -71,7 +77,15 @@ def linear_token_logprobs(
         chunk_rows = _rows_within(CHUNK_BYTES, 4 * len(weight))
     with torch.autocast(device, enabled=False):
         logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, tokens, float(temperature), dtype, chunk_rows, with_entropy
+            hidden,
+            weight,
+            bias,
+            tokens,
+            float(temperature),
+            dtype,
+            chunk_rows,
+            with_entropy,
+            hand_over,
         )
     return LinearLogprobs(logprobs, entropy if with_entropy else None)
 
@@ -92,21 +106,23 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         chunk_rows: int,
         with_entropy: bool,
+        hand_over: HandOver | None,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), temperature)
         inputs = hidden.to(dtype)
         chunks = _chunks(len(inputs), chunk_rows)
-        one_small = len(chunks) == 1 and len(inputs) * len(weight) * dtype.itemsize <= KEEP_BYTES
-        parts = []
-        kept: Tensor | None = None
+        few = len(inputs) * len(weight) * dtype.itemsize <= KEEP_BYTES
+        keep = few and any(ctx.needs_input_grad[:3])
+        parts, kept = [], []
         for rows in chunks:
             logits = head.logits(inputs[rows])  # [C, V] in dtype
             parts.append(head.statistics(logits, tokens[rows], with_entropy))
-            kept = logits if one_small and any(ctx.needs_input_grad[:3]) else None
+            if keep:
+                kept.append(logits)
         logprobs, entropies = (list(column) for column in zip(*parts, strict=True))
         entropy = torch.cat(entropies) if with_entropy else hidden.new_zeros(())
-        ctx.save_for_backward(hidden, weight, bias, tokens, entropy, kept)
-        ctx.settings = (temperature, dtype, chunks, with_entropy)
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropy, *kept)
+        ctx.settings = (temperature, dtype, chunks, with_entropy, hand_over)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
@@ -115,12 +131,11 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients, from d log p[token] / dz = onehot - p and dH / dz = -p (log p + H).
 
-        The factors of a row are taken out of `[C, V]`: p alone is multiplied with the weights, and
-        what belongs to one token is a row of the weights.
+        Without the entropy, the factor of a row is taken out of `[C, V]`.
         """
         grad_logprobs, grad_entropy = grad_outputs
-        hidden, weight, bias, tokens, entropy, kept = ctx.saved_tensors
-        temperature, dtype, chunks, with_entropy = ctx.settings
+        hidden, weight, bias, tokens, entropy, *kept = ctx.saved_tensors
+        temperature, dtype, chunks, with_entropy, hand_over = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with torch.autocast(hidden.device.type, enabled=False):
             head = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), temperature)
@@ -128,35 +143,44 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logits = grad_logprobs / temperature  # [N], of the token's own logit
             wide = grad_logits.dtype
             grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
-            grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+            grad_weight = _Sum(weight, hand_over)
             grad_bias = torch.zeros(len(weight), dtype=wide, device=hidden.device)
             for rows in chunks:
-                logits = head.logits(inputs[rows]) if kept is None else kept
+                logits = kept.pop(0) if kept else head.logits(inputs[rows])
                 factor = -grad_logits[rows, None]  # [C, 1]
                 if with_entropy:
                     d_entropy = -grad_entropy[rows, None] / temperature
-                    spread = head.spread(logits, factor, d_entropy, entropy[rows])
+                    spread = head.spread(logits, tokens[rows], factor, d_entropy, entropy[rows])
                     factor = torch.ones_like(factor)
                 else:
-                    spread = head.probabilities(logits)  # [C, V] in dtype
+                    spread = head.errors(logits, tokens[rows])  # [C, V] in dtype
+                del logits
                 if needs_hidden:
                     grad_hidden[rows] = factor * (spread @ head.weight)
-                if grad_weight is not None:
-                    grad_weight += spread.T @ (factor * inputs[rows]).to(dtype)
+                if needs_weight:
+                    grad_weight.add(spread.T @ (factor * inputs[rows]).to(dtype))
                 if needs_bias:
                     grad_bias += spread.T.to(wide) @ factor.squeeze(-1)
-            if needs_hidden:
-                grad_hidden += grad_logits[:, None] * head.weight[tokens]
-            if grad_weight is not None:
-                grad_weight.index_add_(0, tokens, grad_logits[:, None] * inputs)
-            if needs_bias:
-                grad_bias.index_add_(0, tokens, grad_logits)
         return (
             grad_hidden.to(hidden.dtype) if needs_hidden else None,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            grad_weight.total,
             grad_bias.to(weight.dtype) if needs_bias else None,
-            *[None] * 5,
+            *[None] * 6,
         )
+
+
+class _Sum:
+    """The sum of what `hand_over` does not take, in the dtype of the weight; None of nothing."""
+
+    def __init__(self, weight: Tensor, hand_over: HandOver | None) -> None:
+        self.weight, self.hand_over = weight, hand_over
+        self.total: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        rest = self.hand_over(self.weight, part) if self.hand_over else part
+        if rest is not None:
+            rest = rest.to(self.weight.dtype)
+            self.total = rest if self.total is None else self.total.add_(rest)
 
 
 class _Head(NamedTuple):
@@ -179,20 +203,25 @@ class _Head(NamedTuple):
                 entropies.append(_entropy(all_logprobs))
         return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Return `[C, V]` probabilities in the dtype of `logits`."""
+    def errors(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return `p - onehot` `[C, V]` in the dtype of `logits`."""
         spread = torch.empty_like(logits)
         for rows in self._in_cache(logits):
-            spread[rows] = self._log_softmax(logits[rows]).exp_()
+            error = self._log_softmax(logits[rows]).exp_()
+            own = tokens[rows, None]
+            spread[rows] = error.scatter_add_(1, own, error.new_full((1, 1), -1.0).expand_as(own))
         return spread
 
-    def spread(self, logits: Tensor, factor: Tensor, d_entropy: Tensor, entropy: Tensor) -> Tensor:
-        """Return `p (factor + d_entropy (log p + entropy))`, `[C, V]` in the dtype of `logits`."""
+    def spread(
+        self, logits: Tensor, tokens: Tensor, factor: Tensor, d_entropy: Tensor, entropy: Tensor
+    ) -> Tensor:
+        """Return `factor (p - onehot) + d_entropy p (log p + entropy)`, as `errors` does."""
         spread = torch.empty_like(logits)
         for rows in self._in_cache(logits):
             logprobs = self._log_softmax(logits[rows])
             outer = (logprobs + entropy[rows, None]).mul_(d_entropy[rows]).add_(factor[rows])
-            spread[rows] = logprobs.exp_().mul_(outer)
+            mixed = logprobs.exp_().mul_(outer)
+            spread[rows] = mixed.scatter_add_(1, tokens[rows, None], -factor[rows])
         return spread
 
     def _log_softmax(self, logits: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Legend: B rows, G key-value heads, Q query heads of each, W positions, D head size.
 
-Our rows are padded to multiples of 8 and carry no mask. For them torch runs its flash kernel, whose
+Our rows are padded at the right and carry no mask. For them torch runs its flash kernel, whose
 bf16 backward takes 3 to 5 times as long as the plain formula up to some hundred positions. Here the
 formula is written out, softmax in fp32, and the weights `[B, G, Q * W, W]` are made again in the
 backward pass, so that memory stays what it was. Everything else goes to torch's kernel as before.
@@ -100,11 +100,15 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Return the causal attention weights `[B, G, Q * W, W]` in fp32."""
-    positions = key.shape[2]
-    logits = (query @ key.transpose(-1, -2)).float().mul_(scale)
+    return causal_softmax(query @ key.transpose(-1, -2), scale)
+
+
+def causal_softmax(logits: Tensor, scale: float = 1.0) -> Tensor:
+    """Return the causal attention weights of scaled `logits` `[B, G, Q * W, W]`, in fp32."""
+    rows, positions = logits.shape[-2:]
     later = torch.ones(positions, positions, dtype=torch.bool).triu_(1)
-    later = later.repeat(query.shape[2] // positions, 1)  # [Q * W, W]
+    later = later.repeat(rows // positions, 1)  # [Q * W, W]
+    logits = logits.float() if scale == 1 else logits.float().mul_(scale)
     return logits.masked_fill_(later, float("-inf")).softmax(-1)
 
 

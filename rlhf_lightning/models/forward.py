@@ -20,7 +20,7 @@ from torch import Tensor
 from rlhf_lightning.functional.sequences import last_token_index, response_state_index
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
 
-BUCKET = 8
+BUCKET = 16
 
 
 class Responses(Protocol):
@@ -58,7 +58,7 @@ class Packed(NamedTuple):
 
 
 def bucket_width(lengths: Tensor) -> Tensor:
-    """Return the padded width of rows with `lengths` tokens: the next multiple of 8."""
+    """Return the padded width of rows with `lengths` tokens: the next multiple of 16."""
     return (lengths + BUCKET - 1) // BUCKET * BUCKET
 
 

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
 from rlhf_lightning.models.attention import use_short_attention
+from rlhf_lightning.models.fused_layer import use_fused_layers
+from rlhf_lightning.models.weight_gradients import hand_over, use_rows_embedding
 
 # Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7.
 MIN_CPU_ROWS = 16
@@ -62,6 +64,8 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         use_short_attention(model)
+        use_fused_layers(model)
+        use_rows_embedding(model)
         self.model = model
         check_head_split(model)
 
@@ -116,6 +120,7 @@ class PolicyModel(nn.Module):
             bias=head.bias,
             temperature=temperature,
             with_entropy=with_entropy,
+            hand_over=hand_over,
         )
         return TokenStatistics(logprobs[:count], None if entropy is None else entropy[:count])
 
@@ -131,6 +136,8 @@ class ScalarHeadModel(nn.Module):
     def __init__(self, trunk: PreTrainedModel, head: nn.Linear) -> None:
         super().__init__()
         use_short_attention(trunk)
+        use_fused_layers(trunk)
+        use_rows_embedding(trunk)
         self.trunk = trunk
         self.head = head
 

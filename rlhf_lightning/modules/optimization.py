@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
+from rlhf_lightning.batches import TensorBatch
 from rlhf_lightning.distributed import (
     accumulating,
     agreed_max,
@@ -17,41 +18,60 @@ from rlhf_lightning.distributed import (
     global_sum,
     world_size,
 )
+from rlhf_lightning.models.rounded_weights import keeping_rounded_weights
 from rlhf_lightning.modules.schedules import Schedule
 
 Measured = dict[str, Tensor]
-LossesOfRows = Callable[[Tensor], Iterable[tuple[Tensor, Measured]]]
+Term = Callable[[Tensor], tuple[Tensor, Measured]]
+TermOfBatch = Callable[[Any, Tensor], tuple[Tensor, Measured]]
 
 
 def accumulate_gradients(
     module: L.LightningModule,
     parts: list[Tensor],
-    losses_of_rows: LossesOfRows,
+    terms: Sequence[Term],
 ) -> Measured:
     """Add up the gradients of one loss over micro-batches and ranks; return its measures.
 
-    The loss may be a sum of terms. Each term's backward runs before the next term is computed, so
-    that only one of them holds activations.
+    The loss is a sum of terms. They are taken one after the other, each over all micro-batches, so
+    that only one of them holds activations and its weights are rounded to the compute dtype once.
 
     Args:
         module: whose `manual_backward` and strategy are used.
         parts: rows of each micro-batch of this rank.
-        losses_of_rows: rows -> the terms of that micro-batch's share of the loss (sums over its
-            tokens divided by the global count), each with its measures.
+        terms: each rows -> that micro-batch's share of the term (sums over its tokens divided by
+            the global count), with its measures.
     """
     count = agreed_max(len(parts), module.device)
     measured: Measured = {}
+    for term in terms:
+        with keeping_rounded_weights():
+            _accumulate(module, parts, term, count, measured)
+    average_gradients(module.parameters(), module.trainer.strategy)
+    return {name: global_sum(value) for name, value in measured.items()}
+
+
+def of_rows(term: TermOfBatch, batch: TensorBatch, num_tokens: Tensor) -> Term:
+    """Return `term`, a function of a batch and the global token count, as one of `batch`'s rows."""
+    return lambda rows: term(batch[rows], num_tokens)
+
+
+def _accumulate(
+    module: L.LightningModule,
+    parts: list[Tensor],
+    term: Term,
+    count: int,
+    measured: Measured,
+) -> None:
     for index in range(count):
         # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
         rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
         with accumulating(module.trainer.strategy):
-            for loss, values in losses_of_rows(rows):
-                # Gradients are averaged over ranks, so the sum needs the world size back.
-                module.manual_backward(loss * (weight * world_size()))
-                for name, value in values.items():
-                    measured[name] = measured.get(name, 0.0) + value.detach() * weight
-    average_gradients(module.parameters(), module.trainer.strategy)
-    return {name: global_sum(value) for name, value in measured.items()}
+            loss, values = term(rows)
+            # Gradients are averaged over ranks, so the sum needs the world size back.
+            module.manual_backward(loss * (weight * world_size()))
+        for name, value in values.items():
+            measured[name] = measured.get(name, 0.0) + value.detach() * weight
 
 
 def clip_and_step(

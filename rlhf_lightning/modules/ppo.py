@@ -30,8 +30,10 @@ from rlhf_lightning.modules.measures import Gaps, RunningMeans, rollout_measures
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, broken_rollout, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
+    TermOfBatch,
     accumulate_gradients,
     clip_and_step,
+    of_rows,
     with_schedule,
 )
 from rlhf_lightning.modules.resuming import Stateful, load_states, save_states
@@ -200,7 +202,7 @@ class PPOModule(L.LightningModule):
         measured = accumulate_gradients(
             self,
             parts,
-            lambda rows: self.losses(minibatch[rows], num_tokens, iteration=iteration),
+            [of_rows(t, minibatch, num_tokens) for t in self.loss_terms(iteration)],
         )
         target = self.ppo.target_approx_kl
         if target is not None and target < float(measured.get("ppo/approx_kl", 0.0)) < math.inf:
@@ -216,13 +218,11 @@ class PPOModule(L.LightningModule):
             steps.add(measured | norms)
         return True
 
-    def losses(
-        self, micro_batch: RolloutBatch, num_tokens: Tensor, *, iteration: int
-    ) -> Iterator[tuple[Tensor, Measured]]:
-        """Yield the two terms of a micro-batch's share of the minibatch's loss, with measures."""
-        if iteration >= self.ppo.critic_warmup_iterations:
-            yield self.policy_loss(micro_batch, num_tokens)
-        yield self.value_loss(micro_batch, num_tokens)
+    def loss_terms(self, iteration: int) -> list[TermOfBatch]:
+        """Return the terms of the loss: each a micro-batch's share of it, with its measures."""
+        if iteration < self.ppo.critic_warmup_iterations:
+            return [self.value_loss]
+        return [self.policy_loss, self.value_loss]
 
     def policy_loss(self, micro_batch: RolloutBatch, num_tokens: Tensor) -> tuple[Tensor, Measured]:
         """Return the clipped surrogate loss, with its optional entropy and KL terms."""

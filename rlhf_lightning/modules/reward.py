@@ -6,7 +6,7 @@ Legend: B pairs, T tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -101,7 +101,7 @@ class RewardModule(L.LightningModule):
         either = batch.chosen_attention_mask | batch.rejected_attention_mask
         parts = micro_batches(either, self.reward.micro_batch_size)
 
-        def losses_of_rows(rows: Tensor) -> Iterator[tuple[Tensor, Measured]]:
+        def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
             chosen, rejected = self.scores(batch[rows])
             result = pairwise_reward_loss(
                 chosen,
@@ -116,9 +116,9 @@ class RewardModule(L.LightningModule):
                 "reward/accuracy": result.accuracy * share,
                 "reward/margin": result.margin * share,
             }
-            yield result.loss * share, measures
+            return result.loss * share, measures
 
-        measured = accumulate_gradients(self, parts, losses_of_rows)
+        measured = accumulate_gradients(self, parts, [loss_of_rows])
         learning_rate = self.optimizers().param_groups[0]["lr"]
         norms = clip_and_step(
             self,

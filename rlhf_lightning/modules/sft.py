@@ -6,7 +6,7 @@ Legend: B rows, T tokens, W bucket width, N labels, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -92,11 +92,11 @@ class SFTModule(L.LightningModule):
         num_tokens = global_sum(batch.loss_mask.sum())
         parts = micro_batches(batch.attention_mask, self.sft.micro_batch_size)
 
-        def losses_of_rows(rows: Tensor) -> Iterator[tuple[Tensor, Measured]]:
+        def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
             loss = self.loss(batch[rows], num_tokens)
-            yield loss, {"sft/loss": loss}
+            return loss, {"sft/loss": loss}
 
-        measured = accumulate_gradients(self, parts, losses_of_rows)
+        measured = accumulate_gradients(self, parts, [loss_of_rows])
         learning_rate = self.optimizers().param_groups[0]["lr"]
         norms = clip_and_step(
             self,

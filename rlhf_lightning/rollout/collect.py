@@ -24,6 +24,7 @@ from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.release import release_freed_memory
+from rlhf_lightning.models.rounded_weights import keeping_rounded_weights
 from rlhf_lightning.rollout.generate import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
@@ -158,17 +159,27 @@ def evaluate_answers(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return logprobs, entropy, ref_logprobs and values, each `[B, R]` and 0 off the mask."""
 
-    def evaluate(rows: Tensor) -> tuple[Tensor, ...]:
-        batch = answers.rows(rows)
-        policy = response_statistics(parts.policy, batch, temperature=temperature)
-        reference = response_statistics(
-            parts.reference, batch, temperature=temperature, with_entropy=False
-        )
-        values = response_values(parts.value_model, batch)
-        assert policy.entropy is not None  # asked for
-        return policy.logprobs, policy.entropy, reference.logprobs, values
+    def policy(rows: Tensor) -> tuple[Tensor, ...]:
+        statistics = response_statistics(parts.policy, answers.rows(rows), temperature=temperature)
+        assert statistics.entropy is not None  # asked for
+        return statistics.logprobs, statistics.entropy
 
-    logprobs, entropy, ref_logprobs, values = by_micro_batch(
-        evaluate, answers.attention_mask, parts.micro_batch_size, agree=agreed_max
-    )
-    return logprobs, entropy, ref_logprobs, values
+    def reference(rows: Tensor) -> tuple[Tensor, ...]:
+        batch = answers.rows(rows)
+        return (
+            response_statistics(
+                parts.reference, batch, temperature=temperature, with_entropy=False
+            ).logprobs,
+        )
+
+    def values(rows: Tensor) -> tuple[Tensor, ...]:
+        return (response_values(parts.value_model, answers.rows(rows)),)
+
+    evaluated: list[Tensor] = []
+    for function in (policy, reference, values):
+        with keeping_rounded_weights():
+            evaluated += by_micro_batch(
+                function, answers.attention_mask, parts.micro_batch_size, agree=agreed_max
+            )
+    logprobs, entropy, ref_logprobs, state_values = evaluated
+    return logprobs, entropy, ref_logprobs, state_values

@@ -23,7 +23,7 @@ LAYERS = (
     {"modules", "preferences", "memory"},
     {"evaluation"},
     {"callbacks", "reports"},
-    {"argument_types", "launching"},
+    {"argument_types", "launching", "process_settings"},
     {"targets"},
     {"settings"},
     {"composition"},

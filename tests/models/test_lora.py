@@ -54,9 +54,10 @@ def logprobs(policy) -> Tensor:
 def test_a_new_adapter_is_the_base_to_the_bit(folders, kind):
     base = load_base(folders[kind], LORA)
     policy = add_policy(base, "policy", seed=0)
+    assert torch.equal(logprobs(policy), logprobs(AdaptedPolicy(base, None)))
+    # A policy of its own may run other kernels: models.fused_layer.
     plain = load_policy(folders[kind])
-    assert torch.equal(logprobs(policy), logprobs(plain))
-    assert torch.equal(logprobs(AdaptedPolicy(base, None)), logprobs(plain))
+    torch.testing.assert_close(logprobs(policy), logprobs(plain), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)

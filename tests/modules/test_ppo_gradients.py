@@ -93,7 +93,8 @@ def test_a_mean_of_micro_batch_means_would_be_another_gradient(module, rollout, 
     module.zero_grad()
     for rows in torch.arange(16).split(4):
         part = rollout[rows]
-        for loss, _ in module.losses(part, part.response_mask.sum(), iteration=0):
+        for term in module.loss_terms(0):
+            loss, _ = term(part, part.response_mask.sum())
             (loss / 4).backward()
     got = flat_gradients(module.policy)
     assert (got - expected[1]).norm() / expected[1].norm() > 0.03
@@ -130,7 +131,8 @@ def test_a_critic_warmup_moves_the_value_model_alone():
     assert (policy == 0).all()
     assert value.abs().max() > 1e-2
     warm.zero_grad()
-    for loss, _ in warm.losses(rollout, rollout.response_mask.sum(), iteration=1):
+    for term in warm.loss_terms(1):
+        loss, _ = term(rollout, rollout.response_mask.sum())
         loss.backward()
     assert flat_gradients(warm.policy).abs().max() > 1e-2
 
@@ -154,7 +156,8 @@ def state_gradients(module, rollout: RolloutBatch) -> tuple[torch.Tensor, torch.
         module.value.trunk.register_forward_hook(keep("value")),
     ]
     module.zero_grad()
-    for loss, _ in module.losses(rollout, rollout.response_mask.sum(), iteration=0):
+    for term in module.loss_terms(0):
+        loss, _ = term(rollout, rollout.response_mask.sum())
         loss.backward()
     for handle in handles:
         handle.remove()

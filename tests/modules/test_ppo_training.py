@@ -156,7 +156,7 @@ def test_every_iteration_has_its_own_noise_and_the_same_again_when_repeated():
 def test_the_loss_is_the_policy_loss_and_vf_coef_times_the_value_loss():
     module = built(tiny_module(ppo=ppo_hparams(vf_coef=0.15)))
     rollout = rollout_of(module)
-    terms = list(module.losses(rollout, rollout.response_mask.sum(), iteration=0))
+    terms = [term(rollout, rollout.response_mask.sum()) for term in module.loss_terms(0)]
     loss = sum(term for term, _ in terms)
     parts = {name: value.item() for _, measures in terms for name, value in measures.items()}
     assert parts["ppo/value_loss"] > 0.1

@@ -173,7 +173,8 @@ def loss_and_gradients(
     num_tokens = rollout.response_mask.sum()
     total = 0.0
     for rows in micro_batches(rollout.attention_mask, micro_batch_size):
-        for loss, _ in module.losses(rollout[rows], num_tokens, iteration=0):
+        for term in module.loss_terms(0):
+            loss, _ = term(rollout[rows], num_tokens)
             loss.backward()
             total += float(loss.detach())
     return total, flat_gradients(module.policy), flat_gradients(module.value)

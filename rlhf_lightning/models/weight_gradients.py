@@ -1,0 +1,93 @@
+"""Gradients of weights that go straight into `.grad`, and embeddings that use it.
+
+Autograd hands each micro-batch's gradient over as a tensor as large as the weights, in their dtype,
+and then adds it. For matrices on a CPU that is a cast and a pass over memory more than the addition
+needs; for an embedding it is a table of zeros with a few rows filled in, once a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+PART_BYTES = 4 * 2**20
+
+
+def adds_in_place(weight: Tensor) -> bool:
+    """Tell whether nobody but the optimizer looks at the gradient of `weight`.
+
+    Sharded weights and weights with hooks are left to autograd.
+    """
+    return (
+        type(weight) is nn.Parameter
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and not weight._backward_hooks
+        and not getattr(weight, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def hand_over(weight: Tensor, gradient: Tensor) -> Tensor | None:
+    """Add `gradient`, of any float dtype, to `weight.grad`; or return it for autograd to do so."""
+    if not adds_in_place(weight):
+        return gradient.to(weight.dtype)
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        # In parts that stay in the cache while they are widened.
+        rows = max(PART_BYTES // (4 * gradient[0].numel()), 1)
+        for into, part in zip(weight.grad.split(rows), gradient.split(rows), strict=True):
+            into.add_(part)
+    return None
+
+
+def hand_over_product(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
+    """Hand over the gradient `grad.T @ inputs` of a matrix, if it is trained.
+
+    Args:
+        weight: `[M, K]`.
+        grad: `[N, M]` of the products of `inputs` and `weight`.
+        inputs: `[N, K]`.
+    """
+    return hand_over(weight, grad.T @ inputs) if weight.requires_grad else None
+
+
+class RowsEmbedding(nn.Embedding):
+    """An embedding whose gradient touches the rows that were looked up and no others."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of `input`."""
+        plain = not (self.max_norm or self.scale_grad_by_freq or self.sparse)
+        if not plain or not (self.weight.requires_grad and adds_in_place(self.weight)):
+            return super().forward(input)
+        rows: Tensor = _Rows.apply(input, self.weight, self.padding_idx)
+        return rows
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.index, ctx.weight, ctx.padding_idx = index, weight, padding_idx
+        return embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        weight: Tensor = ctx.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        index, rows = ctx.index.flatten(), grads[0].reshape(-1, weight.shape[1])
+        if ctx.padding_idx is not None:
+            rows = rows * (index != ctx.padding_idx).unsqueeze(-1)
+        weight.grad.index_add_(0, index, rows.to(weight.dtype))
+        return None, None, None
+
+
+def use_rows_embedding(model: PreTrainedModel) -> None:
+    """Let the input embedding of `model` be a `RowsEmbedding`, if it is a plain one."""
+    module = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    if type(module) is nn.Embedding:
+        module.__class__ = RowsEmbedding
