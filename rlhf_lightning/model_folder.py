@@ -127,7 +127,7 @@ def _describe(
 
 def _reward_facts(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return {"reward_offset": config["reward_offset"], "pad_token": tokenizer.pad_token}
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +26,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.resuming import check_fingerprint
 from rlhf_lightning.runs.atomic import replace_folder
+from rlhf_lightning.runs.checkpoint_files import CheckpointError, read_checkpoint
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration
 from rlhf_lightning.runs.summary import read_summary
@@ -56,9 +56,11 @@ def reexport(folder: RunFolder, checkpoint: Path, target: Path, *, adapter_only:
     try:
         cfg = _configuration(folder)
         tokenizer = _tokenizer(cfg)
-        content = _read(checkpoint)
+        content = read_checkpoint(checkpoint)
         model = _model(cfg, content)
         outcome = _outcome(folder, checkpoint, model)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
     except (ConfigError, OmegaConfBaseException) as error:
         raise ExportError(f"{folder.config}: {error}") from error
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
@@ -114,15 +116,6 @@ def _tokenizer(cfg: DictConfig) -> PreTrainedTokenizerBase:
                 "RLHF_ALLOWED_TARGETS takes prefixes of what you trust"
             )
     return make_tokenizer(cfg, start)
-
-
-def _read(checkpoint: Path) -> dict[str, Any]:
-    if checkpoint.is_dir():
-        raise ValueError("it is a distributed checkpoint in a folder; wanted is a file")
-    content: dict[str, Any] = torch.load(
-        checkpoint, map_location="cpu", weights_only=True, mmap=True
-    )
-    return content
 
 
 def _model(cfg: DictConfig, checkpoint: Mapping[str, Any]) -> Model:

@@ -47,6 +47,7 @@ from rlhf_lightning.lost_ranks import explain_lost_rank, watch_children
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.quiet import quieten
+from rlhf_lightning.runs.checkpoint_files import check_checkpoint
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import (
@@ -173,6 +174,8 @@ def _agreed_start(cfg: DictConfig, folder: RunFolder, digest: str) -> tuple[RunF
 
     def start() -> str:
         chosen, checkpoint = _where_to_start(cfg, folder, digest)
+        if checkpoint is not None:
+            check_checkpoint(checkpoint)
         return json.dumps([str(chosen.path), None if checkpoint is None else str(checkpoint)])
 
     path, checkpoint = json.loads(agree_on("start", start))

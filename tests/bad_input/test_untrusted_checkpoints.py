@@ -1,0 +1,203 @@
+"""A checkpoint that would run code when it is loaded is refused, whoever loads it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rlhf_lightning.export import run as export
+from rlhf_lightning.export_request import ExportError, Request
+from rlhf_lightning.runs.checkpoint_files import CheckpointError, check_checkpoint, read_checkpoint
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.resume import config_hash
+from rlhf_lightning.runs.summary import read_summary, write_summary
+from rlhf_lightning.train import run
+from tests.entry.small_runs import completed, configuration, make_start
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Evil:
+    """Becomes a call when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def touch(marker: Path) -> Evil:
+    return Evil(os.system, f"touch {marker}")
+
+
+def evil_checkpoint(path: Path, marker: Path) -> Path:
+    torch.save({"state_dict": {}, "loops": touch(marker)}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_start(tmp_path_factory.mktemp("models") / "start")
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "executed"
+
+
+def test_the_evil_is_real(tmp_path, marker):
+    torch.load(evil_checkpoint(tmp_path / "a.ckpt", marker), weights_only=False)
+    assert marker.exists()
+
+
+def test_a_run_resumes_from_no_checkpoint_that_runs_code(start, tmp_path, marker, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = completed(tmp_path / "outputs" / "sft" / "2026-01-01_00-00-00", "sft", start)
+    evil = evil_checkpoint(folder.checkpoints / "iteration=000009.ckpt", marker)
+    words = rf"{evil.name} is refused: it names posix\.system, which would run"
+    given = configuration("sft", start, f"ckpt_path='{evil}'")
+    with pytest.raises(CheckpointError, match=words):
+        run(given, RunFolder(tmp_path / "new"), [])
+
+    automatic = configuration("sft", start, "resume=auto")
+    digest = config_hash(OmegaConf.to_container(automatic, resolve=False))
+    write_summary(folder, replace(read_summary(folder), status="failed", config_hash=digest))
+    with pytest.raises(CheckpointError, match=words):
+        run(automatic, RunFolder(tmp_path / "newer"), [])
+    with pytest.raises(ExportError, match=r"is refused: it names posix\.system"):
+        export(Request(folder.path, to=tmp_path / "out"))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (Evil(eval, "1"), "eval"),
+        (Evil(getattr, 1, "real"), "getattr"),
+        (Evil(torch.hub.load, "a/b", "c"), r"torch\.hub\.load"),
+        (nn.Linear(2, 2), r"torch\.nn\.modules\.linear\.Linear"),
+        (Path("x"), r"pathlib\.PosixPath"),
+    ],
+)
+def test_whatever_is_no_plain_value_is_refused_and_named(tmp_path, content, named):
+    torch.save({"state_dict": {"a": content}}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=rf"a\.ckpt is refused: it names {named}, which") as e:
+        read_checkpoint(tmp_path / "a.ckpt")
+    assert "\n" not in str(e.value)
+
+
+def not_one(path: Path, what: str) -> None:
+    if what == "plain pickle":
+        path.write_bytes(pickle.dumps({"state_dict": {}}))
+    elif what == "old format":
+        torch.save({"state_dict": {}}, path, _use_new_zipfile_serialization=False)
+    elif what == "list":
+        torch.save([1, 2], path)
+    elif what == "weights":
+        torch.save({"layer.weight": torch.zeros(2)}, path)
+    elif what == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("data.txt", "x")
+    elif what == "text":
+        path.write_text("a checkpoint")
+    elif what == "cut":
+        torch.save({"state_dict": {"w": torch.zeros(10_000)}}, path)
+        path.write_bytes(path.read_bytes()[:20_000])
+    elif what == "flipped":
+        torch.save({"state_dict": {"w": torch.zeros(10_000)}}, path)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("plain pickle", "it was cut short or is no checkpoint"),
+        ("old format", "it was cut short or is no checkpoint"),
+        ("list", "no checkpoint of a run .it has no state_dict.: give one of checkpoints/"),
+        ("weights", "no checkpoint of a run .it has no state_dict.: give one of checkpoints/"),
+        ("zip", "it is an archive, but no checkpoint of torch.save"),
+        ("text", "it was cut short or is no checkpoint"),
+        ("cut", "it was cut short or is no checkpoint"),
+        ("flipped", "it is damaged in "),
+    ],
+)
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, what, words):
+    path = tmp_path / "a.ckpt"
+    not_one(path, what)
+    with pytest.raises(CheckpointError, match=f"a.ckpt.*{words}"):
+        check_checkpoint(path)
+
+
+def distributed(folder: Path) -> Path:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    torch.save({"epoch": 0}, folder / "meta.pt")
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_of_torch_passes(tmp_path):
+    check_checkpoint(distributed(tmp_path / "a.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("place", ["meta.pt", ".metadata", "plain value"])
+def test_no_part_of_a_distributed_checkpoint_runs_code(tmp_path, marker, place):
+    folder = distributed(tmp_path / "a.ckpt")
+    if place == "meta.pt":
+        torch.save({"epoch": touch(marker)}, folder / "meta.pt")
+    elif place == ".metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(touch(marker)))
+    else:
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        kinds = index.state_dict_metadata
+        key = next(k for k in index.storage_data if type(kinds[k.fqn]).__name__.startswith("Bytes"))
+        evil = io.BytesIO()
+        torch.save(touch(marker), evil)
+        where = index.storage_data[key]
+        where.offset, where.length = 0, len(evil.getvalue())
+        where.relative_path = "__9_0.distcp"
+        (folder / "__9_0.distcp").write_bytes(evil.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"is refused: it names posix\.system"):
+        check_checkpoint(folder)
+    assert not marker.exists()
+    if place != "meta.pt":  # torch itself would have run it
+        state = {"model": nn.Linear(4, 4).state_dict(), "optimizer": {"param_groups": [{"lr": 1}]}}
+        with suppress(CheckpointException, Exception):
+            dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+        assert marker.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("part", [".metadata", "meta.pt"])
+def test_a_damaged_distributed_checkpoint_is_named_with_its_part(tmp_path, part):
+    folder = distributed(tmp_path / "a.ckpt")
+    content = (folder / part).read_bytes()
+    (folder / part).write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=rf"a\.ckpt: {part} is damaged|a\.ckpt/{part} is ref"):
+        check_checkpoint(folder)
+    (folder / part).unlink()
+    with pytest.raises(CheckpointError, match=f"not written to its end, {part} is missing"):
+        check_checkpoint(folder)
