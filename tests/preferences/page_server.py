@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,6 +93,7 @@ class Client:
 
     url: str
     cookies: dict[str, str] = field(default_factory=dict)
+    confirmed_after: float = math.nan  # seconds that the last answer took
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -113,7 +116,9 @@ class Client:
         found = ASSIGNMENT.search(page)
         assert found is not None, page
         form = {"word": word_of(page), "assignment": found.group(1), "answer": what}
+        started = time.perf_counter()
         reply = self.post("/label", form)
+        self.confirmed_after = time.perf_counter() - started
         assert (reply.status, reply.headers["Location"]) == (303, "/")
         return self.get()
 
