@@ -56,7 +56,8 @@ class RandomState(Callback):
                 trainer.world_size,
             )
         rank = trainer.global_rank % ranks
-        _restore_random_state({name: value[rank] for name, value in loaded.items()})
+        # Copies: torch.set_rng_state reads elsewhere where its tensor begins inside of a storage.
+        _restore_random_state({name: value[rank].clone() for name, value in loaded.items()})
 
 
 def _random_state() -> dict[str, torch.Tensor]:
