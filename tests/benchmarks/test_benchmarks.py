@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import flops, ppo_iteration, ragged, scaling, shapes, tables
+from benchmarks.command import PEER, Setting, parser
+from benchmarks.processes import Side, run
+
+# Each measured process imports torch anew, and the machine may be busy.
+pytestmark = pytest.mark.timeout(600)
+
+needs_peer = pytest.mark.skipif(
+    not PEER.exists(), reason="needs TRL 1.12: benchmarks/peer_env.sh makes its environment"
+)
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="needs TRL 1.16 (the dev extra)"
+)
+
+
+def measured(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run a benchmark on the tiny model, once; return what it wrote."""
+    out = folder / "result.json"
+    quick = ["--quick", "--repeats", "1", "--threads", "1", "--out", str(out)]
+    module = importlib.import_module(f"benchmarks.{name}")
+    module.main([*quick, *arguments])
+    result = json.loads(out.read_text())
+    assert result["benchmark"] == name
+    assert result["machine"]["cpu"]
+    assert str(folder) not in out.read_text(), "a result names places of this machine"
+    assert module.render(result).count("|") > 10
+    return result
+
+
+def test_the_update_of_135m_is_the_11_8_teraflop_that_the_targets_speak_of() -> None:
+    counted = flops.update_flops(shapes.SHAPES["135m"], shapes.WORKLOADS["cpu"])
+    assert counted["nominal"] == pytest.approx(11.8e12, rel=0.005)
+    assert counted["needed"] < counted["nominal"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "10m", "135m"])
+def test_counted_weights_are_those_of_the_real_model(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = shapes.SHAPES[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    matrices = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert flops.trunk_weights(shape) == sum(m.weight.numel() for m in matrices)
+    assert flops.head_weights(shape) == model.lm_head.weight.numel()
+
+
+def test_prompts_have_the_lengths_of_the_workload_and_never_a_special_token() -> None:
+    workload = shapes.WORKLOADS["cpu"]
+    rows = shapes.prompts(workload, 128, iteration=3)
+    lengths = sorted(map(len, rows))
+    assert (lengths[0], lengths[-1], len(rows)) == (8, 32, 32)
+    assert min(token for row in rows for token in row) >= shapes.FIRST_WORD
+    assert rows == shapes.prompts(workload, 128, iteration=3)
+    assert rows != shapes.prompts(workload, 128, iteration=4)
+
+
+def test_every_step_of_ragged_rows_has_the_same_tokens_in_another_order() -> None:
+    first, second = (
+        [len(row) for row, _ in ragged.answers(ragged.Ragged(), 128, step)] for step in (0, 1)
+    )
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_the_fit_tells_linear_from_quadratic_cost() -> None:
+    tokens = [100.0, 200.0, 400.0, 800.0]
+    line = scaling.fit([(t, 0.5 + 0.002 * t) for t in tokens])
+    assert line["milliseconds_per_token"] == pytest.approx(2.0)
+    assert line["intercept_seconds"] == pytest.approx(0.5)
+    assert line["r_squared"] == pytest.approx(1.0)
+    assert scaling.fit([(t, t * t) for t in tokens])["exponent"] == pytest.approx(2.0)
+
+
+def fake_runs(**steps: int) -> dict[str, list[dict[str, Any]]]:
+    rate = {precision: {"trunk": 2e9, "large": 3e9} for precision in ("fp32", "bf16")}
+    runs: dict[str, list[dict[str, Any]]] = {"matrix rate": [rate]}
+    for side, count in steps.items():
+        lap = {"seconds": 4.0, "cpu_seconds": 4.0, "optimizer_steps": count}
+        lap |= dict.fromkeys(ppo_iteration.PHASES, 1.0)
+        memory = {"peak": 2**30, "after_imports": 2**29}
+        runs[f"{side} fp32"] = [{"iterations": [lap], "memory": memory, "threads": 1}]
+    return runs
+
+
+def quick_setting() -> Setting:
+    return Setting("ppo_iteration", parser("").parse_args(["--quick"]))
+
+
+def test_sides_with_other_numbers_of_optimizer_steps_are_refused() -> None:
+    wanted = quick_setting().workload.num_ppo_epochs
+    ppo_iteration.summarise(quick_setting(), fake_runs(ours=wanted, trl=wanted))
+    with pytest.raises(RuntimeError, match="trl fp32 took"):
+        ppo_iteration.summarise(quick_setting(), fake_runs(ours=wanted, trl=4 * wanted))
+
+
+def test_shares_and_ratios_are_those_of_the_definition() -> None:
+    wanted = quick_setting().workload.num_ppo_epochs
+    runs = fake_runs(ours=wanted, trl=wanted)
+    runs["trl fp32"][0]["iterations"][0]["seconds"] = 6.0
+    summary = ppo_iteration.summarise(quick_setting(), runs)
+    assert summary["ratios"]["ours fp32 against trl fp32"] == {"faster": 1.5, "memory": 1.0}
+    nominal = flops.update_flops(shapes.SHAPES["tiny"], shapes.WORKLOADS["quick"])["nominal"]
+    assert summary["sides"]["ours fp32"]["share_nominal"] == pytest.approx(nominal / 2e9)
+
+
+def test_the_tables_of_the_readme_say_what_the_results_say() -> None:
+    tables.main(["--check"])
+
+
+def test_a_table_without_a_result_says_so_and_a_result_without_a_table_is_an_error(
+    tmp_path: Path,
+) -> None:
+    text = "<!-- table generation_135m_cpu -->\nstale\n<!-- end -->\n"
+    assert tables.MISSING in tables.filled(text, tmp_path)
+    assert "stale" not in tables.filled(text, tmp_path)
+    (tmp_path / "unheard_of.json").write_text("{}")
+    with pytest.raises(ValueError, match="unheard_of"):
+        tables.filled(text, tmp_path)
+
+
+def test_a_process_that_fails_says_what_it_said() -> None:
+    side = Side("broken", "bandwidth", {"threads": 1, "device": "cpu"})  # no megabytes
+    with pytest.raises(RuntimeError, match="KeyError: 'megabytes'"):
+        run(side)
+
+
+def test_ppo_iteration_runs_the_real_module_and_counts_its_steps(tmp_path: Path) -> None:
+    result = measured("ppo_iteration", tmp_path, "--only", "ours", "--precisions", "fp32")
+    (lap,) = result["runs"]["ours fp32"][0]["iterations"]
+    workload = shapes.WORKLOADS["quick"]
+    assert lap["optimizer_steps"] == workload.num_ppo_epochs
+    assert lap["response_tokens"] == workload.num_prompts * workload.new_tokens
+    assert lap["prompt_tokens"] == sum(map(len, shapes.prompts(workload, 128, 0)))
+    assert lap["seconds"] >= lap["generate"] + lap["score"] + lap["update"]
+    memory = result["runs"]["ours fp32"][0]["memory"]
+    assert memory["peak"] > memory["after_imports"] > 2**27
+
+
+@needs_peer
+@pytest.mark.slow
+def test_ppo_iteration_runs_trl_with_the_same_steps_and_tokens(tmp_path: Path) -> None:
+    result = measured("ppo_iteration", tmp_path, "--precisions", "bf16")
+    ours, trl = (result["runs"][f"{side} bf16"][0]["iterations"][0] for side in ("ours", "trl"))
+    for key in ("optimizer_steps", "prompt_tokens", "response_tokens"):
+        assert ours[key] == trl[key], key
+    assert trl["seconds"] >= trl["generate"] + trl["score"] + trl["update"]
+    assert min(trl[phase] for phase in ppo_iteration.PHASES) > 0
+    assert result["machine"]["versions"]["trl"]["trl"] == "1.12.0"
+
+
+@pytest.mark.slow
+def test_update_rate_names_the_operators_of_the_update(tmp_path: Path) -> None:
+    result = measured("update_rate", tmp_path, "--precisions", "fp32", "--profile")
+    operators = {row["operator"] for row in result["summary"]["profiles"]["ours fp32"]}
+    assert {"aten::mm", "aten::addmm"} & operators
+
+
+@pytest.mark.slow
+def test_both_engines_generate_the_same_ragged_lengths(tmp_path: Path) -> None:
+    result = measured("generation", tmp_path)
+    tokens = {
+        (name.split(", ")[1], lap["tokens"])
+        for name, taken in result["runs"].items()
+        for lap in taken[0]["iterations"]
+    }
+    assert len(tokens) == 2, "one number of tokens for fixed lengths, one for ragged ones"
+
+
+@pytest.mark.slow
+def test_logprob_memory_runs_every_case(tmp_path: Path) -> None:
+    result = measured("logprob_memory", tmp_path)
+    assert all(case["added"] > 0 for case in result["summary"].values())
+
+
+@needs_trl
+@pytest.mark.slow
+def test_sft_and_reward_steps_run_against_trl(tmp_path: Path) -> None:
+    result = measured("sft_reward_steps", tmp_path, "--iterations", "1")
+    assert {name.split(",")[0] for name in result["summary"]["ratios"]} == {"sft", "reward"}
+
+
+@pytest.mark.slow
+def test_scaling_measures_more_tokens_at_every_point(tmp_path: Path) -> None:
+    result = measured("scaling", tmp_path, "--iterations", "1")
+    points = result["summary"]["points"].values()
+    assert len({point["tokens"] for point in points}) == len(points)
+
+
+@pytest.mark.slow
+def test_models_are_written_once_and_used_again(tmp_path: Path) -> None:
+    keep = tmp_path / "models"
+    for _ in range(2):
+        measured("generation", tmp_path, "--engines", "ours", "--models", str(keep))
+        shutil.rmtree(keep / "tiny" / "reward", ignore_errors=True)  # not written a second time
+    assert not (keep / "tiny" / "reward").exists()
