@@ -16,6 +16,7 @@ from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FOREIGN_NAME = "evil.test"  # leads to this machine, as a name of somebody else may be made to
 # Nothing of it may reach for a network, and nothing may be left of an earlier visit.
 FLAGS = (
     "--headless",
@@ -30,6 +31,8 @@ FLAGS = (
     "--disable-sync",
     "--disable-extensions",
     "--hide-scrollbars",
+    f"--host-resolver-rules=MAP {FOREIGN_NAME} 127.0.0.1, MAP * ~NOTFOUND, "
+    "EXCLUDE 127.0.0.1, EXCLUDE localhost",
 )
 
 
@@ -41,12 +44,11 @@ def find_chromium() -> tuple[str, str] | None:
 
 
 @contextmanager
-def chromium(profile: Path, *flags: str) -> Iterator[Chrome]:
+def chromium(profile: Path) -> Iterator[Chrome]:
     """Run a Chromium of 1280 x 900 with an empty profile.
 
     Args:
         profile: a new folder.
-        flags: further ones.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -56,7 +58,7 @@ def chromium(profile: Path, *flags: str) -> Iterator[Chrome]:
         raise FileNotFoundError("no chromium and chromedriver: apt-get install chromium-driver")
     options = ChromeOptions()
     options.binary_location = found[0]
-    for flag in (*FLAGS, f"--user-data-dir={profile}", "--window-size=1280,900", *flags):
+    for flag in (*FLAGS, f"--user-data-dir={profile}", "--window-size=1280,900"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = Chrome(options=options, service=Service(found[1]))

@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from rlhf_lightning.preferences.records import Pair
-from tests.browser import console, set_scheme, set_viewport
+from tests.browser import FOREIGN_NAME, console, set_scheme, set_viewport
 from tests.preferences.invariants import check_store
 from tests.preferences.page_server import Server, serving
 from tests.preferences.some_pairs import make_pairs
@@ -187,29 +187,39 @@ def test_hostile_text_is_shown_as_it_is_and_runs_nothing(browser: Chrome, tmp_pa
         assert any("Content Security Policy" in message for message in console(browser))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_needs_no_horizontal_scrolling(browser: Chrome, tmp_path: Path, scheme: str):
+def test_a_phone_needs_no_horizontal_scrolling_in_light_and_in_dark(
+    browser: Chrome, tmp_path: Path
+):
     word = "Donaudampfschifffahrtsgesellschaft" * 8
     pair = Pair.make(f"What is a {word}?", f"A {word}.\n" * 30, "x" * 900, domain="w" * 80)
     set_viewport(browser, 360, 740, phone=True)
-    set_scheme(browser, scheme)
     with serving(tmp_path, [pair], "annotate.page.instructions='Look at the length.'") as server:
         browser.get(server.url)
         assert_fits(browser)
         browser.find_element(By.ID, "name").send_keys("W" * 60 + Keys.ENTER)
         wait(browser, lambda: assignment(browser))
-        assert_fits(browser)
+        brightness = {}
+        for scheme in ("light", "dark"):
+            set_scheme(browser, scheme)
+            assert_fits(browser)
+            brightness[scheme] = (colour(browser, "backgroundColor"), colour(browser, "color"))
+        assert brightness["light"][0] > 700 > 200 > brightness["light"][1]
+        assert brightness["dark"][0] < 200 < 600 < brightness["dark"][1]
         bar = browser.execute_script(
             "const r = document.querySelector('.bar').getBoundingClientRect();"
             "return [r.top, r.bottom, innerHeight]"
         )
         assert 0 < bar[0] < bar[1] <= bar[2] + 1, "the buttons are on the screen at once"
-        colour = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
-        assert (sum(browser.execute_script(colour)) > 380) == (scheme == "light")
         browser.find_element(By.CSS_SELECTOR, "button[value=left]").click()
         wait(browser, lambda: "All done" in browser.page_source)
         assert_fits(browser)
         assert len(server.labels()) == 1
+
+
+def colour(browser: Chrome, name: str) -> int:
+    """Return the sum of red, green and blue."""
+    script = f"return getComputedStyle(document.body).{name}.match(/\\d+/g).map(Number)"
+    return sum(browser.execute_script(script))
 
 
 def assert_fits(browser: Chrome) -> None:
@@ -234,3 +244,21 @@ def test_the_page_works_without_its_script(browser: Chrome, tmp_path: Path):
         browser.find_element(By.CSS_SELECTOR, ".undo").click()
         wait(browser, lambda: noted(browser).startswith("Taken back"))
         assert server.labels() == []
+
+
+def test_a_foreign_name_shows_nothing_and_the_token_is_asked_for(browser: Chrome, tmp_path: Path):
+    token = "a token of the tests"
+    with serving(tmp_path, make_pairs(1), token=token) as server:
+        browser.get(f"http://{FOREIGN_NAME}:{server.port}/")
+        assert "This page is not served under that name." in browser.page_source
+        assert browser.get_cookies() == []
+        browser.get(server.url)
+        browser.find_element(By.ID, "name").send_keys("Ann")
+        browser.find_element(By.ID, "token").send_keys("a wrong one" + Keys.ENTER)
+        alerts = "[role=alert]"
+        wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, alerts))
+        assert browser.find_element(By.CSS_SELECTOR, alerts).text == "That is not the token."
+        assert browser.find_element(By.ID, "name").get_attribute("value") == "Ann"
+        browser.find_element(By.ID, "token").send_keys(token + Keys.ENTER)
+        wait(browser, lambda: assignment(browser))
+        assert browser.find_element(By.CSS_SELECTOR, ".rater").text == "Ann"

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from selenium.webdriver import Keys
-from selenium.webdriver.common.by import By
 
 from rlhf_lightning.preferences.page.guard import host_name
 from rlhf_lightning.preferences.page.settings import PageSettings
-from tests.browser import chromium, find_chromium
 from tests.preferences.page_server import Client, Server, serving, word_of
 from tests.preferences.some_pairs import make_pairs
 
@@ -173,29 +170,6 @@ def test_another_token_signs_everybody_out(tmp_path: Path):
             again = Client(first.url, client.cookies)
             assert ('class="rater">Ann<' in again.get().text) is is_in
             again.close()
-
-
-@pytest.mark.timeout(60)
-def test_a_browser_that_was_led_here_by_a_foreign_name_sees_nothing(server: Server, tmp_path: Path):
-    if find_chromium() is None:
-        pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
-    rebound = "--host-resolver-rules=MAP evil.test 127.0.0.1"
-    with chromium(tmp_path / "chromium", rebound) as browser:
-        browser.get(f"http://evil.test:{server.port}/")
-        assert "This page is not served under that name." in browser.page_source
-        assert browser.get_cookies() == []
-
-
-@pytest.mark.timeout(60)
-def test_a_browser_is_asked_for_the_token(browser, guarded: Server):
-    browser.get(guarded.url)
-    browser.find_element(By.ID, "name").send_keys("Ann")
-    browser.find_element(By.ID, "token").send_keys("a wrong one" + Keys.ENTER)
-    alert = browser.find_element(By.CSS_SELECTOR, "[role=alert]")
-    assert alert.text == "That is not the token."
-    assert browser.find_element(By.ID, "name").get_attribute("value") == "Ann"
-    browser.find_element(By.ID, "token").send_keys(TOKEN + Keys.ENTER)
-    assert browser.find_element(By.CSS_SELECTOR, ".rater").text == "Ann"
 
 
 @pytest.mark.parametrize(
