@@ -1,0 +1,144 @@
+"""Win rates with several answers a prompt, at equal length, and by domain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from scipy.special import expit
+from torch import Tensor
+
+from rlhf_lightning.evaluation.win_rate import WinRate, win_rate
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap_win_rate(
+    policy_scores: Tensor,
+    baseline_scores: Tensor,
+    *,
+    confidence: float,
+    seed: int,
+    tolerance: float = 0.0,
+    num_resamples: int = 2000,
+) -> Interval:
+    """Return the win rate over all pairs of answers to a prompt, its interval over prompts.
+
+    Answers to one prompt are alike, so they are no independent trials: prompts are resampled, each
+    with all its answers. With one answer a prompt use `win_rate`, whose interval is Wilson's.
+
+    Args:
+        policy_scores: `[N, K]`, K answers to each of N prompts.
+        baseline_scores: `[N, L]`.
+        confidence: of the two-sided percentile interval.
+        seed: of the resampling.
+        tolerance: largest difference that is a tie.
+        num_resamples: bootstrap samples.
+
+    Raises:
+        ValueError: if the numbers of prompts differ or a score is NaN.
+
+    Source: Efron 1979.
+    """
+    policy, baseline = policy_scores.double(), baseline_scores.double()
+    if policy.ndim != 2 or baseline.ndim != 2 or len(policy) != len(baseline):
+        raise ValueError(
+            f"policy_scores {list(policy.shape)} and baseline_scores {list(baseline.shape)}: give "
+            "both as [prompts, answers], of the same prompts"
+        )
+    if bool(policy.isnan().any() | baseline.isnan().any()):
+        raise ValueError("a score is NaN, which neither wins nor loses: leave that prompt out")
+    difference = policy.unsqueeze(2) - baseline.unsqueeze(1)  # [N, K, L]
+    won = (difference > tolerance).double() + 0.5 * (difference.abs() <= tolerance).double()
+    by_prompt = won.mean((1, 2)).numpy()
+    return bootstrap_mean(by_prompt, confidence=confidence, seed=seed, num_resamples=num_resamples)
+
+
+def bootstrap_mean(
+    values: Sequence[float] | np.ndarray, *, confidence: float, seed: int, num_resamples: int = 2000
+) -> Interval:
+    """Return the mean of `values` and its percentile bootstrap interval; NaN without values."""
+    sample = np.asarray(values, dtype=np.float64)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence} must be above 0 and below 1: use 0.95")
+    if not len(sample):
+        return Interval(math.nan, math.nan, math.nan)
+    draw = np.random.default_rng(seed)
+    means = [
+        sample[draw.integers(len(sample), size=len(sample))].mean() for _ in range(num_resamples)
+    ]
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(sample.mean()), float(low), float(high))
+
+
+def length_controlled_win_rate(
+    policy_scores: Sequence[float],
+    baseline_scores: Sequence[float],
+    policy_lengths: Sequence[int],
+    baseline_lengths: Sequence[int],
+    *,
+    tolerance: float = 0.0,
+) -> float:
+    """Return the win rate that a policy would have with answers as long as the baseline's.
+
+    A logistic regression of the win (a tie counts one half) on `tanh(d / sd(d))`, d the difference
+    of the lengths, with a light ridge on its slope; the answer is its prediction at d = 0. If
+    lengths never differ this is the plain win rate.
+
+    Args:
+        policy_scores: one a prompt.
+        baseline_scores: of the same prompts, in the same order.
+        policy_lengths: tokens of the policy's answers.
+        baseline_lengths: tokens of the baseline's.
+        tolerance: largest difference of scores that is a tie.
+
+    Raises:
+        ValueError: if the four do not have one number a prompt, or there is no prompt.
+
+    Source: Dubois et al. 2024 (length-controlled AlpacaEval), without its term for the prompt.
+    """
+    sizes = {len(policy_scores), len(baseline_scores), len(policy_lengths), len(baseline_lengths)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(
+            f"scores and lengths have {sorted(sizes)} numbers: give one of each a prompt"
+        )
+    scores = np.asarray(policy_scores, float) - np.asarray(baseline_scores, float)
+    won = np.where(np.abs(scores) <= tolerance, 0.5, (scores > 0).astype(float))
+    lengths = np.asarray(policy_lengths, float) - np.asarray(baseline_lengths, float)
+    spread = lengths.std()
+    longer = np.tanh(lengths / spread) if spread > 0 else np.zeros_like(lengths)
+
+    def loss(parameters: np.ndarray) -> float:
+        logits = parameters[0] + parameters[1] * longer
+        likelihood = won * -np.logaddexp(0, -logits) + (1 - won) * -np.logaddexp(0, logits)
+        return float(-likelihood.sum() + 0.01 * parameters[1] ** 2 + 1e-6 * parameters[0] ** 2)
+
+    intercept = minimize(loss, np.zeros(2), method="BFGS").x[0]
+    return float(expit(intercept))
+
+
+def win_rate_by_domain(
+    policy_scores: Sequence[float],
+    baseline_scores: Sequence[float],
+    domains: Sequence[str],
+    *,
+    confidence: float,
+    tolerance: float = 0.0,
+) -> dict[str, WinRate]:
+    """Return the win rate on the prompts of each domain, in the order of their names."""
+    rows = {name: [i for i, d in enumerate(domains) if d == name] for name in sorted(set(domains))}
+    policy, baseline = torch.as_tensor(policy_scores), torch.as_tensor(baseline_scores)
+    return {
+        name: win_rate(policy[index], baseline[index], confidence=confidence, tolerance=tolerance)
+        for name, index in rows.items()
+    }

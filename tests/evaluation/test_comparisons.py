@@ -1,0 +1,88 @@
+"""Win rates over several answers, at equal length, and by domain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_lightning.evaluation.comparisons import (
+    bootstrap_mean,
+    bootstrap_win_rate,
+    length_controlled_win_rate,
+    win_rate_by_domain,
+)
+
+
+def test_every_pair_of_answers_to_a_prompt_is_compared_and_ties_count_one_half():
+    policy = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
+    baseline = torch.tensor([[2.0, 3.0], [1.0, 0.0]])
+    result = bootstrap_win_rate(policy, baseline, confidence=0.9, seed=0)
+    # First prompt: 1<2, 1<3, 3>2, 3=3 -> 1.5 / 4. Second: 0<1, 0=0, twice -> 1 / 4.
+    assert result.mean == pytest.approx((1.5 + 1) / 8)
+
+
+def test_answers_of_one_prompt_are_no_independent_trials():
+    rng = torch.Generator().manual_seed(0)
+    effect = torch.randn(60, 1, generator=rng)
+    policy = effect + 0.1 * torch.randn(60, 8, generator=rng)
+    baseline = 0.1 * torch.randn(60, 8, generator=rng)
+    many = bootstrap_win_rate(policy, baseline, confidence=0.95, seed=1)
+    one = bootstrap_win_rate(policy[:, :1], baseline[:, :1], confidence=0.95, seed=1)
+    # Eight answers a prompt hardly narrow an interval that comes from the choice of prompts.
+    assert (many.high - many.low) > 0.8 * (one.high - one.low)
+
+
+def test_the_bootstrap_interval_holds_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    held = 0
+    for trial in range(200):
+        interval = bootstrap_mean(
+            rng.random(80) < 0.7, confidence=0.9, seed=trial, num_resamples=300
+        )
+        held += interval.low <= 0.7 <= interval.high
+    assert 0.82 <= held / 200 <= 0.96
+
+
+def test_a_policy_that_wins_by_length_alone_wins_half_at_equal_length():
+    rng = np.random.default_rng(0)
+    lengths = 60 + rng.integers(-30, 60, size=800)
+    baseline_lengths = np.full(800, 60)
+    won_by_length = (lengths - 60) + rng.normal(0, 20, size=800)
+    raw = float((won_by_length > 0).mean())
+    got = length_controlled_win_rate(
+        won_by_length.tolist(), [0.0] * 800, lengths.tolist(), baseline_lengths.tolist()
+    )
+    assert raw > 0.62
+    assert abs(got - 0.5) < 0.06
+
+
+def test_a_policy_that_wins_by_quality_keeps_its_win_rate():
+    rng = np.random.default_rng(1)
+    lengths = 60 + rng.integers(-30, 60, size=800)
+    scores = rng.normal(0.5, 1, size=800)
+    raw = float((scores > 0).mean())
+    got = length_controlled_win_rate(scores.tolist(), [0.0] * 800, lengths.tolist(), [60] * 800)
+    assert abs(got - raw) < 0.03
+    same = length_controlled_win_rate(scores.tolist(), [0.0] * 800, [60] * 800, [60] * 800)
+    assert same == pytest.approx(raw, abs=1e-3)
+
+
+def test_domains_are_counted_on_their_own():
+    results = win_rate_by_domain(
+        [1.0, 0.0, 2.0, 5.0], [0.0, 0.0, 3.0, 1.0], ["b", "b", "a", "b"], confidence=0.95
+    )
+    assert list(results) == ["a", "b"]
+    assert results["a"][:3] == (0, 0, 1)
+    assert results["b"][:3] == (2, 1, 0)
+
+
+def test_unequal_or_missing_numbers_are_refused():
+    with pytest.raises(ValueError, match="of the same prompts"):
+        bootstrap_win_rate(torch.zeros(2, 1), torch.zeros(3, 1), confidence=0.95, seed=0)
+    with pytest.raises(ValueError, match="a score is NaN"):
+        bootstrap_win_rate(
+            torch.tensor([[float("nan")]]), torch.zeros(1, 1), confidence=0.9, seed=0
+        )
+    with pytest.raises(ValueError, match=r"\[1, 2\] numbers"):
+        length_controlled_win_rate([1.0], [0.0, 1.0], [3], [3])
