@@ -17,6 +17,7 @@ from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.rollout.generate import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
@@ -88,6 +89,7 @@ def sample_answers(
                 temperature=sampling.temperature,
                 max_new_tokens=sampling.max_new_tokens,
             )
+        release_freed_memory()  # the engine's copies of the weights
         answers = make_answers(prompts, generation, sampling.tokenizer)  # type: ignore[arg-type]
         mask = answers.response_mask
         responses = answers.sequences[:, -mask.shape[1] :]
@@ -108,6 +110,7 @@ def sample_answers(
             else _sequence_kl(policy, reference, answers, sampling)
         )
         result.scores += [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+        release_freed_memory()
     return result
 
 

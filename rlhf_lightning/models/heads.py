@@ -21,8 +21,9 @@ from rlhf_lightning.models.attention import use_short_attention
 from rlhf_lightning.models.fused_layer import use_fused_layers
 from rlhf_lightning.models.weight_gradients import hand_over, use_rows_embedding
 
-# Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7.
-MIN_CPU_ROWS = 16
+# Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7. Any number
+# above it would leave a kernel behind, see `kernel_rows`; its multiples are few.
+CPU_ROWS = 16
 
 
 class TokenStatistics(NamedTuple):
@@ -46,6 +47,14 @@ def hidden_states(trunk: nn.Module, input_ids: Tensor) -> Tensor:
     output = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     hidden: Tensor = output.last_hidden_state[:rows]  # [b, W, H]
     return hidden
+
+
+def in_whole_blocks(positions: Tensor) -> Tensor:
+    """Return `positions` `[N]`, on a CPU followed by zeros up to a multiple of `CPU_ROWS`."""
+    if positions.device.type != "cpu":
+        return positions
+    blocks = max(-(-len(positions) // CPU_ROWS), 1)
+    return pad(positions, (0, blocks * CPU_ROWS - len(positions)))
 
 
 class PolicyModel(nn.Module):
@@ -107,16 +116,13 @@ class PolicyModel(nn.Module):
             with_entropy: False leaves the entropy out, which saves a pass over the logits.
         """
         hidden = hidden_states(self.model.base_model, input_ids).flatten(0, 1)  # [b*W, H]
-        asked = hidden[positions]  # [N, H]
         count = len(positions)
-        if count < MIN_CPU_ROWS and asked.device.type == "cpu":
-            asked = pad(asked, (0, 0, 0, MIN_CPU_ROWS - count))
-            tokens = pad(tokens, (0, MIN_CPU_ROWS - count))
+        positions = in_whole_blocks(positions)
         head: Any = self.model.get_output_embeddings()
         logprobs, entropy = linear_token_logprobs(
-            asked,
+            hidden[positions],  # [N, H]
             head.weight,
-            tokens,
+            pad(tokens, (0, len(positions) - count)),
             bias=head.bias,
             temperature=temperature,
             with_entropy=with_entropy,
@@ -148,9 +154,11 @@ class ScalarHeadModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return `[N]` fp32 scalars at `positions` of the flattened `[b * W]` states."""
-        hidden = hidden_states(self.trunk, input_ids).flatten(0, 1)[positions]  # [N, H]
+        asked = in_whole_blocks(positions)
+        hidden = hidden_states(self.trunk, input_ids).flatten(0, 1)[asked]  # [N, H]
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float().clone()
+            scalars = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+        return scalars[: len(positions)].clone()
 
     @torch.no_grad()
     def normalize(self, mean: float, std: float) -> None:

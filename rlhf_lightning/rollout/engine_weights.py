@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_lightning.models.kernel_rows import kernel_rows
+
 Forward = Callable[[Tensor], Tensor]
 Linear = nn.Linear | Conv1D
 
@@ -155,7 +157,11 @@ def _packed_forward(weight: Tensor, bias: Tensor | None, rows: int) -> Forward:
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(x: Tensor) -> Tensor:
-        return multiply(x.to(dtype), packed, bias, "none", [], "")  # type: ignore[no-any-return]
+        flat = x.to(dtype).flatten(0, -2)  # [A * Q, in]
+        count = len(flat)
+        flat = functional.pad(flat, (0, 0, 0, kernel_rows(count) - count))
+        product: Tensor = multiply(flat, packed, bias, "none", [], "")
+        return product[:count].view(*x.shape[:-1], -1)
 
     return forward
 

@@ -1,0 +1,71 @@
+"""oneDNN keeps a kernel for every number of rows that it meets, so they are made few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_lightning.models.kernel_rows import kernel_rows
+from rlhf_lightning.models.release import release_freed_memory
+from rlhf_lightning.rollout.engine_weights import linear_weights_prepared
+from tests.tiny import VOCABULARY, tiny_policy, tiny_scalar_model
+
+MIB = 2**20
+pytestmark = pytest.mark.timeout(120)
+
+
+def private_memory() -> int:
+    """Resident bytes of this process that are no file."""
+    release_freed_memory()
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    pytest.skip("/proc/self/status has no RssAnon: memory is measured on Linux")
+
+
+def test_rows_are_rounded_up_to_few_numbers_and_by_an_eighth_at_most():
+    for count in range(1, 3000):
+        rows = kernel_rows(count)
+        assert count <= rows < count + max(8, count / 8)
+        assert kernel_rows(rows) == rows
+    assert {kernel_rows(n) for n in range(1, 65)} == {8, 16, 24, 32, 40, 48, 56, 64}
+    assert len({kernel_rows(n) for n in range(1, 1025)}) == 40
+
+
+@torch.no_grad()
+def test_a_generation_whose_rows_end_one_by_one_leaves_few_kernels():
+    layer = torch.nn.Linear(72, 104)  # a shape that no other test has made kernels for
+    with linear_weights_prepared(layer, rows=64):
+        layer(torch.zeros(64, 1, 72))
+        before = private_memory()
+        for rows in range(63, 0, -1):
+            assert layer(torch.zeros(rows, 1, 72)).shape == (rows, 1, 104)
+        grown = private_memory() - before
+    assert grown < 12 * MIB  # 37 MiB with a kernel for each number of rows
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU multiplies no bf16 by oneDNN"
+)
+@pytest.mark.parametrize("kind", ["policy", "scalar"])
+def test_micro_batches_of_any_number_of_answer_tokens_leave_few_kernels(kind):
+    model = tiny_policy("llama") if kind == "policy" else tiny_scalar_model("llama")
+    input_ids = torch.zeros(4, 24, dtype=torch.long)
+
+    def update(count: int) -> None:
+        positions = torch.arange(count)
+        with torch.autocast("cpu", torch.bfloat16):  # also in the backward pass, as in training
+            if kind == "policy":
+                numbers = model(input_ids, positions, positions % VOCABULARY).logprobs
+            else:
+                numbers = model(input_ids, positions)
+            numbers.sum().backward()
+        assert len(numbers) == count
+
+    update(96)
+    before = private_memory()
+    for count in range(1, 96):
+        update(count)
+    assert private_memory() - before < 16 * MIB
