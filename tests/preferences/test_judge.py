@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from pathlib import Path
@@ -15,8 +14,6 @@ from rlhf_lightning.preferences.judge_service import RateLimit
 from rlhf_lightning.preferences.judgements import (
     judge_figures,
     judgement_journal,
-    letter_probabilities,
-    parse_verdict,
 )
 from rlhf_lightning.preferences.records import Pair
 from tests.preferences.chat_server import (
@@ -92,35 +89,6 @@ def test_ties_and_replies_that_cannot_be_read_are_counted() -> None:
     assert (figures.ties, figures.unreadable, figures.refused, figures.requests) == (6, 4, 0, 24)
 
 
-@pytest.mark.parametrize(
-    ("reply", "verdict"),
-    [
-        ("A", "A"),
-        (" B.", "B"),
-        ("**A**", "A"),
-        ("[[C]]", "C"),
-        ("Answer A", "A"),
-        ("A: it is complete.", "A"),
-        ("B\nbecause it is right", "B"),
-        ("A good answer would be longer.", None),
-        ("I think A is fine. But my final verdict is [[B]]", "B"),
-        ("At first [[A]] seemed better, but [[B]]", "B"),
-        ("Both are fine.\nAnswer: C", "C"),
-        ("The winner is **B**", "B"),
-        ("My answer is a mystery", None),
-        ("The winner is B because it is right", None),
-        ("Verdict: (C)", "C"),
-        ("tie", "C"),
-        ("Neither.", "C"),
-        ("It is a tie-break between A and B", None),
-        ("", None),
-        ("D", None),
-    ],
-)
-def test_a_reply_is_read_only_where_it_is_clear(reply: str, verdict: str | None) -> None:
-    assert parse_verdict(reply) == verdict
-
-
 def test_log_probabilities_take_out_what_the_place_alone_is_worth() -> None:
     def leans(prompt: str, a: str, b: str) -> dict[str, float]:
         # The first place is worth much, the longer answer a little.
@@ -140,12 +108,6 @@ def test_log_probabilities_take_out_what_the_place_alone_is_worth() -> None:
     assert server.requests[-1]["top_logprobs"] == 20
     with serving(lambda *_: "A") as server, pytest.raises(AnnotationError, match="read=text"):
         judge(server, read="logprobs").label(PAIRS[:1])
-
-
-def test_probabilities_are_among_the_letters_alone() -> None:
-    found = letter_probabilities({"A": math.log(0.2), " A": math.log(0.1), "B": math.log(0.3)})
-    assert found == pytest.approx({"A": 0.5, "B": 0.5, "C": 0.0})
-    assert letter_probabilities({"The": -0.1}) is None
 
 
 def test_what_may_pass_is_tried_again_and_counted() -> None:

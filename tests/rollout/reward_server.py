@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -55,12 +55,13 @@ class RewardServer:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
         try:
-            self._reply(handler, behaviour(body))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the client has hung up, as some tests want it to
+            reply = behaviour(body)
         finally:
             with self._lock:
-                self._at_once -= 1
+                self._at_once -= 1  # before the reply: the client may send its next one at once
+        # A client that has hung up is what some tests want.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._reply(handler, reply)
 
     @staticmethod
     def _reply(handler: BaseHTTPRequestHandler, reply: Any) -> None:
