@@ -82,13 +82,15 @@ class Writer:
                 try:
                     result = change(self._db)
                 except Exception as error:  # handed to whoever asked for the change
+                    if not self._db.in_transaction:
+                        raise  # a full disk ends the transaction, and nobody's change is kept
                     self._db.execute("ROLLBACK TO one")
                     future.set_exception(error)
                 else:
                     done.append((future, result))
                 self._db.execute("RELEASE one")
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:  # a full disk, or a file that another process keeps
+        except Exception as error:  # such as a full disk, or a file that another process keeps
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             for _, future in batch:

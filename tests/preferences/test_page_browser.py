@@ -81,7 +81,7 @@ def test_a_rater_labels_with_the_keyboard_alone(browser: Chrome, tmp_path: Path)
     check_store(server.store)
 
 
-def test_keys_with_modifiers_and_held_keys_label_nothing(browser: Chrome, tmp_path: Path):
+def test_held_keys_modifiers_and_strangers_label_nothing(browser: Chrome, tmp_path: Path):
     with serving(tmp_path, make_pairs(3)) as server:
         sign_in(browser, server, "Ann")
         for modifier in (Keys.CONTROL, Keys.ALT):
@@ -90,6 +90,13 @@ def test_keys_with_modifiers_and_held_keys_label_nothing(browser: Chrome, tmp_pa
         browser.execute_script(f"document.body.{held}")
         press(browser, "t")
         assert [label.choice for label in server.labels()] == ["tie"]
+        # Nor do keys of somebody who was signed out meanwhile, who is told so on the spot.
+        waiting = shown(browser)
+        browser.delete_all_cookies()
+        ActionChains(browser).send_keys("1").perform()
+        wait(browser, lambda: noted(browser).startswith("This form is out of date"))
+        assert shown(browser) == waiting
+        assert len(server.labels()) == 1
 
 
 def test_undo_brings_the_pair_back_with_what_was_said(browser: Chrome, tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 from rlhf_lightning.preferences.database import StoreError
 from rlhf_lightning.preferences.sharing import Sharing
 from rlhf_lightning.preferences.store import LabelStore
-from tests.preferences.invariants import most_labels
+from tests.preferences.invariants import check_store, most_labels
 from tests.preferences.some_pairs import make_pairs
 
 
@@ -52,3 +52,33 @@ def test_the_disk_has_a_label_before_it_is_acknowledged(tmp_path: Path):
     with LabelStore(copy) as copied:
         assert most_labels(copy) == 1
         assert [label.annotator for label in copied.labels()] == ["Ann"]
+
+
+def test_a_full_disk_is_told_nothing_is_acknowledged_and_it_goes_on_when_there_is_room(
+    tmp_path: Path,
+):
+    """SQLite is told that the disk ends here, which it answers as it does a disk that does."""
+    with LabelStore(tmp_path / "labels.sqlite") as store:
+        store.add_pairs(make_pairs(200), ratings_per_pair=1)
+        ann = store.sign_in("Ann")
+        size = store._write(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+        store._write(lambda db: db.execute(f"PRAGMA max_page_count = {size}").fetchone())
+        kept = 0
+
+        def label_all() -> None:
+            nonlocal kept
+            for _ in range(200):
+                task = store.next_task(ann, Sharing())
+                assert task is not None
+                store.label(ann, task.assignment_id, "left", Sharing(), reason="x" * 500)
+                kept += 1
+
+        with pytest.raises(StoreError, match="could not take that: database or disk is full"):
+            label_all()
+        assert len(list(store.labels())) == store.progress().done == kept < 200
+        store._write(lambda db: db.execute("PRAGMA max_page_count = 100000").fetchone())
+        task = store.next_task(ann, Sharing())
+        assert task is not None
+        assert store.label(ann, task.assignment_id, "left", Sharing()) == "kept"
+        assert len(list(store.labels())) == kept + 1
+    check_store(tmp_path / "labels.sqlite")
