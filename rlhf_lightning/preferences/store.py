@@ -226,10 +226,10 @@ class LabelStore:
         wanted, done = self._read("SELECT wanted, done FROM totals")[0]
         return Progress(wanted, done, labelled, skipped)
 
-    def rater_name(self, rater_id: int) -> str | None:
-        """Return the name of a rater, or None if there is none of this number."""
+    def rater_name(self, rater_id: int) -> str:
+        """Return the name of the rater of this number."""
         rows = self._read("SELECT name FROM raters WHERE rater_id = ?", (rater_id,))
-        return rows[0][0] if rows else None
+        return cast(str, rows[0][0])
 
     def pairs(self) -> Iterator[Pair]:
         """Yield all pairs in their order."""

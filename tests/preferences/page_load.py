@@ -35,9 +35,8 @@ class Load:
         lost: of these, how many the store does not have, or has with another choice.
         unasked: labels in the store that nobody gave.
         most: labels of one pair, at most.
-        confirmed_median: from sending an answer to its confirmation.
-        confirmed_p95: the same, for 95 of 100.
-        next_median: from sending an answer to having the next pair.
+        answered_median: from sending an answer to its confirmation, which is the next pair.
+        answered_p95: the same, for 95 of 100.
         labels_per_second: of all raters together.
     """
 
@@ -45,9 +44,8 @@ class Load:
     lost: int
     unasked: int
     most: int
-    confirmed_median: float
-    confirmed_p95: float
-    next_median: float
+    answered_median: float
+    answered_p95: float
     labels_per_second: float
 
 
@@ -57,8 +55,7 @@ class Session:
 
     name: str
     given: list[tuple[str, str]]  # question, text of the better answer
-    confirmed: list[float]
-    following: list[float]
+    seconds: list[float]
 
 
 def run_load(folder: Path, *, num_pairs: int, ratings_per_pair: int, num_raters: int) -> Load:
@@ -75,16 +72,14 @@ def run_load(folder: Path, *, num_pairs: int, ratings_per_pair: int, num_raters:
     check_store(store)
     told = Counter((s.name, *given) for s in sessions for given in s.given)
     kept = Counter(stored(store))
-    confirmed = [1000 * t for s in sessions for t in s.confirmed]
-    following = [1000 * t for s in sessions for t in s.following]
+    took = [1000 * t for s in sessions for t in s.seconds]
     return Load(
         labels=told.total(),
         lost=(told - kept).total(),
         unasked=(kept - told).total(),
         most=most_labels(store),
-        confirmed_median=round(median(confirmed), 1),
-        confirmed_p95=round(quantiles(confirmed, n=20)[-1], 1),
-        next_median=round(median(following), 1),
+        answered_median=round(median(took), 1),
+        answered_p95=round(quantiles(took, n=20)[-1], 1),
         labels_per_second=round(told.total() / seconds, 1),
     )
 
@@ -92,15 +87,14 @@ def run_load(folder: Path, *, num_pairs: int, ratings_per_pair: int, num_raters:
 def rate(url: str, name: str) -> Session:
     """Label until nothing is left: now the left answer, now the right one."""
     client = Client(url)
-    session = Session(name, [], [], [])
+    session = Session(name, [], [])
     page = client.sign_in(name).text
     while (texts := TEXTS.findall(page)) and len(texts) == 3:
         question, left, right = map(html.unescape, texts)
         is_left = len(session.given) % 3 > 0
         started = time.perf_counter()
-        following = client.answer(page, "left" if is_left else "right")
-        session.following.append(time.perf_counter() - started)
-        session.confirmed.append(client.confirmed_after)
+        following = client.answer_at_once(page, "left" if is_left else "right")
+        session.seconds.append(time.perf_counter() - started)
         session.given.append((question, left if is_left else right))
         page = following.text
     client.close()

@@ -79,7 +79,10 @@ class Page:
     async def home(self, request: Request) -> Response:
         """Show the rater's pair, the end, or the way in."""
         visitor = self._identity.visitor(request)
-        return await run_in_threadpool(self._home, request, visitor)
+        if visitor.rater_id is None:
+            return self._start_page(request, visitor)
+        note = request.query_params.get("note", "")
+        return await run_in_threadpool(self._next_page, visitor, visitor.rater_id, note)
 
     async def start(self, request: Request) -> Response:
         """Sign in under a name."""
@@ -99,7 +102,7 @@ class Page:
     async def label(self, request: Request) -> Response:
         """Keep an answer."""
         form = await read_form(request)
-        rater_id = self._rater(request, form)
+        visitor, rater_id = self._rater(request, form)
         answer, number = form.get("answer", ""), form.get("assignment", "")
         if answer not in ANSWERS or not (number.isascii() and number.isdecimal()):
             raise HTTPException(400, "That form holds no answer. Load the page again.")
@@ -112,14 +115,14 @@ class Page:
             seconds=as_seconds(form.get("seconds", "")),
             reason=form.get("reason"),
         )
-        return RedirectResponse("/" if outcome == "kept" else f"/?note={outcome}", status_code=303)
+        return await self._go_on(visitor, form, "" if outcome == "kept" else outcome)
 
     async def undo(self, request: Request) -> Response:
         """Take the last label back."""
         form = await read_form(request)
-        rater_id = self._rater(request, form)
+        visitor, rater_id = self._rater(request, form)
         undone = await run_in_threadpool(self._store.undo, rater_id, self._sharing)
-        return RedirectResponse("/" if undone else "/?note=nothing", status_code=303)
+        return await self._go_on(visitor, form, "" if undone else "nothing")
 
     async def leave(self, request: Request) -> Response:
         """Sign out."""
@@ -140,16 +143,19 @@ class Page:
         text = f"This was not saved. Tell whoever runs the page: {error}"
         return self._render("message.html", {"message": text}, 503)
 
-    def _home(self, request: Request, visitor: Visitor) -> Response:
-        name = None if visitor.rater_id is None else self._store.rater_name(visitor.rater_id)
-        if visitor.rater_id is None or name is None:
-            return self._start_page(request, visitor)
-        task = self._store.next_task(visitor.rater_id, self._sharing)
+    async def _go_on(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:
+        """Answer a form: the script takes the next page at once, a browser is sent there."""
+        if "at_once" in form and visitor.rater_id is not None:
+            return await run_in_threadpool(self._next_page, visitor, visitor.rater_id, note)
+        return RedirectResponse(f"/?note={note}" if note else "/", status_code=303)
+
+    def _next_page(self, visitor: Visitor, rater_id: int, note: str) -> Response:
+        task = self._store.next_task(rater_id, self._sharing)
         values = {
-            "rater": name,
-            "progress": self._store.progress(visitor.rater_id),
+            "rater": self._store.rater_name(rater_id),
+            "progress": self._store.progress(rater_id),
             "word": self._identity.form_word(visitor),
-            "note": NOTES.get(request.query_params.get("note", "")),
+            "note": NOTES.get(note),
         }
         if task is None:
             return self._render("done.html", values)
@@ -181,11 +187,11 @@ class Page:
             )
         return visitor
 
-    def _rater(self, request: Request, form: Mapping[str, str]) -> int:
-        rater_id = self._own_form(request, form).rater_id
-        if rater_id is None:
+    def _rater(self, request: Request, form: Mapping[str, str]) -> tuple[Visitor, int]:
+        visitor = self._own_form(request, form)
+        if visitor.rater_id is None:
             raise HTTPException(403, "You are not signed in any more. Load the page again.")
-        return rater_id
+        return visitor, visitor.rater_id
 
     def _render(self, name: str, values: Mapping[str, Any], status: int = 200) -> HTMLResponse:
         template = self._templates.get_template(name)

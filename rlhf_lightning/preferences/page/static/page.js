@@ -36,7 +36,6 @@ function show(html) {
   const next = new DOMParser().parseFromString(html, "text/html");
   document.getElementById("page").replaceWith(next.getElementById("page"));
   document.title = next.title;
-  history.replaceState(null, "", "/");
   scrollTo(0, 0);
   shownAt = 0;
   watch();
@@ -47,6 +46,7 @@ async function send(form, button) {
   sending = true;
   const fields = new URLSearchParams(new FormData(form));
   if (button && button.name) fields.set(button.name, button.value);
+  fields.set("at_once", "1"); // the answer is the next page, not the way to it
   if (form.id === "answer") fields.set("seconds", (spent() / 1000).toFixed(3));
   form.classList.add("sending");
   try {
