@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.page.settings import PageSettings
 from rlhf_lightning.preferences.sharing import Sharing
 from rlhf_lightning.settings import build_checked
@@ -30,7 +30,7 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class AnnotateSettings(_Checked):
+class AnnotateSettings(Checked):
     """The keys right below `annotate`."""
 
     store: str
@@ -40,7 +40,7 @@ class AnnotateSettings(_Checked):
     known: str = "labels"
     labels: str = "aggregated"
     method: str = "people_first"
-    ratings_per_pair: int = _number(1, at_least=1)
+    ratings_per_pair: int = number(1, at_least=1)
 
     def __post_init__(self) -> None:
         """Check the values."""

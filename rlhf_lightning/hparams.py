@@ -18,7 +18,7 @@ class UnusualHparamWarning(UserWarning):
     """A hyper-parameter lies outside the range that published runs use."""
 
 
-def _number(
+def number(
     default: Any,
     *,
     above: float | None = None,
@@ -27,6 +27,16 @@ def _number(
     at_most: float | None = None,
     usual: tuple[float, float] | None = None,
 ) -> Any:
+    """Return a dataclass field whose value `Checked` holds against limits.
+
+    Args:
+        default: of the field.
+        above: the value must be larger.
+        at_least: the value must be as large.
+        below: the value must be smaller.
+        at_most: the value must be as small.
+        usual: outside of this range it warns.
+    """
     limits = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
     return field(default=default, metadata={"limits": limits, "usual": usual})
 
@@ -40,7 +50,7 @@ _HOLDS = {
 _WORDS = {"above": ">", "at_least": ">=", "below": "<", "at_most": "<="}
 
 
-class _Checked:
+class Checked:
     """Mixin: check every field against its annotation, its limits and its usual range."""
 
     def __post_init__(self) -> None:
@@ -67,12 +77,13 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     elif isinstance(value, str) and str in allowed:
         return value
     names = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
-    number = isinstance(value, str) and _is_number(value)
-    hint_text = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)" if number else ""
+    written = isinstance(value, str) and is_number(value)
+    hint_text = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)" if written else ""
     raise TypeError(f"{key}={value!r} is {type(value).__name__}, expected {names}{hint_text}")
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Return whether `text` reads as a number."""
     try:
         float(text)
     except ValueError:
@@ -97,7 +108,7 @@ def _check_limits(key: str, value: float, metadata: Any) -> None:
 
 
 @dataclass(frozen=True)
-class SamplingHparams(_Checked):
+class SamplingHparams(Checked):
     """How rollouts are sampled.
 
     Args:
@@ -107,10 +118,10 @@ class SamplingHparams(_Checked):
         top_p: must stay 1.0, for the same reason.
     """
 
-    temperature: float = _number(1.0, above=0, at_most=10, usual=(0.7, 1.0))
-    max_new_tokens: int = _number(64, at_least=1)
-    top_k: int = _number(0, at_least=0)
-    top_p: float = _number(1.0, above=0, at_most=1)
+    temperature: float = number(1.0, above=0, at_most=10, usual=(0.7, 1.0))
+    max_new_tokens: int = number(64, at_least=1)
+    top_k: int = number(0, at_least=0)
+    top_p: float = number(1.0, above=0, at_most=1)
 
     def __post_init__(self) -> None:
         """Check the values and refuse truncated sampling."""
@@ -123,7 +134,7 @@ class SamplingHparams(_Checked):
 
 
 @dataclass(frozen=True)
-class SFTHparams(_Checked):
+class SFTHparams(Checked):
     """Supervised fine-tuning.
 
     Args:
@@ -134,14 +145,14 @@ class SFTHparams(_Checked):
             gradient is not finite, before the run stops; 0 stops at the first.
     """
 
-    learning_rate: float = _number(2e-5, above=0, below=1, usual=(1e-6, 5e-3))
-    micro_batch_size: int | None = _number(None, at_least=1)
-    max_grad_norm: float = _number(1.0, above=0)
-    max_skipped_steps: int = _number(10, at_least=0)
+    learning_rate: float = number(2e-5, above=0, below=1, usual=(1e-6, 5e-3))
+    micro_batch_size: int | None = number(None, at_least=1)
+    max_grad_norm: float = number(1.0, above=0)
+    max_skipped_steps: int = number(10, at_least=0)
 
 
 @dataclass(frozen=True)
-class RewardHparams(_Checked):
+class RewardHparams(Checked):
     """Pairwise reward model (Bradley-Terry).
 
     Args:
@@ -156,18 +167,18 @@ class RewardHparams(_Checked):
         normalization_samples: responses of the SFT policy that fix mean 0 and std 1; 0 skips it.
     """
 
-    learning_rate: float = _number(1e-5, above=0, below=1, usual=(1e-6, 5e-3))
-    micro_batch_size: int | None = _number(None, at_least=1)
-    max_grad_norm: float = _number(1.0, above=0)
-    max_skipped_steps: int = _number(10, at_least=0)
+    learning_rate: float = number(1e-5, above=0, below=1, usual=(1e-6, 5e-3))
+    micro_batch_size: int | None = number(None, at_least=1)
+    max_grad_norm: float = number(1.0, above=0)
+    max_skipped_steps: int = number(10, at_least=0)
     use_margin: bool = True
-    label_smoothing: float = _number(0.0, at_least=0, below=0.5, usual=(0, 0.2))
-    center_coef: float = _number(0.01, at_least=0, usual=(0, 0.1))
-    normalization_samples: int = _number(512, at_least=0)
+    label_smoothing: float = number(0.0, at_least=0, below=0.5, usual=(0, 0.2))
+    center_coef: float = number(0.01, at_least=0, usual=(0, 0.1))
+    normalization_samples: int = number(512, at_least=0)
 
 
 @dataclass(frozen=True)
-class LoraHparams(_Checked):
+class LoraHparams(Checked):
     """Low-rank adapters on a frozen base (Hu et al. 2021); null in the configuration trains all.
 
     Args:
@@ -180,9 +191,9 @@ class LoraHparams(_Checked):
         quantization: "none", or "nf4" for a 4-bit base (QLoRA, Dettmers et al. 2023).
     """
 
-    r: int = _number(16, at_least=1, usual=(4, 128))
-    alpha: int = _number(32, at_least=1, usual=(8, 256))
-    dropout: float = _number(0.0, at_least=0, below=1, usual=(0, 0.1))
+    r: int = number(16, at_least=1, usual=(4, 128))
+    alpha: int = number(32, at_least=1, usual=(8, 256))
+    dropout: float = number(0.0, at_least=0, below=1, usual=(0, 0.1))
     target_modules: str = "all-linear"
     base_precision: str = "32-true"
     quantization: str = "none"
@@ -197,7 +208,7 @@ class LoraHparams(_Checked):
 
 
 @dataclass(frozen=True)
-class PPOHparams(_Checked):
+class PPOHparams(Checked):
     """PPO with a KL penalty in the reward.
 
     Args:
@@ -229,26 +240,26 @@ class PPOHparams(_Checked):
         entropy_coef: weight of an entropy bonus.
     """
 
-    learning_rate: float = _number(1e-6, above=0, below=1, usual=(1e-7, 1e-3))
-    value_learning_rate: float = _number(1e-5, above=0, below=1, usual=(1e-7, 3e-3))
-    kl_coef: float = _number(0.05, at_least=0, usual=(0.001, 0.5))
-    kl_target: float | None = _number(None, above=0, usual=(1, 30))
-    kl_horizon: int = _number(10_000, at_least=1)
-    kl_loss_coef: float = _number(0.0, at_least=0)
-    cliprange: float = _number(0.2, above=0, below=1, usual=(0.05, 0.4))
-    cliprange_high: float | None = _number(None, above=0, usual=(0.05, 0.5))
-    dual_clip: float | None = _number(None, above=1)
-    cliprange_value: float | None = _number(0.2, above=0)
-    vf_coef: float = _number(0.1, at_least=0, usual=(0.05, 0.2))
-    gamma: float = _number(1.0, at_least=0, at_most=1, usual=(1, 1))
-    gae_lambda: float = _number(0.95, at_least=0, at_most=1, usual=(0.9, 1))
-    num_ppo_epochs: int = _number(4, at_least=1, usual=(1, 8))
-    num_minibatches: int = _number(1, at_least=1, usual=(1, 32))
-    micro_batch_size: int | None = _number(None, at_least=1)
-    max_grad_norm: float = _number(1.0, above=0)
-    max_skipped_steps: int = _number(10, at_least=0)
-    missing_eos_penalty: float = _number(1.0, at_least=0)
-    score_clip: float | None = _number(5.0, above=0)
-    target_approx_kl: float | None = _number(None, above=0, usual=(0.005, 0.5))
-    critic_warmup_iterations: int = _number(0, at_least=0)
-    entropy_coef: float = _number(0.0, at_least=0, usual=(0, 0.05))
+    learning_rate: float = number(1e-6, above=0, below=1, usual=(1e-7, 1e-3))
+    value_learning_rate: float = number(1e-5, above=0, below=1, usual=(1e-7, 3e-3))
+    kl_coef: float = number(0.05, at_least=0, usual=(0.001, 0.5))
+    kl_target: float | None = number(None, above=0, usual=(1, 30))
+    kl_horizon: int = number(10_000, at_least=1)
+    kl_loss_coef: float = number(0.0, at_least=0)
+    cliprange: float = number(0.2, above=0, below=1, usual=(0.05, 0.4))
+    cliprange_high: float | None = number(None, above=0, usual=(0.05, 0.5))
+    dual_clip: float | None = number(None, above=1)
+    cliprange_value: float | None = number(0.2, above=0)
+    vf_coef: float = number(0.1, at_least=0, usual=(0.05, 0.2))
+    gamma: float = number(1.0, at_least=0, at_most=1, usual=(1, 1))
+    gae_lambda: float = number(0.95, at_least=0, at_most=1, usual=(0.9, 1))
+    num_ppo_epochs: int = number(4, at_least=1, usual=(1, 8))
+    num_minibatches: int = number(1, at_least=1, usual=(1, 32))
+    micro_batch_size: int | None = number(None, at_least=1)
+    max_grad_norm: float = number(1.0, above=0)
+    max_skipped_steps: int = number(10, at_least=0)
+    missing_eos_penalty: float = number(1.0, at_least=0)
+    score_clip: float | None = number(5.0, above=0)
+    target_approx_kl: float | None = number(None, above=0, usual=(0.005, 0.5))
+    critic_warmup_iterations: int = number(0, at_least=0)
+    entropy_coef: float = number(0.0, at_least=0, usual=(0, 0.05))

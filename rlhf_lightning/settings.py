@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.runs.stopping import deadline
 from rlhf_lightning.targets import TargetError, did_you_mean
 
@@ -20,10 +20,10 @@ LARGEST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
-class TopSettings(_Checked):
+class TopSettings(Checked):
     """The keys at the top of a configuration."""
 
-    seed: int = _number(1, at_least=0, at_most=LARGEST_SEED)
+    seed: int = number(1, at_least=0, at_most=LARGEST_SEED)
     resume: str = "never"
     name: str = ""
     ckpt_path: str | None = None
@@ -35,16 +35,16 @@ class TopSettings(_Checked):
 
 
 @dataclass(frozen=True)
-class TrainerSettings(_Checked):
+class TrainerSettings(Checked):
     """What `lightning.Trainer` is given."""
 
     accelerator: str = "auto"
-    devices: int = _number(1, at_least=1)
-    num_nodes: int = _number(1, at_least=1)
+    devices: int = number(1, at_least=1)
+    num_nodes: int = number(1, at_least=1)
     precision: str = "32-true"
-    validations: int = _number(4, at_least=0)
-    limit_train_batches: int | None = _number(None, at_least=1)
-    limit_val_batches: int | None = _number(None, at_least=1)
+    validations: int = number(4, at_least=0)
+    limit_train_batches: int | None = number(None, at_least=1)
+    limit_val_batches: int | None = number(None, at_least=1)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -55,24 +55,24 @@ class TrainerSettings(_Checked):
 
 
 @dataclass(frozen=True)
-class EvaluationSettings(_Checked):
+class EvaluationSettings(Checked):
     """The final comparison; `gold` is built by name."""
 
-    num_prompts: int = _number(512, at_least=1)
-    batch_size: int = _number(128, at_least=1)
-    micro_batch_size: int | None = _number(None, at_least=1)
-    temperature: float = _number(1.0, at_least=0, at_most=10)
-    max_new_tokens: int = _number(64, at_least=1)
-    num_samples: int = _number(24, at_least=0)
+    num_prompts: int = number(512, at_least=1)
+    batch_size: int = number(128, at_least=1)
+    micro_batch_size: int | None = number(None, at_least=1)
+    temperature: float = number(1.0, at_least=0, at_most=10)
+    max_new_tokens: int = number(64, at_least=1)
+    num_samples: int = number(24, at_least=0)
 
 
 @dataclass(frozen=True)
-class StrategySettings(_Checked):
+class StrategySettings(Checked):
     """How models are placed on devices, and how long ranks wait for each other."""
 
     name: str = "auto"
     compute_dtype: str | None = None
-    timeout_minutes: float = _number(30.0, above=0)
+    timeout_minutes: float = number(30.0, above=0)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -82,7 +82,7 @@ class StrategySettings(_Checked):
 
 
 @dataclass(frozen=True)
-class LoggerSettings(_Checked):
+class LoggerSettings(Checked):
     """Who else is told of the metrics."""
 
     kind: str = "none"
@@ -102,13 +102,13 @@ class LoggerSettings(_Checked):
 
 
 @dataclass(frozen=True)
-class CheckpointSettings(_Checked):
+class CheckpointSettings(Checked):
     """When checkpoints are written, and which are kept."""
 
-    every_n_iterations: int | None = _number(10, at_least=1)
-    every_minutes: float | None = _number(None, above=0)
+    every_n_iterations: int | None = number(10, at_least=1)
+    every_minutes: float | None = number(None, above=0)
     must_save_by: str | None = None
-    keep_last: int = _number(2, at_least=1)
+    keep_last: int = number(2, at_least=1)
     monitor: str | None = None
     mode: str = "min"
 
@@ -123,7 +123,7 @@ class CheckpointSettings(_Checked):
                 raise ValueError(f"CheckpointSettings.must_save_by={error}") from error
 
 
-SECTIONS: dict[str, type[_Checked]] = {
+SECTIONS: dict[str, type[Checked]] = {
     "trainer": TrainerSettings,
     "evaluation": EvaluationSettings,
     "strategy": StrategySettings,
@@ -164,7 +164,7 @@ def check_settings(container: Mapping[str, Any]) -> None:
         _check_path_name("world.name", world.get("name"))
 
 
-def build_checked(cls: type[_Checked], values: Mapping[str, Any], where: str) -> _Checked:
+def build_checked(cls: type[Checked], values: Mapping[str, Any], where: str) -> Checked:
     """Return `cls(**values)`; an error names the key as the user writes it.
 
     Args:
@@ -210,7 +210,7 @@ def _check_path_name(key: str, value: object) -> None:
         raise ValueError(f"{key}={error}") from error
 
 
-def _choose(settings: _Checked, name: str, allowed: tuple[str | None, ...]) -> None:
+def _choose(settings: Checked, name: str, allowed: tuple[str | None, ...]) -> None:
     value = getattr(settings, name)
     if value not in allowed:
         words = ", ".join("null" if item is None else item for item in allowed)

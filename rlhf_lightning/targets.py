@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_lightning.argument_types import fits, type_name
-from rlhf_lightning.hparams import _is_number
+from rlhf_lightning.hparams import is_number
 
 OWN = "rlhf_lightning"
 # Not `runs`, which writes files, nor the entry points, which start processes.
@@ -184,7 +184,7 @@ def check_arguments(found: Any, node: Mapping[str, Any], where: str) -> None:
             number = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)"
             raise TargetError(
                 f"{where}.{key}={value!r} is {type(value).__name__}, expected {type_name(hint)}"
-                + (number if isinstance(value, str) and _is_number(value) else "")
+                + (number if isinstance(value, str) and is_number(value) else "")
             )
 
 

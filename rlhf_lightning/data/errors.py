@@ -71,6 +71,7 @@ class SkippedRecords:
             raise ValueError(f"on_bad_record={on_bad_record!r} is unknown: use 'raise' or 'skip'")
         self.on_bad_record = on_bad_record
         self.messages: list[str] = []
+        self._num_told = 0
 
     def add(self, error: BadRecordError) -> None:
         """Raise `error`, or note it where bad records are skipped."""
@@ -79,16 +80,18 @@ class SkippedRecords:
         self.messages.append(str(error))
 
     def log(self, source: str, num_kept: int) -> None:
-        """Warn about the skipped records, naming the first few."""
-        if not self.messages:
+        """Warn about the records skipped since the last warning, naming the first few."""
+        untold = self.messages[self._num_told :]
+        self._num_told = len(self.messages)
+        if not untold:
             return
-        named = "\n  ".join(self.messages[:NUM_NAMED_SKIPS])
-        more = len(self.messages) - NUM_NAMED_SKIPS
+        named = "\n  ".join(untold[:NUM_NAMED_SKIPS])
+        more = len(untold) - NUM_NAMED_SKIPS
         rest = f"\n  and {more} more" if more > 0 else ""
         logger.warning(
             "%s: skipped %d bad records, kept %d:\n  %s%s",
             source,
-            len(self.messages),
+            len(untold),
             num_kept,
             named,
             rest,

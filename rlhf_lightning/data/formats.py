@@ -91,6 +91,7 @@ def parse_rows(
     parsed: list[ParsedRow] = []
     expected: tuple[str, bool] | None = None
     where = Location("the source")
+    num_before = len(skipped.messages)  # of the other split of the source
     for where, row in rows:
         try:
             if isinstance(row, BadRecordError):
@@ -103,8 +104,9 @@ def parse_rows(
         parsed.append(parsed_row)
     skipped.log(where.source, len(parsed))
     if not parsed:
-        found_text = f"no record is left: all {len(skipped.messages)} were bad"
-        first = skipped.messages[0] if skipped.messages else "the source is empty"
+        own = skipped.messages[num_before:]
+        found_text = f"no record is left: all {len(own)} were bad"
+        first = own[0] if own else "the source is empty"
         raise BadRecordError(Location(where.source), found_text, f"mend them; the first: {first}")
     return parsed
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_lightning.data.splits import split_fraction
-from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 
 SECONDS_AN_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class BudgetHparams(_Checked):
+class BudgetHparams(Checked):
     """What is spent on labels.
 
     Args:
@@ -33,14 +33,14 @@ class BudgetHparams(_Checked):
         seed: of the prompts held out.
     """
 
-    automatic_share: float = _number(0.65, at_least=0, at_most=1, usual=(0.6, 0.7))
-    validation_share: float = _number(0.1, at_least=0, below=1, usual=(0.02, 0.2))
-    people_votes: int = _number(1, at_least=1)
-    validation_votes: int = _number(3, at_least=1)
-    seconds_per_label: float = _number(30.0, above=0)
-    hourly_wage: float = _number(25.0, at_least=0)
+    automatic_share: float = number(0.65, at_least=0, at_most=1, usual=(0.6, 0.7))
+    validation_share: float = number(0.1, at_least=0, below=1, usual=(0.02, 0.2))
+    people_votes: int = number(1, at_least=1)
+    validation_votes: int = number(3, at_least=1)
+    seconds_per_label: float = number(30.0, above=0)
+    hourly_wage: float = number(25.0, at_least=0)
     currency: str = "USD"
-    seed: int = _number(1)
+    seed: int = number(1)
 
     def __post_init__(self) -> None:
         """Check the values, and that the two shares leave room for each other."""

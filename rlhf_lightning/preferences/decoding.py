@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.rollout.generate import CachedGenerator
 
 
 @dataclass(frozen=True)
-class Decoding(_Checked):
+class Decoding(Checked):
     """One way to decode.
 
     Args:
@@ -29,9 +29,9 @@ class Decoding(_Checked):
         top_k: keep at most this many tokens; 0 keeps all.
     """
 
-    temperature: float = _number(1.0, at_least=0, at_most=10, usual=(0.3, 1.3))
-    top_p: float = _number(1.0, above=0, at_most=1)
-    top_k: int = _number(0, at_least=0)
+    temperature: float = number(1.0, at_least=0, at_most=10, usual=(0.3, 1.3))
+    top_p: float = number(1.0, above=0, at_most=1)
+    top_k: int = number(0, at_least=0)
 
     @property
     def settings(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotators import AnnotationError
 
 NUM_SHOWN = 200  # characters of an error that a service sent
@@ -19,7 +19,7 @@ MILLION = 1_000_000
 
 
 @dataclass(frozen=True)
-class JudgeHparams(_Checked):
+class JudgeHparams(Checked):
     """Where a judge is and how it is asked.
 
     Args:
@@ -43,17 +43,17 @@ class JudgeHparams(_Checked):
     model: str
     base_url: str | None = None
     api_key_env: str | None = "OPENAI_API_KEY"
-    timeout: float = _number(60.0, above=0)
-    max_retries: int = _number(5, at_least=0)
-    backoff: float = _number(0.5, above=0)
-    max_backoff: float = _number(30.0, above=0)
-    concurrency: int = _number(4, at_least=1)
-    requests_per_minute: float | None = _number(None, above=0)
-    temperature: float = _number(0.0, at_least=0)
-    max_tokens: int = _number(16, at_least=1)
-    input_price: float = _number(0.0, at_least=0)
-    output_price: float = _number(0.0, at_least=0)
-    max_cost: float | None = _number(None, above=0)
+    timeout: float = number(60.0, above=0)
+    max_retries: int = number(5, at_least=0)
+    backoff: float = number(0.5, above=0)
+    max_backoff: float = number(30.0, above=0)
+    concurrency: int = number(4, at_least=1)
+    requests_per_minute: float | None = number(None, above=0)
+    temperature: float = number(0.0, at_least=0)
+    max_tokens: int = number(16, at_least=1)
+    input_price: float = number(0.0, at_least=0)
+    output_price: float = number(0.0, at_least=0)
+    max_cost: float | None = number(None, above=0)
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -12,12 +12,12 @@ import sqlite3
 from dataclasses import dataclass
 from typing import cast
 
-from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.records import Side
 
 
 @dataclass(frozen=True)
-class Sharing(_Checked):
+class Sharing(Checked):
     """How pairs are shared among raters.
 
     Args:
@@ -26,9 +26,9 @@ class Sharing(_Checked):
         seed: of the order of the two answers, and of where the gold questions come.
     """
 
-    gold_share: float = _number(0.1, at_least=0, at_most=1)
-    lease_seconds: float = _number(1800.0, above=0)
-    seed: int = _number(1, at_least=0)
+    gold_share: float = number(0.1, at_least=0, at_most=1)
+    lease_seconds: float = number(1800.0, above=0)
+    seed: int = number(1, at_least=0)
 
 
 def current(db: sqlite3.Connection, rater_id: int) -> sqlite3.Row | None:

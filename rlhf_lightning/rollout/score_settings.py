@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.hparams import Checked, number
 
 INPUT_FORMATS = ("text", "pair", "completion")
 ENDINGS = ("eos", "template", "none")
@@ -18,7 +18,7 @@ OUTPUTS = ("logit", "log_odds", "probability")
 
 
 @dataclass(frozen=True)
-class TextRewardModelHparams(_Checked):
+class TextRewardModelHparams(Checked):
     """How a reward model with a tokenizer of its own reads texts.
 
     Args:
@@ -41,13 +41,13 @@ class TextRewardModelHparams(_Checked):
     input_format: str = "text"
     chat_template: str | None = None
     ending: str | None = None
-    max_length: int | None = _number(None, at_least=2)
+    max_length: int | None = number(None, at_least=2)
     label: str | int | None = None
     output: str = "log_odds"
-    mean: float = _number(0.0)
-    std: float = _number(1.0, above=0)
+    mean: float = number(0.0)
+    std: float = number(1.0, above=0)
     dtype: str = "float32"
-    micro_batch_size: int | None = _number(None, at_least=1)
+    micro_batch_size: int | None = number(None, at_least=1)
 
     def __post_init__(self) -> None:
         """Check the values and the choices."""
@@ -67,7 +67,7 @@ class TextRewardModelHparams(_Checked):
 
 
 @dataclass(frozen=True)
-class HttpScorerHparams(_Checked):
+class HttpScorerHparams(Checked):
     """How a reward service is asked.
 
     Args:
@@ -84,16 +84,16 @@ class HttpScorerHparams(_Checked):
     """
 
     url: str
-    batch_size: int = _number(64, at_least=1)
-    concurrency: int = _number(4, at_least=1, at_most=256)
-    timeout: float = _number(60.0, above=0)
-    deadline: float = _number(600.0, above=0)
-    max_retries: int = _number(5, at_least=0)
-    backoff: float = _number(0.5, at_least=0)
-    max_backoff: float = _number(30.0, at_least=0)
+    batch_size: int = number(64, at_least=1)
+    concurrency: int = number(4, at_least=1, at_most=256)
+    timeout: float = number(60.0, above=0)
+    deadline: float = number(600.0, above=0)
+    max_retries: int = number(5, at_least=0)
+    backoff: float = number(0.5, at_least=0)
+    max_backoff: float = number(30.0, at_least=0)
     token_env: str | None = None
-    mean: float = _number(0.0)
-    std: float = _number(1.0, above=0)
+    mean: float = number(0.0)
+    std: float = number(1.0, above=0)
 
     def __post_init__(self) -> None:
         """Check the values and the URL."""
@@ -110,7 +110,7 @@ class HttpScorerHparams(_Checked):
             )
 
 
-_BY_TARGET: dict[str, type[_Checked]] = {
+_BY_TARGET: dict[str, type[Checked]] = {
     "rlhf_lightning.rollout.score_text.TextRewardModelScorer": TextRewardModelHparams,
     "rlhf_lightning.rollout.score_http.HttpScorer": HttpScorerHparams,
 }

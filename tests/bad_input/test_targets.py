@@ -53,7 +53,7 @@ NASTY = [
     "rlhf_lightning.data.sources.logger",
     "rlhf_lightning.data.sources._rows",
     "rlhf_lightning.data.sources",
-    "rlhf_lightning.hparams._Checked",
+    "rlhf_lightning.hparams._typed",
     "rlhf_lightning..data.sources.FileSource",
     "rlhf_lightning/data",
     "${oc.env:HOME}",

@@ -71,6 +71,22 @@ def test_bad_lines_are_skipped_counted_and_named_on_request(tmp_path, write_json
     assert "line 3: the key 'prompt' is empty" in source.skipped_records[1]
 
 
+def test_a_skipped_record_is_told_once_and_not_again_with_the_other_split(tmp_path, caplog):
+    good, bad = '{"prompt": "a"}', '{"prompt": 3}'
+    (tmp_path / "train.jsonl").write_text(f"{good}\n{bad}\n")
+    (tmp_path / "validation.jsonl").write_text(f"{good}\n{good}\n")
+    source = FileSource(tmp_path, on_bad_record="skip")
+    assert len(source.records("prompts", "validation")) == 2
+    (told,) = [r.getMessage() for r in caplog.records if "bad records" in r.getMessage()]
+    assert "train.jsonl: skipped 1 bad records, kept 1:" in told
+    (tmp_path / "validation.jsonl").write_text(f"{bad}\n")
+    with pytest.raises(
+        BadRecordError, match=r"validation\.jsonl: .*all 1 were bad.*validation"
+    ) as e:
+        FileSource(tmp_path, on_bad_record="skip").records("prompts", "train")
+    assert "train.jsonl" not in str(e.value)
+
+
 def test_pairs_without_a_prompt_cannot_be_prompts_but_are_skipped_only_once(write_jsonl):
     rows = [{"chosen": "yes", "rejected": "no"}, {"chosen": "a b", "rejected": "a c"}]
     path = write_jsonl(rows)

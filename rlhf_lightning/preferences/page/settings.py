@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from rlhf_lightning.hparams import _Checked, _number
+from rlhf_lightning.hparams import Checked, number
 
 SHORTEST_TOKEN = 16
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -13,7 +13,7 @@ NEW_TOKEN = 'python -c "import secrets; print(secrets.token_urlsafe())"'
 
 
 @dataclass(frozen=True)
-class PageSettings(_Checked):
+class PageSettings(Checked):
     """Settings of the page.
 
     Args:
@@ -30,7 +30,7 @@ class PageSettings(_Checked):
     """
 
     host: str = "127.0.0.1"
-    port: int = _number(8000, at_least=0, at_most=65535)
+    port: int = number(8000, at_least=0, at_most=65535)
     hosts: str = ""
     token: str | None = None
     title: str = "Which answer is better?"
