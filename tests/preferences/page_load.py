@@ -23,7 +23,7 @@ from tests.preferences.invariants import check_store, most_labels
 from tests.preferences.page_server import Client, serving
 from tests.preferences.some_pairs import make_pairs
 
-TEXTS = re.compile(r'<div class="free" dir="auto">(.*?)</div>', re.DOTALL)
+TEXTS = re.compile(r'<div class="free[^"]*" dir="auto">(.*?)</div>', re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -269,3 +269,26 @@ def test_a_foreign_name_shows_nothing_and_the_token_is_asked_for(browser: Chrome
         browser.find_element(By.ID, "token").send_keys(token + Keys.ENTER)
         wait(browser, lambda: assignment(browser))
         assert browser.find_element(By.CSS_SELECTOR, ".rater").text == "Ann"
+
+
+def test_time_counts_while_the_page_can_be_seen_and_survives_a_reload(
+    browser: Chrome, tmp_path: Path
+):
+    hide = (
+        "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    with serving(tmp_path, make_pairs(2)) as server:
+        started = time.monotonic()
+        sign_in(browser, server, "Ann")
+        browser.execute_script(hide, True)
+        time.sleep(3)
+        browser.execute_script(hide, False)
+        press(browser, "1")
+        visible = time.monotonic() - started - 3
+        time.sleep(1)
+        browser.refresh()
+        press(browser, "2")
+        hidden, reloaded = (label.seconds for label in server.labels())
+        assert 0 < hidden <= visible
+        assert reloaded > 1
