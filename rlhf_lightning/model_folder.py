@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.assembly import STARTS_FROM, origin, source_fingerprint
 from rlhf_lightning.composition import plain
@@ -20,10 +20,11 @@ from rlhf_lightning.models.arrangements import ADAPTER
 from rlhf_lightning.models.export import export_model, export_tokenizer
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.models.tokenizers import stop_ids
+from rlhf_lightning.models.tokenizers import as_saved, stop_ids
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.licence import base_licence, hub_base
+from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.summary import GateResult, installed_versions
@@ -80,12 +81,14 @@ def write_model_folder(
         raise ValueError("the run trained the whole model and no adapter (lora: null)")
     folder.mkdir(parents=True, exist_ok=True)
     if adapted is not None:
+        base, revision = hub_snapshot(str(start)) or (str(start), cfg.model.get("revision"))
         save_adapter(
             adapted,
             folder if adapter_only else folder / ADAPTER,
             state,
-            base=str(start),
+            base=base,
             base_fingerprint=source_fingerprint(str(start), cfg.model.get("revision")),
+            base_revision=None if Path(base).is_dir() else revision,
         )
         if not adapter_only:
             # The base is read again, as what was trained on may be rounded.
@@ -127,7 +130,7 @@ def _describe(
 
 def _reward_facts(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = as_saved(str(folder), loading_options(folder))
     return {"reward_offset": config["reward_offset"], "pad_token": tokenizer.pad_token}
 
 

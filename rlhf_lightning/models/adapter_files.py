@@ -56,6 +56,7 @@ def save_adapter(
     *,
     base: str,
     base_fingerprint: str,
+    base_revision: str | None = None,
 ) -> None:
     """Write one adapter (and head) as a folder that PEFT loads onto the base.
 
@@ -65,6 +66,7 @@ def save_adapter(
         state: full state dict of `model`.
         base: name or folder of the base, for PEFT.
         base_fingerprint: of the base's weights.
+        base_revision: of a hub name, for PEFT.
     """
     lora = model.base.adapters[str(model.name)]
     is_scalar = isinstance(model, AdaptedScalarModel)
@@ -72,6 +74,7 @@ def save_adapter(
     LoraConfig(
         task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
         base_model_name_or_path=base,
+        revision=base_revision,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

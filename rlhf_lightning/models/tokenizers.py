@@ -45,7 +45,7 @@ def load_tokenizer(
     """
     options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     with naming_source(source):
-        tokenizer = _as_saved(str(source), options)
+        tokenizer = as_saved(str(source), options)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no EOS token: set one before training")
     if tokenizer.pad_token_id is None:
@@ -82,12 +82,16 @@ def with_template_arguments(
     return tokenizer
 
 
-def _as_saved(source: str, options: dict[str, Any]) -> Any:
+def as_saved(source: str, options: dict[str, Any]) -> Any:
     """Return the tokenizer that the checkpoint describes.
 
     For models of type qwen2, AutoTokenizer (transformers 5.23) splits text by Qwen's own rules,
     also where the checkpoint says that all of its tokenizer is in tokenizer.json: text is lost in
-    silence.
+    silence. Whatever loads a tokenizer takes this.
+
+    Args:
+        source: folder or hub name.
+        options: of `loading_options`.
     """
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     named = get_tokenizer_config(source, **options).get("tokenizer_class")
@@ -117,7 +121,7 @@ def check_same_tokenizer(
         ValueError: if they differ, or nothing can be compared.
     """
     try:
-        other = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+        other = as_saved(str(source), loading_options(source))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{source} has no tokenizer to be compared with the policy's, whose ids it would read: "

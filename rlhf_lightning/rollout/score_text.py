@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.distributed import agreed_max
 from rlhf_lightning.models.classifiers import (
@@ -23,6 +23,8 @@ from rlhf_lightning.models.classifiers import (
     reads_padding_on_left,
 )
 from rlhf_lightning.models.forward import bucket_width, by_micro_batch
+from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.models.tokenizers import as_saved
 from rlhf_lightning.rollout.score import Answers, Scores
 from rlhf_lightning.rollout.score_rendering import Renderer, answer_texts
 from rlhf_lightning.rollout.score_settings import TextRewardModelHparams
@@ -160,8 +162,8 @@ def load_fast_tokenizer(source: str, *, revision: str | None) -> PreTrainedToken
     Raises:
         ValueError: if it cannot say which characters a token comes from.
     """
-    tokenizer = AutoTokenizer.from_pretrained(
-        source, revision=revision or "main", trust_remote_code=False
+    tokenizer: PreTrainedTokenizerBase = as_saved(
+        source, loading_options(source, revision=revision)
     )
     if not tokenizer.is_fast:
         raise ValueError(

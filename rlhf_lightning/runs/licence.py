@@ -23,6 +23,7 @@ _TEXTS = (
     (r"LLAMA 3\.3 COMMUNITY LICENSE", "llama3.3"),
     (r"Gemma Terms of Use", "gemma"),
 )
+_SNAPSHOT = re.compile(r"/models--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -82,6 +83,16 @@ def hub_base(base: str | None, configured: str | None = None) -> str | None:
         named = named[0] if isinstance(named, list) else named
         return str(named) if named and _is_hub_name(str(named)) else None
     return base if _is_hub_name(base) else None
+
+
+def hub_snapshot(folder: str | Path) -> tuple[str, str] | None:
+    """Return hub name and commit of a folder in the hub's cache, None of any other folder.
+
+    Only there it is certain that a folder holds what stands on the hub: a copy elsewhere may have
+    been trained further.
+    """
+    found = _SNAPSHOT.search(Path(folder).expanduser().absolute().as_posix())
+    return None if found is None else (found.group(1).replace("--", "/"), found.group(2))
 
 
 def _is_hub_name(text: str) -> bool:

@@ -179,6 +179,17 @@ def test_an_adapter_is_merged_and_stands_beside_it(start, tmp_path, stage):
     assert (merged - base).abs().max() > 1e-3, "the adapter does nothing: the test shows nothing"
 
 
+def test_an_adapter_on_a_model_of_the_hubs_cache_names_it_as_the_hub_does(start, tmp_path):
+    commit = "0123456789" * 4
+    base = tmp_path / "models--org--tiny" / "snapshots" / commit
+    shutil.copytree(start, base)
+    folder = killed(tmp_path / "run", "sft", base, *LORA, "trainer.limit_train_batches=1")
+    run(Request(folder.path, to=tmp_path / "alone", adapter_only=True))
+    written = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    assert (written["base_model_name_or_path"], written["revision"]) == ("org/tiny", commit)
+    assert str(tmp_path) not in (tmp_path / "alone" / "rlhf_lightning.json").read_text()
+
+
 def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp_path):
     made = export(reward_lora.path, tmp_path)
     alone = tmp_path / "alone"

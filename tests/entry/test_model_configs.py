@@ -148,6 +148,23 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
     }
 
 
+def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
+    name = "smollm2_135m"
+    published = {
+        world: composed(f"+experiment=sft_{name}", f"world={world}").artifacts.publish
+        for world in ("ultrachat", "ultrafeedback", "hh_rlhf")
+    }
+    assert len(set(published.values())) == 3
+    reward = composed(f"+experiment=reward_{name}").artifacts
+    assert reward.sft == published["ultrachat"]
+    own = "world.family=ultrafeedback"
+    built_on = composed(f"+experiment=reward_{name}", own).artifacts
+    assert built_on.sft == published["ultrafeedback"]
+    assert built_on.publish != reward.publish
+    again = composed(f"+experiment=sft_{name}", "world=ultrafeedback", own).artifacts
+    assert again.publish == published["ultrafeedback"]
+
+
 def test_every_experiment_of_a_size_is_one_of_the_recipes_tested_here():
     names = {f"{stage}_{model}{variant}" for model, variant in RECIPES for stage in STAGES}
     of_a_size = {

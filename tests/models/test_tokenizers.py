@@ -6,7 +6,13 @@ import pytest
 from transformers import GenerationConfig
 
 from rlhf_lightning.data.tokens import answer_ids, render_chat
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids, with_template_arguments
+from rlhf_lightning.models.tokenizers import (
+    check_same_tokenizer,
+    load_tokenizer,
+    stop_ids,
+    with_template_arguments,
+)
+from rlhf_lightning.rollout.score_text import load_fast_tokenizer
 from tests.data.conftest import build_tokenizer
 from tests.tiny import EOS, PAD, tiny_tokenizer
 
@@ -33,7 +39,11 @@ def test_a_tokenizer_of_its_own_is_read_as_it_was_saved_whatever_the_model_type(
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    assert load_tokenizer(tmp_path)("w7 w11 w2")["input_ids"] == [7, 11, 2]
+    loaded = load_tokenizer(tmp_path)
+    assert loaded("w7 w11 w2")["input_ids"] == [7, 11, 2]
+    of_a_reward_model = load_fast_tokenizer(str(tmp_path), revision=None)
+    assert of_a_reward_model("w7 w11 w2")["input_ids"] == [7, 11, 2]
+    check_same_tokenizer(loaded, tmp_path, fix="")
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):

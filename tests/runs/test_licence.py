@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.runs.licence import base_licence, hub_base
+from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
 
 
 def with_card(folder, matter):
@@ -76,3 +76,14 @@ def test_the_root_on_the_hub_is_handed_down_by_our_own_cards(tmp_path):
     assert hub_base(folder, "org/configured") == "org/base"
     assert hub_base(str(bare), "/home/me/base") is None
     assert hub_base("artifacts/demo/missing") is None
+
+
+def test_only_of_a_folder_in_the_hubs_cache_is_it_certain_what_it_is(tmp_path):
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "models--org--small-model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    assert hub_snapshot(snapshot) == ("org/small-model", commit)
+    assert hub_snapshot(f"{snapshot}/") == ("org/small-model", commit)
+    assert hub_snapshot(tmp_path / "models--gpt2" / "snapshots" / commit) == ("gpt2", commit)
+    for other in (tmp_path / "small-model", snapshot.parent / "main", snapshot / "checkpoint-9"):
+        assert hub_snapshot(other) is None
