@@ -52,6 +52,7 @@ class JudgedPair:
         gold: the more convincing one by the set's own estimate, `"equal"`, or None without one.
         strict: whether the set counts it among those that contradict no other pair.
         votes: `a1`, `a2` or `equal`, one a person.
+        voters: who gave them, in the same order.
     """
 
     topic: str
@@ -61,6 +62,7 @@ class JudgedPair:
     gold: Gold | None
     strict: bool
     votes: tuple[str, ...]
+    voters: tuple[str, ...] = ()
 
     @property
     def left_out(self) -> str | None:
@@ -253,6 +255,7 @@ def _judged_pair(
         gold,
         row.get("strict") is True,
         _votes(row, where),
+        tuple(str(vote[0]) for vote in row["votes"]),
     )
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
 from rlhf_lightning.data.encode import OverLong
+from rlhf_lightning.data.lab_folder import PreferenceFolder
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources import RecordSource
 
@@ -68,7 +69,8 @@ class PreferenceDataModule(RecordDataModule):
     """Batches of `PreferenceBatch`; a row is as long as its longer side.
 
     The arguments are those of `RecordDataModule`; exactly one of `num_epochs` and
-    `num_iterations` must be given.
+    `num_iterations` must be given. `path` names a file or folder of preference records, such as
+    `rlhf_lightning.collect` makes, that takes the place of the source.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class PreferenceDataModule(RecordDataModule):
         batch_size: int,
         max_length: int,
         seed: int,
+        path: str | None = None,
         num_epochs: float | None = None,
         num_iterations: int | None = None,
         over_long: OverLong = "drop",
@@ -90,7 +93,7 @@ class PreferenceDataModule(RecordDataModule):
     ) -> None:
         """Check the numbers; nothing is read yet."""
         super().__init__(
-            source,
+            source if path is None else PreferenceFolder(path),
             tokenizer,
             kind="preferences",
             batch_size=batch_size,

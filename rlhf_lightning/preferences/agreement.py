@@ -29,23 +29,27 @@ class Votes:
         items: names of the items, such as pair ids.
         annotators: their names.
         categories: what can be said.
-        table: `[I, A]` int64, index of the category, `MISSING` where there is no vote.
+        cells: `[N, 3]` int64, a row a vote: indices of item, annotator and category.
     """
 
     items: tuple[Hashable, ...]
     annotators: tuple[str, ...]
     categories: tuple[str, ...]
-    table: NDArray[np.int64]
+    cells: NDArray[np.int64]
 
     @property
     def counts(self) -> NDArray[np.int64]:
         """`[I, K]`: votes for each category."""
-        return np.stack([(self.table == k).sum(1) for k in range(len(self.categories))], axis=1)
+        counts = np.zeros((len(self.items), len(self.categories)), dtype=np.int64)
+        np.add.at(counts, (self.cells[:, 0], self.cells[:, 2]), 1)
+        return counts
 
-    def rows(self, keep: NDArray[np.bool_]) -> Votes:
-        """Return the votes on the items `[I]` that are True in `keep`."""
-        items = tuple(item for item, kept in zip(self.items, keep, strict=True) if kept)
-        return Votes(items, self.annotators, self.categories, self.table[keep])
+    @property
+    def table(self) -> NDArray[np.int64]:
+        """`[I, A]`: index of the category, `MISSING` where there is no vote."""
+        table = np.full((len(self.items), len(self.annotators)), MISSING, dtype=np.int64)
+        table[self.cells[:, 0], self.cells[:, 1]] = self.cells[:, 2]
+        return table
 
 
 def collect_votes(labels: Iterable[Label], *, categories: Sequence[str] = THREE) -> Votes:
@@ -67,14 +71,12 @@ def make_votes(votes: Iterable[tuple[Hashable, str, int]], categories: Sequence[
     """Return the table of (item, annotator, category index); items in the order they come in."""
     items: dict[Hashable, int] = {}
     annotators: dict[str, int] = {}
-    cells = [
-        (items.setdefault(item, len(items)), annotators.setdefault(name, len(annotators)), vote)
-        for item, name, vote in votes
-    ]
-    table = np.full((len(items), len(annotators)), MISSING, dtype=np.int64)
-    for row, column, vote in cells:
-        table[row, column] = vote
-    return Votes(tuple(items), tuple(annotators), tuple(categories), table)
+    cells: dict[tuple[int, int], int] = {}
+    for item, name, vote in votes:
+        row = items.setdefault(item, len(items))
+        cells[row, annotators.setdefault(name, len(annotators))] = vote
+    array = np.array([(*place, vote) for place, vote in cells.items()], dtype=np.int64)
+    return Votes(tuple(items), tuple(annotators), tuple(categories), array.reshape(-1, 3))
 
 
 def raw_agreement(counts: NDArray[np.int64]) -> float:

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from rlhf_lightning.data.errors import closest
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.judge_service import JudgeHparams, JudgeService, Reply
@@ -84,6 +85,11 @@ class JudgeAnnotator:
             raise ValueError(f"judge.read={read!r}: use text or logprobs")
         if missing := [p for p in ("{prompt}", "{a}", "{b}") if p not in template]:
             raise ValueError(f"judge.template lacks {', '.join(missing)}")
+        for key in hparams:
+            if key not in (known := JudgeHparams.__dataclass_fields__):
+                hint = closest(key, known)
+                meant = f", did you mean {hint}?" if hint else f": use one of {', '.join(known)}"
+                raise ValueError(f"unknown key judge.{key}{meant}")
         self.hparams = JudgeHparams(**hparams)
         self.name = name or self.hparams.model
         self.read = read

@@ -1,6 +1,6 @@
 """Who is right how often, without knowing the truth: Dawid and Skene's model of raters.
 
-Legend: I items, A annotators, K categories.
+Legend: N votes, I items, A annotators, K categories.
 """
 
 from __future__ import annotations
@@ -69,21 +69,22 @@ def dawid_skene(
     """
     if smoothing < 0:
         raise ValueError(f"smoothing={smoothing} must be 0 or more")
-    said = np.stack([votes.table == k for k in range(len(votes.categories))], axis=2)  # [I, A, K]
-    counts = said.sum(1)
-    if not counts.sum():
+    counts = votes.counts
+    if not len(votes.cells):
         raise ValueError("no vote was given: Dawid and Skene's model needs some")
+    item, annotator, said = votes.cells.T  # [N] each
     num_categories = counts.shape[1]
-    observed = np.maximum(counts.sum(1, keepdims=True), 1)
-    posterior = np.where(counts.sum(1, keepdims=True), counts / observed, 1 / num_categories)
+    posterior = counts / counts.sum(1, keepdims=True)
     pseudo = smoothing * _lenient(num_categories)
     previous, iteration = -np.inf, 0
-    votes_of = said.astype(np.float64)
     while iteration < max_iterations:
         iteration += 1
         prior = _shares(posterior.sum(0) + smoothing / num_categories)
-        confusion = _shares(np.einsum("ik,iac->akc", posterior, votes_of) + pseudo)
-        log_joint = _log(prior) + np.einsum("iac,akc->ik", votes_of, _log(confusion))  # [I, K]
+        seen = np.zeros((len(votes.annotators), num_categories, num_categories))  # said, true
+        np.add.at(seen, (annotator, said), posterior[item])
+        confusion = _shares(seen.transpose(0, 2, 1) + pseudo)  # [A, K, K]
+        log_joint = np.tile(_log(prior), (len(votes.items), 1))  # [I, K]
+        np.add.at(log_joint, item, _log(confusion)[annotator, :, said])
         top = log_joint.max(1, keepdims=True)
         evidence = top[:, 0] + np.log(np.exp(log_joint - top).sum(1))
         posterior = np.exp(log_joint - evidence[:, None])

@@ -29,7 +29,7 @@ LAYERS = (
     {"composition"},
     {"context_length", "saved_config", "strategies"},
     {"assembly", "prerequisites"},
-    {"model_folder", "export_request", "plan_request", "annotate_request"},
+    {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"},
     {"finish", "reexport", "failures"},
     {"lost_ranks", "quiet"},
     {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"},

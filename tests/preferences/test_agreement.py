@@ -94,7 +94,7 @@ def test_votes_are_one_an_annotator_and_pair_and_skips_are_none() -> None:
     assert votes.table.tolist() == [[1, MISSING], [2, 2]]
     assert votes.counts.tolist() == [[0, 1, 0], [0, 0, 2]]
     assert collect_votes(labels, categories=("first", "second")).counts.tolist() == [[0, 1]]
-    assert votes.rows(np.array([False, True])).items == ("q",)
+    assert votes.cells.tolist() == [[0, 0, 1], [1, 1, 2], [1, 0, 2]]
 
 
 def test_a_majority_is_alone_at_the_top() -> None:

@@ -1,0 +1,187 @@
+"""From prompts to preference records, within a budget: `python -m rlhf_lightning.collect`.
+
+Heavy imports stay inside functions: `--help` and a config error answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_lightning.collect_request import build_lab, check_collection, read_prompts
+from rlhf_lightning.composition import ConfigError, conf_dir, explain, register, trusted_targets
+from rlhf_lightning.failures import exit_with, record_failure
+from rlhf_lightning.launching import agree_on, launch_time
+from rlhf_lightning.prerequisites import prepare_inputs
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import artifact_lock, claim_run
+from rlhf_lightning.runs.resume import config_hash, find_unfinished_run
+from rlhf_lightning.runs.secrets import redacted
+from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+from rlhf_lightning.saved_config import keep_secrets
+
+register()
+PEOPLE_NEEDED = 3  # exit status: people have to label before the run can go on
+WAITING = "PeopleNeededError"  # by name: what raises it is imported late
+DATA = "data"
+
+
+def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
+    """Collect preferences from the configuration to the published records.
+
+    Args:
+        cfg: composed configuration.
+        folder: of a new run; with `resume=auto` an unfinished one takes its place.
+        overrides: of the command line, for models that must be trained first.
+
+    Returns:
+        The summary, as written to the run folder.
+
+    Raises:
+        ConfigError: if the configuration cannot work.
+        PeopleNeededError: if people have to label first.
+    """
+    trusted = trusted_targets()
+    check_collection(cfg, trusted)
+    keep_secrets(cfg, folder)
+    prepare_inputs(cfg, overrides)
+    digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
+    folder = _start(cfg, folder, digest)
+    summary = new_summary("collect", seed=cfg.seed, config_hash=digest)
+    with claim_run(folder.create().path):
+        try:
+            write_summary(folder, summary)
+            return _collect(cfg, folder, summary, trusted)
+        except BaseException as error:
+            if type(error).__name__ == WAITING:
+                write_summary(folder, replace(summary, status="stopped", cause=str(error)))
+            else:
+                record_failure(folder, summary, error)
+            raise
+
+
+def _collect(
+    cfg: DictConfig, folder: RunFolder, summary: Summary, trusted: tuple[str, ...]
+) -> Summary:
+    started = time.perf_counter()
+    from rlhf_lightning.callbacks.console import print_start, print_verdict
+    from rlhf_lightning.preferences.publishing import (
+        copy_collection,
+        flat_metrics,
+        write_collection,
+    )
+    from rlhf_lightning.quiet import quieten
+    from rlhf_lightning.reports.page import write_report
+
+    quieten()
+    lab = build_lab(cfg, folder.path, trusted)
+    prompts = read_prompts(cfg)
+    print_start("collect", folder, _settings(cfg, lab, len(prompts)))
+    collection = lab.run(prompts)
+    gold = OmegaConf.select(cfg, "world.gold")
+    truth = None if gold is None else hydra.utils.instantiate(gold)
+    figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=truth)
+    if cfg.artifacts.publish is not None:
+        target = Path(cfg.artifacts.publish)
+        with artifact_lock(target):
+            copy_collection(folder.path / DATA, target)
+    summary = replace(
+        summary,
+        status="completed",
+        metrics=dict(sorted(flat_metrics(figures).items())),
+        seconds={"total": time.perf_counter() - started},
+    )
+    write_summary(folder, summary)
+    write_report(folder)
+    print_verdict(summary, folder)
+    _say(f"before: {collection.before}")
+    _say(f"after:  {collection.after}")
+    _say(f"records: {cfg.artifacts.publish or folder.path / DATA}")
+    return summary
+
+
+def _start(cfg: DictConfig, folder: RunFolder, digest: str) -> RunFolder:
+    """Return the folder of the run: an unfinished one of this configuration, or the new one."""
+    if cfg.resume != "auto":
+        return folder
+    unfinished = find_unfinished_run(Path(cfg.paths.outputs) / cfg.name, digest)
+    if unfinished is None:
+        return folder
+    made = {path.name for path in folder.path.glob("*")}
+    if folder.path != unfinished.path and made <= {".hydra", "collect.log"}:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    return unfinished
+
+
+def _settings(cfg: DictConfig, lab: Any, num_prompts: int) -> dict[str, object]:
+    sampling = lab.sampling
+    return {
+        "policies": ", ".join(f"{n}: {s}" for n, s in cfg.candidates.policies.items() if s),
+        "candidates": f"{sampling.per_prompt} for each of {num_prompts} prompts",
+        "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
+        "annotators": ", ".join(annotator.name for annotator in lab.annotators) or "people alone",
+        "seed": cfg.seed,
+    }
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="collect")
+def _hydra_main(cfg: DictConfig) -> None:
+    config = HydraConfig.get()
+    folder = RunFolder(Path(config.runtime.output_dir))
+    try:
+        run(cfg, folder, list(config.overrides.task))
+    except ConfigError as error:
+        _fail(str(error))
+    except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
+        if type(error).__name__ == WAITING:
+            _say(str(error))
+            raise SystemExit(PEOPLE_NEEDED) from None
+        exit_with(error)
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {redacted(message)}\n")
+    raise SystemExit(2)
+
+
+def main() -> None:
+    """Run the command line."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    agree_on("launch time", launch_time)
+    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
+    if len(overrides) == len(sys.argv) - 1:
+        try:
+            with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+                try:
+                    cfg = compose("collect", overrides=overrides, return_hydra_config=True)
+                    with open_dict(cfg):
+                        del cfg["hydra"]
+                    check_collection(cfg, trusted_targets())
+                except (HydraException, OmegaConfBaseException) as error:
+                    _fail(explain(error, overrides, "collect"))
+                except ConfigError as error:
+                    _fail(str(error))
+        except HydraException as error:
+            _fail(str(error))
+    _hydra_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What a collection leaves: preference records, figures of reliability, and flat metrics."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.data.lab_folder import RELIABILITY
+from rlhf_lightning.preferences.aggregate import Verdict, aggregate, left_out, preference_row
+from rlhf_lightning.preferences.agreement import Share
+from rlhf_lightning.preferences.annotators import Gold
+from rlhf_lightning.preferences.journal import write_rows
+from rlhf_lightning.preferences.lab import Collection, LabHparams
+from rlhf_lightning.preferences.records import Pair, readable
+from rlhf_lightning.preferences.reliability import (
+    agreement_with_truth,
+    all_annotators,
+    gold_gaps,
+    label_ceiling,
+    people_figures,
+    people_majority,
+    verdicts_agree,
+)
+from rlhf_lightning.runs.atomic import replace_folder, write_text
+from rlhf_lightning.runs.folder import to_json
+
+
+def write_collection(
+    folder: Path, collection: Collection, hparams: LabHparams, *, gold: Gold | None = None
+) -> dict[str, Any]:
+    """Write the records and figures into `folder`, in one step, and return the figures.
+
+    Args:
+        folder: gets `train.jsonl`, `validation.jsonl` and `reliability.json`.
+        collection: what the lab has made.
+        hparams: of the lab.
+        gold: scores answers as they truly are, where that is known; it changes no label.
+    """
+    figures = describe(collection, gold=gold)
+    staging = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for name, verdicts in (("train", collection.train), ("validation", collection.validation)):
+        kept = [verdict for verdict in verdicts if verdict.choice is not None]
+        if kept or name == "train":
+            rows = (preference_row(v, margin_scale=hparams.margin_scale) for v in kept)
+            write_rows(staging / f"{name}.jsonl", rows)
+    write_text(staging / RELIABILITY, to_json(figures, indent=2) + "\n")
+    former = replace_folder(staging, folder)
+    if former is not None:
+        shutil.rmtree(former, ignore_errors=True)
+    return figures
+
+
+def copy_collection(source: Path, target: Path) -> None:
+    """Put a copy of the folder at `target`, in one step."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.new")
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.copytree(source, staging)
+    former = replace_folder(staging, target)
+    if former is not None:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, Any]:
+    """Return every figure of a collection, as plain values; see docs/preferences.md."""
+    routing = collection.routing
+    held_out = {pair.pair_id for pair in routing.validation}
+    theirs = [x for x in collection.labels if x.annotator in collection.people]
+    on_held_out = [x for x in theirs if x.pair_id in held_out]
+    people = people_figures(on_held_out)
+    shape = people.ceiling.shape if people and people.ceiling else None
+    others = [x for x in collection.labels if x.annotator not in collection.people]
+    automatic = aggregate(routing.validation, others, people=())
+    figures: dict[str, Any] = {
+        "candidates": {"sampled": collection.num_candidates, "dropped": collection.dropped},
+        "pairs": {
+            "automatic": len(routing.automatic),
+            "people": len(routing.people),
+            "validation": len(routing.validation),
+            "near_duplicate_prompts_removed": collection.near_duplicates,
+        },
+        "records": {
+            name: {
+                "kept": sum(v.choice is not None for v in verdicts),
+                "left_out": left_out(verdicts),
+            }
+            for name, verdicts in (
+                ("train", collection.train),
+                ("validation", collection.validation),
+            )
+        },
+        "cost": {
+            "before": asdict(collection.before) | {"money": collection.before.money},
+            "after": asdict(collection.after) | {"money": collection.after.money},
+        },
+        "people": None if people is None else asdict(people),
+        "annotators": [asdict(a) for a in all_annotators(collection.labels, collection.people)],
+        "automatic_agrees_with_people": verdicts_agree(automatic, people_majority(on_held_out)),
+        "judge": None if collection.judge is None else asdict(collection.judge),
+        "label_ceiling": label_ceiling(collection.validation, on_held_out, shape),
+    }
+    if gold is not None:
+        figures["gold"] = _truth(collection, gold)
+    return _plain(figures)
+
+
+def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures that stand in `summary.json`, by flat names; what is not known is left."""
+    people = figures["people"] or {}
+    ceiling = people.get("ceiling") or {}
+    pairs, cost = figures["pairs"], figures["cost"]
+    labelled = sum(pairs[key] for key in ("automatic", "people", "validation"))
+    found: dict[str, Any] = {
+        "collect/num_candidates": figures["candidates"]["sampled"],
+        "collect/num_pairs": labelled,
+        "collect/automatic_share": pairs["automatic"] / labelled,
+        "collect/train_records": figures["records"]["train"]["kept"],
+        "collect/validation_records": figures["records"]["validation"]["kept"],
+        "collect/near_duplicate_prompts": pairs["near_duplicate_prompts_removed"],
+        "collect/hours": cost["after"]["hours"],
+        "collect/hours_before": cost["before"]["hours"],
+        "collect/money": cost["after"]["money"],
+        "collect/money_before": cost["before"]["money"],
+        "collect/raw_agreement": people.get("raw_agreement"),
+        "collect/fleiss_kappa": people.get("fleiss_kappa"),
+        "collect/single_label_ceiling": ceiling.get("single"),
+        "collect/automatic_agrees_with_people": figures["automatic_agrees_with_people"]["value"],
+        "val/label_ceiling": figures["label_ceiling"],
+    }
+    for name, share in (figures.get("gold") or {}).items():
+        found[f"collect/gold_{name}"] = share["value"]
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _truth(collection: Collection, gold: Gold) -> dict[str, Share]:
+    routing = collection.routing
+    pairs = (*routing.automatic, *routing.people, *routing.validation)
+    truth = gold_gaps(pairs, _gold_scores(pairs, gold))
+    by_people = [v for v in collection.train if v.by_people]
+    automatic = [v for v in collection.train if not v.by_people]
+    parts: dict[str, Sequence[Verdict]] = {
+        "train": collection.train,
+        "train_automatic": automatic,
+        "train_people": by_people,
+        "validation": collection.validation,
+    }
+    return {name: agreement_with_truth(verdicts, truth) for name, verdicts in parts.items()}
+
+
+def _gold_scores(pairs: Sequence[Pair], gold: Gold) -> list[tuple[float, float]]:
+    prompts = [readable(pair.prompt) for pair in pairs]
+    finished = [True] * len(pairs)
+    first = gold(prompts, [pair.first for pair in pairs], finished)
+    second = gold(prompts, [pair.second for pair in pairs], finished)
+    return list(zip(first, second, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """Return plain values: a share as an object, and null for what is not a number."""
+    if isinstance(value, Share):
+        return {key: _plain(item) for key, item in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,117 @@
+"""A reward model as an annotator: it prefers the answer that it scores higher.
+
+Legend: B answers, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_lightning.data.collate import SFTCollator
+from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
+from rlhf_lightning.data.records import DemonstrationRecord, Text
+from rlhf_lightning.models.factory import frozen, load_scalar_model
+from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.preferences.annotators import by_gap, now
+from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair
+
+
+class RewardModelAnnotator:
+    """Scores prompt and answer as the reward stage encodes them, read at the last token.
+
+    Args:
+        source: folder or hub name of a sequence classifier with one score, such as the reward stage
+            exports; its tokenizer and chat template are those it was trained with.
+        name: of the annotator.
+        max_length: tokens of prompt and answer; a pair with a longer side is skipped.
+        tie_below: a difference of scores that is smaller than this is a tie.
+        batch_size: pairs that are scored, and whose labels reach the disk, together.
+        micro_batch_size: answers in one forward.
+        revision: branch, tag or commit of a hub name.
+
+    Raises:
+        ValueError: for numbers that cannot be.
+    """
+
+    kind: AnnotatorKind = "reward_model"
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        name: str = "reward_model",
+        max_length: int = 1024,
+        tie_below: float = 0.0,
+        batch_size: int = 256,
+        micro_batch_size: int = 32,
+        revision: str | None = None,
+    ) -> None:
+        if min(max_length, batch_size, micro_batch_size) < 1 or tie_below < 0:
+            raise ValueError(
+                f"RewardModelAnnotator: max_length={max_length}, batch_size={batch_size} and "
+                f"micro_batch_size={micro_batch_size} must be at least 1, tie_below={tie_below} "
+                "at least 0"
+            )
+        self.source = source
+        self.name = name
+        self.max_length = max_length
+        self.tie_below = tie_below
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.revision = revision
+        self._loaded: tuple[Any, Any] | None = None
+
+    def label(self, pairs: Sequence[Pair]) -> list[Label]:
+        """Return one label a pair; the margin is the difference of the scores."""
+        texts = list(dict.fromkeys((p.prompt, t) for p in pairs for t in (p.first, p.second)))
+        scores = dict(zip(texts, self.scores(texts), strict=True))
+        labels = []
+        for pair in pairs:
+            first, second = scores[pair.prompt, pair.first], scores[pair.prompt, pair.second]
+            if first is None or second is None:
+                why = f"longer than {self.max_length} tokens"
+                labels.append(
+                    Label(pair.pair_id, self.name, "skip", self.kind, "first", now(), reason=why)
+                )
+            else:
+                labels.append(by_gap(pair, first - second, self, tie_below=self.tie_below))
+        return labels
+
+    @torch.no_grad()
+    def scores(self, answers: Sequence[tuple[Text, str]]) -> list[float | None]:
+        """Return the score of each (prompt, answer), None where it is too long."""
+        if self._loaded is None:
+            tokenizer = load_tokenizer(self.source, revision=self.revision)
+            model = frozen(load_scalar_model(self.source, revision=self.revision))
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._loaded = (tokenizer, model.to(device))
+        tokenizer, model = self._loaded
+        encoded = [self._encode(prompt, answer) for prompt, answer in answers]
+        found: list[float | None] = [None] * len(answers)
+        # Like lengths pad little.
+        order = sorted(
+            (i for i, row in enumerate(encoded) if row is not None),
+            key=lambda i: len(encoded[i] or ()),
+        )
+        collate = SFTCollator(int(tokenizer.pad_token_id))
+        place = next(model.root.parameters()).device
+        for start in range(0, len(order), self.micro_batch_size):
+            part = order[start : start + self.micro_batch_size]
+            batch = collate([row for i in part if (row := encoded[i]) is not None]).to(place)
+            values = sequence_scores(model, batch.input_ids, batch.attention_mask)  # [B]
+            for i, value in zip(part, values.tolist(), strict=True):
+                found[i] = value
+        return found
+
+    def _encode(self, prompt: Text, answer: str) -> EncodedSequence | None:
+        assert self._loaded is not None  # or there is no tokenizer
+        completion: Text = answer
+        if not isinstance(prompt, str):
+            completion = ({"role": "assistant", "content": answer},)
+        record = DemonstrationRecord(prompt, completion)
+        return encode_demonstration(record, self._loaded[0], max_length=self.max_length)

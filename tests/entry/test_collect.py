@@ -1,0 +1,200 @@
+"""`python -m rlhf_lightning.collect`: killed and resumed, waiting for people, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.preferences.people import STORE, PeopleNeededError
+from rlhf_lightning.preferences.records import Label, Pair
+from rlhf_lightning.preferences.rows import read_records
+from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.runs.folder import RunFolder
+
+pytestmark = pytest.mark.timeout(600)
+NOW = "2026-11-02T09:30:00+00:00"
+SMALL = [
+    "artifacts.base=null",
+    "candidates.num_prompts=24",
+    "candidates.max_new_tokens=8",
+    "candidates.batch_size=6",
+    "lab.keep_unfinished=true",
+    "lab.num_pairs=40",
+    "budget.validation_share=0.2",
+]
+# The tiny policy's answers are all bad: people who can be of two minds about them.
+DECIDED = [
+    "annotator.automatic.manners.tie_below=0.0",
+    *(f"annotator.people.members.{name}.tie_below=0.0" for name in ("careful", "usual", "hasty")),
+]
+
+
+def command(start: Path, *overrides: str) -> list[str]:
+    module = [sys.executable, "-m", "rlhf_lightning.collect"]
+    return [*module, f"artifacts.sft={start}", *SMALL, *overrides]
+
+
+def collect(folder: Path, start: Path, *overrides: str, code: int = 0):
+    done = subprocess.run(
+        command(start, *overrides),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def collect_here(folder: Path, start: Path, *overrides: str) -> None:
+    """Run it in this process, as the command line does."""
+    from hydra import compose, initialize_config_dir
+
+    from rlhf_lightning.collect import run
+    from rlhf_lightning.composition import conf_dir
+
+    given = [f"artifacts.sft={start}", *SMALL, *overrides]
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        cfg = compose("collect", overrides=given)
+    run(cfg, RunFolder(folder / "outputs/collect/9999-01-01_00-00-00"), given)
+
+
+def runs(folder: Path) -> list[Path]:
+    return sorted((folder / "outputs/collect").iterdir())
+
+
+def labels(run: Path) -> set[tuple[str, str, str]]:
+    found = [(x.pair_id, x.annotator, x.choice) for x in read_records(Label, run / "labels.jsonl")]
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_records(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    whole.mkdir()
+    part.mkdir()
+    process = subprocess.Popen(
+        command(start, *DECIDED), cwd=part, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 400
+    while not list(part.glob("outputs/collect/*/candidates.journal.jsonl")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (killed,) = runs(part)
+    assert json.loads((killed / "summary.json").read_text())["status"] == "running"
+    assert not (killed / "data").exists()
+
+    monkeypatch.chdir(part)
+    collect_here(part, start, *DECIDED, "resume=auto")
+    monkeypatch.chdir(whole)
+    collect_here(whole, start, *DECIDED)
+    (resumed,), (other,) = runs(part), runs(whole)
+    for name in ("candidates.jsonl", "pairs.jsonl", "data/train.jsonl", "data/validation.jsonl"):
+        assert (resumed / name).read_bytes() == (other / name).read_bytes(), name
+    assert labels(resumed) == labels(other)
+    assert len((resumed / "data/train.jsonl").read_text().splitlines()) > 4
+    summary = json.loads((resumed / "summary.json").read_text())
+    assert (summary["stage"], summary["status"]) == ("collect", "completed")
+    assert 0.5 <= summary["metrics"]["val/label_ceiling"] <= 1.0
+    assert (resumed / "report.html").exists()
+    published = part / "artifacts/demo_seed1/preferences"
+    for name in ("train.jsonl", "validation.jsonl", "reliability.json"):
+        assert (published / name).read_bytes() == (resumed / "data" / name).read_bytes()
+
+
+def test_people_label_at_the_page_and_the_run_goes_on(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = ["annotator=page", "budget.validation_votes=2"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PeopleNeededError, match=r"annotate\.store=.*people\.sqlite"):
+        collect_here(tmp_path, start, *page)
+    (run,) = runs(tmp_path)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert "resume=auto" in summary["cause"]
+    with LabelStore(run / STORE) as store:
+        asked = list(store.pairs())
+        wanted = store.progress().wanted
+        twice = asked[: wanted - len(asked)]
+        for rater, pairs, choice in (("ada", asked, "first"), ("bob", twice, "second")):
+            store.add_labels(
+                Label(p.pair_id, rater, choice, "person", "first", NOW, seconds=10.0) for p in pairs
+            )
+    assert 0 < len(asked) <= len(list(read_records(Pair, run / "pairs.jsonl")))
+    collect_here(tmp_path, start, *page, "resume=auto")
+    assert runs(tmp_path) == [run]
+    figures = json.loads((run / "data/reliability.json").read_text())
+    assert figures["people"]["raw_agreement"] == 0.0
+    assert figures["records"]["validation"]["left_out"] == {
+        "no majority among the votes": figures["pairs"]["validation"]
+    }
+    assert figures["cost"]["after"]["measured"] is True
+    assert figures["cost"]["after"]["hours"] == pytest.approx(wanted * 10 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["candidates.num_prompt=3"], "unknown key candidates.num_prompt"),
+        (["+extra=1"], "unknown top-level key 'extra'"),
+        (["+lab.seeds=1"], "unknown key lab.seeds"),
+        (["resume=maybe"], "resume=maybe must be never or auto"),
+        (["candidates.split=test"], "must be train or validation"),
+        (["judge=local"], "judge.model is not set"),
+        (["judge=local", "judge.model=m", "+judge.modle=3"], "did you mean model"),
+        (["lab.pairing=worst"], "LabHparams.pairing='worst'"),
+        (["candidates.decoding.top_p=[0.0]"], "top_p"),
+        (["budget.automatic_share=0.95"], "must not sum to more than 1"),
+        (["annotator.people._target_=os.system"], "is not allowed"),
+        (["artifacts.sft=nowhere"], "artifacts.sft=nowhere does not exist"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line_and_leaves_no_run(
+    overrides: list[str], message: str, tmp_path: Path, start: Path, monkeypatch
+) -> None:
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    from rlhf_lightning.collect_request import build_lab, check_collection
+    from rlhf_lightning.composition import ConfigError, conf_dir, explain, register
+    from rlhf_lightning.prerequisites import prepare_inputs
+
+    register()
+    monkeypatch.chdir(tmp_path)
+    given = [f"artifacts.sft={start}", *SMALL, *overrides]
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        try:
+            cfg = compose("collect", overrides=given)
+            check_collection(cfg)
+            prepare_inputs(cfg, given)
+            build_lab(cfg, tmp_path)
+        except HydraException as error:
+            found = explain(error, given, "collect")
+        except ConfigError as error:
+            found = str(error)
+        else:
+            found = "nothing was wrong"
+    assert message in found
+    assert "\n" not in found
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_command_line_answers_a_mistake_with_status_2(tmp_path: Path, start: Path) -> None:
+    done = collect(tmp_path, start, "lab.pairings=random", code=2)
+    assert "did you mean lab.pairing" in done.stderr
+    assert not (tmp_path / "outputs").exists()
