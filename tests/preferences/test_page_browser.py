@@ -257,7 +257,7 @@ def test_a_foreign_name_shows_nothing_and_the_token_is_asked_for(browser: Chrome
     token = "a token of the tests"
     with serving(tmp_path, make_pairs(1), token=token) as server:
         browser.get(f"http://{FOREIGN_NAME}:{server.port}/")
-        assert "This page is not served under that name." in browser.page_source
+        wait(browser, lambda: "This page is not served under that name." in browser.page_source)
         assert browser.get_cookies() == []
         browser.get(server.url)
         browser.find_element(By.ID, "name").send_keys("Ann")
