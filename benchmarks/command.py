@@ -72,7 +72,9 @@ class Setting:
             if name in PLACES or value in (None, False, []):
                 continue
             words.append(f"--{name.replace('_', '-')}")
-            if value is not True:
+            if isinstance(value, Path):
+                words.append(value.name)
+            elif value is not True:
                 words += map(str, value if isinstance(value, list) else [value])
         return " ".join(words)
 

@@ -59,14 +59,14 @@ def run(side: Side, *, lock: Path | None = None) -> dict[str, Any]:
     Raises:
         RuntimeError: if it fails; the message ends with its last words.
     """
-    with tempfile.TemporaryDirectory() as folder, _held(lock):
+    with tempfile.TemporaryDirectory() as folder, held(lock):
         task_file, result_file = Path(folder, "task.json"), Path(folder, "result.json")
         task_file.write_text(json.dumps(side.task), encoding="utf-8")
         module = f"benchmarks.workers.{side.worker}"
         done = subprocess.run(
             [side.python, "-m", module, str(task_file), str(result_file)],
             cwd=ROOT,
-            env=_environment(side),
+            env={**environment(side.task["threads"]), **side.environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -81,10 +81,11 @@ def run(side: Side, *, lock: Path | None = None) -> dict[str, Any]:
         return result
 
 
-def _environment(side: Side) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
+    """Return the environment of a measured process that uses `threads` threads."""
     common = {
-        "OMP_NUM_THREADS": str(side.task["threads"]),
-        "MKL_NUM_THREADS": str(side.task["threads"]),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -92,11 +93,12 @@ def _environment(side: Side) -> dict[str, str]:
     }
     # The same for every side: what `rlhf_lightning.train` sets for itself.
     spin = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000")}
-    return {**os.environ, **common, **spin, **side.environment}
+    return {**os.environ, **common, **spin}
 
 
 @contextmanager
-def _held(lock: Path | None) -> Iterator[None]:
+def held(lock: Path | None) -> Iterator[None]:
+    """Hold the lock of a machine on which others measure too, if there is one."""
     if lock is None:
         yield
         return

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhf_lightning.memory import traces
+from rlhf_lightning.memory.process import beside_tensors
 from rlhf_lightning.memory.run import Run
 from rlhf_lightning.memory.sharding import GATHERED, end_of_backward, gathered
 from rlhf_lightning.memory.traces import Rows
@@ -86,7 +87,11 @@ def plan(run: Run) -> Plan:
     if run.evaluation is not None:
         phases.append(Phase("evaluate", _held_by_evaluation(bench, held) + evaluation(bench)))
     elements = sum(bench.weights(POLICY, part=part)[ELEMENTS] for part in bench.parts)
-    return Plan(models, optimizer, tuple(phases), elements)
+    whole = [
+        Phase(phase.name, Counter(phase.parts) + beside_tensors(run, phase.parts))
+        for phase in phases
+    ]
+    return Plan(models, optimizer, tuple(whole), elements)
 
 
 def trained_kinds(run: Run) -> tuple[str, ...]:

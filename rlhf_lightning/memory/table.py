@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_lightning.memory import phases
+from rlhf_lightning.memory.process import KEPT, PROCESS
 from rlhf_lightning.memory.report import Choice, Report
 from rlhf_lightning.memory.sharding import GATHERED
 from rlhf_lightning.memory.sizes import gib, readable
@@ -27,6 +28,8 @@ PARTS = {
     CACHE: "KV cache",
     phases.ROLLOUT: "rollout",
     phases.STEP: "temporaries of the step",
+    PROCESS: "tokenizer, records, kernels",
+    KEPT: "freed, kept by the C library",
 }
 
 
@@ -40,12 +43,8 @@ def print_report(report: Report, *, title: str, console: Console | None = None) 
         console.print(_choices(report))
     for note in report.notes:
         console.print(Text(f"assumed: {note}", style="dim"))
-    console.print(
-        Text(
-            "The sums are estimates: they have not been held against measured peaks yet",
-            style="dim",
-        )
-    )
+    if report.device == "cpu":
+        console.print(Text("how far plans were from measured peaks: docs/memory.md", style="dim"))
 
 
 def _about(report: Report, title: str) -> Panel:

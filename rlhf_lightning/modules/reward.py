@@ -22,6 +22,7 @@ from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import RewardHparams
 from rlhf_lightning.models.forward import micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.modules.measures import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
 from rlhf_lightning.modules.optimization import (
@@ -80,6 +81,7 @@ class RewardModule(L.LightningModule):
         if self.model is not None:
             return
         self.model = self.build_model()
+        release_freed_memory()
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
             shard(self.model.root, mesh, frozen=False, compute_dtype=self.compute_dtype)

@@ -20,6 +20,7 @@ from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.hparams import SFTHparams
 from rlhf_lightning.models.forward import micro_batches, pack_right
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.modules.measures import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
 from rlhf_lightning.modules.optimization import (
@@ -72,6 +73,7 @@ class SFTModule(L.LightningModule):
         if self.policy is not None:
             return
         self.policy = self.build_policy()
+        release_freed_memory()
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
             shard(self.policy.root, mesh, frozen=False, compute_dtype=self.compute_dtype)

