@@ -137,8 +137,9 @@ def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:
     for value in scorer.values():
         if isinstance(value, Mapping):
             found |= scorer_fingerprints(value)
-    source = scorer.get("source")
-    if isinstance(source, str):
+    for source in (scorer.get("source"), *scorer.get("sources", ())):
+        if not isinstance(source, str):
+            continue
         with suppress(ManifestError):
             found[source] = source_fingerprint(source, scorer.get("revision"))
     return found

@@ -15,6 +15,7 @@ from rlhf_lightning.hparams import Checked, number
 INPUT_FORMATS = ("text", "pair", "completion")
 ENDINGS = ("eos", "template", "none")
 OUTPUTS = ("logit", "log_odds", "probability")
+COMBINATIONS = ("mean_minus_std", "minimum")
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,49 @@ class HttpScorerHparams(Checked):
             )
 
 
+@dataclass(frozen=True)
+class RewardEnsembleHparams(Checked):
+    """How the scores of several reward models become one.
+
+    Args:
+        combine: `mean_minus_std`: the members' mean minus `std_coef` times their standard deviation
+            (divided by their number); `minimum`: the lowest of them.
+        std_coef: what a unit of disagreement costs; 0 is the plain mean.
+    """
+
+    combine: str = "mean_minus_std"
+    std_coef: float = number(1.0, at_least=0, usual=(0.0, 4.0))
+
+    def __post_init__(self) -> None:
+        """Check the values and the choice."""
+        super().__post_init__()
+        if self.combine not in COMBINATIONS:
+            raise ValueError(
+                f"RewardEnsembleHparams.combine={self.combine!r} must be one of "
+                f"{', '.join(COMBINATIONS)}"
+            )
+
+
+def check_members(sources: Any) -> list[str]:
+    """Return the folders or hub names of an ensemble's reward models.
+
+    Raises:
+        ValueError: unless there are two or more, each once.
+    """
+    names = [str(source) for source in sources] if isinstance(sources, list | tuple) else []
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ValueError(
+            f"scorer.sources={sources!r}: an ensemble needs two or more different reward models: "
+            "scorer.sources=[FOLDER,FOLDER]"
+        )
+    return names
+
+
+_ENSEMBLE = "rlhf_lightning.rollout.score_ensemble.RewardEnsembleScorer"
 _BY_TARGET: dict[str, type[Checked]] = {
     "rlhf_lightning.rollout.score_text.TextRewardModelScorer": TextRewardModelHparams,
     "rlhf_lightning.rollout.score_http.HttpScorer": HttpScorerHparams,
+    _ENSEMBLE: RewardEnsembleHparams,
 }
 
 
@@ -130,6 +171,8 @@ def check_scorer(node: Any) -> None:
         if settings is not None:
             names = {item.name for item in fields(settings)}  # type: ignore[arg-type]
             settings(**{key: value for key, value in node.items() if key in names})
+        if node.get("_target_") == _ENSEMBLE:
+            check_members(node.get("sources"))
         for value in node.values():
             check_scorer(value)
     elif isinstance(node, list | tuple):

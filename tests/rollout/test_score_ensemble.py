@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from rlhf_lightning.assembly import scorer_fingerprints
+from rlhf_lightning.composition import ConfigError, check_config, check_hparams, conf_dir, register
+from rlhf_lightning.rollout.score_ensemble import RewardEnsembleScorer, combined
+from rlhf_lightning.rollout.score_settings import RewardEnsembleHparams
+from tests.rollout.answers import answers_of
+from tests.tiny import EOS, PAD, prompt_batch, tiny_scalar_model
+
+SCORES = torch.tensor([[1.0, 4.0], [3.0, 4.0], [5.0, 1.0]])
+
+
+def ensemble(**options) -> RewardEnsembleScorer:
+    biases = {"a": 0.0, "b": 2.0, "c": 4.0}
+    return RewardEnsembleScorer(
+        lambda source: tiny_scalar_model("llama", bias=biases[source]), list(biases), **options
+    )
+
+
+def answers():
+    return answers_of(prompt_batch([[3, 4, 5], [6]]), [[7, 8, EOS], [9, PAD, 9, 10]])
+
+
+def test_disagreement_costs_its_standard_deviation_times_the_coefficient():
+    total, std = combined(SCORES, RewardEnsembleHparams(std_coef=2.0))
+    torch.testing.assert_close(std, torch.tensor([(8 / 3) ** 0.5, 2**0.5]))
+    torch.testing.assert_close(total, torch.tensor([3.0, 3.0]) - 2 * std)
+
+
+def test_the_minimum_is_the_lowest_member_of_each_row():
+    total, _ = combined(SCORES, RewardEnsembleHparams(combine="minimum"))
+    assert total.tolist() == [1.0, 1.0]
+
+
+def test_coefficient_0_is_the_plain_mean():
+    assert combined(SCORES, RewardEnsembleHparams(std_coef=0.0))[0].tolist() == [3.0, 3.0]
+
+
+def test_members_are_loaded_once_each_and_their_scores_are_components():
+    scorer = ensemble(std_coef=0.5, micro_batch_size=1)
+    models = scorer.build()
+    assert len(models) == 3
+    assert scorer.build() == models
+    assert not any(p.requires_grad for model in models for p in model.parameters())
+    got = scorer(answers())
+    assert sorted(got.components) == [
+        "disagreement",
+        "reward_model_1",
+        "reward_model_2",
+        "reward_model_3",
+    ]
+    first = got.components["reward_model_1"]
+    torch.testing.assert_close(got.components["reward_model_3"], first + 4)
+    std = (8 / 3) ** 0.5
+    torch.testing.assert_close(got.components["disagreement"], torch.full((2,), std))
+    torch.testing.assert_close(got.total, first + 2 - 0.5 * std)
+
+
+@pytest.fixture
+def hydra_conf():
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        yield
+
+
+def composed(*overrides):
+    return compose("train", ["+experiment=ppo", "scorer=reward_ensemble", *overrides])
+
+
+@pytest.mark.usefixtures("hydra_conf")
+def test_an_ensemble_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp_path):
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    cfg = composed(f"scorer.sources=[{','.join(folders)}]", "scorer.policy=null")
+    check_config(cfg)
+    check_hparams(cfg)
+    scorer = instantiate(cfg.scorer)
+    assert scorer.hparams == RewardEnsembleHparams()
+    assert [member.load.keywords["source"] for member in scorer.members] == folders
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"scorer\.sources is not set"),
+        (["scorer.sources=[a]"], "an ensemble needs two or more different reward models"),
+        (["scorer.sources=[a,a]"], "an ensemble needs two or more different reward models"),
+        (["scorer.sources=a"], "an ensemble needs two or more different reward models"),
+        (["scorer.sources=[a,b]", "scorer.combine=mean"], "combine='mean' must be one of mean_mi"),
+        (["scorer.sources=[a,b]", "scorer.std_coef=-1"], "std_coef=-1 is impossible"),
+    ],
+)
+@pytest.mark.usefixtures("hydra_conf")
+def test_an_ensemble_that_cannot_work_is_refused_before_anything_runs(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        check_hparams(composed(*overrides))
+
+
+def test_a_member_that_changes_under_a_run_is_noticed(tmp_path):
+    # What is no folder counts by its name.
+    node = {"sources": ["org/one", "org/two"], "policy": "org/three"}
+    assert scorer_fingerprints(node) == {"org/one": "org/one", "org/two": "org/two"}
