@@ -104,8 +104,11 @@ def read_prompts(cfg: DictConfig) -> list[PromptRecord]:
     Raises:
         ConfigError: if there is none.
     """
+    from rlhf_lightning.data.records import prompt_key
+
     source = instantiate(cfg.world.source)
-    found = {record.prompt: record for record in source.records("prompts", cfg.candidates.split)}
+    records = source.records("prompts", cfg.candidates.split)
+    found = {prompt_key(record): record for record in records}
     prompts = list(found.values())
     count = cfg.candidates.num_prompts
     if count is not None and count < len(prompts):

@@ -41,6 +41,7 @@ class WorkProgress:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._before = done
         self._started = self._told = time.monotonic()
+        self._shown = done  # by the last line
         self._bar: Progress | None = None
 
     def __enter__(self) -> WorkProgress:
@@ -68,7 +69,7 @@ class WorkProgress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        elif self.done > self._before or kind is not None:
+        elif self.done > self._shown or kind is not None:
             self._write_line()
 
     def advance(self, amount: int, note: str = "") -> None:
@@ -83,6 +84,7 @@ class WorkProgress:
             self._write_line(note)
 
     def _write_line(self, note: str = "") -> None:
+        self._shown = self.done
         share = f"{100 * self.done / self.total:.0f} %" if self.total else ""
         parts = (f"{self.what} {self.done}/{self.total}", share, self._status(), note)
         self.console.print(" · ".join(filter(None, parts)), markup=False)

@@ -68,11 +68,12 @@ class RewardModelAnnotator:
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair; the margin is the difference of the scores."""
-        texts = list(dict.fromkeys((p.prompt, t) for p in pairs for t in (p.first, p.second)))
-        scores = dict(zip(texts, self.scores(texts), strict=True))
+        # By name, because messages cannot be keys; an answer in several pairs is scored once.
+        texts = {(p.prompt_id, t): (p.prompt, t) for p in pairs for t in (p.first, p.second)}
+        scores = dict(zip(texts, self.scores(list(texts.values())), strict=True))
         labels = []
         for pair in pairs:
-            first, second = scores[pair.prompt, pair.first], scores[pair.prompt, pair.second]
+            first, second = scores[pair.prompt_id, pair.first], scores[pair.prompt_id, pair.second]
             if first is None or second is None:
                 why = f"longer than {self.max_length} tokens"
                 labels.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,14 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.preferences.people import STORE, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair
 from rlhf_lightning.preferences.rows import read_records
 from rlhf_lightning.preferences.store import LabelStore
 from rlhf_lightning.runs.folder import RunFolder
+from tests.entry.small_runs import completed
 
 pytestmark = pytest.mark.timeout(600)
+PLAIN_CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 NOW = "2026-11-02T09:30:00+00:00"
 SMALL = [
     "artifacts.base=null",
@@ -78,31 +83,36 @@ def labels(run: Path) -> set[tuple[str, str, str]]:
     return set(found)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
+    """The folder of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        collect_here(folder, start, *DECIDED)
+    return folder
+
+
 def test_a_run_that_is_killed_goes_on_to_the_same_records(
-    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    whole.mkdir()
-    part.mkdir()
     process = subprocess.Popen(
-        command(start, *DECIDED), cwd=part, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(start, *DECIDED), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 400
-    while not list(part.glob("outputs/collect/*/candidates.journal.jsonl")):
+    while not list(tmp_path.glob("outputs/collect/*/candidates.journal.jsonl")):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    (killed,) = runs(part)
+    (killed,) = runs(tmp_path)
     assert json.loads((killed / "summary.json").read_text())["status"] == "running"
     assert not (killed / "data").exists()
 
-    monkeypatch.chdir(part)
-    collect_here(part, start, *DECIDED, "resume=auto")
-    monkeypatch.chdir(whole)
-    collect_here(whole, start, *DECIDED)
-    (resumed,), (other,) = runs(part), runs(whole)
+    monkeypatch.chdir(tmp_path)
+    collect_here(tmp_path, start, *DECIDED, "resume=auto")
+    (resumed,), (other,) = runs(tmp_path), runs(whole)
     for name in ("candidates.jsonl", "pairs.jsonl", "data/train.jsonl", "data/validation.jsonl"):
         assert (resumed / name).read_bytes() == (other / name).read_bytes(), name
     assert labels(resumed) == labels(other)
@@ -111,9 +121,45 @@ def test_a_run_that_is_killed_goes_on_to_the_same_records(
     assert (summary["stage"], summary["status"]) == ("collect", "completed")
     assert 0.5 <= summary["metrics"]["val/label_ceiling"] <= 1.0
     assert (resumed / "report.html").exists()
-    published = part / "artifacts/demo_seed1/preferences"
+    published = tmp_path / "artifacts/demo_seed1/preferences"
     for name in ("train.jsonl", "validation.jsonl", "reliability.json"):
         assert (published / name).read_bytes() == (resumed / "data" / name).read_bytes()
+
+
+def test_the_reward_stage_trains_on_the_records_and_reports_their_ceiling(
+    tmp_path: Path, start: Path, whole: Path
+) -> None:
+    records = whole / "artifacts/demo_seed1/preferences"
+    made = completed(tmp_path / "run", "reward", start, f"data.path={records}")
+    figures = json.loads((records / "reliability.json").read_text())
+    metrics = json.loads((made.path / "summary.json").read_text())["metrics"]
+    assert metrics["val/label_ceiling"] == figures["label_ceiling"]
+    held_out = [json.loads(x) for x in (records / "validation.jsonl").read_text().splitlines()]
+    by_domain = {row["domain"]: metrics[f"val/num_pairs_{row['domain']}"] for row in held_out}
+    assert sum(by_domain.values()) == figures["records"]["validation"]["kept"] == len(held_out)
+    assert 0.0 <= metrics["val/accuracy"] <= 1.0
+
+
+def test_prompts_may_be_conversations(
+    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat_start = tmp_path / "chat"
+    shutil.copytree(start, chat_start)
+    tokenizer = AutoTokenizer.from_pretrained(chat_start)
+    tokenizer.chat_template = PLAIN_CHAT
+    tokenizer.save_pretrained(chat_start)
+    asked = [record.prompt for record in DemoSource(seed=1).records("prompts", "train")[:12]]
+    rows = [{"question_id": n, "category": "talk", "turns": [q]} for n, q in enumerate(asked)]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    world = ["world=questions", f"world.path={file}", "annotator=page"]
+    with pytest.raises(PeopleNeededError):
+        collect_here(tmp_path, chat_start, *world)
+    (run,) = runs(tmp_path)
+    pairs = list(read_records(Pair, run / "pairs.jsonl"))
+    assert {pair.prompt[0]["content"] for pair in pairs} <= set(asked)
+    assert {(pair.domain, pair.prompt[0]["role"]) for pair in pairs} == {("talk", "user")}
 
 
 def test_people_label_at_the_page_and_the_run_goes_on(

@@ -24,7 +24,11 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def train(folder, *arguments, timeout=600):
-    command = [sys.executable, "-m", "rlhf_lightning.train", *arguments, "logger=none"]
+    run_module("train", folder, *arguments, "logger=none", timeout=timeout)
+
+
+def run_module(name, folder, *arguments, timeout):
+    command = [sys.executable, "-m", f"rlhf_lightning.{name}", *arguments]
     done = subprocess.run(
         command,
         cwd=folder,
@@ -138,3 +142,34 @@ def test_without_a_kl_penalty_the_learnt_score_rises_while_gold_falls(tmp_path, 
     newest = max(tmp_path.glob("outputs/ppo/*/metrics.csv"))
     scores = [row["rollout/score"] for row in read_metrics(newest)]
     assert sum(scores[-10:]) / 10 > sum(scores[:10]) / 10 + 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_the_lab_labels_by_budget_and_its_records_train_a_reward_model(tmp_path, trained):
+    """5,000 pairs of the base model and the SFT policy; people look at a third of them."""
+    artifacts = f"paths.artifacts={trained}/artifacts"
+    records = tmp_path / "preferences"
+    run_module("collect", tmp_path, artifacts, f"artifacts.publish={records}", timeout=1500)
+    lab = summary(tmp_path, "collect")["metrics"]
+    assert lab["collect/num_pairs"] + 2 * lab["collect/near_duplicate_prompts"] >= 5000
+    assert 0.6 <= lab["collect/automatic_share"] <= 0.7
+    assert lab["collect/hours"] < 0.6 * lab["collect/hours_before"]
+    assert lab["collect/money"] < 0.6 * lab["collect/money_before"]
+    assert 0.3 < lab["collect/fleiss_kappa"] < 0.9
+    rows = {
+        part: [json.loads(line) for line in (records / f"{part}.jsonl").read_text().splitlines()]
+        for part in ("train", "validation")
+    }
+    prompts = {part: {row["prompt"] for row in found} for part, found in rows.items()}
+    assert not prompts["train"] & prompts["validation"]
+    assert {row["labelled_by"] for row in rows["train"]} == {"automatic", "people"}
+    assert {row["labelled_by"] for row in rows["validation"]} == {"people"}
+
+    train(
+        tmp_path, "+experiment=reward", artifacts, f"data.path={records}", "artifacts.publish=null"
+    )
+    reward = summary(tmp_path, "reward")["metrics"]
+    assert reward["val/label_ceiling"] == pytest.approx(lab["val/label_ceiling"])
+    assert reward["val/accuracy"] > reward["val/longer_wins_accuracy"] + 0.1
+    assert 0.75 < reward["val/accuracy"] < reward["val/label_ceiling"] + 0.04
