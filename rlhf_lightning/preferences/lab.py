@@ -49,7 +49,7 @@ class LabHparams(Checked):
     Args:
         pairing: random, most_different or best_against_worst.
         pairs_per_prompt: at most.
-        num_pairs: to label; None for all.
+        num_pairs: to label, as far as there are so many; None for all.
         keep_unfinished: keep answers that were cut off at the token limit.
         aggregation: people_first, majority or dawid_skene.
         margin_scale: margin of a pair on which all agree, in units of the reward.
@@ -138,9 +138,9 @@ class Lab:
             AnnotationError: if an annotator fails; a later run goes on from there.
             ValueError: if no pair can be made.
         """
-        pairs, num_candidates, dropped = self._pairs(prompts)
-        held_out = choose_validation(pairs, self.budget)
-        pairs, num_near = self._without_near_duplicates(pairs, held_out)
+        made, num_candidates, dropped = self._pairs(prompts)
+        held_out = choose_validation(made[: self.hparams.num_pairs], self.budget)
+        pairs, num_near = self._without_near_duplicates(made, held_out)
         write_records(self.folder / "pairs.jsonl", pairs)
         journal = record_journal(Label, self.folder / "labels.jsonl")
         automatic = self._automatic(pairs, journal)
@@ -177,7 +177,7 @@ class Lab:
             kept,
             method=method,
             per_prompt=self.hparams.pairs_per_prompt,
-            num_pairs=self.hparams.num_pairs,
+            num_pairs=None,
             seed=self.hparams.seed,
             score=self.score,
         )
@@ -189,12 +189,16 @@ class Lab:
         return pairs, len(sampled), dropped
 
     def _without_near_duplicates(
-        self, pairs: list[Pair], held_out: set[str]
+        self, made: list[Pair], held_out: set[str]
     ) -> tuple[list[Pair], int]:
-        """Drop pairs of training prompts that are nearly a held-out one, and count the prompts."""
+        """Return the pairs to label, and how many training prompts were nearly a held-out one.
+
+        What is left out is replaced by the next pairs in line, as long as there are any.
+        """
+        withheld = {pair.prompt_id for pair in made if pair.pair_id in held_out}
         texts: dict[bool, dict[str, str]] = {True: {}, False: {}}
-        for pair in pairs:
-            texts[pair.pair_id in held_out][pair.prompt_id] = readable(pair.prompt)
+        for pair in made:
+            texts[pair.prompt_id in withheld][pair.prompt_id] = readable(pair.prompt)
         found = near_duplicates(
             list(texts[False].values()),
             list(texts[True].values()),
@@ -203,7 +207,9 @@ class Lab:
         )
         names = list(texts[False])
         removed = {names[duplicate.train] for duplicate in found}
-        return [pair for pair in pairs if pair.prompt_id not in removed], len(removed)
+        no_training = withheld | removed
+        kept = [p for p in made if p.pair_id in held_out or p.prompt_id not in no_training]
+        return kept[: self.hparams.num_pairs], len(removed)
 
     def _automatic(self, pairs: Sequence[Pair], journal: Journal[Label]) -> list[Label]:
         labels: list[Label] = []

@@ -75,8 +75,7 @@ def test_from_prompts_to_records_and_their_reliability(lab: Lab, tmp_path: Path)
     collection = lab.run(PROMPTS)
     routing = collection.routing
     total = sum(len(part) for part in (routing.automatic, routing.people, routing.validation))
-    # Two pairs a prompt, and near duplicates of held-out prompts are left out.
-    assert total == 50 - 2 * collection.near_duplicates
+    assert total == 50
     assert 10 <= len(routing.validation) <= 11
     # People and their number: one for training pairs, three for held-out ones.
     names = {person.name for person in PANEL}
@@ -143,11 +142,14 @@ def test_a_judge_takes_part_and_its_cost_is_counted(lab: Lab) -> None:
     assert (lab.folder / "judgements.jsonl").exists()
 
 
-def test_near_duplicates_of_held_out_prompts_are_not_trained_on(lab: Lab) -> None:
+def test_near_duplicates_of_held_out_prompts_are_not_trained_on_but_replaced(lab: Lab) -> None:
     with pytest.warns(UserWarning, match="near_duplicate"):
-        strict = replace(lab.hparams, near_duplicate=0.2, near_duplicate_n=1)
+        strict = replace(lab.hparams, near_duplicate=0.2, near_duplicate_n=1, num_pairs=15)
     collection = replace(lab, hparams=strict).run(PROMPTS)
     assert collection.near_duplicates > 0
+    routing = collection.routing
+    assert len(routing.automatic + routing.people + routing.validation) == 15
+    assert len(routing.validation) == 3
     held_out = [str(p.prompt).split() for p in collection.routing.validation]
     for verdict in collection.train:
         words = set(str(verdict.pair.prompt).split())
