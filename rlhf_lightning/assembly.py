@@ -23,7 +23,7 @@ from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.same_configuration import SameConfiguration, SameSources
 from rlhf_lightning.callbacks.samples import SampleLog
-from rlhf_lightning.callbacks.wandb_logger import wandb_logger
+from rlhf_lightning.callbacks.wandb_content import WandbContent
 from rlhf_lightning.composition import ConfigError, plain
 from rlhf_lightning.context_length import check_context_length, context_length, longest_prompt
 from rlhf_lightning.data.datamodules import PromptDataModule
@@ -36,9 +36,9 @@ from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenize
 from rlhf_lightning.rollout.score import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, fingerprint, read_manifest
-from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.strategies import make_strategy
+from rlhf_lightning.tracking import make_logger
 
 ORIGIN: dict[str, Any] = {"revision": None, "trust_remote_code": False}
 # What a stage's tokenizer comes from: the model it starts from.
@@ -242,24 +242,6 @@ def make_trainer(
     return trainer
 
 
-def make_logger(cfg: DictConfig, folder: RunFolder) -> Any:
-    """Return the W&B logger, or False."""
-    if cfg.logger.kind == "none":
-        return False
-    if cfg.logger.kind != "wandb":
-        raise ValueError(f"logger.kind={cfg.logger.kind!r} must be wandb or none")
-    written = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
-    return wandb_logger(
-        folder,
-        project=cfg.logger.project,
-        name=f"{cfg.name}/{folder.path.name}",
-        group=cfg.logger.group,
-        tags=list(cfg.logger.tags),
-        config=public_config(plain(cfg), written),
-        mode=cfg.logger.mode,
-    )
-
-
 def make_callbacks(
     cfg: DictConfig, folder: RunFolder, tokenizer: PreTrainedTokenizerBase
 ) -> list[L.Callback]:
@@ -270,6 +252,7 @@ def make_callbacks(
         MetricsLog(folder),
         IterationCheckpoint(folder.checkpoints, **settings.checkpoint, started=started()),
         SaveFaultyBatch(folder, cast(Any, tokenizer)),
+        WandbContent(folder, cast(Any, tokenizer), **settings.samples),
         ProgressBar(cfg.name),
         SameConfiguration(
             config_hash(cast(Any, OmegaConf.to_container(cfg, resolve=False))), str(folder.path)

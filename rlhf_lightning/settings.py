@@ -93,7 +93,7 @@ class LoggerSettings(Checked):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        _choose(self, "kind", ("none", "wandb"))
+        _choose(self, "kind", ("none", "csv", "tensorboard", "wandb"))
         _choose(self, "mode", ("auto", "online", "offline", "disabled"))
         if not self.project or set(self.project) & set("/\\#?%:") or ".." in self.project:
             raise ValueError(

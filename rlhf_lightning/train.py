@@ -126,8 +126,8 @@ def _train(
 
     from rlhf_lightning.assembly import assemble
     from rlhf_lightning.callbacks.console import print_start, print_verdict
-    from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger
     from rlhf_lightning.finish import finish
+    from rlhf_lightning.lineage import finish_tracking
     from rlhf_lightning.reports.page import write_report
 
     L.seed_everything(cfg.seed, workers=True, verbose=False)
@@ -163,8 +163,7 @@ def _train(
     if parts.trainer.is_global_zero:
         write_summary(folder, summary)
         write_report(folder)
-        if isinstance(parts.trainer.logger, IterationWandbLogger):
-            parts.trainer.logger.finish(summary.metrics)
+        finish_tracking(cfg, folder, parts, findings, summary)
         print_verdict(summary, folder)
     return summary
 

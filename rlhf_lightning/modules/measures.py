@@ -14,25 +14,46 @@ from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.statistics import explained_variance
 
+RATIO_BINS = 80  # of width 0.025 over [0, 2]
+
 
 class RunningMeans:
-    """Means over the optimizer steps of one iteration."""
+    """Means over the optimizer steps of one iteration; of vectors, which are counts, the sums."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.counts: dict[str, int] = {}
+        self.totals: dict[str, Tensor] = {}
         self.num_steps = 0
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
         """Count one optimizer step and its values."""
         self.num_steps += 1
         for name, value in values.items():
+            if isinstance(value, Tensor) and value.ndim:
+                self.totals[name] = self.totals.get(name, 0) + value.detach()
+                continue
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def means(self) -> dict[str, float]:
         """Return the mean of each value."""
         return {name: total / self.counts[name] for name, total in self.sums.items()}
+
+
+@torch.no_grad()
+def ratio_counts(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return how many tokens have which probability ratio: `RATIO_BINS` equal bins over [0, 2].
+
+    Larger ratios, and those that are not a number, count in the last bin.
+
+    Args:
+        log_ratio: new minus old log-probability [B, R].
+        mask: response tokens [B, R].
+    """
+    bins = (log_ratio.exp() * (RATIO_BINS / 2)).nan_to_num(nan=RATIO_BINS, posinf=RATIO_BINS)
+    bins = bins.clamp(0, RATIO_BINS - 1).long().flatten()
+    return torch.zeros(RATIO_BINS, device=bins.device).scatter_add_(0, bins, mask.flatten().float())
 
 
 class Gaps:

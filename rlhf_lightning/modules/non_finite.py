@@ -116,7 +116,8 @@ class SkippedSteps:
 
 
 def broken(values: Mapping[str, Tensor | float]) -> list[str]:
-    """Return `name=value` of each number that is not finite."""
+    """Return `name=value` of each number that is not finite; vectors, which are counts, are not."""
+    values = {k: v for k, v in values.items() if not (isinstance(v, Tensor) and v.ndim)}
     if not values:
         return []
     tensors = [torch.as_tensor(value).detach().float() for value in values.values()]

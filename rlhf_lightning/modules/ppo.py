@@ -26,7 +26,7 @@ from rlhf_lightning.models.forward import micro_batches, response_statistics, re
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.modules.controls import Controls
-from rlhf_lightning.modules.measures import Gaps, RunningMeans, rollout_measures
+from rlhf_lightning.modules.measures import Gaps, RunningMeans, ratio_counts, rollout_measures
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, broken_rollout, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
@@ -140,7 +140,7 @@ class PPOModule(L.LightningModule):
 
     # -- the algorithm ----------------------------------------------------------------------
 
-    def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, RolloutBatch]:
+    def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Run one PPO iteration: collect a rollout, update on it, adapt the KL coefficient."""
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         started, steps = time.perf_counter(), RunningMeans()
@@ -151,7 +151,7 @@ class PPOModule(L.LightningModule):
         release_freed_memory()  # the activations
         seconds["update"] = time.perf_counter() - started
         self.finish_iteration(rollout, steps, seconds)
-        return {"rollout": rollout.detach()}
+        return {"rollout": rollout.detach(), "ratio_counts": steps.totals.get("ratio_counts")}
 
     def collect_rollout(
         self, prompts: PromptBatch, iteration: int
@@ -254,6 +254,7 @@ class PPOModule(L.LightningModule):
             "ppo/policy_loss": result.loss,
             "ppo/clipfrac": result.clipfrac,
             "ppo/approx_kl": result.approx_kl,
+            "ratio_counts": ratio_counts(new.logprobs - micro_batch.logprobs, mask),
         }
 
     def value_loss(self, micro_batch: RolloutBatch, num_tokens: Tensor) -> tuple[Tensor, Measured]:

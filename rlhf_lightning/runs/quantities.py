@@ -32,6 +32,8 @@ QUANTITIES: dict[str, Quantity] = {
     "ppo/value_loss": Quantity("value loss"),
     "ppo/approx_kl": Quantity("KL of the update", "nats", (0.001, 0.05)),
     "ppo/clipfrac": Quantity("clipped ratios", "share", (0.0, 0.3)),
+    "ppo/num_updates": Quantity("optimizer steps on a rollout"),
+    "ppo/skipped_steps": Quantity("skipped optimizer steps", "", (0.0, 0.0)),
     "ppo/value_clipfrac": Quantity("clipped values", "share", (0.0, 0.3)),
     "ppo/explained_variance": Quantity("explained variance of the critic", "", (0.0, 1.0)),
     "ppo/entropy": Quantity("entropy of the policy", "nats"),
@@ -42,13 +44,21 @@ QUANTITIES: dict[str, Quantity] = {
     "sft/loss": Quantity("training loss", "nats"),
     "sft/learning_rate": Quantity("learning rate"),
     "sft/grad_norm": Quantity("gradient norm"),
+    "sft/skipped_steps": Quantity("skipped optimizer steps", "", (0.0, 0.0)),
     "reward/loss": Quantity("training loss", "nats", (0.0, 0.69)),
     "reward/accuracy": Quantity("training accuracy", "share", (0.5, 1.0)),
     "reward/margin": Quantity("training margin"),
     "reward/learning_rate": Quantity("learning rate"),
     "reward/grad_norm": Quantity("gradient norm"),
+    "reward/skipped_steps": Quantity("skipped optimizer steps", "", (0.0, 0.0)),
+    "reward/sample_mean": Quantity("mean score before normalisation"),
+    "reward/sample_std": Quantity("spread of the score before normalisation"),
     "val/loss": Quantity("held-out loss", "nats"),
     "val/accuracy": Quantity("held-out accuracy", "share", (0.6, 1.0)),
+    "val/accuracy_ties_half": Quantity("held-out accuracy, ties one half", "share"),
+    "val/accuracy_length_matched": Quantity("accuracy at equal length", "share", (0.5, 1.0)),
+    "val/accuracy_chosen_shorter": Quantity("accuracy where the shorter is preferred", "share"),
+    "val/accuracy_chosen_longer": Quantity("accuracy where the longer is preferred", "share"),
     "val/margin": Quantity("held-out margin"),
     "val/calibration_error": Quantity("calibration error", "share", (0.0, 0.1)),
     "val/longer_wins_accuracy": Quantity(
@@ -56,16 +66,53 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "val/label_ceiling": Quantity("ceiling set by the labels", "share"),
     "val/score": Quantity("held-out score"),
+    "val/score_win_rate": Quantity("win rate by the learnt score", "share"),
     "val/kl_per_token": Quantity("held-out KL, per token", "nats", (0.05, 0.5)),
+    "val/kl_per_response": Quantity("held-out KL, per response", "nats"),
     "val/response_length": Quantity("held-out response length", "tokens"),
+    "val/eos_fraction": Quantity("held-out responses that end", "share", (0.9, 1.0)),
     "val/distinct_2": Quantity("held-out distinct bigrams", "share"),
+    "val/num_prompts": Quantity("held-out prompts"),
+    "val/gold": Quantity("gold reward"),
     "val/gold_win_rate": Quantity("gold win rate", "share", (0.5, 1.0)),
+    "val/exact_match": Quantity("answers that are the reference", "share"),
+    "val/first_word_match": Quantity("answers that begin as the reference", "share"),
+    "val/solved": Quantity("right numbers", "share"),
+    "val/answered": Quantity("answers with a number", "share"),
     "time/generate": Quantity("generating", "s"),
     "time/score": Quantity("scoring and old passes", "s"),
     "time/update": Quantity("updating", "s"),
     "throughput/tokens_per_second": Quantity("tokens a second"),
     "throughput/pairs_per_second": Quantity("pairs a second"),
 }
+
+# Names that a run makes up: domains, subsets, parts of a score. `*` stands for the rest of a name.
+FAMILIES = (
+    "rollout/score_*",
+    "val/accuracy_*",
+    "val/num_pairs_*",
+    "val/gold_win_rate_*",
+    "val/score_win_rate_*",
+    "val/baseline_*",
+)
+
+
+def is_known(name: str) -> bool:
+    """Return whether docs/metrics.md explains a metric of this name."""
+    return name in QUANTITIES or any(name.startswith(family[:-1]) for family in FAMILIES)
+
+
+def bands() -> dict[str, tuple[float, float]]:
+    """Return the range in which a healthy run keeps each metric that has one."""
+    return {name: q.healthy for name, q in QUANTITIES.items() if q.healthy is not None}
+
+
+def bands_table() -> str:
+    """Return the bands as the Markdown table of docs/metrics.md."""
+    lines = ["| metric | from | to |", "|---|---|---|"]
+    for name, (low, high) in bands().items():
+        lines.append(f"| `{name}` | {low:g} | {high:g} |")
+    return "\n".join(lines)
 
 
 def quantity(name: str) -> Quantity:

@@ -1,0 +1,191 @@
+"""What W&B shows of a run besides its curves: histograms, samples, alerts, what a resume repeats.
+
+Nothing here is bound to a service: a run without a W&B logger does none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import wandb
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from rlhf_lightning.batches import RolloutBatch
+from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.callbacks.samples import Decoder, describe_rollout
+from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger
+from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics
+from rlhf_lightning.runs.stopping import RunStoppedError
+
+# W&B writes in the background: a kill takes its last rows, those of some seconds.
+REPEATED_ROWS = 100
+NUM_BINS = 64
+LONGEST_TEXT = 2000  # characters of a cell
+
+# Column of a table -> key of a sample. The held-out ones also have an answer of the SFT policy.
+COLUMNS = {
+    "prompt": "prompt",
+    "response": "response",
+    "score": "score",
+    "KL": "kl",
+    "length": "length",
+    "domain": "domain",
+}
+HELD_OUT_COLUMNS = {
+    "prompt": "prompt",
+    "response": "response",
+    "SFT response": "baseline_response",
+    "score": "score",
+    "SFT score": "baseline_score",
+    "KL": "kl",
+    "length": "length",
+    "domain": "domain",
+}
+HISTOGRAMS = ("scores", "ratios", "advantages", "lengths")
+TABLES = ("samples/held_out", "samples/best", "samples/worst")
+
+
+class WandbContent(Callback):
+    """Show rollouts in W&B, and repeat what it may have lost when a run resumes.
+
+    Histograms `histograms/<name>` every iteration: scores and response lengths by row, advantages
+    by token, of the first process; probability ratios of the updates by token, of all. Tables
+    `samples/best` and `samples/worst` by score every few iterations, of the first process.
+
+    Args:
+        folder: the run folder.
+        tokenizer: decodes ids.
+        every_n_iterations: how often the tables are written, besides after the first iteration.
+        num_samples: rows of each table.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        tokenizer: Decoder,
+        *,
+        every_n_iterations: int = 10,
+        num_samples: int = 8,
+    ) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.every_n_iterations = every_n_iterations
+        self.num_samples = num_samples
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last rows before the checkpoint again: a kill may have taken them from W&B."""
+        start = current_iteration(trainer)
+        if not trainer.is_global_zero or not start:
+            return
+        rows = [row for row in read_metrics(self.folder.metrics) if row[ITERATION] <= start]
+        for logger in wandb_loggers(trainer):
+            for row in rows[-REPEATED_ROWS:]:
+                logger.log_row(int(row[ITERATION]), row)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the rollout that the step returned, if it returned one."""
+        rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
+        if rollout is None or not trainer.is_global_zero:
+            return
+        iteration = current_iteration(trainer)
+        for logger in wandb_loggers(trainer):
+            histograms = rollout_histograms(rollout, outputs.get("ratio_counts"))
+            logger.log_row(iteration, {f"histograms/{k}": v for k, v in histograms.items()})
+            if iteration == 1 or iteration % self.every_n_iterations == 0:
+                log_samples(logger, iteration, "best", self._ends(rollout, best=True))
+                log_samples(logger, iteration, "worst", self._ends(rollout, best=False))
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Tell W&B that the run has not come to its end, and why."""
+        stopped = isinstance(exception, RunStoppedError | KeyboardInterrupt)
+        cause = " ".join(f"{type(exception).__name__}: {exception}".split())[:LONGEST_TEXT]
+        for logger in wandb_loggers(trainer):
+            title = f"the run {'was stopped' if stopped else 'failed'}"
+            logger.alert(title, cause, "WARN" if stopped else "ERROR")
+            logger.finish(exit_code=1)
+
+    def _ends(self, rollout: RolloutBatch, *, best: bool) -> list[dict[str, Any]]:
+        order = rollout.scores.float().cpu().argsort(descending=best, stable=True)
+        rows = order[: min(self.num_samples, len(rollout))]
+        return describe_rollout(rollout[rows], self.tokenizer, self.num_samples)
+
+
+def wandb_loggers(trainer: Trainer) -> Iterator[IterationWandbLogger]:
+    """Yield the W&B loggers of a Trainer."""
+    for logger in trainer.loggers:
+        if isinstance(logger, IterationWandbLogger):
+            yield logger
+
+
+def log_samples(
+    logger: IterationWandbLogger,
+    iteration: int,
+    table: str,
+    samples: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write `samples/<table>`, one row a sample, as `samples.jsonl` has them.
+
+    Args:
+        logger: where to.
+        iteration: whose policy answered.
+        table: held_out, best or worst.
+        samples: their number and texts are bounded here: nothing else keeps a run small.
+    """
+    columns = HELD_OUT_COLUMNS if table == "held_out" else COLUMNS
+    rows = [[iteration, *(_cell(s.get(key)) for key in columns.values())] for s in samples[:100]]
+    if rows:
+        content = wandb.Table(columns=[ITERATION, *columns], data=rows, allow_mixed_types=True)
+        logger.log_row(iteration, {f"samples/{table}": content})
+
+
+def rollout_histograms(
+    rollout: RolloutBatch, ratio_counts: Tensor | None = None
+) -> dict[str, wandb.Histogram]:
+    """Return the histograms of a rollout by the names of `HISTOGRAMS`.
+
+    Args:
+        rollout: of this process.
+        ratio_counts: how often the updates saw a ratio, by equal bins over [0, 2]; None if there
+            were none.
+    """
+    mask = rollout.response_mask
+    values = {
+        "scores": rollout.scores,
+        "advantages": rollout.advantages[mask],
+        "lengths": mask.sum(1),
+    }
+    found = {}
+    for name, tensor in values.items():
+        numbers = tensor.detach().float().cpu()
+        numbers = numbers[numbers.isfinite()]
+        if numbers.numel():
+            found[name] = _histogram(numbers)
+    if ratio_counts is not None and int(ratio_counts.sum()):
+        found["ratios"] = _shown(ratio_counts, 0.0, 2.0)
+    return found
+
+
+def _histogram(numbers: Tensor) -> wandb.Histogram:
+    low, high = float(numbers.min()), float(numbers.max())
+    if not high > low:
+        low, high = low - 0.5, high + 0.5
+    return _shown(torch.histc(numbers, bins=NUM_BINS, min=low, max=high), low, high)
+
+
+def _shown(counts: Tensor, low: float, high: float) -> wandb.Histogram:
+    edges = np.linspace(low, high, len(counts) + 1)
+    return wandb.Histogram(np_histogram=(counts.long().cpu().numpy(), edges))
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str):
+        return value[:LONGEST_TEXT].encode("utf-8", "replace").decode("utf-8")
+    return value

@@ -1,0 +1,177 @@
+"""What a real PPO run leaves in an offline W&B run, read back by W&B's own reader."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+
+from rlhf_lightning.composition import conf_dir, register
+from rlhf_lightning.runs.folder import read_metrics, read_samples
+from rlhf_lightning.runs.quantities import FAMILIES, QUANTITIES, is_known
+from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.tracking import sweep_group
+from tests import offline_wandb
+
+NUM_ITERATIONS = 11  # one more than the tables wait
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory, start):
+    """A PPO run of random weights that misses its gates."""
+    from tests.entry.small_runs import completed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WANDB_DATA_DIR", raising=False)
+        return completed(
+            tmp_path_factory.mktemp("tracked") / "ppo",
+            "ppo",
+            start,
+            "artifacts.reward=null",
+            "logger=wandb",
+            "logger.mode=offline",
+            "gates=ppo",
+            "trainer.limit_train_batches=null",
+            f"data.num_iterations={NUM_ITERATIONS}",
+            "callbacks.samples.num_samples=3",
+            "evaluation.num_samples=5",
+        )
+
+
+@pytest.fixture(scope="module")
+def records(tracked):
+    (found,) = offline_wandb.segments(tracked.path)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_every_metric_has_iteration_as_its_axis_and_the_values_of_metrics_csv(tracked, records):
+    defined = {r["metric"].get("name"): r["metric"] for r in records if "metric" in r}
+    for name in QUANTITIES:
+        assert defined[name]["step_metric"] == "iteration", name
+    globs = {r["metric"].get("glob_name") for r in records if "metric" in r}
+    assert {*FAMILIES, "*"} <= globs
+    logged = offline_wandb.by_iteration(offline_wandb.history(records))
+    rows = read_metrics(tracked.metrics)
+    assert len(rows) == NUM_ITERATIONS
+    for row in rows:
+        for name, value in row.items():
+            assert logged[int(row["iteration"])][name] == pytest.approx(value, rel=1e-6), name
+    assert {name for row in rows for name in row if not is_known(name)} == {"iteration"}
+
+
+def test_the_final_metrics_and_gates_are_in_the_summary_and_an_alert_names_what_failed(
+    tracked, records
+):
+    kept = offline_wandb.summary_of(records)
+    summary = read_summary(tracked)
+    for name, value in summary.metrics.items():
+        assert is_known(name), name
+        assert kept[name] == pytest.approx(value), name
+    failed = [gate.name for gate in summary.gates if not gate.passed]
+    assert failed
+    for gate in summary.gates:
+        assert kept[f"gates/{gate.name}"] == int(gate.passed)
+    rows = offline_wandb.table(tracked.path, "gates")
+    assert [row["gate"] for row in rows] == [gate.name for gate in summary.gates]
+    assert [row["reason"] for row in rows] == [gate.reason for gate in summary.gates]
+    (alert,) = [r["alert"] for r in records if "alert" in r]
+    assert alert["title"] == f"{len(failed)} of {len(summary.gates)} gates failed"
+    assert all(name in alert["text"] for name in failed)
+
+
+def test_tables_hold_the_held_out_prompts_and_the_best_and_worst_of_a_rollout(tracked):
+    held_out = offline_wandb.table(tracked.path, "samples/held_out")
+    compared = [s for s in read_samples(tracked.samples) if "baseline_response" in s]
+    assert len(held_out) == 5 == len(compared)
+    for row, sample in zip(held_out, compared, strict=True):
+        assert row == {
+            "iteration": NUM_ITERATIONS,
+            "prompt": sample["prompt"],
+            "response": sample["response"],
+            "SFT response": sample["baseline_response"],
+            "score": pytest.approx(sample["score"]),
+            "SFT score": pytest.approx(sample["baseline_score"]),
+            "KL": pytest.approx(sample["kl"]),
+            "length": sample["length"],
+            "domain": sample["domain"],
+        }
+    best = offline_wandb.table(tracked.path, "samples/best")
+    worst = offline_wandb.table(tracked.path, "samples/worst")
+    assert {row["iteration"] for row in best + worst} == {10}
+    assert len(best) == len(worst) == 3
+    scores = [row["score"] for row in best]
+    assert scores == sorted(scores, reverse=True)
+    assert [row["score"] for row in worst] == sorted(row["score"] for row in worst)
+    assert scores[0] >= worst[-1]["score"]
+
+
+def test_histograms_count_what_was_sampled_and_updated_on(tracked, records):
+    rows = offline_wandb.history(records)
+    shown = [row for row in rows if "histograms/scores.values" in row]
+    assert [row["iteration"] for row in shown] == list(range(1, NUM_ITERATIONS + 1))
+    csv = {int(row["iteration"]): row for row in read_metrics(tracked.metrics)}
+    for row in shown:
+        measured = csv[row["iteration"]]
+        tokens = round(measured["rollout/response_length"] * 4)  # of 4 rows
+        assert sum(row["histograms/scores.values"]) == 4
+        assert sum(row["histograms/lengths.values"]) == 4
+        assert sum(row["histograms/advantages.values"]) == tokens
+        assert sum(row["histograms/ratios.values"]) == tokens
+        # One update on the rollout: its ratios are 1, which is in the bin from 1 to 1.025.
+        width = row["histograms/ratios.bins"]
+        assert (width[0], width[-1]) == (0, 2)
+        near_one = row["histograms/ratios.values"][39:41]
+        assert sum(near_one) == tokens
+
+
+def test_configuration_commit_and_lineage_are_in_the_run(tracked, records):
+    summary = read_summary(tracked)
+    first = next(r["run"] for r in records if "run" in r)["config"]["update"]
+    assert first["git_commit"] == summary.git_commit
+    assert first["config_hash"]
+    assert first["versions"]["torch"] == summary.versions["torch"]
+    assert first["module"]["ppo"]["kl_coef"] == 0.05
+    lineage = next(r["config"]["update"] for r in records if "config" in r)["lineage"]
+    assert set(lineage["used"]) == {"data", "sft"}
+    assert set(lineage["made"]) == {"ppo"}
+    made = [r["artifact"] for r in records if r.get("artifact", {}).get("type") == "model"]
+    assert [artifact["name"] for artifact in made] == ["demo_seed1-ppo"]
+    assert lineage["made"]["ppo"]["artifact"] == "demo_seed1-ppo"
+
+
+def test_what_a_stage_makes_has_the_digest_under_which_the_next_one_uses_it(tracked, start):
+    from rlhf_lightning.assembly import source_fingerprint
+    from rlhf_lightning.callbacks.wandb_lineage import Origin, as_artifact, records_fingerprint
+    from rlhf_lightning.lineage import artifact_name
+
+    mark = source_fingerprint(str(start))
+    made = as_artifact(Origin("sft", "w-sft", "model", mark, {"metrics": {"val/loss": 1.0}}))
+    used = as_artifact(Origin("base", artifact_name("artifacts/w/sft"), "model", mark))
+    assert (made.name, made.digest) == (used.name, used.digest)
+    other = as_artifact(Origin("sft", "w-sft", "model", "0" * 64))
+    assert other.digest != made.digest
+    assert records_fingerprint([1, 2]) != records_fingerprint([2, 1])
+
+
+def test_what_w_and_b_is_going_to_upload_stands_in_the_run_folder(tracked, records):
+    entries = [r["artifact"]["manifest"]["contents"] for r in records if "artifact" in r]
+    paths = [entry["local_path"] for contents in entries for entry in contents]
+    assert len(paths) >= 6
+    assert all(path.startswith(str(tracked.path.resolve())) for path in paths)
+
+
+def test_the_jobs_of_a_sweep_share_a_group_and_a_single_run_has_none():
+    register()
+    overrides = ["+experiment=ppo", "hydra.sweep.dir=outputs/multirun/today", "hydra.job.num=0"]
+    for mode, group in (("MULTIRUN", "ppo/today"), ("RUN", None)):
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            cfg = compose(
+                "train", overrides=[*overrides, f"hydra.mode={mode}"], return_hydra_config=True
+            )
+        HydraConfig.instance().set_config(cfg)
+        try:
+            assert sweep_group("ppo") == group
+        finally:
+            HydraConfig.instance().cfg = None
+    assert sweep_group("ppo") is None
