@@ -62,6 +62,10 @@ types: $(STAMP) ## mypy
 docs: $(STAMP) ## build docs/_build/html; a warning is an error
 	$(RUN) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
+.PHONY: notebooks
+notebooks: $(STAMP) ## run the notebooks and write each .ipynb from its text
+	$(RUN) notebooks/build.py $(ARGS)
+
 .PHONY: format
 format: $(STAMP) ## let ruff mend and format the code
 	$(RUN) -m ruff check --fix .
