@@ -34,11 +34,11 @@ BATCH = 8  # pairs between two lines of progress
 
 
 def draw(pairs: Sequence[Pair], count: int | None, seed: int) -> list[Pair]:
-    """Return so many pairs, drawn at random, in their order; all of them for None."""
-    if count is None or count >= len(pairs):
-        return list(pairs)
-    drawn = random.Random(f"{seed}/judged").sample(range(len(pairs)), count)
-    return [pairs[index] for index in sorted(drawn)]
+    """Return so many pairs, drawn at random; all of them for None.
+
+    A larger count adds to the pairs of a smaller one.
+    """
+    return random.Random(f"{seed}/judged").sample(pairs, len(pairs))[:count]
 
 
 def ask(judge: JudgeAnnotator, pairs: Sequence[Pair]) -> list[Label]:

@@ -15,7 +15,9 @@ from rlhf_lightning.preferences.records import SIDES, Side
 
 LETTERS = ("A", "B", "C")
 _BOXED = re.compile(r"\[\[\s*([ABC])\s*\]\]")
-_END = r"(?:\s*$|\s*\n|\s*[.:,;)\]*])"
+# "A, B, or C" repeats what may be said, and says nothing.
+_LIST = r"(?!\s*,\s*(?:or\s+|and\s+)?[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
+_END = _LIST + r"(?:\s*$|\s*\n|\s*[.:,;)\]*])"
 _NAMED = re.compile(
     r"\b(?i:verdict|answer|choice|winner)\s*(?:is|:)\s*[*\[(\"']{0,4}([ABC])" + _END
 )
@@ -59,7 +61,8 @@ def parse_verdict(reply: str) -> str | None:
     """Return A, B or C (neither) as a reply names it, None if it cannot be told.
 
     Read are, in this order: the last `[[A]]`; a letter at the start that is followed by nothing, a
-    line break or punctuation; the last "answer: A", "verdict is B"; the word tie alone.
+    line break or punctuation; the last "answer: A", "verdict is B"; the word tie alone. A list of
+    letters, "A, B, or C", names none.
     """
     if boxed := _BOXED.findall(reply):
         return str(boxed[-1])

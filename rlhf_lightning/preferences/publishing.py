@@ -100,7 +100,10 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
             "after": asdict(collection.after) | {"money": collection.after.money},
         },
         "people": None if people is None else asdict(people),
-        "annotators": [asdict(a) for a in all_annotators(collection.labels, collection.people)],
+        # On held-out pairs alone: the others that people saw are those that annotators differ on.
+        "annotators": [
+            asdict(a) for a in all_annotators([*others, *on_held_out], collection.people)
+        ],
         "automatic_agrees_with_people": verdicts_agree(automatic, people_majority(on_held_out)),
         "judge": None if collection.judge is None else asdict(collection.judge),
         "label_ceiling": label_ceiling(collection.validation, on_held_out, shape),

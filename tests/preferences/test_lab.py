@@ -98,6 +98,9 @@ def test_from_prompts_to_records_and_their_reliability(lab: Lab, tmp_path: Path)
     assert 0.5 <= metrics["val/label_ceiling"] <= 1.0
     assert 0.0 <= metrics["collect/gold_train"] <= 1.0
     assert [a["name"] for a in figures["annotators"]] == ["length", "repeats"]
+    for annotator in figures["annotators"]:  # of all pairs, beside people on the held-out ones
+        assert annotator["labels"] == total
+        assert 0 < annotator["agrees"]["num"] <= len(routing.validation)
 
     source = PreferenceFolder(tmp_path / "data")
     assert len(source.records("preferences", "train")) == len(train)

@@ -59,6 +59,7 @@ class Page:
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
+            auto_reload=False,  # or each page asks the disk whether a template has changed
         )
 
     def app(self) -> ASGIApp:
@@ -106,23 +107,30 @@ class Page:
         answer, number = form.get("answer", ""), form.get("assignment", "")
         if answer not in ANSWERS or not (number.isascii() and number.isdecimal()):
             raise HTTPException(400, "That form holds no answer. Load the page again.")
-        outcome = await run_in_threadpool(
-            self._store.label,
-            rater_id,
-            min(int(number[:19]), 2**63 - 1),
-            answer,
-            self._sharing,
-            seconds=as_seconds(form.get("seconds", "")),
-            reason=form.get("reason"),
-        )
-        return await self._go_on(visitor, form, "" if outcome == "kept" else outcome)
+
+        def keep() -> Response:
+            outcome = self._store.label(
+                rater_id,
+                min(int(number[:19]), 2**63 - 1),
+                answer,
+                self._sharing,
+                seconds=as_seconds(form.get("seconds", "")),
+                reason=form.get("reason"),
+            )
+            return self._go_on(visitor, form, "" if outcome == "kept" else outcome)
+
+        return await run_in_threadpool(keep)
 
     async def undo(self, request: Request) -> Response:
         """Take the last label back."""
         form = await read_form(request)
         visitor, rater_id = self._rater(request, form)
-        undone = await run_in_threadpool(self._store.undo, rater_id, self._sharing)
-        return await self._go_on(visitor, form, "" if undone else "nothing")
+
+        def take_back() -> Response:
+            undone = self._store.undo(rater_id, self._sharing)
+            return self._go_on(visitor, form, "" if undone else "nothing")
+
+        return await run_in_threadpool(take_back)
 
     async def leave(self, request: Request) -> Response:
         """Sign out."""
@@ -143,10 +151,10 @@ class Page:
         text = f"This was not saved. Tell whoever runs the page: {error}"
         return self._render("message.html", {"message": text}, 503)
 
-    async def _go_on(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:
+    def _go_on(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:
         """Answer a form: the script takes the next page at once, a browser is sent there."""
         if "at_once" in form and visitor.rater_id is not None:
-            return await run_in_threadpool(self._next_page, visitor, visitor.rater_id, note)
+            return self._next_page(visitor, visitor.rater_id, note)
         return RedirectResponse(f"/?note={note}" if note else "/", status_code=303)
 
     def _next_page(self, visitor: Visitor, rater_id: int, note: str) -> Response:
