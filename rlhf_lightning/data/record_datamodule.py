@@ -21,11 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
 from rlhf_lightning.data.records import RecordKind, Split
-from rlhf_lightning.data.sampler import (
-    SequentialBatchSampler,
-    StreamBatchSampler,
-    stream_generator,
-)
+from rlhf_lightning.data.sampler import SequentialBatchSampler, StreamBatchSampler, stream_generator
 from rlhf_lightning.data.sources import RecordSource
 from rlhf_lightning.data.summary import DataSummary, render_examples, summarize
 
@@ -125,6 +121,7 @@ class RecordDataModule(LightningDataModule):
         self._num_epochs = num_epochs
         self._rows: dict[Split, list[Any]] = {}
         self._restored: dict[str, int] = {}
+        self._sampler: StreamBatchSampler | None = None
 
     @property
     def num_iterations(self) -> int:
@@ -200,10 +197,9 @@ class RecordDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the batches that are still to be trained on."""
-        self.setup()
-        rows = self._rows["train"]
+        rows = self.rows("train")
         self._check_restored(len(rows))
-        sampler = StreamBatchSampler(
+        self._sampler = StreamBatchSampler(
             len(rows),
             batch_size=self.batch_size,
             num_iterations=self.num_iterations,
@@ -213,8 +209,8 @@ class RecordDataModule(LightningDataModule):
             world_size=self._world_size,
             with_row_ids=self._with_row_ids,
         )
-        sampler.consumed = self._restored.get("consumed", 0)
-        return self._loader(_Rows(rows), sampler)
+        self._sampler.consumed = self._restored.get("consumed", 0)
+        return self._loader(_Rows(rows), self._sampler)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the loader of the held-out rows, each once; an empty list if there are none."""
@@ -240,6 +236,9 @@ class RecordDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batches that the checkpoint was trained on."""
         self._restored = {key: int(value) for key, value in state_dict.items()}
+        if self._sampler is not None:  # FSDP2 asks for the loader before it reads the checkpoint
+            self._check_restored(self._sampler.num_rows)
+            self._sampler.consumed = self._restored["consumed"]
         # Lightning looks for a loader with a state; here the sampler starts at the right batch.
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended")
 

@@ -44,6 +44,22 @@ def test_a_stage_resumed_twice_still_trains_on_the_remaining_batches(tokenizer, 
     assert contents(resumed.seen) == contents(whole.seen)[8:]
 
 
+class AskEarly(Callback):
+    """Has the loader made before the checkpoint is read, as the schedule has under FSDP2."""
+
+    def setup(self, trainer, module, stage):
+        assert trainer.estimated_stepping_batches == 14
+
+
+def test_a_loader_made_before_the_checkpoint_is_read_yields_the_remaining_batches(
+    tokenizer, tmp_path
+):
+    path = tmp_path / "a.ckpt"
+    whole = fit(prompts(tokenizer), callback=SaveAt(path, 5, "on_train_batch_end"))
+    resumed = fit(prompts(tokenizer), ckpt_path=path, callback=AskEarly())
+    assert contents(resumed.seen) == contents(whole.seen)[5:]
+
+
 def test_a_batch_that_was_not_finished_is_trained_on_again(tokenizer, tmp_path):
     path = tmp_path / "a.ckpt"
 
