@@ -6,7 +6,9 @@ Light on purpose: torch is imported only where processes were started by somebod
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 
@@ -26,7 +28,10 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+_OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "SUBMITIT_", PREFIX)
 PATIENCE = timedelta(minutes=10)
+_HOSTS = re.compile(r"^([^\[,]*)\[([^\],-]+)[^\]]*\]")
+_STARTED = PREFIX + "STARTED_AT"  # seconds since 1970
 
 
 def global_rank(environment: Mapping[str, str] = os.environ) -> int:
@@ -45,9 +50,70 @@ def launch_time() -> str:
     return os.environ.get(_variable("launch time")) or datetime.now().strftime(TIME_FORMAT)
 
 
+def begin() -> None:
+    """Note when the command was started and which rank this is; later processes inherit it."""
+    os.environ.setdefault(_STARTED, str(time.time()))
+    adopt_rank()
+
+
 def started() -> float:
-    """Return when the run was started, in seconds since 1970."""
-    return datetime.strptime(launch_time(), TIME_FORMAT).timestamp()
+    """Return when the run was started, in seconds since 1970; of a Slurm job its start."""
+    return float(os.environ.get(_STARTED, time.time()))
+
+
+def adopt_rank() -> None:
+    """Take over the place that Slurm's `srun`, or submitit, has given to this process.
+
+    It is written into the variables that torchrun sets, which are left alone if they are there.
+    A batch script has the number of tasks too, but is none of them: only a step counts.
+    """
+    environment = os.environ
+    if any(name in environment for name in ("RANK", "LOCAL_RANK")):
+        return
+    task = _local_task(environment) or _slurm_task(environment)  # one may be inside the other
+    if task is None:
+        return
+    environment[_STARTED] = environment.get("SLURM_JOB_START_TIME", str(time.time()))
+    if int(task["WORLD_SIZE"]) > 1:
+        environment.update(task)
+
+
+def _slurm_task(environment: Mapping[str, str]) -> dict[str, str] | None:
+    if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
+        return None
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "NODE_RANK": environment["SLURM_NODEID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": environment.get("MASTER_PORT") or _port(environment["SLURM_JOB_ID"]),
+    }
+
+
+def _local_task(environment: Mapping[str, str]) -> dict[str, str] | None:
+    if "SUBMITIT_LOCAL_GLOBALID" not in environment:
+        return None
+    return {
+        "RANK": environment["SUBMITIT_LOCAL_GLOBALID"],
+        "LOCAL_RANK": environment["SUBMITIT_LOCAL_LOCALID"],
+        "NODE_RANK": environment["SUBMITIT_LOCAL_NODEID"],
+        "WORLD_SIZE": environment["SUBMITIT_LOCAL_NTASKS"],
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": _port(environment["SUBMITIT_LOCAL_JOB_ID"]),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """Return the first of Slurm's list of nodes, such as `gpu[003-007,9],login1`."""
+    return _HOSTS.sub(r"\1\2", nodes, count=1).partition(",")[0]
+
+
+def _port(job: str) -> str:
+    """Return a port that all tasks of a job know; the one after it must be free too."""
+    digits = int(re.sub(r"\D", "", job) or "0")
+    return str(20_000 + 2 * (digits % 10_000))
 
 
 def agree_on(what: str, make: Callable[[], str], *, patience: timedelta = PATIENCE) -> str:
@@ -91,7 +157,7 @@ def own_environment(environment: Mapping[str, str] = os.environ) -> dict[str, st
     return {
         name: value
         for name, value in environment.items()
-        if name not in RANK_VARIABLES and not name.startswith(("TORCHELASTIC_", PREFIX))
+        if name not in RANK_VARIABLES and not name.startswith(_OF_LAUNCHERS)
     }
 
 
@@ -113,7 +179,8 @@ def as_single_run(overrides: Sequence[str]) -> None:
 def forget_agreements() -> None:
     """Drop what one run's processes agreed on, so that the next run in this process has its own."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
-        if name != _variable("launch time"):  # it names the folder of the whole sweep
+        # The folder of the whole sweep has its name from it, and its job's time counts from it.
+        if name not in (_variable("launch time"), _STARTED):
             del os.environ[name]
 
 

@@ -36,8 +36,10 @@ from rlhf_lightning.composition import (
 )
 from rlhf_lightning.failures import exit_with, explain_failure, record_failure
 from rlhf_lightning.launching import (
+    adopt_rank,
     agree_on,
     as_single_run,
+    begin,
     forget_agreements,
     forget_ranks,
     global_rank,
@@ -232,6 +234,7 @@ def objective(summary: Summary) -> float | None:
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
 def _hydra_main(cfg: DictConfig) -> float | None:
+    adopt_rank()  # of a job that submitit has started
     config = HydraConfig.get()
     overrides = list(config.overrides.task)
     several = config.mode == RunMode.MULTIRUN
@@ -242,11 +245,7 @@ def _hydra_main(cfg: DictConfig) -> float | None:
         summary = run(cfg, folder, overrides)
     except ConfigError as error:
         _fail(str(error))
-    except (
-        Exception,
-        KeyboardInterrupt,
-        RunStoppedError,
-    ) as error:  # told in one line, and kept in the folder
+    except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
         exit_with(error)
     finally:
         if several:
@@ -276,6 +275,7 @@ def _fail(message: str) -> NoReturn:
 
 def main() -> None:
     """Run the command line."""
+    begin()
     agree_on("launch time", launch_time)
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     flags = [a for a in sys.argv[1:] if a.startswith("-")]
@@ -293,4 +293,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its name, by which a launcher's job finds it again; as `__main__` it would be pickled.
+    from rlhf_lightning.train import main as run_by_name
+
+    run_by_name()

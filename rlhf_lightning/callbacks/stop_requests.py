@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from signal import SIGTERM, SIGUSR1
+from signal import SIGTERM, SIGUSR1, SIGUSR2
 
 from lightning.pytorch import Trainer
 
@@ -12,8 +12,8 @@ from rlhf_lightning.distributed import agreed_max
 from rlhf_lightning.runs.stopping import SaveClock, SignalWatch
 
 # The larger, the more it asks for; what one rank says is done by all.
-_SAVE, _DEADLINE, _USR1, _TERM = 1, 2, 3, 4
-_SIGNALS = {SIGUSR1: _USR1, SIGTERM: _TERM}
+_SAVE, _DEADLINE, _USR1, _USR2, _TERM = 1, 2, 3, 4, 5
+_SIGNALS = {SIGUSR1: _USR1, SIGUSR2: _USR2, SIGTERM: _TERM}
 
 
 @dataclass(frozen=True)

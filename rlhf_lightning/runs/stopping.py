@@ -16,8 +16,9 @@ from datetime import datetime
 from types import FrameType
 from typing import Any
 
-# Slurm sends SIGTERM before it ends a job, and SIGUSR1 if sbatch was told --signal=USR1@SECONDS.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Slurm sends SIGTERM before it ends a job, SIGUSR1 if sbatch was told --signal=USR1@SECONDS, and
+# SIGUSR2 if submitit told it.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SLURM = "slurm"
 SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970
 

@@ -62,7 +62,7 @@ def last_saved(folder: Path) -> int | None:
         (signal.SIGTERM, 3, False),
         (signal.SIGUSR1, 4, False),  # a validation follows
         (signal.SIGTERM, 4, True),
-        (signal.SIGUSR1, 8, False),  # the last iteration
+        (signal.SIGUSR2, 8, False),  # the last iteration
     ],
 )
 def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(

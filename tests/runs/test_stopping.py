@@ -99,7 +99,7 @@ def test_a_deadline_leaves_room_for_the_longest_iteration_and_two_saves():
 def test_a_signal_is_noted_and_its_handler_comes_back():
     before = signal.getsignal(signal.SIGTERM)
     watch = SignalWatch()
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         watch.start()
         assert watch.received is None
         os.kill(os.getpid(), number)
