@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,16 @@ from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
+from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.same_configuration import SameConfiguration, SameSources
 from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.callbacks.wandb_content import WandbContent
 from rlhf_lightning.composition import ConfigError, plain
-from rlhf_lightning.context_length import check_context_length, context_length, longest_prompt
-from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.context_length import check_context_length, context_length
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.policy import Sampling
+from rlhf_lightning.held_out_prompts import STARTS_FROM, held_out_comparison
 from rlhf_lightning.launching import started
 from rlhf_lightning.models.adapter_files import read_adapter
 from rlhf_lightning.models.arrangements import ADAPTER
@@ -41,8 +42,6 @@ from rlhf_lightning.strategies import make_strategy
 from rlhf_lightning.tracking import make_logger
 
 ORIGIN: dict[str, Any] = {"revision": None, "trust_remote_code": False}
-# What a stage's tokenizer comes from: the model it starts from.
-STARTS_FROM = {"sft": "base", "reward": "sft", "ppo": "sft"}
 
 
 @dataclass
@@ -91,9 +90,25 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
         max_new_tokens=cfg.evaluation.max_new_tokens,
         micro_batch_size=cfg.evaluation.micro_batch_size,
     )
-    return Parts(
-        tokenizer, data, module, make_trainer(cfg, folder, data, tokenizer), sampling, scorer
+    during = _during_training(cfg, tokenizer, sampling, scorer)
+    trainer = make_trainer(cfg, folder, data, tokenizer, during)
+    return Parts(tokenizer, data, module, trainer, sampling, scorer)
+
+
+def _during_training(
+    cfg: DictConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    scorer: Scorer | None,
+) -> list[L.Callback]:
+    """Return the callback that evaluates PPO every few iterations, if that is asked for."""
+    every = cfg.evaluation.every_n_iterations
+    if every is None or cfg.stage != "ppo":
+        return []
+    comparison = held_out_comparison(
+        cfg, tokenizer, sampling, scorer, num_prompts=cfg.evaluation.during_training
     )
+    return [] if comparison is None else [PeriodicEvaluation(comparison, every_n_iterations=every)]
 
 
 def make_tokenizer(cfg: DictConfig, start: str | None) -> PreTrainedTokenizerBase:
@@ -184,33 +199,12 @@ def _check_value_tokenizer(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) 
         raise ConfigError(str(error)) from error
 
 
-def prompt_data(
-    cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, *, num_prompts: int
-) -> PromptDataModule:
-    """Return the prompts of the stage's records, for evaluation and normalization.
-
-    Held out are at most `num_prompts`; of training prompts whole batches, at least `num_prompts`.
-    """
-    batch_size = min(cfg.evaluation.batch_size, num_prompts)
-    limit = context_length(cfg, cfg.artifacts[STARTS_FROM[cfg.stage]])
-    return PromptDataModule(
-        instantiate(cfg.data.source),
-        tokenizer,
-        batch_size=batch_size,
-        num_iterations=-(-num_prompts // batch_size),
-        max_prompt_length=longest_prompt(cfg, limit),
-        seed=cfg.seed,
-        over_long=cfg.data.over_long,
-        max_validation_rows=num_prompts,
-        validation_batch_size=batch_size,
-    )
-
-
 def make_trainer(
     cfg: DictConfig,
     folder: RunFolder,
     data: RecordDataModule,
     tokenizer: PreTrainedTokenizerBase,
+    during: Sequence[L.Callback] = (),
 ) -> L.Trainer:
     """Return the Trainer: one epoch of `num_iterations` batches, our callbacks, our checkpoints."""
     total = data.num_iterations
@@ -225,7 +219,7 @@ def make_trainer(
         precision=cfg.trainer.precision,
         strategy=make_strategy(cfg),
         logger=make_logger(cfg, folder),
-        callbacks=make_callbacks(cfg, folder, tokenizer),
+        callbacks=[*during, *make_callbacks(cfg, folder, tokenizer)],  # its values get into rows
         plugins=[AtomicCheckpointIO()],
         limit_train_batches=limit,
         limit_val_batches=cfg.trainer.limit_val_batches if validates else 0,

@@ -138,35 +138,12 @@ def _annotators(cfg: DictConfig) -> list[Annotator]:
 
 
 def _policy(source: str, model: dict[str, Any]) -> Callable[[], LoadedPolicy]:
+    from rlhf_lightning.preferences.candidates import load_candidate_policy
+
     return partial(
         load_candidate_policy,
         source,
         chat_template_arguments=model.get("chat_template_arguments"),
         revision=model.get("revision"),
         trust_remote_code=bool(model.get("trust_remote_code")),
-    )
-
-
-def load_candidate_policy(
-    source: str,
-    *,
-    chat_template_arguments: dict[str, Any] | None,
-    revision: str | None,
-    trust_remote_code: bool,
-) -> LoadedPolicy:
-    """Return a frozen policy with its tokenizer and stop ids, on the GPU if there is one."""
-    import torch
-
-    from rlhf_lightning.models.factory import frozen, load_policy
-    from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
-    from rlhf_lightning.preferences.candidates import LoadedPolicy
-
-    origin: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if revision is not None and not Path(source).is_dir():
-        origin["revision"] = revision
-    tokenizer = load_tokenizer(source, chat_template_arguments=chat_template_arguments, **origin)
-    policy = frozen(load_policy(source, **origin))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LoadedPolicy(
-        policy.to(device), tokenizer, stop_ids(tokenizer, source, revision=revision)
     )

@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_lightning.evaluation.gates import gate_problem
 from rlhf_lightning.hparams import (
     LoraHparams,
     PPOHparams,
@@ -114,7 +115,7 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
             f"{', '.join(choices('experiment'))}"
         )
     _check_keys(cfg)
-    _check_gates(cfg)
+    check_gates_config(cfg)
     try:
         check_names(OmegaConf.to_container(cfg, resolve=False), extra_targets)
     except TargetError as error:
@@ -249,18 +250,17 @@ def _default_groups() -> list[dict[str, Any]]:
     return [item for item in defaults if isinstance(item, dict)]
 
 
-def _check_gates(cfg: DictConfig) -> None:
+def check_gates_config(cfg: DictConfig) -> None:
+    """Refuse gates that are none; imports nothing heavy.
+
+    Raises:
+        ConfigError: with the gate and what is wrong with it.
+    """
     for name, gate in (cfg.gates or {}).items():
         values = OmegaConf.to_container(gate) if isinstance(gate, DictConfig) else gate
-        given: dict[Any, Any] = values if isinstance(values, dict) else {}
-        bounds = [key for key in ("at_least", "at_most") if given.get(key) is not None]
-        if not given.get("metric") or len(bounds) != 1:
-            raise ConfigError(
-                f"gates.{name}={values} needs metric and exactly one of at_least and at_most"
-            )
-        bound = given[bounds[0]]
-        if not isinstance(bound, int | float) or isinstance(bound, bool):
-            raise ConfigError(f"gates.{name}.{bounds[0]}={bound!r} must be a number")
+        problem = gate_problem(values)
+        if problem:
+            raise ConfigError(f"gates.{name}={values} {problem}")
 
 
 def _check_keys(cfg: DictConfig) -> None:

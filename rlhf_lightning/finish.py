@@ -9,27 +9,31 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from rlhf_lightning.assembly import STARTS_FROM, Parts, origin, prompt_data
+from rlhf_lightning.assembly import Parts, origin
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.composition import plain
 from rlhf_lightning.data.encode import EncodedPreference
-from rlhf_lightning.evaluation.pairs import pair_measures, score_pairs
-from rlhf_lightning.evaluation.stages import (
-    Findings,
-    check_gates,
-    compare_policies,
-    normalize_reward_model,
+from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.evaluation.pairs import (
+    ScoredPair,
+    comparable_rows,
+    pair_measures,
+    score_pairs,
+    share_right,
 )
+from rlhf_lightning.evaluation.policy import side_by_side
+from rlhf_lightning.evaluation.stages import Findings, normalize_reward_model
+from rlhf_lightning.held_out_prompts import STARTS_FROM, held_out_comparison, prompt_data
 from rlhf_lightning.model_folder import Outcome, write_model_folder
-from rlhf_lightning.models.factory import frozen, load_policy
+from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.release import release_freed_memory
+from rlhf_lightning.models.tokenizers import check_same_tokenizer
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import publish_artifact
@@ -37,6 +41,7 @@ from rlhf_lightning.runs.summary import GateResult
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
+MOST_TRAINING_PAIRS = 1000  # that are scored once more, to hold against held-out ones
 
 
 def finish(
@@ -140,24 +145,21 @@ def _finish_policy(cfg: DictConfig, parts: Parts) -> Findings:
     if start is None or (cfg.stage == "sft" and cfg.evaluation.gold is None):
         return Findings(metrics)  # nothing to compare with, or nobody to judge
     module = parts.module
-    data = prompt_data(cfg, parts.tokenizer, num_prompts=cfg.evaluation.num_prompts)
-    prompts = data.val_dataloader()
-    if not prompts:
+    baseline = module.reference if cfg.stage == "ppo" else _start(cfg, module.policy)
+    comparison = held_out_comparison(
+        cfg,
+        parts.tokenizer,
+        parts.sampling,
+        parts.scorer,
+        num_prompts=cfg.evaluation.num_prompts,
+    )
+    if comparison is None:
         logger.warning("no prompt is held out: the policy is not compared with %s", start)
         return Findings(metrics)
-    baseline = module.reference if cfg.stage == "ppo" else _start(cfg, module.policy)
-    gold = cfg.evaluation.gold
-    findings = compare_policies(
-        _placed(parts, module.policy),
-        _placed(parts, baseline),
-        prompts,
-        parts.sampling,
-        seed=cfg.seed,
-        gold=None if gold is None else instantiate(gold),
-        scorer=parts.scorer,
-        num_samples=cfg.evaluation.num_samples,
-    )
-    return Findings(metrics | findings.metrics, findings.samples)
+    mine = comparison.ask_policy(_placed(parts, module.policy), _placed(parts, baseline))
+    theirs = comparison.ask_baseline(baseline)
+    samples = side_by_side(mine.main, theirs.main, cfg.evaluation.num_samples)
+    return Findings(metrics | comparison.measure(mine, theirs), samples)
 
 
 def _finish_reward(cfg: DictConfig, parts: Parts) -> Findings:
@@ -166,14 +168,9 @@ def _finish_reward(cfg: DictConfig, parts: Parts) -> Findings:
     ceiling = getattr(parts.data.source, "label_ceiling", None)
     if ceiling is not None:
         metrics["val/label_ceiling"] = float(ceiling())
-    if rows := parts.data.rows("validation"):
-        scored = score_pairs(
-            _placed(parts, parts.module.model),
-            cast("Sequence[EncodedPreference]", rows),
-            batch_size=cfg.evaluation.batch_size,
-            pad_token_id=int(parts.tokenizer.pad_token_id),  # type: ignore[arg-type]
-        )
-        metrics |= pair_measures(scored)
+    if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
+        metrics |= pair_measures(_scored(cfg, parts, parts.module.model, rows))
+        metrics |= _evidence(cfg, parts, rows)
     count = parts.module.reward.normalization_samples
     if count:
         policy = _start(cfg, parts.module.model)
@@ -186,6 +183,32 @@ def _finish_reward(cfg: DictConfig, parts: Parts) -> Findings:
             seed=cfg.seed,
         )
     return Findings(metrics)
+
+
+def _evidence(cfg: DictConfig, parts: Parts, rows: Sequence[EncodedPreference]) -> dict[str, float]:
+    """Return what tells overfitting, noise and too small a model apart."""
+    train = cast("Sequence[EncodedPreference]", parts.data.rows("train"))
+    found = {}
+    if seen := comparable_rows(train, rows, count=min(len(rows), MOST_TRAINING_PAIRS)):
+        found["val/train_accuracy"] = share_right(_scored(cfg, parts, parts.module.model, seen))
+    source = cfg.evaluation.larger_reward_model
+    if source is not None:
+        fix = "train it on the same policy's tokenizer"
+        check_same_tokenizer(parts.tokenizer, source, fix=fix)
+        larger = frozen(load_scalar_model(source))
+        found["val/larger_model_accuracy"] = share_right(_scored(cfg, parts, larger, rows))
+    return found
+
+
+def _scored(
+    cfg: DictConfig, parts: Parts, model: ScalarHeadModel, rows: Sequence[EncodedPreference]
+) -> list[ScoredPair]:
+    return score_pairs(
+        _placed(parts, model),
+        rows,
+        batch_size=cfg.evaluation.batch_size,
+        pad_token_id=int(parts.tokenizer.pad_token_id),  # type: ignore[arg-type]
+    )
 
 
 def _start(cfg: DictConfig, trained: PolicyModel | ScalarHeadModel) -> PolicyModel:

@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.assembly import STARTS_FROM, origin, source_fingerprint
+from rlhf_lightning.assembly import origin, source_fingerprint
 from rlhf_lightning.composition import plain
+from rlhf_lightning.held_out_prompts import STARTS_FROM
 from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
 from rlhf_lightning.models.arrangements import ADAPTER
 from rlhf_lightning.models.export import export_model, export_tokenizer

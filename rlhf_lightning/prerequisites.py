@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,13 +17,17 @@ from rlhf_lightning.composition import ConfigError, choices
 from rlhf_lightning.launching import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
 
-KINDS = ("base", "sft", "reward")
+KINDS = ("base", "sft", "reward", "ppo")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PASSED_ON = ("paths", "debug", "logger", "trainer.accelerator", "world.")
 
 
 def prepare_inputs(
-    cfg: DictConfig, overrides: list[str], say: Callable[[str], None] = print
+    cfg: DictConfig,
+    overrides: list[str],
+    say: Callable[[str], None] = print,
+    *,
+    kinds: Sequence[str] = KINDS,
 ) -> None:
     """Make sure that the models in `cfg.artifacts` exist; train the built-in ones that do not.
 
@@ -34,14 +38,15 @@ def prepare_inputs(
         cfg: of the stage.
         overrides: of the command line; those that concern every stage go on to the child.
         say: prints a line.
+        kinds: keys of `artifacts` that are looked at.
 
     Raises:
         ConfigError: for a missing path that the user gave, naming the command that makes it.
         RuntimeError: if a child fails.
     """
-    for kind in KINDS:
+    for kind in kinds:
         source = OmegaConf.select(cfg, f"artifacts.{kind}")
-        if source is None or _is_available(source):
+        if source is None or is_available(source):
             continue
         folder = Path(source)
         if not _is_built_in(cfg, kind):
@@ -50,14 +55,15 @@ def prepare_inputs(
                 f"with  python -m rlhf_lightning.train +experiment={_maker(cfg.name, kind)}"
             )
         with artifact_lock(folder, report=say):
-            if not _is_available(source):
+            if not is_available(source):
                 say(
                     f"The {kind} model of the built-in world is not in {folder}: training it first."
                 )
                 _train(kind, cfg, overrides)
 
 
-def _is_available(source: str) -> bool:
+def is_available(source: str) -> bool:
+    """Return whether a folder holds a model, or the text can be a hub name."""
     folder = Path(source)
     if folder.is_dir():
         return (folder / "config.json").is_file()

@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.assembly import STARTS_FROM, make_tokenizer, source_fingerprint
+from rlhf_lightning.assembly import make_tokenizer, source_fingerprint
 from rlhf_lightning.composition import ConfigError, check_config, plain, trusted_targets
 from rlhf_lightning.export_request import ExportError
+from rlhf_lightning.held_out_prompts import STARTS_FROM
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.model_folder import Outcome, write_model_folder
 from rlhf_lightning.models.factory import load_policy, load_scalar_model

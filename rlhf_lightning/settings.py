@@ -56,14 +56,18 @@ class TrainerSettings(Checked):
 
 @dataclass(frozen=True)
 class EvaluationSettings(Checked):
-    """The final comparison; `gold` is built by name."""
+    """The comparison at the end, and during PPO; `gold` is built by name."""
 
     num_prompts: int = number(512, at_least=1)
+    answers_per_prompt: int = number(1, at_least=1)
     batch_size: int = number(128, at_least=1)
     micro_batch_size: int | None = number(None, at_least=1)
     temperature: float = number(1.0, at_least=0, at_most=10)
     max_new_tokens: int = number(64, at_least=1)
     num_samples: int = number(24, at_least=0)
+    every_n_iterations: int | None = number(None, at_least=1)
+    during_training: int = number(128, at_least=1)
+    larger_reward_model: str | None = None
 
 
 @dataclass(frozen=True)

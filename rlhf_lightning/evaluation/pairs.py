@@ -120,6 +120,25 @@ def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     return measures
 
 
+def comparable_rows(
+    train: Sequence[EncodedPreference], held_out: Sequence[EncodedPreference], *, count: int
+) -> list[EncodedPreference]:
+    """Return at most `count` training pairs, evenly spaced, on which to look for overfitting.
+
+    Pairs of a subset that no held-out pair belongs to, such as pairs made to be easy, are left out:
+    accuracy on them says nothing about the other ones.
+    """
+    names = {name for row in held_out for name in row.subsets}
+    rows = [row for row in train if names.issuperset(row.subsets)]
+    step = max(len(rows) // max(count, 1), 1)
+    return rows[::step][:count]
+
+
+def share_right(pairs: Sequence[ScoredPair]) -> float:
+    """Return the share of pairs whose preferred answer scores higher; equal scores are wrong."""
+    return sum(pair.chosen > pair.rejected for pair in pairs) / len(pairs)
+
+
 def is_length_matched(pair: ScoredPair) -> bool:
     """Return whether the lengths differ by at most 10 % of the longer one."""
     longer = max(pair.chosen_length, pair.rejected_length)

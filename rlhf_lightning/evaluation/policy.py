@@ -12,7 +12,6 @@ import torch
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.distributed import unsharded
-from rlhf_lightning.evaluation.win_rate import WinRate, win_rate
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
@@ -40,7 +39,19 @@ class Sampling:
 
 @dataclass
 class PolicyAnswers:
-    """One answer to each prompt, and what was measured of it; all lists are by prompt."""
+    """Answers to prompts, and what was measured of them; all lists are by answer.
+
+    Args:
+        prompts: as text; each stands `answers_per_prompt` times in a row.
+        domains: of the prompts.
+        completions: the answers as text.
+        finished: whether they ended by themselves.
+        token_ids: of the answers.
+        kl: of an answer, from the reference, nats.
+        scores: of the answers.
+        columns: text columns of the prompts.
+        answers_per_prompt: how many each prompt has.
+    """
 
     prompts: list[str]
     domains: list[str]
@@ -50,6 +61,7 @@ class PolicyAnswers:
     kl: list[float]
     scores: list[float]
     columns: list[Mapping[str, str]] = field(default_factory=list)
+    answers_per_prompt: int = 1
 
     @property
     def lengths(self) -> list[int]:
@@ -66,8 +78,9 @@ def sample_answers(
     noise: RowNoise,
     reference: PolicyModel | None = None,
     scorer: Scorer | None = None,
+    answers_per_prompt: int = 1,
 ) -> PolicyAnswers:
-    """Sample one response a prompt.
+    """Sample one response a row.
 
     Args:
         policy: answers.
@@ -76,8 +89,9 @@ def sample_answers(
         noise: by row; give each policy its own.
         reference: for the KL, k1 summed over a response, nats; without it 0.
         scorer: for the scores; without it 0.
+        answers_per_prompt: how often in a row each prompt stands in `batches`.
     """
-    result = PolicyAnswers([], [], [], [], [], [], [])
+    result = PolicyAnswers([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
     device = policy.device
     for cpu_prompts in batches:
         prompts = cpu_prompts.to(device)
@@ -166,12 +180,6 @@ def gold_columns(gold: GoldReward, answers: PolicyAnswers) -> dict[str, list[str
     return {name: [row.get(name, "") for row in answers.columns] for name in names}
 
 
-def compare(policy: Sequence[float], baseline: Sequence[float], prefix: str) -> dict[str, float]:
-    """Return `<prefix>`, `_low`, `_high`: win rate of the policy, ties one half, Wilson 95 %."""
-    result: WinRate = win_rate(torch.tensor(policy), torch.tensor(baseline), confidence=CONFIDENCE)
-    return {prefix: result.rate, f"{prefix}_low": result.low, f"{prefix}_high": result.high}
-
-
 def describe_answers(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
     """Return score, length, distinct-2 and share finished of the answers, as `<prefix>...`."""
     rows = len(answers.prompts)
@@ -186,18 +194,19 @@ def describe_answers(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
 def side_by_side(
     policy: PolicyAnswers, baseline: PolicyAnswers, count: int
 ) -> list[dict[str, object]]:
-    """Return the first `count` prompts with both answers, for samples.jsonl and the report."""
+    """Return the first `count` prompts with an answer of each, for samples.jsonl and the report."""
+    mine, theirs = policy.answers_per_prompt, baseline.answers_per_prompt
     return [
         {
             "prompt": policy.prompts[row],
             "response": policy.completions[row],
-            "baseline_response": baseline.completions[row],
+            "baseline_response": baseline.completions[row // mine * theirs],
             "score": policy.scores[row],
-            "baseline_score": baseline.scores[row],
+            "baseline_score": baseline.scores[row // mine * theirs],
             "kl": policy.kl[row] / max(policy.lengths[row], 1),
             "length": policy.lengths[row],
             "domain": policy.domains[row],
             "finished": policy.finished[row],
         }
-        for row in range(min(count, len(policy.prompts)))
+        for row in range(0, len(policy.prompts), mine)[:count]
     ]

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
 from rlhf_lightning.evaluation.policy import (
     GoldReward,
-    PolicyAnswers,
     Sampling,
-    compare,
-    describe_answers,
-    gold_details,
-    gold_scores,
     sample_answers,
     side_by_side,
 )
+from rlhf_lightning.evaluation.safety import SafetyCheck
+from rlhf_lightning.evaluation.sides import Judges
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import RewardModelScorer, Scorer
-from rlhf_lightning.runs.summary import GateResult
 
 logger = logging.getLogger(__name__)
 EQUAL_SCORES = 1e-6  # of their size: what fp32 rounding alone makes of equal scores
@@ -54,43 +51,21 @@ def compare_policies(
     gold: GoldReward | None,
     scorer: Scorer | None,
     num_samples: int,
+    safety: SafetyCheck | None = None,
+    safety_batches: Sequence[PromptBatch] = (),
+    answers_per_prompt: int = 1,
 ) -> Findings:
-    """Compare a policy with where it started, one response each to every held-out prompt.
+    """Compare a policy with where it started, on every held-out prompt.
 
     The two draw with different noise. KL is the mean k1 over the policy's response tokens.
     """
-    batches = list(batches)
-    noise = RowNoise(seed, "evaluation")
-    mine = sample_answers(policy, batches, sampling, noise=noise, reference=baseline, scorer=scorer)
-    theirs = sample_answers(baseline, batches, sampling, noise=noise.at_iteration(1), scorer=scorer)
-    metrics = describe_answers(mine, "val/") | describe_answers(theirs, "val/baseline_")
-    metrics["val/kl_per_token"] = sum(mine.kl) / max(sum(mine.lengths), 1)
-    metrics["val/kl_per_response"] = sum(mine.kl) / len(mine.kl)
-    metrics["val/num_prompts"] = float(len(mine.prompts))
-    if scorer is None:
-        del metrics["val/score"], metrics["val/baseline_score"]
-    else:
-        metrics |= compare(mine.scores, theirs.scores, "val/score_win_rate")
-    if gold is not None:
-        metrics |= _gold_metrics(gold, mine, theirs)
-    return Findings(metrics, side_by_side(mine, theirs, num_samples))
-
-
-def _gold_metrics(gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers) -> dict[str, float]:
-    my_gold, their_gold = gold_scores(gold, mine), gold_scores(gold, theirs)
-    metrics = compare(my_gold, their_gold, "val/gold_win_rate")
-    metrics["val/gold"] = sum(my_gold) / len(my_gold)
-    metrics["val/baseline_gold"] = sum(their_gold) / len(their_gold)
-    for prefix, answers in (("val/", mine), ("val/baseline_", theirs)):
-        details = gold_details(gold, answers)
-        metrics |= {f"{prefix}{name}": value for name, value in details.items()}
-    for domain in sorted(set(mine.domains) - {""}):
-        rows = [i for i, name in enumerate(mine.domains) if name == domain]
-        rate = compare(
-            [my_gold[i] for i in rows], [their_gold[i] for i in rows], "val/gold_win_rate"
-        )
-        metrics[f"val/gold_win_rate_{domain}"] = rate["val/gold_win_rate"]
-    return metrics
+    questions = Questions(list(batches), safety_batches, answers_per_prompt)
+    judges = Judges(gold, scored=scorer is not None, safety=safety)
+    comparison = HeldOutComparison(questions, sampling, judges, seed, scorer)
+    mine = comparison.ask_policy(policy, reference=baseline)
+    theirs = comparison.ask_baseline(baseline)
+    samples = side_by_side(mine.main, theirs.main, num_samples)
+    return Findings(comparison.measure(mine, theirs), samples)
 
 
 @torch.no_grad()
@@ -133,31 +108,3 @@ def normalize_reward_model(
         return {}
     model.normalize(mean, std)
     return {"reward/sample_mean": mean, "reward/sample_std": std}
-
-
-def check_gates(
-    gates: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, float]
-) -> tuple[GateResult, ...]:
-    """Hold final metrics against thresholds.
-
-    Args:
-        gates: name -> {metric, at_least or at_most}.
-        metrics: final metrics.
-
-    Raises:
-        ValueError: if a gate gives not exactly one of at_least and at_most.
-    """
-    return tuple(_check_gate(name, gate, metrics) for name, gate in gates.items())
-
-
-def _check_gate(name: str, gate: Mapping[str, Any], metrics: Mapping[str, float]) -> GateResult:
-    bounds = [key for key in ("at_least", "at_most") if gate.get(key) is not None]
-    if len(bounds) != 1:
-        raise ValueError(f"gate {name} needs exactly one of at_least and at_most, got {bounds}")
-    metric, threshold = gate["metric"], float(gate[bounds[0]])
-    value = metrics.get(metric)
-    if value is None or math.isnan(value):
-        return GateResult(name, None, threshold, False, f"{metric} was not measured")
-    passed = value >= threshold if bounds[0] == "at_least" else value <= threshold
-    wanted = f"{bounds[0].replace('_', ' ')} {threshold:g}"
-    return GateResult(name, value, threshold, passed, f"{metric} is {value:.3f}, wanted {wanted}")

@@ -21,7 +21,9 @@ from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.records import PromptRecord, text_key
+from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.progress import WorkProgress
@@ -41,6 +43,25 @@ class LoadedPolicy(NamedTuple):
     model: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     stop_ids: Sequence[int]
+
+
+def load_candidate_policy(
+    source: str,
+    *,
+    chat_template_arguments: dict[str, Any] | None,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> LoadedPolicy:
+    """Return a frozen policy with its tokenizer and stop ids, on the GPU if there is one."""
+    origin: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if revision is not None and not Path(source).is_dir():
+        origin["revision"] = revision
+    tokenizer = load_tokenizer(source, chat_template_arguments=chat_template_arguments, **origin)
+    policy = frozen(load_policy(source, **origin))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return LoadedPolicy(
+        policy.to(device), tokenizer, stop_ids(tokenizer, source, revision=revision)
+    )
 
 
 @dataclass(frozen=True)

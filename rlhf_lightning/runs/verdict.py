@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_lightning.runs.quantities import duration, number, percent, show
@@ -67,7 +67,7 @@ def verdict(summary: Summary) -> Verdict:
     it started from: `val/baseline_score`, `val/baseline_response_length`,
     `val/baseline_distinct_2` and `val/baseline_loss`.
     """
-    stage = {"ppo": _ppo, "reward": _reward, "sft": _sft, "base": _sft}.get(summary.stage, _other)
+    stage = _BY_STAGE.get(summary.stage, _other)
     result = stage(summary.metrics)
     facts = result.facts
     if "total" in summary.seconds:
@@ -93,13 +93,40 @@ def _status(summary: Summary) -> str:
 
 
 def _ppo(metrics: Metrics) -> Verdict:
-    facts = _changes(metrics, "SFT")
+    return _comparison(metrics, "SFT", "PPO")
+
+
+def _evaluate(metrics: Metrics) -> Verdict:
+    result = _comparison(metrics, "the baseline", "the policy")
+    others = [
+        Fact(
+            f"win rate by {label}",
+            percent(rate),
+            _interval(metrics, f"val/{name}_win_rate").strip(" ()"),
+        )
+        for name, label in (
+            ("score", "score"),
+            ("judge", "the judge"),
+            ("human", "people"),
+            ("gold_reference", "gold, against references"),
+        )
+        if (rate := _get(metrics, f"val/{name}_win_rate")) is not None
+    ]
+    rate = _get(metrics, "val/human_reward_accuracy")
+    if rate is not None:
+        note = "of people's choices" + _interval(metrics, "val/human_reward_accuracy")
+        others.append(Fact("reward model agrees with", percent(rate), note))
+    return replace(result, facts=(*others, *result.facts))
+
+
+def _comparison(metrics: Metrics, rival: str, name: str) -> Verdict:
+    facts = _changes(metrics, rival)
     kl = _get(metrics, "val/kl_per_token")
     if kl is not None:
-        facts.insert(1, Fact("KL from SFT", number(kl), "nats a token"))
-    win = _win_rate(metrics, "SFT", "PPO", facts)
+        facts.insert(1, Fact(f"KL from {rival}", number(kl), "nats a token"))
+    win = _win_rate(metrics, rival, name, facts)
     if win is None:
-        win = _score_win_rate(metrics, facts)
+        win = _score_win_rate(metrics, rival, name, facts)
     if win is not None:
         return win
     score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
@@ -113,9 +140,8 @@ def _ppo(metrics: Metrics) -> Verdict:
     gain = number(score - before)
     number_text = f"+{gain}" if better else gain
     tone: Tone = "neutral" if better else "bad"
-    return Verdict(
-        tone, number_text, "change of the mean score, SFT to PPO", sentence, tuple(facts)
-    )
+    caption = f"change of the mean score, {rival} to {name}"
+    return Verdict(tone, number_text, caption, sentence, tuple(facts))
 
 
 def _sft(metrics: Metrics) -> Verdict:
@@ -180,24 +206,30 @@ def _win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Ver
     low, high = (_get(metrics, f"val/gold_win_rate_{end}") for end in ("low", "high"))
     tone: Tone
     if (rate if low is None else low) > 0.5:
-        tone, sentence = "good", f"{name} answers better than {rival}, by the gold reward."
+        tone = "good"
+        sentence = f"{name[0].upper()}{name[1:]} answers better than {rival}, by the gold reward."
     elif (rate if high is None else high) < 0.5:
-        tone, sentence = "bad", f"{name} answers worse than {rival}, by the gold reward."
+        tone = "bad"
+        sentence = f"{name[0].upper()}{name[1:]} answers worse than {rival}, by the gold reward."
     else:
         tone, sentence = "neutral", f"No difference between {name} and {rival} is shown."
     caption = f"of comparisons won against {rival}" + _interval(metrics, "val/gold_win_rate")
     return Verdict(tone, percent(rate), caption, sentence, tuple(facts))
 
 
-def _score_win_rate(metrics: Metrics, facts: list[Fact]) -> Verdict | None:
+def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict | None:
     rate = _get(metrics, "val/score_win_rate")
     if rate is None:
         return None
     low = _get(metrics, "val/score_win_rate_low")
     better = (rate if low is None else low) > 0.5
-    sentence = "PPO scores higher" if better else "PPO is not shown to score higher"
-    sentence += " than SFT by the reward it was trained on; read the samples to see if rightly."
-    caption = "of comparisons won against SFT" + _interval(metrics, "val/score_win_rate")
+    known = "scores higher" if better else "is not shown to score higher"
+    sentence = (
+        f"{name} {known} than {rival} by the reward it was trained on; read the samples to see if "
+        "rightly."
+    )
+    sentence = sentence[0].upper() + sentence[1:]
+    caption = f"of comparisons won against {rival}" + _interval(metrics, "val/score_win_rate")
     # Never "good": that the trained reward rises is what over-optimisation looks like, too.
     return Verdict("neutral" if better else "bad", percent(rate), caption, sentence, tuple(facts))
 
@@ -213,6 +245,8 @@ def _changes(metrics: Metrics, rival: str) -> list[Fact]:
         ("answered", "answers with a number", "share"),
         ("response_length", "response length", "tokens"),
         ("distinct_2", "distinct bigrams", "share"),
+        ("refusal_rate", "harmful prompts refused", "share"),
+        ("over_refusal_rate", "harmless look-alikes refused", "share"),
     ):
         value = _get(metrics, f"val/{key}")
         if value is not None:
@@ -243,3 +277,6 @@ def _interval(metrics: Metrics, name: str) -> str:
 def _get(metrics: Metrics, name: str) -> float | None:
     value = metrics.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
+
+
+_BY_STAGE = {"ppo": _ppo, "reward": _reward, "sft": _sft, "base": _sft, "evaluate": _evaluate}

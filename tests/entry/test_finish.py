@@ -6,7 +6,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from rlhf_lightning import finish
+from rlhf_lightning import finish, held_out_prompts
 from rlhf_lightning.evaluation.stages import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 
@@ -33,11 +33,12 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
 
 def test_without_held_out_prompts_the_stage_ends_without_a_comparison(monkeypatch, caplog):
     data = SimpleNamespace(val_dataloader=list)
-    monkeypatch.setattr(finish, "prompt_data", lambda *_, **__: data)
-    cfg = OmegaConf.create(
-        {"stage": "ppo", "artifacts": {"sft": "x"}, "evaluation": {"gold": None, "num_prompts": 8}}
+    monkeypatch.setattr(held_out_prompts, "prompt_data", lambda *_, **__: data)
+    evaluation = {"gold": None, "num_prompts": 8, "answers_per_prompt": 1}
+    cfg = OmegaConf.create({"stage": "ppo", "artifacts": {"sft": "x"}, "evaluation": evaluation})
+    parts = SimpleNamespace(
+        tokenizer=None, module=SimpleNamespace(reference=None), sampling=None, scorer=None
     )
-    parts = SimpleNamespace(tokenizer=None, module=None)
     assert finish._finish_policy(cfg, parts) == Findings({})
     assert "no prompt is held out" in caplog.text
 

@@ -47,6 +47,8 @@ PREFERENCE_QUALITY = Quality(
 CLEAR_GAP = 1.0
 NEAR_TIE_SKIPPED = 0.8
 
+CONTRAST = "contrast"  # subset of the training pairs that are easier than held-out ones
+
 # Of each domain, so that no domain is most of the prompts.
 MOST_PROMPTS: Mapping[Split, int] = {"train": 700, "validation": 120}
 
@@ -234,7 +236,7 @@ def _sample_pair(
     question: Question, contrast: float, panel: Sequence[SimulatedAnnotator], rng: Random
 ) -> _Pair:
     while True:
-        first, second = _two_answers(question, contrast, rng)
+        first, second, contrasted = _two_answers(question, contrast, rng)
         gold = [gold_parts(question.prompt, answer, True).total for answer in (first, second)]
         gap = abs(gold[0] - gold[1])
         if gap >= CLEAR_GAP or (gap > 0 and rng.random() >= NEAR_TIE_SKIPPED):
@@ -245,15 +247,16 @@ def _sample_pair(
     agreement = probability if gold[0] > gold[1] else 1.0 - probability
     if rng.random() >= probability:
         first, second = second, first
-    record = PreferenceRecord(question.prompt, first, second, question.domain)
+    subsets = (CONTRAST,) if contrasted else ()
+    record = PreferenceRecord(question.prompt, first, second, question.domain, subsets=subsets)
     return _Pair(record, agreement)
 
 
-def _two_answers(question: Question, contrast: float, rng: Random) -> tuple[str, str]:
+def _two_answers(question: Question, contrast: float, rng: Random) -> tuple[str, str, bool]:
     quality = PREFERENCE_QUALITY
     if rng.random() >= contrast:
-        return sample_answer(question, quality, rng), sample_answer(question, quality, rng)
+        return sample_answer(question, quality, rng), sample_answer(question, quality, rng), False
     style = sample_style(quality, rng.random() < quality.right, rng)
     right = write_answer(right_core(question, rng), style, rng)
     wrong = write_answer(sample_wrong_core(question, quality, rng), style, rng)
-    return (right, wrong) if rng.random() < 0.5 else (wrong, right)
+    return (right, wrong, True) if rng.random() < 0.5 else (wrong, right, True)

@@ -1,0 +1,56 @@
+"""The measures of the final comparison, every few iterations of PPO."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideAnswers
+
+
+class PeriodicEvaluation(Callback):
+    """Compare the policy with its reference on held-out prompts, and log that as `val/*`.
+
+    The reference is asked once. The noise is that of rows, so an evaluation changes no rollout.
+
+    Args:
+        comparison: what is asked, and who judges.
+        every_n_iterations: how often.
+
+    Raises:
+        ValueError: for a number below 1.
+    """
+
+    def __init__(self, comparison: HeldOutComparison, *, every_n_iterations: int) -> None:
+        if every_n_iterations < 1:
+            raise ValueError(
+                f"PeriodicEvaluation.every_n_iterations={every_n_iterations}, expected at least 1"
+            )
+        self.comparison = comparison
+        self.every_n_iterations = every_n_iterations
+        self._baseline: SideAnswers | None = None
+        self._names: set[str] = set()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure if it is time; between two measurements say that nothing was measured."""
+        if current_iteration(trainer) % self.every_n_iterations:
+            if self._names:
+                pl_module.log_dict(dict.fromkeys(sorted(self._names), math.nan), on_step=True)
+            return
+        started = time.perf_counter()
+        module: Any = pl_module
+        with trainer.strategy.precision_plugin.forward_context():
+            if self._baseline is None:
+                self._baseline = self.comparison.ask_baseline(module.reference)
+            mine = self.comparison.ask_policy(module.policy, module.reference)
+        measures = self.comparison.measure(mine, self._baseline)
+        measures["time/evaluate"] = time.perf_counter() - started
+        self._names |= set(measures)
+        gaps = dict.fromkeys(self._names, math.nan)
+        pl_module.log_dict(gaps | measures, on_step=True)

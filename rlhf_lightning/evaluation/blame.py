@@ -1,0 +1,141 @@
+"""Which stage a failed gate is to be blamed on, and what to try: a later stage shows it first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rlhf_lightning.runs.summary import GateResult
+
+PROXY_GAINED = 0.65  # win rate by the learnt score from which PPO has done its part
+MOVED = 0.02  # nats a token, below which a policy has hardly left its start
+WEAK_DOMAIN = 0.05  # below the reward model's own accuracy
+Metrics = Mapping[str, float | None]
+
+
+class Blame(NamedTuple):
+    """Where to look.
+
+    Args:
+        stage: the one to change; "labels" for the data that the reward model learns from.
+        why: the evidence.
+        attempt: what to try.
+    """
+
+    stage: str
+    why: str
+    attempt: str
+
+    def __str__(self) -> str:
+        """Return it as one text."""
+        return f"To blame: {self.stage}. {self.why}. Try: {self.attempt}."
+
+
+def find_blame(
+    stage: str, gates: Sequence[GateResult], metrics: Mapping[str, Metrics]
+) -> Blame | None:
+    """Return what the gates that a stage failed speak of; None if it failed none.
+
+    Args:
+        stage: that was judged: `sft`, `reward`, `ppo` or `evaluate`.
+        gates: its verdicts.
+        metrics: final metrics by stage, of those that have run.
+    """
+    failed = {gate.name: gate for gate in gates if not gate.passed}
+    if not failed:
+        return None
+    own = metrics.get(stage, {})
+    if stage in ("ppo", "evaluate"):
+        return _policy(failed, own, metrics.get("reward", {}))
+    if stage == "reward":
+        return _reward(failed, own)
+    return _sft(failed, own) if stage == "sft" else _unknown(stage, failed)
+
+
+def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> Blame:
+    kl, proxy = _get(own, "val/kl_per_token"), _get(own, "val/score_win_rate")
+    safety = [name for name in failed if "refus" in name]
+    wins = [name for name in failed if "win_rate" in name]
+    if "kl_per_token" in failed:
+        return Blame(
+            "ppo",
+            f"The policy is {_show(kl)} nats a token away from its start",
+            "a larger module.ppo.kl_coef, fewer iterations or a smaller learning rate",
+        )
+    if "policy_moved" in failed or (wins and kl is not None and kl < MOVED):
+        return Blame(
+            "ppo",
+            f"The policy has hardly moved: {_show(kl)} nats a token",
+            "more iterations, a larger learning rate or a smaller module.ppo.kl_coef",
+        )
+    if wins and proxy is not None and proxy >= PROXY_GAINED:
+        return Blame(
+            "reward",
+            f"The policy wins {_show(proxy)} of comparisons by the learnt reward and not by the "
+            "judge that counts: the reward model pays for the wrong things",
+            "pairs of this policy's answers for the reward model, then a larger module.ppo.kl_coef",
+        )
+    if wins:
+        return Blame(
+            "ppo",
+            f"The policy gains little even by the reward it is trained on ({_show(proxy)} won)",
+            "more iterations or a larger learning rate; look at ppo/explained_variance",
+        )
+    if safety:
+        overall, harmful = _get(reward, "val/accuracy"), _get(reward, "val/accuracy_harmful")
+        if overall is not None and harmful is not None and harmful < overall - WEAK_DOMAIN:
+            return Blame(
+                "reward",
+                f"It ranks answers to harmful prompts less well ({_show(harmful)}) than others "
+                f"({_show(overall)})",
+                "more preference pairs about harmful prompts and their look-alikes",
+            )
+        return Blame(
+            "ppo",
+            "What is refused has changed for the worse, and the reward model does not explain it",
+            "a larger share of such prompts, a larger module.ppo.kl_coef, or fewer iterations",
+        )
+    return _unknown("ppo", failed)
+
+
+def _reward(failed: Mapping[str, GateResult], own: Metrics) -> Blame:
+    if "beats_length" in failed:
+        return Blame(
+            "labels",
+            "Length alone ranks the pairs as well as the reward model does",
+            "pairs whose lengths are matched, or in which the shorter answer is preferred",
+        )
+    reason = next(iter(failed.values())).reason
+    cause, _, attempt = reason.partition(". Try ")
+    stage = "labels" if "Noise:" in cause else "reward"
+    return Blame(stage, cause, attempt or "more epochs, more pairs or a larger model")
+
+
+def _sft(failed: Mapping[str, GateResult], own: Metrics) -> Blame:
+    finished = _get(own, "val/eos_fraction")
+    if finished is not None and finished < 0.8:
+        return Blame(
+            "sft",
+            f"Only {_show(finished)} of its answers end by themselves",
+            "demonstrations that end with EOS, or a larger evaluation.max_new_tokens",
+        )
+    return Blame(
+        "sft",
+        f"It does not beat the model it started from ({next(iter(failed.values())).reason})",
+        "more epochs, another learning rate, or better demonstrations: read samples.jsonl",
+    )
+
+
+def _unknown(stage: str, failed: Mapping[str, GateResult]) -> Blame:
+    reasons = "; ".join(gate.reason for gate in failed.values())
+    return Blame(stage, reasons, "its report.html and samples.jsonl show what it does")
+
+
+def _get(metrics: Metrics, name: str) -> float | None:
+    value = metrics.get(name)
+    return None if value is None or math.isnan(value) else float(value)
+
+
+def _show(value: float | None) -> str:
+    return "an unknown number of" if value is None else f"{value:.3f}"

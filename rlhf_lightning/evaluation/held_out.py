@@ -1,0 +1,222 @@
+"""Held-out prompts that two policies answer: after a stage, during it, and in `evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
+from rlhf_lightning.data.collate import PromptCollator
+from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
+from rlhf_lightning.data.records import PromptRecord, Text
+from rlhf_lightning.data.tokens import answer_ids
+from rlhf_lightning.evaluation.policy import PolicyAnswers, Sampling, sample_answers
+from rlhf_lightning.evaluation.sides import Judges, measure_sides
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.score import Scorer, make_answers
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What both sides are asked.
+
+    Args:
+        batches: held-out prompts, each `answers_per_prompt` times in a row.
+        safety: prompts that a safety check reads from its own file; domains say which are harmful.
+        answers_per_prompt: of each side.
+    """
+
+    batches: Sequence[PromptBatch]
+    safety: Sequence[PromptBatch] = ()
+    answers_per_prompt: int = 1
+
+
+@dataclass(frozen=True)
+class SideAnswers:
+    """What one side said to the held-out prompts, and to those of a safety file if there is one."""
+
+    main: PolicyAnswers
+    safety: PolicyAnswers | None = None
+
+
+@dataclass(frozen=True)
+class HeldOutComparison:
+    """Asks two policies the same and measures what they say.
+
+    The two draw with different noise, each always with the same: asking the same policy again gives
+    the same answers.
+
+    Args:
+        questions: the prompts.
+        sampling: engine and settings.
+        judges: who says what is better.
+        seed: of the noise and the bootstrap.
+        scorer: scores the answers of both; it is what `judges.scored` says there is.
+    """
+
+    questions: Questions
+    sampling: Sampling
+    judges: Judges
+    seed: int
+    scorer: Scorer | None = None
+
+    def ask_policy(self, policy: PolicyModel, reference: PolicyModel | None) -> SideAnswers:
+        """Return the answers of the policy, with their KL from the reference where there is one."""
+        return self._ask(policy, reference, 0)
+
+    def ask_baseline(
+        self,
+        baseline: PolicyModel,
+        questions: Questions | None = None,
+        sampling: Sampling | None = None,
+    ) -> SideAnswers:
+        """Return the answers of the baseline.
+
+        Args:
+            baseline: answers.
+            questions: the same ones, as its own tokenizer reads them.
+            sampling: with its own tokenizer and stop ids.
+        """
+        other = replace(
+            self, questions=questions or self.questions, sampling=sampling or self.sampling
+        )
+        return other._ask(baseline, None, 1)
+
+    def measure(self, mine: SideAnswers, theirs: SideAnswers) -> dict[str, float]:
+        """Return all measures of the policy against the baseline, as `val/*`."""
+        metrics = measure_sides(mine.main, theirs.main, self.judges, seed=self.seed)
+        safety = self.judges.safety
+        if safety is not None and mine.safety is not None and theirs.safety is not None:
+            metrics |= safety.compare(mine.safety, theirs.safety)
+        return metrics
+
+    def _ask(self, model: PolicyModel, reference: PolicyModel | None, side: int) -> SideAnswers:
+        noise = RowNoise(self.seed, "evaluation")
+        main = sample_answers(
+            model,
+            self.questions.batches,
+            self.sampling,
+            noise=noise.at_iteration(side),
+            reference=reference,
+            scorer=self.scorer,
+            answers_per_prompt=self.questions.answers_per_prompt,
+        )
+        if not self.questions.safety:
+            return SideAnswers(main)
+        noise = noise.at_iteration(2 + side)
+        return SideAnswers(
+            main, sample_answers(model, self.questions.safety, self.sampling, noise=noise)
+        )
+
+
+def repeated(batch: PromptBatch, times: int) -> list[PromptBatch]:
+    """Return batches of the same size in which each prompt stands `times` times in a row.
+
+    Their row ids are those of the prompts times `times`, plus the number of the answer.
+    """
+    if times == 1:
+        return [batch]
+    rows = batch[torch.arange(len(batch)).repeat_interleave(times)]
+    numbers = torch.arange(times).repeat(len(batch))
+    rows = replace(rows, row_ids=rows.row_ids * times + numbers)
+    return [rows[slice(start, start + len(batch))] for start in range(0, len(rows), len(batch))]
+
+
+def encode_questions(
+    records: Sequence[PromptRecord],
+    tokenizers: Sequence[PreTrainedTokenizerBase],
+    *,
+    max_prompt_length: int,
+    batch_size: int,
+    answers_per_prompt: int = 1,
+) -> tuple[list[list[PromptBatch]], list[int]]:
+    """Return the prompts as each tokenizer reads them, and which they are.
+
+    A prompt that is too long for one of the tokenizers is left out for all, so that row i is one
+    prompt everywhere. Rows are numbered by prompt and answer.
+
+    Args:
+        records: the prompts.
+        tokenizers: of the sides.
+        max_prompt_length: in tokens of each.
+        batch_size: rows of a batch.
+        answers_per_prompt: how often each prompt stands, in a row.
+
+    Returns:
+        Batches by tokenizer, and the indices of the records that are asked.
+    """
+    encoded = [
+        [encode_prompt(record, tokenizer, max_length=max_prompt_length) for record in records]
+        for tokenizer in tokenizers
+    ]
+    asked = [i for i in range(len(records)) if all(rows[i] is not None for rows in encoded)]
+    batches = []
+    for rows, tokenizer in zip(encoded, tokenizers, strict=True):
+        repeated: list[tuple[EncodedPrompt, int]] = [
+            (row, position * answers_per_prompt + answer)
+            for position, index in enumerate(asked)
+            if (row := rows[index]) is not None
+            for answer in range(answers_per_prompt)
+        ]
+        collate = PromptCollator(int(tokenizer.pad_token_id))  # type: ignore[arg-type]
+        starts = range(0, len(repeated), batch_size)
+        batches.append([collate(repeated[start : start + batch_size]) for start in starts])
+    return batches, asked
+
+
+def written_answers(
+    records: Sequence[PromptRecord],
+    completions: Sequence[Text],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    batch_size: int,
+    device: torch.device,
+    scorer: Scorer | None,
+) -> PolicyAnswers:
+    """Return given texts, such as references, as if a policy had said them, with their scores.
+
+    Args:
+        records: the prompts, none of them too long.
+        completions: one a prompt, as the records write them.
+        tokenizer: of the policy, whose tokens the scorer reads.
+        max_prompt_length: in tokens.
+        batch_size: rows that are scored together.
+        device: of the scorer's models.
+        scorer: scores them; without it 0.
+    """
+    pad = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+    rows: list[tuple[EncodedPrompt, list[int]]] = []
+    for record, completion in zip(records, completions, strict=True):
+        row = encode_prompt(record, tokenizer, max_length=max_prompt_length)
+        if row is not None:
+            rows.append((row, answer_ids(record.prompt, completion, tokenizer)))
+    result = PolicyAnswers([], [], [], [], [], [], [])
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
+        prompts = PromptCollator(pad)([(row, start + i) for i, (row, _) in enumerate(part)])
+        width = max(len(ids) for _, ids in part)
+        lengths = np.array([len(ids) for _, ids in part])
+        responses = torch.full((len(part), width), pad, dtype=torch.int64)  # [B, R]
+        for i, (_, ids) in enumerate(part):
+            responses[i, : len(ids)] = torch.tensor(ids)
+        generation = Generation(
+            sequences=torch.cat([prompts.input_ids, responses], 1),
+            response_mask=torch.from_numpy(np.arange(width) < lengths[:, None]),
+            finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
+        )
+        answers = make_answers(prompts.to(device), generation.to(device), tokenizer)
+        result.prompts += prompts.columns["prompt"]
+        result.domains += prompts.domains
+        result.columns += [dict(row.columns) for row, _ in part]
+        result.completions += answers.completions
+        result.finished += [True] * len(part)
+        result.token_ids += [ids for _, ids in part]
+        result.kl += [0.0] * len(part)
+        result.scores += [0.0] * len(part) if scorer is None else scorer(answers).total.tolist()
+    return result

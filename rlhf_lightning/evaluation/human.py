@@ -1,0 +1,252 @@
+"""People as judges: pairs that do not say who wrote them go out, labels come back.
+
+The pairs are what `rlhf_lightning.annotate` serves. A key, which raters do not see, says which
+answer is the policy's, and what the reward model gave both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhf_lightning.data.splits import split_fraction
+from rlhf_lightning.evaluation.policy import CONFIDENCE, PolicyAnswers
+from rlhf_lightning.evaluation.reward_check import reward_check
+from rlhf_lightning.evaluation.win_rate import win_rate
+from rlhf_lightning.preferences.records import Label, Pair, Side
+from rlhf_lightning.preferences.rows import read_records, to_row
+from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.runs.atomic import write_text
+
+PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"
+PEOPLE = ("person", "simulated")
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """What raters do not see of one pair.
+
+    Args:
+        pair_id: of the pair; None where both answers are the same text, a tie that nobody is asked.
+        policy_side: which answer of the pair is the policy's.
+        domain: of the prompt.
+        policy_score, baseline_score: of the reward model; None without one.
+        policy_length, baseline_length: tokens, EOS included.
+    """
+
+    pair_id: str | None
+    policy_side: Side
+    domain: str
+    policy_score: float | None
+    baseline_score: float | None
+    policy_length: int
+    baseline_length: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One answer of each side to one prompt.
+
+    Args:
+        row: of the policy's answer.
+        other: row of the baseline's.
+        side: which answer of the pair is the policy's.
+        pair: the two; None where they are the same text.
+    """
+
+    row: int
+    other: int
+    side: Side
+    pair: Pair | None
+
+
+def meetings(
+    mine: PolicyAnswers, theirs: PolicyAnswers, *, num_pairs: int | None, seed: int
+) -> list[Meeting]:
+    """Return the first answers of both sides to prompts, as pairs that do not tell whose is whose.
+
+    Which side is the pair's first is a hash of seed and answer, and the order is one of such
+    hashes.
+
+    Args:
+        mine: the policy's answers.
+        theirs: the baseline's.
+        num_pairs: prompts that are drawn; None for all.
+        seed: of the drawing and of the sides.
+    """
+    rows = range(0, len(mine.prompts), mine.answers_per_prompt)
+    drawn = sorted(rows, key=lambda row: split_fraction(f"{row}/{mine.prompts[row]}", seed))
+    found = []
+    for row in drawn[:num_pairs]:
+        other = row // mine.answers_per_prompt * theirs.answers_per_prompt
+        prompt, own, its = mine.prompts[row], mine.completions[row], theirs.completions[other]
+        side: Side = "first" if split_fraction(f"side/{prompt}/{own}", seed) < 0.5 else "second"
+        answers = (own, its) if side == "first" else (its, own)
+        pair = None if own == its else Pair.make(prompt, *answers, domain=mine.domains[row])
+        found.append(Meeting(row, other, side, pair))
+    return found
+
+
+def blind_pairs(
+    mine: PolicyAnswers,
+    theirs: PolicyAnswers,
+    *,
+    num_pairs: int | None,
+    scored: bool,
+    seed: int,
+) -> tuple[list[Pair], list[KeyRow]]:
+    """Return what raters see, and the key that they do not; see `meetings`.
+
+    Args:
+        mine: the policy's answers.
+        theirs: the baseline's.
+        num_pairs: prompts that people are asked about, drawn; None for all.
+        scored: whether the answers carry scores.
+        seed: of the drawing and of the sides.
+    """
+    met = meetings(mine, theirs, num_pairs=num_pairs, seed=seed)
+    key = [
+        KeyRow(
+            None if meeting.pair is None else meeting.pair.pair_id,
+            meeting.side,
+            mine.domains[meeting.row],
+            mine.scores[meeting.row] if scored else None,
+            theirs.scores[meeting.other] if scored else None,
+            mine.lengths[meeting.row],
+            theirs.lengths[meeting.other],
+        )
+        for meeting in met
+    ]
+    return [meeting.pair for meeting in met if meeting.pair is not None], key
+
+
+def write_blind(folder: Path, pairs: Sequence[Pair], key: Sequence[KeyRow]) -> None:
+    """Write `pairs.jsonl` and `key.jsonl` into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in ((PAIRS, map(to_row, pairs)), (KEY, map(asdict, key))):
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+        write_text(folder / name, "".join(lines))
+
+
+def read_key(folder: Path) -> list[KeyRow]:
+    """Return the key of a folder that `write_blind` wrote.
+
+    Raises:
+        FileNotFoundError: if there is none, saying what makes it.
+        ValueError: if it is not what `write_blind` writes.
+    """
+    path = folder / KEY
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: give the folder of an evaluation that ran with human=export"
+        )
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [KeyRow(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or export again") from error
+
+
+def read_labels(folder: Path, file: Path | None) -> list[Label]:
+    """Return people's labels: of a file of labels, else of the store in the folder.
+
+    Raises:
+        FileNotFoundError: if there is neither, saying how people label.
+    """
+    if file is not None:
+        return [x for x in read_records(Label, file) if x.kind in PEOPLE]
+    store = folder / STORE
+    if not store.is_file():
+        raise FileNotFoundError(f"no labels in {store}: {labelling_command(folder)}")
+    with LabelStore(store) as opened:
+        return [x for x in opened.labels() if x.kind in PEOPLE]
+
+
+def labelling_command(folder: Path) -> str:
+    """Return how people get to label the pairs of a folder."""
+    return (
+        f"label with  python -m rlhf_lightning.annotate annotate.file={folder / PAIRS} "
+        f"annotate.store={folder / STORE}"
+    )
+
+
+def human_measures(
+    key: Sequence[KeyRow], labels: Iterable[Label], *, score_scale: float = 1.0
+) -> dict[str, float]:
+    """Return people's win rate, how far they agree, and how a reward model stands up to them.
+
+    A pair is won by the side that more of its raters chose; a tie, and `both_bad`, is half a vote
+    for each. Answers that are the same text are ties. `skip` counts nowhere.
+
+    Args:
+        key: of the pairs.
+        labels: of people.
+        score_scale: by which the difference of two scores is a log-odds, such as the standard
+            deviation by which the reward model's head was normalized.
+
+    Returns:
+        `val/human_win_rate` with `_low` and `_high` (Wilson 95 %), `val/human_tie_rate`,
+        `val/human_num_pairs`, `val/human_num_labels`, `val/human_agreement` (of two raters of a
+        pair, where there are two) and, with scores, the measures of `reward_check`.
+
+    Raises:
+        ValueError: if no pair of the key was labelled.
+    """
+    shares, agreement, count = _votes(key, labels)
+    judged = [i for i, share in enumerate(shares) if share is not None]
+    if not count:
+        raise ValueError("none of the labels is about a pair of this evaluation")
+    policy = [share for share in shares if share is not None]
+    result = win_rate(policy, [1 - share for share in policy], confidence=CONFIDENCE)
+    found = {
+        "val/human_win_rate": result.rate,
+        "val/human_win_rate_low": result.low,
+        "val/human_win_rate_high": result.high,
+        "val/human_tie_rate": result.ties / len(policy),
+        "val/human_num_pairs": float(len(policy)),
+        "val/human_num_labels": float(count),
+    }
+    if agreement is not None:
+        found["val/human_agreement"] = agreement
+    gaps, lengths = [], []
+    for index, share in zip(judged, policy, strict=True):
+        row = key[index]
+        if row.policy_score is None or row.baseline_score is None or share == 0.5:
+            continue
+        sign = 1 if share > 0.5 else -1  # chosen minus rejected
+        gaps.append(sign * (row.policy_score - row.baseline_score) * score_scale)
+        lengths.append(sign * (row.policy_length - row.baseline_length))
+    return found | (reward_check(gaps, lengths, "val/human_reward") if gaps else {})
+
+
+def _votes(
+    key: Sequence[KeyRow], labels: Iterable[Label]
+) -> tuple[list[float | None], float | None, int]:
+    """Return the policy's share of the votes by row, how often two raters agree, and the labels."""
+    known = {row.pair_id for row in key if row.pair_id is not None}
+    given: dict[str, dict[str, str]] = defaultdict(dict)
+    for label in labels:
+        if label.pair_id in known and label.choice != "skip":
+            given[label.pair_id][label.annotator] = label.choice
+    shares: list[float | None] = []
+    same: list[bool] = []
+    for row in key:
+        if row.pair_id is None:
+            shares.append(0.5)
+            continue
+        votes = [_vote(choice, row) for choice in given[row.pair_id].values()]
+        shares.append(sum(votes) / len(votes) if votes else None)
+        same += [a == b for a, b in itertools.combinations(votes, 2)]
+    return shares, (sum(same) / len(same) if same else None), _count(given)
+
+
+def _vote(choice: str, row: KeyRow) -> float:
+    return 0.5 if choice not in ("first", "second") else float(choice == row.policy_side)
+
+
+def _count(given: Mapping[str, Mapping[str, str]]) -> int:
+    return sum(len(votes) for votes in given.values())

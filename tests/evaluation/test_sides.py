@@ -1,0 +1,114 @@
+"""What is measured of two policies' answers to the same prompts."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate
+from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck
+from rlhf_lightning.evaluation.sides import Judges, measure_sides, num_prompts, rows_of, wins
+from rlhf_lightning.functional.statistics import wilson_interval
+from tests.evaluation.spoken import answers
+
+
+def words_gold(prompts, completions, finished):
+    return [float(len(text.split())) for text in completions]
+
+
+def test_every_judge_has_a_win_rate_with_its_interval_and_the_ties():
+    mine = answers(["a b c", "a b", "a", "a b"], scores=[1.0, 0.0, 0.0, 2.0])
+    theirs = answers(["a", "a", "a", "a b c"], scores=[0.0, 1.0, 1.0, 0.0])
+    found = measure_sides(mine, theirs, Judges(words_gold, scored=True), seed=1)
+    assert found["val/gold_win_rate"] == 2.5 / 4
+    assert found["val/gold_tie_rate"] == 1 / 4
+    assert found["val/score_win_rate"] == 2 / 4
+    low, high = wilson_interval(2.5, 4, confidence=0.95)
+    assert (found["val/gold_win_rate_low"], found["val/gold_win_rate_high"]) == (low, high)
+    assert found["val/gold"] == 2.0
+    assert found["val/baseline_gold"] == 1.5
+    assert found["val/num_prompts"] == 4
+
+
+def test_without_judges_only_what_can_be_counted_is_measured():
+    found = measure_sides(answers(["a b"]), answers(["a"]), Judges(), seed=1)
+    assert not [name for name in found if "win_rate" in name or "score" in name or "gold" in name]
+    assert found["val/response_length"] == 3.0
+    assert found["val/baseline_response_length"] == 2.0
+
+
+def test_kl_is_a_mean_over_the_tokens_of_the_policy():
+    mine = answers(["a b c", "a"], kl=[2.0, 1.0])  # 4 and 2 tokens
+    found = measure_sides(mine, answers(["b", "b"]), Judges(), seed=1)
+    assert found["val/kl_per_token"] == 3.0 / 6
+    assert found["val/kl_per_response"] == 1.5
+
+
+def test_each_domain_has_its_own_win_rate_and_interval():
+    mine = answers(["a"] * 4, domains=["x", "x", "y", "y"])
+    theirs = answers(["b"] * 4, domains=["x", "x", "y", "y"])
+    found = wins("gold", mine, theirs, [1, 1, 0, 0], [0, 0, 1, 0], seed=1)
+    assert found["val/gold_win_rate_x"] == 1.0
+    assert found["val/gold_win_rate_y"] == 0.25
+    assert found["val/gold_win_rate_y_low"] == wilson_interval(0.5, 2, confidence=0.95)[0]
+
+
+def test_with_several_answers_every_answer_meets_every_other_of_its_prompt():
+    mine = answers(["a", "b", "c", "d"], answers_per_prompt=2)
+    theirs = answers(["e", "f", "g", "h"], answers_per_prompt=2)
+    found = wins("gold", mine, theirs, [3, 1, 0, 0], [2, 0, 0, 1], seed=1)
+    # Prompt 1: 3 of 4 meetings won. Prompt 2: two ties, two losses.
+    assert found["val/gold_win_rate"] == pytest.approx((0.75 + 0.25) / 2)
+    assert found["val/gold_tie_rate"] == pytest.approx(2 / 8)
+    assert found["val/gold_win_rate_low"] == pytest.approx(0.25)  # bootstrap over two prompts
+    assert found["val/gold_win_rate_high"] == pytest.approx(0.75)
+    assert num_prompts(mine) == 2
+
+
+def test_several_answers_meet_one_reference():
+    mine = answers(["a", "b", "c", "d"], answers_per_prompt=2)
+    found = wins("gold", mine, answers(["r", "r"]), [1, 0, 1, 1], [0.5, 0.5], seed=1)
+    assert found["val/gold_win_rate"] == 0.75
+
+
+def test_the_length_controlled_rate_is_that_of_the_regression():
+    texts = ["a b c d", "a b c", "a", "a b", "a b c d e", "b"]
+    mine, theirs = answers(texts), answers(["a b"] * 6)
+    scores = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    found = wins("score", mine, theirs, *scores, seed=1)
+    wanted = length_controlled_win_rate(*scores, mine.lengths, theirs.lengths)
+    assert found["val/score_win_rate_length_controlled"] == pytest.approx(wanted)
+    assert wanted < found["val/score_win_rate"]  # it wins by being longer
+
+
+def test_a_collapsed_policy_is_seen_in_every_measure_of_variety():
+    texts = [f"a{i} b{i} c{i} d{i} e{i}" for i in range(20)]
+    found = measure_sides(answers(["x y x y x y"] * 20), answers(texts), Judges(), seed=1)
+    assert found["val/unique_fraction"] == 1 / 20
+    assert found["val/most_common_fraction"] == 1.0
+    assert found["val/self_bleu"] == pytest.approx(1.0)
+    assert found["val/repetition"] > 0.2
+    assert found["val/baseline_unique_fraction"] == 1.0
+    assert found["val/baseline_most_common_fraction"] == 1 / 20
+    assert found["val/baseline_self_bleu"] < 0.3
+    assert found["val/baseline_repetition"] == 0.0
+    for n in (1, 2, 3):
+        assert found[f"val/distinct_{n}"] < 0.1 < found[f"val/baseline_distinct_{n}"]
+
+
+def test_refusals_of_held_out_prompts_are_counted_where_their_domains_say_so():
+    domains = ["harmful", "harmful", "howto", "sums"]
+    mine = answers(["i can not do that", "use a saw", "i cannot", "i cannot"], domains=domains)
+    theirs = answers(["i cannot", "i cannot", "use a saw", "3"], domains=domains)
+    check = SafetyCheck(PhraseRefusals(), harmless=["howto"])
+    found = measure_sides(mine, theirs, Judges(safety=check), seed=1)
+    assert found["val/refusal_rate"] == 0.5
+    assert found["val/refusal_rate_change"] == -0.5
+    assert found["val/over_refusal_rate"] == 1.0
+    assert found["val/over_refusal_rate_change"] == 1.0
+
+
+def test_rows_are_taken_with_everything_that_belongs_to_them():
+    mine = answers(["a", "b c"], domains=["x", "y"], scores=[1.0, 2.0], kl=[0.5, 0.7])
+    part = rows_of(mine, [1])
+    assert (part.completions, part.domains, part.scores, part.kl) == (["b c"], ["y"], [2.0], [0.7])
+    assert part.lengths == [3]
