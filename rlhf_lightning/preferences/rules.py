@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, SupportsFloat
 
@@ -107,12 +108,27 @@ class CallableRule:
     """Any function `(prompt, response) -> number`.
 
     Args:
-        function: the function itself.
+        function: the function itself, `path.py:name`, or a dotted name.
         weight: of the rule.
+
+    Raises:
+        ValueError: if nothing callable is called that.
     """
 
-    function: Callable[[str, str], Any]
+    function: Callable[[str, str], Any] | str
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Look the function up, so that a wrong name is told before anything is sampled."""
+        self._found  # noqa: B018
+
+    @cached_property
+    def _found(self) -> Callable[[str, str], Any]:
+        if not isinstance(self.function, str):
+            return self.function
+        from rlhf_lightning.rollout.score import load_function  # torch: only those who ask pay
+
+        return load_function(self.function)
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return the weight times what the function says.
@@ -120,9 +136,9 @@ class CallableRule:
         Raises:
             ValueError: if that is no finite number.
         """
-        value = self.function(prompt, response)
+        value = self._found(prompt, response)
         if not isinstance(value, SupportsFloat) or not math.isfinite(value):
-            name = getattr(self.function, "__name__", "function")
+            name = getattr(self._found, "__name__", "function")
             raise ValueError(f"the rule {name} returned {value!r}: return a finite number")
         return self.weight * float(value)
 
