@@ -61,6 +61,7 @@ from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.saved_config import keep_secrets
+from rlhf_lightning.shipped import keep_changes
 
 if TYPE_CHECKING:
     from rlhf_lightning.assembly import Parts
@@ -105,6 +106,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
         try:
             if first:
                 write_summary(folder, summary)
+                keep_changes(cfg, folder, overrides)
             return _train(cfg, folder, checkpoint, summary)
         except BaseException as error:
             failure = explain_lost_rank(error, cfg) or explain_failure(

@@ -11,6 +11,7 @@ from rlhf_lightning.runs.quantities import number, percent
 
 WIDTH, HEIGHT = 360, 196
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
+NUM_COLOURS = 6
 _MAX_POINTS = 240
 _SMOOTH_FROM = 60
 
@@ -24,7 +25,8 @@ class Series:
     Args:
         label: its name, shown when a chart has several.
         points: (iteration, value), sorted; values that are not finite are gaps.
-        kind: `line` for a measurement every iteration, `marks` for one now and then.
+        kind: `line` for a measurement every iteration, `marks` for one now and then, `dots` for
+            points that no line joins.
     """
 
     label: str
@@ -52,6 +54,7 @@ def line_chart(
     unit: str = "",
     band: tuple[float, float] | None = None,
     references: Sequence[Reference] = (),
+    whole: bool = True,
 ) -> str:
     """Return an `<svg>` with axes, ticks, the band shaded, and the curves.
 
@@ -63,6 +66,7 @@ def line_chart(
         unit: "share" labels the axis in percent.
         band: the healthy range, shaded where it lies within the axis.
         references: horizontal lines.
+        whole: whether the horizontal axis counts, as iterations do, or measures.
     """
     finite = [p for s in series for p in s.points if math.isfinite(p[1])]
     if not finite:
@@ -71,7 +75,7 @@ def line_chart(
     ticks = nice_ticks(low, high, 4)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     frame = _Frame(min(p[0] for p in finite), max(p[0] for p in finite), low, high)
-    parts = [_band(frame, band), _grid(frame, ticks, unit)]
+    parts = [_band(frame, band), _grid(frame, ticks, unit, whole=whole)]
     parts += [_reference(frame, reference) for reference in references]
     for index, one in enumerate(series):
         parts.append(_curve(frame, one, index))
@@ -145,19 +149,22 @@ def _band(frame: _Frame, band: tuple[float, float] | None) -> str:
     )
 
 
-def _grid(frame: _Frame, ticks: Sequence[float], unit: str) -> str:
+def _grid(frame: _Frame, ticks: Sequence[float], unit: str, *, whole: bool) -> str:
     parts = []
     for tick in ticks:
         y = frame.y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         label = text(_tick_label(tick, ticks, unit))
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5}">{label}</text>')
-    for tick in _iteration_ticks(frame):
+    x_ticks = nice_ticks(frame.first, frame.last, 4)
+    if whole:
+        x_ticks = [t for t in x_ticks if t == int(t)] or [frame.first]
+    for tick in x_ticks:
         x = frame.x(tick)
         anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"
         parts.append(
             f'<text class="tick" style="text-anchor:{anchor}" x="{x}" y="{HEIGHT - 7}">'
-            f"{number_of(tick)}</text>"
+            f"{number_of(tick) if whole else _tick_label(tick, x_ticks, '')}</text>"
         )
     return "".join(parts)
 
@@ -165,11 +172,6 @@ def _grid(frame: _Frame, ticks: Sequence[float], unit: str) -> str:
 def number_of(iteration: float) -> str:
     """Return an iteration with a thin space between thousands."""
     return f"{int(iteration):,}".replace(",", "\u202f")
-
-
-def _iteration_ticks(frame: _Frame) -> list[float]:
-    ticks = [t for t in nice_ticks(frame.first, frame.last, 4) if t == int(t)]
-    return ticks or [frame.first]
 
 
 def _tick_label(tick: float, ticks: Sequence[float], unit: str) -> str:
@@ -196,8 +198,13 @@ def _reference(frame: _Frame, reference: Reference) -> str:
 
 
 def _curve(frame: _Frame, series: Series, index: int) -> str:
-    colour = f"s{index % 3}"
+    colour = f"s{index % NUM_COLOURS}"
     runs = _runs(series.points)
+    if series.kind == "dots":
+        return "".join(
+            f'<circle class="{colour} dot" cx="{frame.x(x)}" cy="{frame.y(y)}" r="2"/>'
+            for x, y in thin([p for run in runs for p in run], _MAX_POINTS)
+        )
     if series.kind == "marks":
         marks = [p for run in runs for p in run]
         dots = "".join(

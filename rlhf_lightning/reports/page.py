@@ -6,12 +6,9 @@ from pathlib import Path
 
 from rlhf_lightning.reports.curves import curves_section
 from rlhf_lightning.reports.markup import text
-from rlhf_lightning.reports.sections import (
-    samples_section,
-    settings_section,
-    times_section,
-    verdict_section,
-)
+from rlhf_lightning.reports.outcome import domains_section, overoptimization_section
+from rlhf_lightning.reports.samples import samples_section
+from rlhf_lightning.reports.sections import settings_section, times_section, verdict_section
 from rlhf_lightning.reports.style import STYLE
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
@@ -25,8 +22,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 def write_report(folder: RunFolder) -> Path:
     """Write `report.html` of a run, finished or not, in one step and return its path.
 
-    It has the verdict, the gates, the curves, samples, where the time went and the settings; a
-    part for which the run has written nothing is left out.
+    It has the verdict, the gates, the curves, reward over KL, the domains, samples, where the time
+    went and the settings; a part for which the run has written nothing is left out.
 
     Raises:
         FileNotFoundError: if the folder holds neither a summary nor metrics.
@@ -49,20 +46,34 @@ def render_report(folder: RunFolder) -> str:
     if summary is not None:
         head = verdict_section(summary, folder)
         title = f"{STAGES[summary.stage]} {folder.name}"
+    metrics = {} if summary is None else summary.metrics
     body = (
         head
         + curves_section(rows)
+        + overoptimization_section(rows, metrics)
+        + domains_section(metrics)
         + samples_section(read_samples(folder.samples))
         + times_section(rows, summary)
         + settings_section(summary, folder)
     )
+    return document(title, body, _place(folder))
+
+
+def document(title: str, body: str, footer: str) -> str:
+    """Return a whole page that needs nothing besides itself.
+
+    Args:
+        title: as text.
+        body: HTML.
+        footer: as text.
+    """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{text(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><main>{body}\n<footer>{text(_place(folder))}</footer></main></body></html>\n"
+        f"<body><main>{body}\n<footer>{text(footer)}</footer></main></body></html>\n"
     )
 
 

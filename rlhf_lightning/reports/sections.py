@@ -1,22 +1,18 @@
-"""The parts of a report besides its curves: verdict, gates, samples, times, settings."""
+"""The parts of a report besides its curves and samples: verdict, gates, times, settings."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rlhf_lightning.reports.markup import text
+from rlhf_lightning.runs.changes import read_changes
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.quantities import duration, number, percent, quantity
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import STAGES, verdict
 
-Samples = Sequence[Mapping[str, Any]]
-
-_MAX_PAIRS = 12
-_MAX_ENDS = 4
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
 _SECRET = re.compile(
     r"(?im)^(\s*(?:-\s+)?[\w.]*(?:api_?key|secret|password|access_token|auth_token)[\w.]*\s*[:=]\s*)\S.*$"
@@ -76,76 +72,6 @@ def _gates(summary: Summary) -> str:
     return f'<section><h2>Gates</h2><ul class="gates">{"".join(rows)}</ul></section>'
 
 
-def samples_section(samples: Samples) -> str:
-    """Return responses beside those of the policy it started from, or else the best and worst."""
-    compared = [s for s in samples if s.get("baseline_response") is not None]
-    if compared:
-        last = max(s["iteration"] for s in compared)
-        shown = [s for s in compared if s["iteration"] == last][:_MAX_PAIRS]
-        cards = "".join(_card(s) for s in shown)
-        lead = "The same prompts, answered before and after the training, not selected."
-        return _samples(lead, cards)
-    if not samples:
-        return ""
-    last = max(s["iteration"] for s in samples)
-    latest = [s for s in samples if s["iteration"] == last]
-    scored = sorted((s for s in latest if _is_number(s.get("score"))), key=lambda s: -s["score"])
-    if len(scored) < 2:
-        return _samples(f"From iteration {last}.", "".join(_card(s) for s in latest[:_MAX_PAIRS]))
-    count = min(_MAX_ENDS, len(scored) // 2)
-    ends = zip(scored[:count], scored[: -count - 1 : -1], strict=True)
-    cards = "".join(_card(best, "best") + _card(worst, "worst") for best, worst in ends)
-    lead = (
-        f"From iteration {last}: the {count} with the highest score, the {count} with the lowest."
-    )
-    return _samples(lead, cards, " ends")
-
-
-def _samples(lead: str, cards: str, css: str = "") -> str:
-    return (
-        f'<section><h2>Samples</h2><p class="lead">{text(lead)}</p>'
-        f'<div class="samples{css}">{cards}</div></section>'
-    )
-
-
-def _card(sample: Mapping[str, Any], place: str = "") -> str:
-    tags = [place, str(sample.get("domain") or "")]
-    tag = " · ".join(text(t) for t in tags if t)
-    before = ""
-    if sample.get("baseline_response") is not None:
-        figures = _figures(sample, "baseline_")
-        before = _answer("before", figures, sample["baseline_response"], "")
-    now = _answer(
-        "after" if before else "", _figures(sample, ""), sample.get("response", ""), " now"
-    )
-    return (
-        '<article class="sample"><p class="prompt free" dir="auto">'
-        f'{text(sample.get("prompt", ""))}</p><p class="tag">{tag}</p>'
-        f'<div class="pair">{before}{now}</div></article>'
-    )
-
-
-def _answer(title: str, figures: str, response: object, css: str) -> str:
-    body = (
-        f'<p class="free" dir="auto">{text(response)}</p>'
-        if str(response).strip()
-        else '<p class="empty">nothing</p>'
-    )
-    head = " · ".join(part for part in (title, figures) if part)
-    return f'<div class="answer{css}"><h3>{text(head)}</h3>{body}</div>'
-
-
-def _figures(sample: Mapping[str, Any], prefix: str) -> str:
-    parts = []
-    for key, pattern in (("score", "score {}"), ("kl", "KL {} a token"), ("length", "{} tokens")):
-        value: Any = sample.get(f"{prefix}{key}")
-        if _is_number(value):
-            parts.append(pattern.format(value if key == "length" else number(value)))
-    if sample.get(f"{prefix}finished") is False:
-        parts.append("cut off")
-    return " · ".join(parts)
-
-
 def times_section(rows: Sequence[Mapping[str, float]], summary: Summary | None) -> str:
     """Return where the time went, "" if no phase was timed."""
     phases: dict[str, float] = {}
@@ -179,7 +105,10 @@ def times_section(rows: Sequence[Mapping[str, float]], summary: Summary | None) 
 
 
 def settings_section(summary: Summary | None, folder: RunFolder) -> str:
-    """Return seed, versions, commit and, folded, the configuration without its secrets."""
+    """Return seed, versions, commit, what differs from the experiment, and the configuration.
+
+    The configuration is folded and without its secrets.
+    """
     items: list[tuple[str, object]] = []
     if summary is not None:
         items = [
@@ -204,8 +133,24 @@ def settings_section(summary: Summary | None, folder: RunFolder) -> str:
                 files += f"<details><summary>{title}</summary><pre>{text(content)}</pre></details>"
     if not rows and not files:
         return ""
-    return f'<section><h2>Settings</h2><dl class="settings">{rows}</dl>{files}</section>'
+    return (
+        f'<section><h2>Settings</h2><dl class="settings">{rows}</dl>{_changes(folder)}{files}'
+        "</section>"
+    )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _changes(folder: RunFolder) -> str:
+    changes = read_changes(folder)
+    if changes is None:
+        return ""
+    if not changes:
+        return '<p class="lead">Everything but the seed is as the experiment is shipped.</p>'
+    rows = "".join(
+        f"<tr><td><code>{text(c.key)}</code></td>"
+        f'<td class="was">{text(c.default)}</td><td>{text(c.value)}</td></tr>'
+        for c in changes
+    )
+    return (
+        '<div class="wide"><table><tr><th>differs from the experiment as shipped</th>'
+        f"<th>shipped</th><th>this run</th></tr>{rows}</table></div>"
+    )

@@ -5,13 +5,15 @@ STYLE = """
   color-scheme: light dark;
   --paper: #fbfaf7; --card: #ffffff; --ink: #1d2125; --soft: #5d656c; --line: #e3e0d9;
   --grid: #ece9e2; --band: #2f855a1f; --good: #1f7a4d; --bad: #b23a2a; --neutral: #8a6410;
-  --s0: #1f5f8b; --s1: #c2571a; --s2: #6b4fa0; --quote: #f4f2ec;
+  --s0: #1f5f8b; --s1: #c2571a; --s2: #6b4fa0; --s3: #2b7a5b; --s4: #a83265; --s5: #7a6a1c;
+  --quote: #f4f2ec; --gone: #b23a2a1f; --new: #1f7a4d24;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #14171a; --card: #1b1f23; --ink: #e6e4df; --soft: #9ba3a9; --line: #2d3338;
     --grid: #282d32; --band: #4fb98524; --good: #5cc48f; --bad: #f0806e; --neutral: #dcae4f;
-    --s0: #6cb4e4; --s1: #f0995c; --s2: #b59ae6; --quote: #22272c;
+    --s0: #6cb4e4; --s1: #f0995c; --s2: #b59ae6; --s3: #6fce9f; --s4: #ee87b0; --s5: #d5c067;
+    --quote: #22272c; --gone: #f0806e30; --new: #5cc48f30;
   }
 }
 * { box-sizing: border-box; }
@@ -58,6 +60,13 @@ p.figure.neutral { color: var(--ink); }
 .gates p { color: var(--soft); }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(310px, 100%), 1fr));
   gap: 14px; margin-top: 14px; }
+.charts.two { grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); }
+.chart .dot-name { fill: var(--ink); }
+.chart .dot-name, .chart .on-axis { paint-order: stroke; stroke: var(--card); stroke-width: 3px; }
+.chart.parallel .on-axis { stroke: var(--paper); }
+.axis { stroke: var(--line); stroke-width: 1.5; }
+.figure.small { font-size: clamp(30px, 6vw, 56px); letter-spacing: -0.02em; }
+.charts.one { grid-template-columns: minmax(0, 430px); }
 .charts figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 13px 14px 8px; }
 figcaption { display: grid; grid-template-columns: 1fr auto; column-gap: 12px;
@@ -74,9 +83,13 @@ figcaption .key { grid-column: 1 / -1; color: var(--soft); font-size: 12.5px; }
 .line { fill: none; stroke-width: 1.9; stroke-linejoin: round; stroke-linecap: round; }
 .faint { fill: none; stroke-width: 1; opacity: 0.32; stroke-linejoin: round; }
 polyline.s0 { stroke: var(--s0); } polyline.s1 { stroke: var(--s1); }
-polyline.s2 { stroke: var(--s2); }
+polyline.s2 { stroke: var(--s2); } polyline.s3 { stroke: var(--s3); }
+polyline.s4 { stroke: var(--s4); } polyline.s5 { stroke: var(--s5); }
 circle.s0 { fill: var(--s0); } circle.s1 { fill: var(--s1); } circle.s2 { fill: var(--s2); }
+circle.s3 { fill: var(--s3); } circle.s4 { fill: var(--s4); } circle.s5 { fill: var(--s5); }
+circle.dot { opacity: 0.55; }
 .s0t { color: var(--s0); } .s1t { color: var(--s1); } .s2t { color: var(--s2); }
+.s3t { color: var(--s3); } .s4t { color: var(--s4); } .s5t { color: var(--s5); }
 .legend { margin-right: 10px; white-space: nowrap; }
 details { margin-top: 16px; }
 summary { cursor: pointer; color: var(--soft); padding: 6px 0; }
@@ -93,6 +106,32 @@ summary:hover { color: var(--ink); }
 .answer.now { border-left-color: var(--s0); }
 .answer h3 { font-size: 13px; font-weight: 500; color: var(--soft); margin-bottom: 3px; }
 .free { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; }
+del, ins { text-decoration: none; border-radius: 3px; padding: 0 1px; }
+del { background: var(--gone); } ins { background: var(--new); }
+.domains { margin: 14px 0 0; display: grid; gap: 7px; max-width: 720px; }
+.domains div { display: grid; grid-template-columns: minmax(84px, 150px) 1fr 74px; gap: 12px;
+  align-items: center; }
+.domains dt { overflow-wrap: anywhere; }
+.domains dd.rate { text-align: right; font-variant-numeric: tabular-nums; font-weight: 600; }
+.bar { position: relative; height: 16px; background: var(--quote); border-radius: 5px; }
+.bar i { position: absolute; inset: 0 auto 0 0; border-radius: 5px; background: var(--good);
+  opacity: 0.78; }
+.bar i.bad { background: var(--bad); } .bar i.neutral { background: var(--neutral); }
+.bar b { position: absolute; top: -3px; bottom: -3px; left: 50%; width: 1px;
+  background: var(--soft); }
+.bar u { position: absolute; top: 7px; height: 2px; background: var(--ink); opacity: 0.75; }
+.wide { overflow-x: auto; margin-top: 14px; }
+table { border-collapse: collapse; font-size: 14.5px; font-variant-numeric: tabular-nums;
+  background: var(--card); border: 1px solid var(--line); border-radius: 10px; min-width: 100%; }
+th, td { text-align: left; padding: 8px 14px; border-bottom: 1px solid var(--line);
+  vertical-align: top; }
+td { max-width: 34ch; overflow-wrap: break-word; }
+td.name { white-space: nowrap; }
+tr:last-child td { border-bottom: 0; }
+th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; }
+td.was { color: var(--soft); }
+td.num, th.num { text-align: right; white-space: nowrap; }
+tr.chosen td { background: var(--new); }
 .empty { color: var(--soft); font-style: italic; }
 .times { display: flex; height: 30px; border-radius: 7px; overflow: hidden; margin-top: 16px;
   gap: 2px; }

@@ -1,0 +1,151 @@
+"""Pictures of several runs: the frontier of win rate against KL, and parallel coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_lightning.reports.charts import NUM_COLOURS, Point, nice_ticks
+from rlhf_lightning.reports.markup import text
+from rlhf_lightning.reports.several import COST, Run
+from rlhf_lightning.runs.quantities import number, percent, quantity
+
+_WIDTH, _HEIGHT = 400, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 16, 40
+_AXIS_STEP, _AXES_TOP, _AXES_BOTTOM, _MARGIN = 190, 34, 250, 90
+_OUTCOMES = (COST, "val/score_win_rate", "val/gold_win_rate", "val/accuracy", "val/loss")
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Return the points that none beats in both: less KL and more wins, by rising KL."""
+    kept: list[Point] = []
+    for kl, rate in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not kept or rate > kept[-1][1]:
+            kept.append((kl, rate))
+    return kept
+
+
+def frontier_chart(runs: Sequence[Run], name: str) -> str:
+    """Return win rate over KL as an `<svg>`, a dot a run, the frontier as a line.
+
+    "" where fewer than two runs have both.
+    """
+    places = {
+        index: (kl, rate)
+        for index, run in enumerate(runs)
+        if (kl := run.metrics.get(COST)) is not None and (rate := run.metrics.get(name)) is not None
+    }
+    if len(places) < 2:
+        return ""
+    xs, ys = ([p[i] for p in places.values()] for i in (0, 1))
+    x_ticks = nice_ticks(0.0, max(*xs, 1e-9) * 1.08, 5)
+    y_ticks = nice_ticks(min(ys) - 0.02, max(ys) + 0.02, 5)
+    x_end, low, high = max(x_ticks[-1], max(xs)), min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+
+    def place(point: Point) -> tuple[float, float]:
+        x = _LEFT + point[0] / (x_end or 1) * (_WIDTH - _LEFT - _RIGHT)
+        y = _HEIGHT - _BOTTOM - (point[1] - low) / ((high - low) or 1) * (_HEIGHT - _TOP - _BOTTOM)
+        return round(x, 1), round(y, 1)
+
+    parts = []
+    for tick in y_ticks:
+        _, y = place((0, tick))
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5}">{percent(tick)}</text>')
+    for tick in x_ticks:
+        x, _ = place((tick, low))
+        parts.append(_label(x, _HEIGHT - 22, number(tick)))
+    parts.append(_label((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 5, "KL from SFT, nats a token"))
+    line = " ".join(f"{x},{y}" for x, y in map(place, frontier(list(places.values()))))
+    parts.append(f'<polyline class="reference" fill="none" points="{line}"/>')
+    for index, point in places.items():
+        x, y = place(point)
+        anchor = "end" if x > _WIDTH * 0.6 else "start"
+        shift = -7 if anchor == "end" else 7
+        up = y + (15 if index % 2 else -7)  # neighbours do not write over each other
+        parts.append(f'<circle class="s{index % NUM_COLOURS}" cx="{x}" cy="{y}" r="5"/>')
+        parts.append(
+            f'<text class="dot-name" style="text-anchor:{anchor}" x="{x + shift}" y="{up:.1f}">'
+            f"{text(runs[index].label)}</text>"
+        )
+    title = f"{quantity(name).label} over KL"
+    return _svg(title, _WIDTH, _HEIGHT, "".join(parts))
+
+
+def parallel_chart(runs: Sequence[Run]) -> str:
+    """Return parallel coordinates as an `<svg>`: settings that differ at the left, outcomes right.
+
+    "" where fewer than two axes have a spread.
+    """
+    axes = [_setting_axis(runs, key) for key in runs[0].settings][:5]
+    axes += [_outcome_axis(runs, name) for name in _OUTCOMES]
+    drawn = [axis for axis in axes if axis is not None]
+    if len(drawn) < 2:
+        return ""
+    width = 2 * _MARGIN + _AXIS_STEP * (len(drawn) - 1)
+    parts, lines = [], []
+    for position, (title, _, labels) in enumerate(drawn):
+        x = _MARGIN + _AXIS_STEP * position
+        lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{_AXES_TOP}" y2="{_AXES_BOTTOM}"/>')
+        parts.append(_label(x, 14, title))
+        for height, label in labels:
+            y = _AXES_BOTTOM - height * (_AXES_BOTTOM - _AXES_TOP)
+            parts.append(
+                f'<text class="tick on-axis" style="text-anchor:start" x="{x + 6}" y="{y:.1f}">'
+                f"{text(label)}</text>"
+            )
+    for index, _ in enumerate(runs):
+        points = [
+            f"{_MARGIN + _AXIS_STEP * position},"
+            f"{_AXES_BOTTOM - share * (_AXES_BOTTOM - _AXES_TOP):.1f}"
+            for position, (_, places, _) in enumerate(drawn)
+            if (share := places[index]) is not None
+        ]
+        lines.append(f'<polyline class="line s{index % NUM_COLOURS}" points="{" ".join(points)}"/>')
+    body = "".join(lines + parts)  # labels over lines
+    return _svg("parallel coordinates", width, _AXES_BOTTOM + 16, body, wide=True)
+
+
+# Title, share of the axis by run (None: not measured), and labels at shares.
+_Axis = tuple[str, list[float | None], list[tuple[float, str]]]
+
+
+def _setting_axis(runs: Sequence[Run], key: str) -> _Axis | None:
+    shown = [run.settings[key] for run in runs]
+    distinct = sorted(set(shown), key=_sort_key)
+    if len(distinct) < 2:
+        return None
+    # Equal steps: the values of a grid are often powers, which a linear axis would pile up.
+    places = {value: i / (len(distinct) - 1) for i, value in enumerate(distinct)}
+    labels = [(places[value], value[:18]) for value in distinct[:12]]
+    return key.rpartition(".")[2], [places[value] for value in shown], labels
+
+
+def _outcome_axis(runs: Sequence[Run], name: str) -> _Axis | None:
+    values = [run.metrics.get(name) for run in runs]
+    known = [v for v in values if v is not None]
+    if len(known) < 2 or max(known) <= min(known):
+        return None
+    low, high = min(known), max(known)
+    shares = [None if v is None else (v - low) / (high - low) for v in values]
+    show = percent if quantity(name).unit == "share" else number
+    return quantity(name).label, shares, [(0.0, show(low)), (1.0, show(high))]
+
+
+def _sort_key(value: str) -> tuple[int, float, str]:
+    try:
+        return 0, float(value), value
+    except ValueError:
+        return 1, 0.0, value
+
+
+def _label(x: float, y: float, label: str) -> str:
+    return f'<text class="tick" style="text-anchor:middle" x="{x:.1f}" y="{y}">{text(label)}</text>'
+
+
+def _svg(title: str, width: int, height: int, body: str, *, wide: bool = False) -> str:
+    # A wide one keeps its size, and its place is scrolled on a phone.
+    size = f' style="width:{width}px"' if wide else ""
+    return (
+        f'<svg class="chart{" parallel" * wide}" viewBox="0 0 {width} {height}"{size} role="img">'
+        f"<title>{text(title)}</title>{body}</svg>"
+    )

@@ -1,0 +1,76 @@
+"""`.hydra/changes.json`: in what a run differs from its experiment as it is shipped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.folder import RunFolder, to_json
+from rlhf_lightning.runs.public_config import public_config
+
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that is not the default one.
+
+    Args:
+        key: as one writes it on the command line.
+        default: the value as it is shipped, as text.
+        value: that of the run, as text.
+    """
+
+    key: str
+    default: str
+    value: str
+
+
+def find_changes(default: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
+    """Return the values of `config` that differ, without folders and secrets.
+
+    Args:
+        default: the configuration as it is shipped; plain values, interpolations as written.
+        config: that of the run, likewise.
+    """
+    old, new = (dict(flatten(public_config(c, c))) for c in (default, config))
+    keys = [key for key in (*new, *(k for k in old if k not in new)) if key != "seed"]
+    return [
+        Change(key, show(old.get(key, ABSENT)), show(new.get(key, ABSENT)))
+        for key in keys
+        if old.get(key, ABSENT) != new.get(key, ABSENT)
+    ]
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of each leaf; a list is one."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def show(value: Any) -> str:
+    """Return a value as the command line takes it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def write_changes(folder: RunFolder, changes: list[Change]) -> None:
+    """Keep the changes with the configuration of the run."""
+    path = folder.config.with_name("changes.json")
+    write_text(path, to_json([asdict(change) for change in changes], indent=2) + "\n")
+
+
+def read_changes(folder: RunFolder) -> list[Change] | None:
+    """Return the changes of a run, None if nobody has looked for them."""
+    path = folder.config.with_name("changes.json")
+    if not path.is_file():
+        return None
+    try:
+        return [Change(**item) for item in json.loads(path.read_text("utf-8"))]
+    except (ValueError, TypeError):
+        return None

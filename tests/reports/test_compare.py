@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.report import run
+from rlhf_lightning.reports.compare import render_comparison
+from rlhf_lightning.reports.frontier import frontier
+from rlhf_lightning.reports.several import choose, read_runs
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import Status, read_summary, write_summary
+from tests.reports.fake_run import fake_ppo_run, fake_reward_run
+
+
+def job(
+    path: Path, kl_coef: float, rate: float, kl: float, status: Status = "completed"
+) -> RunFolder:
+    """A sweep's job with this setting and this outcome; its interval is 0.04 wide."""
+    folder = fake_ppo_run(path, 8)
+    metrics = dict(read_summary(folder).metrics) | {
+        "val/score_win_rate": rate,
+        "val/score_win_rate_low": rate - 0.02,
+        "val/score_win_rate_high": rate + 0.02,
+        "val/kl_per_token": kl,
+    }
+    write_summary(folder, replace(read_summary(folder), metrics=metrics, status=status))
+    text = f"seed: 1\npaths: {{outputs: /home/me}}\nmodule: {{ppo: {{kl_coef: {kl_coef}}}}}\n"
+    folder.config.write_text(text)
+    return folder
+
+
+def sweep(folder: Path) -> list[RunFolder]:
+    outcomes = ((0.01, 0.90, 0.80), (0.05, 0.84, 0.40), (0.1, 0.83, 0.20), (0.2, 0.70, 0.10))
+    return [
+        job(folder / str(i), kl_coef, rate, kl) for i, (kl_coef, rate, kl) in enumerate(outcomes)
+    ]
+
+
+def test_the_setting_to_take_is_the_one_nearest_to_sft_of_those_as_good_as_the_best(tmp_path):
+    runs = read_runs(sweep(tmp_path))
+    assert [r.label for r in runs] == ["kl_coef=0.01", "kl_coef=0.05", "kl_coef=0.1", "kl_coef=0.2"]
+    choice = choose(runs)
+    # 0.90 has left the band of KL; 0.83 reaches 0.84 by its interval and has half the KL.
+    assert choice.run is runs[2]
+    assert "83.0 %" in choice.reason
+    assert "84.0 %" in choice.reason
+
+
+def test_runs_that_failed_are_shown_and_never_chosen(tmp_path):
+    folders = sweep(tmp_path)
+    failed = job(tmp_path / "4", 0.15, 0.99, 0.01, status="failed")
+    page = render_comparison([*folders, failed])
+    assert choose(read_runs([*folders, failed])).run.label == "kl_coef=0.1"
+    assert "1 did not end" in page
+    assert "<td>failed</td>" in page
+    assert choose(read_runs([failed, failed])).run is None
+    outside = [job(tmp_path / name, 0.3, 0.9, 2.0) for name in ("a", "b")]
+    assert "in the band" in choose(read_runs(outside)).reason
+
+
+def test_runs_of_different_stages_are_compared_and_none_is_recommended(tmp_path):
+    folders = [fake_ppo_run(tmp_path / "p", 5), fake_reward_run(tmp_path / "r", 20)]
+    page = render_comparison(folders)
+    assert "No setting is recommended" in page
+    assert "different stages" in page
+
+
+def test_the_frontier_keeps_what_nothing_beats_in_both():
+    points = [(0.1, 0.7), (0.2, 0.83), (0.3, 0.8), (0.4, 0.84), (0.1, 0.6)]
+    assert frontier(points) == [(0.1, 0.7), (0.2, 0.83), (0.4, 0.84)]
+
+
+def test_the_page_has_what_differs_and_a_line_a_run_and_needs_no_network(tmp_path):
+    folders = sweep(tmp_path)
+    page = render_comparison(folders)
+    places = [page.index(part) for part in ("kl_coef=0.1", "Runs", "Win rate against KL", "Curves")]
+    assert places == sorted(places)
+    assert "module.ppo.kl_coef" in page
+    assert "/home/me" not in page
+    charts = re.findall(r"<svg.*?</svg>", page, re.S)
+    parallel = next(c for c in charts if "parallel coordinates" in c)
+    assert len(re.findall(r"<polyline class=\"line s\d\"", parallel)) == 4
+    scores = next(c for c in charts if "<title>score</title>" in c)
+    assert {f"line s{i}" for i in range(4)} == set(re.findall(r"line s\d", scores))
+    assert "How do I cook rice?" in page
+    assert not re.search(r"(https?:)?//[a-z]|url\(|<script|<img|<link", page, re.I)
+
+
+def test_the_command_writes_each_report_and_one_comparison_beside_the_runs(tmp_path):
+    sweep(tmp_path)
+    written = run([tmp_path])
+    assert [p.relative_to(tmp_path).as_posix() for p in written] == [
+        *(f"{i}/report.html" for i in range(4)),
+        "comparison.html",
+    ]
+    assert run([tmp_path / "0"]) == [tmp_path / "0" / "report.html"]
+    elsewhere = run([tmp_path / "0", tmp_path / "1"], tmp_path / "both.html")
+    assert elsewhere[-1] == tmp_path / "both.html"
+    with pytest.raises(FileNotFoundError, match="runs are in outputs/"):
+        run([tmp_path / "0" / ".hydra"])
