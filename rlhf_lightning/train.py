@@ -60,8 +60,7 @@ from rlhf_lightning.runs.resume import (
 from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
-from rlhf_lightning.saved_config import keep_secrets
-from rlhf_lightning.shipped import keep_changes
+from rlhf_lightning.saved_config import keep_changes, keep_secrets
 
 if TYPE_CHECKING:
     from rlhf_lightning.assembly import Parts

@@ -9,11 +9,17 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideAnswers
+from rlhf_lightning.evaluation.policy import side_by_side
+
+NUM_SAMPLES = 8  # of the table in W&B
 
 
 class PeriodicEvaluation(Callback):
     """Compare the policy with its reference on held-out prompts, and log that as `val/*`.
+
+    In W&B a table shows the answers to the first of the prompts, each time to the same.
 
     The reference is asked once. The noise is that of rows, so an evaluation changes no rollout.
 
@@ -54,3 +60,6 @@ class PeriodicEvaluation(Callback):
         self._names |= set(measures)
         gaps = dict.fromkeys(self._names, math.nan)
         pl_module.log_dict(gaps | measures, on_step=True)
+        samples = side_by_side(mine.main, self._baseline.main, NUM_SAMPLES)
+        for logger in wandb_loggers(trainer):
+            log_samples(logger, current_iteration(trainer), "held_out", samples)

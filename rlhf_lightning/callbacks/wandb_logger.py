@@ -131,7 +131,8 @@ class IterationWandbLogger(WandbLogger):
         run = wandb.init(**settings)
         run.define_metric(ITERATION)
         # Each by its name: then the workspace shows its x-axis, and a new name has it too.
-        for name in (*QUANTITIES, *FAMILIES, "*"):
+        families = [f for f in FAMILIES if f.index("*") == len(f) - 1]  # as W&B wants them
+        for name in (*QUANTITIES, *families, "*"):
             run.define_metric(name, step_metric=ITERATION)
         return run
 

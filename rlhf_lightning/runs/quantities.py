@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,24 @@ QUANTITIES: dict[str, Quantity] = {
     "val/eos_fraction": Quantity("held-out responses that end", "share", (0.9, 1.0)),
     "val/distinct_2": Quantity("held-out distinct bigrams", "share"),
     "val/num_prompts": Quantity("held-out prompts"),
+    "val/num_references": Quantity("prompts with a reference answer"),
+    "val/distinct_1": Quantity("held-out distinct words", "share"),
+    "val/distinct_3": Quantity("held-out distinct trigrams", "share"),
+    "val/refusal_rate_change": Quantity("change of refusals", "share"),
+    "val/over_refusal_rate_change": Quantity("change of needless refusals", "share"),
+    "val/larger_model_accuracy": Quantity("accuracy of a larger model", "share"),
+    "val/judge_skipped": Quantity("unreadable replies of the judge"),
+    "val/human_win_rate": Quantity("win rate by people", "share", (0.5, 1.0)),
+    "val/human_tie_rate": Quantity("ties by people", "share"),
+    "val/human_agreement": Quantity("agreement of people", "share", (0.6, 1.0)),
+    "val/human_num_pairs": Quantity("pairs that people compared"),
+    "val/human_num_labels": Quantity("labels of people"),
+    "val/human_reward_accuracy": Quantity("people's choices the score shares", "share"),
+    "val/human_reward_calibration_error": Quantity("calibration on people's choices", "share"),
+    "val/human_reward_num_pairs": Quantity("pairs of that calibration"),
+    "val/human_reward_longer_wins_accuracy": Quantity("people prefer the longer one", "share"),
+    "val/human_reward_prefers_longer": Quantity("the score prefers the longer one", "share"),
+    "val/human_reward_length_bias": Quantity("length bias against people", "share", (-0.1, 0.1)),
     "val/gold": Quantity("gold reward"),
     "val/self_bleu": Quantity("held-out self-BLEU", "share"),
     "val/unique_fraction": Quantity("different held-out answers", "share"),
@@ -88,8 +107,8 @@ QUANTITIES: dict[str, Quantity] = {
     "val/answered": Quantity("answers with a number", "share"),
     "time/generate": Quantity("generating", "s"),
     "time/score": Quantity("scoring and old passes", "s"),
-    "time/evaluate": Quantity("evaluating", "s"),
     "time/update": Quantity("updating", "s"),
+    "time/evaluate": Quantity("evaluating", "s"),
     "throughput/tokens_per_second": Quantity("tokens a second"),
     "throughput/pairs_per_second": Quantity("pairs a second"),
 }
@@ -102,12 +121,15 @@ FAMILIES = (
     "val/gold_win_rate_*",
     "val/score_win_rate_*",
     "val/baseline_*",
+    "val/*_win_rate_length_controlled",
+    "val/*_tie_rate",
 )
 
 
 def is_known(name: str) -> bool:
     """Return whether docs/metrics.md explains a metric of this name."""
-    return name in QUANTITIES or any(name.startswith(family[:-1]) for family in FAMILIES)
+    plain = name.removesuffix("_low").removesuffix("_high")
+    return plain in QUANTITIES or any(fnmatchcase(name, family) for family in FAMILIES)
 
 
 def bands() -> dict[str, tuple[float, float]]:

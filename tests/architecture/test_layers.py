@@ -27,7 +27,7 @@ LAYERS = (
     {"targets"},
     {"settings"},
     {"composition"},
-    {"context_length", "saved_config", "shipped", "strategies", "tracking"},
+    {"context_length", "saved_config", "strategies", "tracking"},
     {"held_out_prompts"},
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"}
