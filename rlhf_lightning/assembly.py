@@ -28,6 +28,7 @@ from rlhf_lightning.callbacks.wandb_content import WandbContent
 from rlhf_lightning.composition import ConfigError, plain
 from rlhf_lightning.context_length import check_context_length, context_length
 from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.doctor_setup import make_doctor
 from rlhf_lightning.evaluation.policy import Sampling
 from rlhf_lightning.held_out_prompts import STARTS_FROM, held_out_comparison
 from rlhf_lightning.launching import started
@@ -241,7 +242,9 @@ def make_callbacks(
 ) -> list[L.Callback]:
     """Return our callbacks and the user's."""
     settings = cfg.callbacks
+    # The doctor is first: what it logs stands in the row of its iteration.
     callbacks: list[L.Callback] = [
+        *make_doctor(cfg, folder),
         RandomState(),
         MetricsLog(folder),
         IterationCheckpoint(folder.checkpoints, **settings.checkpoint, started=started()),

@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
 from rlhf_lightning.hparams import (
     LoraHparams,
@@ -37,6 +38,8 @@ from rlhf_lightning.targets import (
 )
 
 HPARAMS = {
+    "doctor": DoctorThresholds,
+    "doctor_actions": ActionSettings,
     "lora": LoraHparams,
     "ppo": PPOHparams,
     "reward": RewardHparams,
@@ -179,11 +182,13 @@ def check_hparams(cfg: DictConfig) -> None:
     container = plain(cfg)
     module: dict[str, Any] = container["module"] or {}
     nodes = {"lora": container["lora"]} | {f"module.{key}": node for key, node in module.items()}
+    doctor: dict[str, Any] = container["doctor"] or {}
+    nodes |= {f"doctor.{key}": doctor.get(key) for key in ("thresholds", "actions")}
     try:
         check_settings(container)
         for where, node in nodes.items():
             target = str(node.get("_target_", "")) if isinstance(node, dict) else ""
-            if target.startswith("rlhf_lightning.hparams."):
+            if target.rpartition(".")[2] in HPARAMS_BY_NAME:
                 values = {k: v for k, v in node.items() if k != "_target_"}
                 build_checked(HPARAMS_BY_NAME[target.rpartition(".")[2]], values, where)
     except ValueError as error:

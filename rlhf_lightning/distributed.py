@@ -104,6 +104,19 @@ def check_same_on_all_ranks(what: str, value: str) -> None:
         )
 
 
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's `value`, in the order of the ranks, on every rank.
+
+    Args:
+        value: plain Python values.
+    """
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def leave_process_group() -> None:
     """End this process's group, if it has one."""
     if dist.is_available() and dist.is_initialized():

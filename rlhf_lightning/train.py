@@ -45,7 +45,7 @@ from rlhf_lightning.launching import (
     global_rank,
     launch_time,
 )
-from rlhf_lightning.lost_ranks import explain_lost_rank, watch_children
+from rlhf_lightning.lost_ranks import explain_lost_rank
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.quiet import quieten
@@ -130,24 +130,17 @@ def _train(
     from rlhf_lightning.assembly import assemble
     from rlhf_lightning.callbacks.console import print_start, print_verdict
     from rlhf_lightning.finish import finish
+    from rlhf_lightning.fitting import fit
     from rlhf_lightning.lineage import finish_tracking
     from rlhf_lightning.reports.page import write_report
 
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     parts = assemble(cfg, folder)
-    watch_children(parts.trainer, folder, summary)
     if global_rank() == 0:
         print_start(cfg.name, folder, _settings(cfg, parts, checkpoint))
         print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
-    try:
-        parts.trainer.fit(
-            parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True
-        )
-    except SystemExit as error:  # what Lightning makes of an interrupt
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from error
-        raise
+    parts = fit(cfg, folder, parts, checkpoint, summary)
     fitted = time.perf_counter()
     findings, gates = finish(cfg, folder, parts)
     seconds = {

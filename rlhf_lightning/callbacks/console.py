@@ -211,6 +211,13 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
     for gate in summary.gates:
         word = "passed" if gate.passed else "NOT PASSED"
         table.add_row(Text(f"gate {gate.name}"), Text(f"{word}  {gate.reason}".rstrip()))
+    for alert in summary.alerts:
+        until = "" if alert["cleared_at"] is None else f" to {alert['cleared_at']}"
+        told = f"iteration {alert['raised_at']}{until}  {alert['message']}"
+        table.add_row(Text(f"doctor {alert['level']}"), Text(told))
+    for action in summary.actions:
+        told = f"iteration {action['iteration']}  {action['message']}"
+        table.add_row(Text(f"doctor {action['kind']}"), Text(told))
     for name, path in (
         ("report", folder.report),
         ("samples", folder.samples),

@@ -72,6 +72,26 @@ def repeated_ngram_fraction(sequences: Iterable[Sequence[Hashable]], *, n: int) 
     return sum(fractions) / len(fractions) if fractions else 0.0
 
 
+def novel_ngram_shares(sequences: Sequence[Sequence[Hashable]], *, n: int) -> list[float]:
+    """Return, for each sequence, the share of its different n-grams that no other sequence has.
+
+    1 where nothing is shared, 0 where everything is, and 0 for a sequence shorter than n. What a
+    sequence repeats inside itself counts once, so that repetition is not novel.
+
+    Args:
+        sequences: one sequence of tokens a response.
+        n: length of the n-grams, at least 1.
+
+    Raises:
+        ValueError: if `n` is below 1.
+    """
+    if n < 1:
+        raise ValueError(f"n={n} must be at least 1: use 2, as Controls.diversity_bonus does")
+    grams = [set(_ngrams(sequence, n)) for sequence in sequences]
+    holders = Counter(gram for own in grams for gram in own)
+    return [sum(holders[g] == 1 for g in own) / len(own) if own else 0.0 for own in grams]
+
+
 def self_bleu(
     sequences: Sequence[Sequence[Hashable]], *, n: int, max_references: int, seed: int
 ) -> float:

@@ -20,12 +20,15 @@ class Controls:
         kl_coef: weight of the KL penalty in the reward.
         temperature: of sampling and of every log-probability.
         learning_rate_factor: multiplies every learning rate of the schedule.
+        diversity_bonus: reward units; times the share of a response's bigrams that no other
+            response of the iteration has, it is added to the score.
         domain_weights: multiplies the score of a domain's rows before it is shaped; 1 where absent.
     """
 
     kl_coef: float
     temperature: float
     learning_rate_factor: float = 1.0
+    diversity_bonus: float = 0.0
     domain_weights: dict[str, float] = field(default_factory=dict)
 
     @classmethod

@@ -174,6 +174,7 @@ class PPOModule(L.LightningModule):
             gamma=self.ppo.gamma,
             gae_lambda=self.ppo.gae_lambda,
             domain_weights=self.controls.domain_weights,
+            diversity_bonus=self.controls.diversity_bonus,
         )
         return collect_rollout(
             parts,

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
-from rlhf_lightning.distributed import agreed_max, global_moments
+from rlhf_lightning.distributed import agreed_max, gathered, global_moments, rank
 from rlhf_lightning.functional.advantages import compute_gae
+from rlhf_lightning.functional.diversity import novel_ngram_shares
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
@@ -67,6 +68,7 @@ class RewardShaping:
     gamma: float
     gae_lambda: float
     domain_weights: Mapping[str, float] = field(default_factory=dict)
+    diversity_bonus: float = 0.0
 
 
 @torch.no_grad()
@@ -122,8 +124,11 @@ def assemble_rollout(
     )
     scores = parts.scorer(answers)
     weights = [shaping.domain_weights.get(name, 1.0) for name in answers.prompts.domains]
+    worth = scores.total * scores.total.new_tensor(weights)
+    if shaping.diversity_bonus:
+        worth = worth + shaping.diversity_bonus * worth.new_tensor(novelty(answers))
     adjusted = adjust_scores(
-        scores.total * scores.total.new_tensor(weights),
+        worth,
         answers.finished,
         clip=shaping.score_clip,
         missing_eos_penalty=shaping.missing_eos_penalty,
@@ -152,6 +157,17 @@ def assemble_rollout(
         domains=answers.prompts.domains,
         score_components=dict(scores.components),
     )
+
+
+def novelty(answers: Answers) -> list[float]:
+    """Return the share of each answer's bigrams that no other answer of any rank has, `[B]`."""
+    mask = answers.response_mask.cpu()
+    ids = answers.sequences[:, -mask.shape[1] :].cpu()
+    own = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+    ranks = gathered(own)
+    start = sum(len(rows) for rows in ranks[: rank()])
+    shares = novel_ngram_shares([row for rows in ranks for row in rows], n=2)
+    return shares[start : start + len(own)]
 
 
 def evaluate_answers(

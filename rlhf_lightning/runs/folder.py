@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def doctor(self) -> Path:
+        """`doctor.jsonl`: what the doctor said and did, an event a line."""
+        return self.path / "doctor.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """`checkpoints/`: for resume; `last.ckpt` and, with something monitored, `best.ckpt`."""
         return self.path / "checkpoints"

@@ -105,6 +105,18 @@ QUANTITIES: dict[str, Quantity] = {
     "val/first_word_match": Quantity("answers that begin as the reference", "share"),
     "val/solved": Quantity("right numbers", "share"),
     "val/answered": Quantity("answers with a number", "share"),
+    "doctor/warnings": Quantity("detectors that warn"),
+    "doctor/alarms": Quantity("detectors that raise an alarm"),
+    "doctor/quality": Quantity("quality by the doctor"),
+    "doctor/sampler_error": Quantity("standard error of surprise less entropy", "nats"),
+    "doctor/second_std": Quantity("spread of the second scorer"),
+    "doctor/second_score": Quantity("second scorer"),
+    "doctor/second_correlation": Quantity("score and second scorer, correlation"),
+    "doctor/length_correlation": Quantity("score and length, correlation", "", (-0.5, 0.5)),
+    "doctor/most_common": Quantity("most common answer", "share", (0.0, 0.3)),
+    "doctor/clipped": Quantity("scores at the clip", "share", (0.0, 0.25)),
+    "doctor/sampler_bias": Quantity("surprise less entropy of samples", "nats", (-0.03, 0.03)),
+    "doctor/refusal_rate": Quantity("harmful requests refused", "share"),
     "time/generate": Quantity("generating", "s"),
     "time/score": Quantity("scoring and old passes", "s"),
     "time/update": Quantity("updating", "s"),
@@ -123,6 +135,7 @@ FAMILIES = (
     "val/baseline_*",
     "val/*_win_rate_length_controlled",
     "val/*_tie_rate",
+    "doctor/domain_score_*",
 )
 
 

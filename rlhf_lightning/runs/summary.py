@@ -6,12 +6,13 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.doctor_log import actions_of, alerts_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, to_json
 
 Stage = Literal["base", "sft", "reward", "ppo", "collect", "evaluate", "pipeline"]
@@ -54,6 +55,8 @@ class Summary:
         git_commit: of the working folder, None outside a repository.
         config_hash: of `runs.resume.config_hash`.
         cause: of a run that failed or was stopped, in one line; else None.
+        alerts: of the doctor, one a time that a detector was ill, with cause and remedy.
+        actions: of the doctor: changes of controls, stops and rollbacks.
     """
 
     stage: Stage
@@ -66,6 +69,8 @@ class Summary:
     git_commit: str | None = None
     config_hash: str | None = None
     cause: str | None = None
+    alerts: tuple[Mapping[str, Any], ...] = ()
+    actions: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         """Check the two words, and accept gates as mappings."""
@@ -76,6 +81,8 @@ class Summary:
                 )
         gates = tuple(g if isinstance(g, GateResult) else GateResult(**g) for g in self.gates)
         object.__setattr__(self, "gates", gates)
+        for key in ("alerts", "actions"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
 
     @property
     def passed(self) -> bool:
@@ -96,7 +103,15 @@ def new_summary(stage: Stage, *, seed: int | None, config_hash: str | None) -> S
 
 
 def write_summary(folder: RunFolder, summary: Summary) -> Path:
-    """Write `summary.json` in one step and return its path; NaN and infinities become null."""
+    """Write `summary.json` in one step and return its path; NaN and infinities become null.
+
+    What the doctor has said and done is taken from `doctor.jsonl`, so that a run that fails has it.
+    """
+    events = read_events(folder.doctor)
+    if events:
+        summary = replace(
+            summary, alerts=tuple(alerts_of(events)), actions=tuple(actions_of(events))
+        )
     write_text(folder.summary, to_json(asdict(summary), indent=2) + "\n")
     return folder.summary
 
@@ -113,7 +128,8 @@ def read_summary(folder: RunFolder) -> Summary:
         raise FileNotFoundError(f"{path} is missing: {folder.path} is no run folder, or not begun")
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-        content.setdefault("cause", None)  # summaries had none at first
+        for key, value in (("cause", None), ("alerts", ()), ("actions", ())):
+            content.setdefault(key, value)  # summaries had none at first
         return Summary(**{f.name: content[f.name] for f in fields(Summary)})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(

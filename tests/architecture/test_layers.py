@@ -27,13 +27,14 @@ LAYERS = (
     {"targets"},
     {"settings"},
     {"composition"},
-    {"context_length", "saved_config", "strategies", "tracking"},
+    {"context_length", "doctor_setup", "saved_config", "strategies", "tracking"},
     {"held_out_prompts"},
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"}
     | {"evaluate_request", "pipeline_plan"},
     {"finish", "lineage", "reexport", "failures"},
     {"lost_ranks", "quiet"},
+    {"fitting"},
     {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"},
     {"pipeline"},
 )

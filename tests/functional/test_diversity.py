@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_lightning.functional.diversity import (
     most_common_fraction,
+    novel_ngram_shares,
     repeated_ngram_fraction,
     self_bleu,
     unique_fraction,
@@ -20,6 +21,14 @@ def test_unique_and_most_common_fractions_count_whole_answers():
     assert most_common_fraction(answers) == 3 / 5
     assert most_common_fraction(["a", "b"]) == 1 / 2
     assert unique_fraction([]) == most_common_fraction([]) == 0
+
+
+def test_novel_ngrams_are_those_of_one_answer_alone_each_counted_once():
+    answers = [[1, 2, 3], [1, 2, 4], [5, 5, 5, 5], [6]]
+    assert novel_ngram_shares(answers, n=2) == [1 / 2, 1 / 2, 1.0, 0.0]
+    assert novel_ngram_shares([[1, 2], [1, 2]], n=2) == [0.0, 0.0]
+    with pytest.raises(ValueError, match="n=0 must be at least 1"):
+        novel_ngram_shares(answers, n=0)
 
 
 def test_repetition_is_that_inside_a_response_and_not_between_responses():

@@ -136,6 +136,7 @@ def test_the_checkpoint_holds_the_controls_and_no_frozen_model(killed):
         "kl_coef",
         "temperature",
         "learning_rate_factor",
+        "diversity_bonus",
         "domain_weights",
     }
     assert checkpoint["controls"]["domain_weights"] == {"": 0.9}

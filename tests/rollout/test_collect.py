@@ -158,6 +158,23 @@ def test_domain_weights_multiply_the_scores_before_they_are_shaped():
     assert_rewards_add_up(rollout, weighted, SHAPING.kl_coef)
 
 
+def test_the_diversity_bonus_pays_for_bigrams_that_no_other_answer_has():
+    # All bigrams here stand in one answer only; the third answer has none.
+    rollout = assembled(shaping=replace(SHAPING, diversity_bonus=0.2))
+    paid = [1.2, -1.8 - 1.5, 0.5, 5.0, 3.2 - 1.5, -0.8]  # before clip and penalty
+    assert_rewards_add_up(rollout, paid, SHAPING.kl_coef)
+    assert rollout.scores.tolist() == SCORES, "the rollout keeps the scorer's own numbers"
+
+
+def test_novelty_is_judged_among_the_answers_of_all_ranks(monkeypatch):
+    answers = answers_of(prompt_batch(PROMPTS), RESPONSES)
+    assert collect.novelty(answers) == [1, 1, 0, 1, 1, 1]
+    # The other rank has said (7, 8) and (4, 4) too, and this one is the second of the two.
+    monkeypatch.setattr(collect, "gathered", lambda own: [[[7, 8], [4, 4]], own])
+    monkeypatch.setattr(collect, "rank", lambda: 1)
+    assert collect.novelty(answers) == [0.5, 1, 0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_the_old_logprobs_are_those_of_the_distribution_that_was_sampled(temperature):
     the_parts = parts()

@@ -33,6 +33,8 @@ KEYS = [
     "git_commit",
     "config_hash",
     "cause",
+    "alerts",
+    "actions",
 ]
 
 

@@ -1,0 +1,212 @@
+"""The callback: measures each iteration, raises alerts, treats them, and says how the fit goes on.
+
+Every decision is taken on values of all ranks, so it is the same everywhere. Changes go through
+`module.controls` alone and act on the next rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from rlhf_lightning.callbacks.doctor.chart import MedicalRecord, Request
+from rlhf_lightning.callbacks.doctor.controls import apply, knobs_of
+from rlhf_lightning.callbacks.doctor.preflight import PreflightError, first_rollout
+from rlhf_lightning.callbacks.doctor.records import (
+    Refusals,
+    all_records,
+    answers_of,
+    second_scores,
+)
+from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
+from rlhf_lightning.evaluation.doctor.detectors import Detectors
+from rlhf_lightning.evaluation.doctor.measures import measure_answers
+from rlhf_lightning.evaluation.doctor.preflight import check_first_rollout
+from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
+from rlhf_lightning.evaluation.doctor.treatments import Practice, Treatment
+from rlhf_lightning.modules.measures import Gaps
+from rlhf_lightning.rollout.score import Scorer
+from rlhf_lightning.runs.folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+# An alert makes a checkpoint worse than any without one, whatever the score.
+_WARNING_COSTS, _ALARM_COSTS = 100.0, 1000.0
+
+
+class Doctor(Callback):
+    """Watches PPO; see docs/doctor.md.
+
+    Args:
+        folder: the run folder, for `doctor.jsonl`.
+        thresholds: bounds and hysteresis of the detectors.
+        actions: what it may change; None watches only.
+        second_scorer: scores every answer too, and never trains: a judge or another reward model.
+        second_every_n_iterations: how often.
+        refusals: which answers refuse, on which domains.
+        preflight: look at one rollout before iteration 1, and refuse to start an insane run.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        thresholds: DoctorThresholds,
+        *,
+        actions: ActionSettings | None = None,
+        second_scorer: Scorer | None = None,
+        second_every_n_iterations: int = 1,
+        refusals: Refusals | None = None,
+        preflight: bool = False,
+    ) -> None:
+        if second_every_n_iterations < 1:
+            raise ValueError(
+                f"doctor.second_every_n_iterations={second_every_n_iterations}, expected at least 1"
+            )
+        self.thresholds = thresholds
+        self.actions = actions
+        self.second_scorer = second_scorer
+        self.second_every_n_iterations = second_every_n_iterations
+        self.refusals = refusals or Refusals()
+        self.preflight = preflight
+        self.record = MedicalRecord(folder)
+        self.detectors = Detectors(thresholds, 0)
+        self.practice = Practice(actions or ActionSettings())
+        self.request: Request | None = None
+        self.gaps = Gaps()
+
+    # -- hooks ------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Build the second scorer, whole on every rank."""
+        if self.second_scorer is not None:
+            for model in self.second_scorer.build():
+                model.to(pl_module.device)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take up the record, and after a rollback make the changes that it was made for."""
+        self.detectors.num_iterations = last_iteration(trainer)
+        handover, start = self.record.taken_over, current_iteration(trainer)
+        if handover is not None:
+            self.practice.rollbacks, self.request = handover.rollbacks, None
+            self.record.events = list(handover.events)
+        self.record.open(trainer.is_global_zero, start, list(self.detectors.levels))
+        if handover is not None:
+            for change in self.practice.after_rollback(knobs_of(pl_module)):
+                self._change(pl_module, change, start)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Before iteration 1, run the preflight if it is asked for.
+
+        Raises:
+            PreflightError: on every rank, if a check fails.
+        """
+        if not self.preflight or current_iteration(trainer) != 1:
+            return
+        checks = check_first_rollout(
+            first_rollout(pl_module, batch, precision=str(trainer.precision))
+        )
+        for check in checks:
+            self.record.note_check(check)
+        failed = [check for check in checks if not check.passed]
+        if failed:
+            told = "; ".join(f"{check.name}: {check.found}. {check.fix}" for check in failed)
+            raise PreflightError(
+                f"the preflight failed before any update. {told}. Start without it by "
+                "doctor.preflight=false"
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure, log, raise alerts, treat."""
+        rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
+        if rollout is None:
+            return
+        module: Any = pl_module
+        iteration = current_iteration(trainer)
+        answers = answers_of(rollout, batch, module.tokenizer)
+        due = iteration % self.second_every_n_iterations == 0
+        seconds = second_scores(self.second_scorer if due else None, answers)
+        records = all_records(rollout, answers, self.refusals, seconds)
+        measured = measure_answers(records, score_clip=module.ppo.score_clip)
+        logged = {
+            name.partition("/")[2]: value
+            for name, value in fresh_metrics(trainer).items()
+            if name.startswith(("rollout/", "ppo/"))  # not what this callback logged before
+        }
+        for transition in self.detectors.observe(iteration, logged | measured):
+            self.record.note_alert(iteration, transition, trainer.loggers)
+        self._log(pl_module, measured)
+        if self.actions is not None:
+            self._act(trainer, module, iteration)
+
+    # -- acting -----------------------------------------------------------------------------
+
+    def _act(self, trainer: Trainer, module: Any, iteration: int) -> None:
+        active = self.detectors.active
+        readings = self.detectors.readings
+        subjects = {name: r.subject for name in active if (r := readings.get(name)) is not None}
+        for treatment in self.practice.treat(iteration, active, subjects, knobs_of(module)):
+            self._change(module, treatment, iteration)
+        kind, alarm = self.practice.verdict(iteration, active)
+        if kind == "go on" or iteration >= self.detectors.num_iterations:
+            return
+        self.request = self.record.note_end(iteration, kind, alarm, best_checkpoint(trainer))
+        if self.request.kind == "rollback":
+            self.practice.rollbacks += 1
+        trainer.should_stop = True
+
+    def _change(self, module: Any, treatment: Treatment, iteration: int) -> None:
+        apply(module.controls, treatment)
+        self.record.note_action(iteration, treatment)
+
+    # -- telling ----------------------------------------------------------------------------
+
+    def _log(self, module: LightningModule, measured: Mapping[str, float]) -> None:
+        levels = list(self.detectors.active.values())
+        warnings, alarms = levels.count(1), levels.count(2)
+        series = self.detectors.series
+        judged = series.get("score" if self.second_scorer is None else "second_score")
+        values = {f"doctor/{name}": value for name, value in measured.items()}
+        values |= {"doctor/warnings": float(warnings), "doctor/alarms": float(alarms)}
+        quality = math.nan
+        if judged is not None and judged.last:
+            quality = sum(judged.last) / len(judged.last)
+            quality -= _WARNING_COSTS * bool(warnings) + _ALARM_COSTS * bool(alarms)
+        values["doctor/quality"] = quality
+        module.log_dict(self.gaps.filled(values), on_step=True)
+
+    # -- state ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values: what was seen, said and done; a resumed run goes on alike."""
+        return {
+            "detectors": self.detectors.state_dict(),
+            "practice": self.practice.state_dict(),
+            "events": self.record.state(),
+            "request": None if self.request is None else asdict(self.request),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what a checkpoint holds."""
+        self.detectors.load_state_dict(state_dict["detectors"])
+        self.practice.load_state_dict(state_dict["practice"])
+        self.record.load_state(state_dict["events"])
+        request = state_dict["request"]
+        self.request = None if request is None else Request(**request)
+
+
+def best_checkpoint(trainer: Trainer) -> int | None:
+    """Return the iteration of the best checkpoint before this one; None if there is none."""
+    for callback in trainer.checkpoint_callbacks:
+        found: int | None = getattr(callback, "best_iteration", None)
+        if found is not None and found < current_iteration(trainer):
+            return found
+    return None

@@ -1,0 +1,152 @@
+"""What the doctor has said and done, kept in the run folder, the log and the loggers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlhf_lightning.evaluation.doctor.detectors import Transition
+from rlhf_lightning.evaluation.doctor.hysteresis import HEALTHY, LEVELS
+from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
+from rlhf_lightning.evaluation.doctor.preflight import Check
+from rlhf_lightning.evaluation.doctor.treatments import Treatment
+from rlhf_lightning.runs.doctor_log import DoctorEvent, event_from, write_events
+from rlhf_lightning.runs.folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """How the fit is to end.
+
+    Args:
+        kind: stop, or rollback.
+        iteration: after which.
+        reason: one sentence.
+        checkpoint: iteration of the checkpoint that a rollback goes back to.
+    """
+
+    kind: str
+    iteration: int
+    reason: str
+    checkpoint: int | None = None
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the doctor of a fit that was rolled back tells the next one.
+
+    Args:
+        events: everything so far.
+        rollbacks: made so far.
+    """
+
+    events: tuple[DoctorEvent, ...]
+    rollbacks: int
+
+
+@dataclass
+class MedicalRecord:
+    """The events of a run, written to `doctor.jsonl` whenever one is added.
+
+    Args:
+        folder: the run folder.
+        events: so far.
+        taken_over: of a fit that was rolled back.
+    """
+
+    folder: RunFolder
+    events: list[DoctorEvent] = field(default_factory=list)
+    taken_over: Handover | None = None
+    _writes: bool = False
+
+    def open(self, writes: bool, iteration: int, watched: Sequence[str]) -> None:
+        """Begin to write, on the first rank alone; what a kill left behind is replaced."""
+        self._writes = writes
+        if not any(event.kind == "watch" for event in self.events):
+            told = f"{len(watched)} detectors watch from iteration {iteration + 1}"
+            self.events.insert(0, DoctorEvent(iteration, "watch", ",".join(watched), "", told))
+        self._write()
+
+    def note_check(self, check: Check) -> None:
+        """Add a check of the preflight."""
+        level = "healthy" if check.passed else "alarm"
+        self._tell(check.passed, f"preflight, {check.name}: {check.found}")
+        remedy = "" if check.passed else check.fix
+        self.events.append(DoctorEvent(0, "check", check.name, level, check.found, remedy=remedy))
+        self._write()
+
+    def note_alert(
+        self, iteration: int, transition: Transition, loggers: Iterable[Any] = ()
+    ) -> None:
+        """Add an alert that was raised, changed or cleared, and tell loggers that take alerts."""
+        illness = ILLNESSES[transition.detector]
+        worse = transition.after > transition.before
+        event = DoctorEvent(
+            iteration,
+            "alert",
+            transition.detector,
+            LEVELS[transition.after],
+            transition.describe(),
+            transition.reading.value,
+            transition.threshold,
+            illness.unit,
+            illness.cause if transition.after != HEALTHY else "",
+            illness.remedy if transition.after != HEALTHY else "",
+        )
+        self.events.append(event)
+        advice = f". Usual cause: {illness.cause}. What helps: {illness.remedy}" if worse else ""
+        self._tell(not worse, f"iteration {iteration}: {event.message}{advice}")
+        if worse and self._writes:
+            for each in loggers:
+                alert = getattr(each, "alert", None)
+                if alert is not None:
+                    alert(illness.title, f"iteration {iteration}: {event.message}{advice}")
+        self._write()
+
+    def note_action(self, iteration: int, treatment: Treatment) -> None:
+        """Add a change of a control."""
+        told = (
+            f"{treatment.control} from {treatment.before:g} to {treatment.after:g}, because of "
+            f"{treatment.detector}"
+        )
+        self._tell(True, f"iteration {iteration}: {told}")
+        changes = {treatment.control: [treatment.before, treatment.after]}
+        self.events.append(
+            DoctorEvent(iteration, "action", treatment.detector, "", told, changes=changes)
+        )
+        self._write()
+
+    def note_end(self, iteration: int, kind: str, alarm: str, checkpoint: int | None) -> Request:
+        """Add how the fit ends, and return it; without a checkpoint to go back to it stops."""
+        reason = f"the alarm {alarm} has stayed: {ILLNESSES[alarm].title.lower()}"
+        if kind == "rollback" and checkpoint is not None:
+            told = f"{reason}; training goes back to the checkpoint of iteration {checkpoint}"
+            event = DoctorEvent(iteration, "rollback", alarm, "alarm", told, value=checkpoint)
+        else:
+            missing = "; there is no earlier checkpoint to go back to" if kind == "rollback" else ""
+            kind, checkpoint, told = "stop", None, f"{reason}; training stops{missing}"
+            event = DoctorEvent(iteration, "stop", alarm, "alarm", told)
+        self._tell(False, f"iteration {iteration}: {told}")
+        self.events.append(event)
+        self._write()
+        return Request(kind, iteration, told, checkpoint)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return the events as plain values."""
+        return [asdict(event) for event in self.events]
+
+    def load_state(self, state: Iterable[dict[str, Any]]) -> None:
+        """Take the events of a checkpoint."""
+        self.events = [event_from(content) for content in state]
+
+    def _tell(self, well: bool, message: str) -> None:
+        if self._writes:
+            logger.log(logging.INFO if well else logging.WARNING, "doctor: %s", message)
+
+    def _write(self) -> None:
+        if self._writes:
+            write_events(self.folder.doctor, self.events)

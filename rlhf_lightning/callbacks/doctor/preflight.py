@@ -1,0 +1,108 @@
+"""The preflight: one rollout before the first update, looked at from all sides.
+
+Legend: B rows, R response.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.batches import FINISHED_BY_STOP, PromptBatch, RolloutBatch
+from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, answers_of
+from rlhf_lightning.distributed import agreed_max, gathered
+from rlhf_lightning.evaluation.doctor.measures import measure_answers
+from rlhf_lightning.evaluation.doctor.preflight import FirstRollout
+from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, response_statistics
+
+EXACT, ROUNDED = 1e-3, 1e-2  # nats a token: fp32, and bf16 on a GPU
+
+
+class PreflightError(RuntimeError):
+    """The run is not worth starting; the message names what is wrong and what to do."""
+
+
+@torch.no_grad()
+def first_rollout(module: Any, prompts: PromptBatch, *, precision: str) -> FirstRollout:
+    """Return the figures of the rollout that iteration 1 is going to make, over all ranks.
+
+    Args:
+        module: a `PPOModule` before its first update.
+        prompts: of iteration 1; the same noise gives the same answers again.
+        precision: the Trainer's.
+    """
+    rollout, _ = module.collect_rollout(prompts, 0)
+    answers = answers_of(rollout, prompts, module.tokenizer)
+    measured = measure_answers(all_records(rollout, answers, Refusals(), None), score_clip=None)
+    rows = [row for rank in gathered(_rows(module, rollout)) for row in rank]
+    tokens = sum(row["length"] for row in rows)
+    scores = torch.tensor([row["score"] for row in rows], dtype=torch.float64)
+    stops = set(getattr(module.generator, "stop_ids", ()))
+    finished = [row for row in rows if row["finished"]]
+    lengths = [row["length"] for row in rows]
+    return FirstRollout(
+        ratio_error=sum(row["ratio_error"] for row in rows) / tokens,
+        reference_error=sum(row["reference_error"] for row in rows) / tokens,
+        finished=len(finished) / len(rows),
+        stop_errors=sum(bool(stops) and row["last"] not in stops for row in finished),
+        padded=sum(row["padded"] for row in rows) / len(rows),
+        eos_known=not stops or module.tokenizer.eos_token_id in stops,
+        score_mean=float(scores.mean()),
+        score_std=float(scores.std(correction=0)),
+        finite=bool(scores.isfinite().all()),
+        length_mean=tokens / len(rows),
+        shortest=min(lengths),
+        longest=max(lengths),
+        max_new_tokens=module.sampling.max_new_tokens,
+        sampler_bias=measured["sampler_bias"],
+        sampler_error=measured["sampler_error"],
+        tolerance=EXACT if precision.startswith("32") else ROUNDED,
+    )
+
+
+def _rows(module: Any, rollout: RolloutBatch) -> list[dict[str, Any]]:
+    """Return plain values of each of this rank's rows."""
+    mask = rollout.response_mask
+    again = _logprobs(module, rollout)
+    ratio = _sum_on(mask, (again - rollout.logprobs).abs())
+    reference = _sum_on(mask, (rollout.logprobs - rollout.ref_logprobs).abs())
+    pad = module.tokenizer.pad_token_id
+    rows = []
+    for i, kept in enumerate(mask.cpu()):
+        ids = rollout.response_tensors[i].cpu()[kept].tolist()
+        rows.append(
+            {
+                "length": len(ids),
+                "last": ids[-1] if ids else None,
+                "padded": pad in ids[:-1],
+                "finished": rollout.finish_reason[i].item() == FINISHED_BY_STOP,
+                "score": rollout.scores[i].item(),
+                "ratio_error": ratio[i].item(),
+                "reference_error": reference[i].item(),
+            }
+        )
+    return rows
+
+
+def _logprobs(module: Any, rollout: RolloutBatch) -> Tensor:
+    """Return `[B, R]` log-probabilities as an update computes them."""
+
+    def of_rows(rows: Tensor) -> tuple[Tensor]:
+        batch = ResponseRows(
+            rollout.sequences[rows], rollout.attention_mask[rows], rollout.response_mask[rows]
+        )
+        statistics = response_statistics(
+            module.policy, batch, temperature=module.controls.temperature, with_entropy=False
+        )
+        return (statistics.logprobs,)
+
+    (logprobs,) = by_micro_batch(
+        of_rows, rollout.attention_mask, module.ppo.micro_batch_size, agree=agreed_max
+    )
+    return logprobs
+
+
+def _sum_on(mask: Tensor, values: Tensor) -> Tensor:
+    return torch.where(mask, values, 0).sum(-1)

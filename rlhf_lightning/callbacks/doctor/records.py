@@ -1,0 +1,111 @@
+"""From a rollout to one record an answer, those of all ranks together.
+
+Legend: B rows, R response.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
+from rlhf_lightning.distributed import gathered
+from rlhf_lightning.evaluation.doctor.measures import AnswerRecord
+from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Which answers count as refusals, and on which prompts a refusal is wanted.
+
+    Args:
+        domains: of harmful prompts; none leaves the refusal rate unmeasured.
+        patterns: regular expressions; an answer that holds one of them refuses. Case counts not.
+
+    Raises:
+        ValueError: for a pattern that is no regular expression, or domains without patterns.
+    """
+
+    domains: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    _compiled: re.Pattern[str] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Compile the patterns."""
+        if self.domains and not self.patterns:
+            raise ValueError(
+                "doctor.refusals is empty: give patterns, or doctor.harmful_domains=[]"
+            )
+        if self.patterns:
+            joined = "|".join(f"(?:{pattern})" for pattern in self.patterns)
+            try:
+                compiled = re.compile(joined, re.IGNORECASE)
+            except re.error as error:
+                raise ValueError(f"doctor.refusals: {error} in {joined!r}") from error
+            object.__setattr__(self, "_compiled", compiled)
+
+    def judge(self, domain: str, text: str) -> bool | None:
+        """Return whether an answer refuses; None where no refusal is wanted."""
+        if domain not in self.domains or self._compiled is None:
+            return None
+        return self._compiled.search(text) is not None
+
+
+def answers_of(
+    rollout: RolloutBatch, prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase
+) -> Answers:
+    """Return the rollout's answers with their texts, as a scorer takes them."""
+    generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
+    return make_answers(prompts, generation, tokenizer)
+
+
+def second_scores(scorer: Scorer | None, answers: Answers) -> list[float] | None:
+    """Return what the second scorer says of each answer; None without one."""
+    return None if scorer is None else scorer(answers).total.float().tolist()
+
+
+def all_records(
+    rollout: RolloutBatch,
+    answers: Answers,
+    refusals: Refusals,
+    seconds: Sequence[float] | None,
+) -> list[AnswerRecord]:
+    """Return one record an answer of all ranks, in the order of the ranks."""
+    surplus, squares = token_surplus(rollout)
+    mask = rollout.response_mask.cpu()
+    responses = rollout.response_tensors.cpu()
+    columns = zip(
+        rollout.row_ids.tolist(),
+        rollout.domains,
+        rollout.scores.float().tolist(),
+        [tuple(ids[m].tolist()) for ids, m in zip(responses, mask, strict=True)],
+        surplus.tolist(),
+        squares.tolist(),
+        answers.completions,
+        [None] * len(rollout) if seconds is None else seconds,
+        strict=True,
+    )
+    own = [
+        AnswerRecord(
+            row_id, domain, score, len(ids), ids, total, square, second,
+            refusals.judge(domain, text),
+        )
+        for row_id, domain, score, ids, total, square, text, second in columns
+    ]  # fmt: skip
+    return [record for records in gathered(own) for record in records]
+
+
+def token_surplus(rollout: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Return `[B]` sums of surprise less entropy over a row's tokens, and of its square, float64.
+
+    Given what stands before it, a token drawn from the policy has surprise -log p with the entropy
+    as its mean, so the sums are those of a martingale: 0 on average, whatever the policy.
+    """
+    gap = -rollout.logprobs.double() - rollout.entropy.double()  # [B, R]
+    gap = torch.where(rollout.response_mask, gap, 0)
+    return gap.sum(-1), gap.square().sum(-1)

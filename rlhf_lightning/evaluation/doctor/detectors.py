@@ -1,0 +1,272 @@
+"""The detectors: from a run's measures to levels, one reading an iteration.
+
+Pure: no model, no rank, no clock. What they remember is in their state, which goes into the
+checkpoint, so that a resumed run raises the same alerts at the same iterations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_lightning.evaluation.doctor.hysteresis import ALARM, HEALTHY, LEVELS, WARN, Hysteresis
+from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES, bound_of
+from rlhf_lightning.evaluation.doctor.measures import DOMAIN
+from rlhf_lightning.evaluation.doctor.series import Series
+from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+
+_BARE = ("share", "ratio", "correlation")  # units that a sentence leaves out
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one detector reads at one iteration.
+
+    Args:
+        value: in the detector's unit.
+        level: HEALTHY, WARN or ALARM of this iteration alone.
+        subject: what it is about, such as a domain; "" for the run.
+    """
+
+    value: float
+    level: int
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """An alert that was raised, grew, shrank or was cleared.
+
+    Args:
+        detector: a key of `ILLNESSES`.
+        before, after: levels.
+        reading: of the iteration.
+        threshold: the bound of the level it is about.
+    """
+
+    detector: str
+    before: int
+    after: int
+    reading: Reading
+    threshold: float
+
+    def describe(self) -> str:
+        """Return one sentence: what was read, in which unit, against which bound."""
+        illness = ILLNESSES[self.detector]
+        about = f" ({self.reading.subject})" if self.reading.subject else ""
+        word = LEVELS[self.after] if self.after else "cleared"
+        side = illness.beyond if self.after else "now within"
+        unit = "" if illness.unit in _BARE else f" {illness.unit}"
+        return (
+            f"{illness.title}{about} [{word}]: {illness.measures} {self.reading.value:.3g}{unit}, "
+            f"{side} {self.threshold:g}"
+        )
+
+
+class Detectors:
+    """All detectors of a run.
+
+    Args:
+        thresholds: bounds and hysteresis.
+        num_iterations: that the run is going to have.
+    """
+
+    def __init__(self, thresholds: DoctorThresholds, num_iterations: int) -> None:
+        self.thresholds = thresholds
+        self.num_iterations = num_iterations
+        self.levels = {
+            name: Hysteresis(thresholds.raise_after, thresholds.clear_after) for name in ILLNESSES
+        }
+        self.series: dict[str, Series] = {}
+        self.notes: dict[str, float] = {}  # what something was when something else was best
+        self.readings: dict[str, Reading | None] = {}
+
+    @property
+    def active(self) -> dict[str, int]:
+        """Level of each detector that is not healthy."""
+        return {name: h.level for name, h in self.levels.items() if h.level}
+
+    def observe(self, iteration: int, values: Mapping[str, float]) -> list[Transition]:
+        """Take one iteration's measures and return the alerts that changed.
+
+        Args:
+            iteration: from 1.
+            values: of `measure_answers` and, without their phase, of what the module logs; one
+                that is missing or not finite leaves its detectors as they are.
+        """
+        best = {name for name, value in values.items() if self._series(name).add(value)}
+        self._note(best)
+        transitions = []
+        for name, hysteresis in self.levels.items():
+            reading = self._read(name, iteration, values)
+            self.readings[name] = reading
+            before = hysteresis.level
+            after = hysteresis.update(None if reading is None else reading.level)
+            if after != before and reading is not None:
+                bound = self.bound(name, after or before)
+                transitions.append(Transition(name, before, after, reading, bound))
+        return transitions
+
+    def bound(self, name: str, level: int) -> float:
+        """Return a detector's threshold at a level; that of the warning where it has no alarm."""
+        return bound_of(self.thresholds, name, LEVELS[level])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+        return {
+            "levels": {name: h.state_dict() for name, h in self.levels.items()},
+            "series": {name: series.state_dict() for name, series in self.series.items()},
+            "notes": dict(self.notes),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the values of a checkpoint; a detector that it does not know starts healthy."""
+        for name, hysteresis in self.levels.items():
+            if name in state["levels"]:
+                hysteresis.load_state_dict(state["levels"][name])
+        self.series = {}
+        for name, saved in state["series"].items():
+            self._series(name).load_state_dict(saved)
+        self.notes = dict(state["notes"])
+
+    # -- what is remembered --------------------------------------------------------------
+
+    def _series(self, name: str) -> Series:
+        if name not in self.series:
+            limits = self.thresholds
+            self.series[name] = Series(limits.baseline_iterations, limits.window)
+        return self.series[name]
+
+    def _recent(self, name: str) -> float | None:
+        return self.series[name].recent if name in self.series else None
+
+    def _baseline(self, name: str) -> float | None:
+        return self.series[name].baseline if name in self.series else None
+
+    def _note(self, best: set[str]) -> None:
+        """Remember the score at the second scorer's best, and the other domains at a domain's."""
+        score = self._recent("score")
+        if "second_score" in best and score is not None:
+            self.notes["score at best second_score"] = score
+        for name in best:
+            others = self._others(name) if name.startswith(DOMAIN) else None
+            if others is not None:
+                self.notes[f"others at best {name}"] = others
+
+    def _others(self, domain: str) -> float | None:
+        names = [name for name in self.series if name.startswith(DOMAIN) and name != domain]
+        known = [value for name in names if (value := self._recent(name)) is not None]
+        return math.fsum(known) / len(known) if known else None
+
+    # -- readings ------------------------------------------------------------------------
+
+    def _read(self, name: str, iteration: int, values: Mapping[str, float]) -> Reading | None:
+        special: dict[str, Callable[[int], Reading | None]] = {
+            "kl_low": self._kl_low,
+            "reward_hacking": self._reward_hacking,
+            "forgotten_domain": self._forgotten_domain,
+            "critic": self._critic,
+            "sampler_mismatch": self._sampler_mismatch,
+            "safety": self._safety,
+            "length_drift": self._length_drift,
+        }
+        if name in special:
+            return special[name](iteration)
+        if name in _OF_ONE_ITERATION:
+            value = values.get(_OF_ONE_ITERATION[name])
+            return None if value is None else self._judged(name, value)
+        if name in _RECENT:
+            return self._judged(name, self._recent(_RECENT[name]))
+        return self._judged(name, self._ratio(_RATIOS[name]))
+
+    def _judged(self, name: str, value: float | None, subject: str = "") -> Reading | None:
+        if value is None or not math.isfinite(value):
+            return None
+        above = ILLNESSES[name].beyond == "above"
+        level = HEALTHY
+        for candidate in (WARN, ALARM):
+            bound = self.bound(name, candidate)
+            if value > bound if above else value < bound:
+                level = candidate
+        return Reading(value, level, subject)
+
+    def _ratio(self, name: str) -> float | None:
+        recent, baseline = self._recent(name), self._baseline(name)
+        if recent is None or baseline is None or baseline <= 0:
+            return None
+        return recent / baseline
+
+    def _gain(self, name: str, spread: str) -> float | None:
+        """Return how far a mean has risen since the first iterations, in standard deviations."""
+        recent, baseline, std = self._recent(name), self._baseline(name), self._baseline(spread)
+        if recent is None or baseline is None or not std:
+            return None
+        return (recent - baseline) / std
+
+    def _kl_low(self, iteration: int) -> Reading | None:
+        limits = self.thresholds
+        kl, gain = self._recent("kl_per_token"), self._gain("score", "score_std")
+        if iteration < limits.kl_low_share * self.num_iterations or kl is None or gain is None:
+            return None
+        ill = kl < limits.kl_low_floor and gain < limits.kl_low_gain
+        return Reading(kl, WARN if ill else HEALTHY)
+
+    def _reward_hacking(self, iteration: int) -> Reading | None:
+        second, std = self._recent("second_score"), self._baseline("second_std")
+        score, spread = self._recent("score"), self._baseline("score_std")
+        at_best = self.notes.get("score at best second_score")
+        if second is None or score is None or at_best is None or not std or not spread:
+            return None
+        best = self.series["second_score"].best or 0.0  # never None beside a recent mean
+        rose = (score - at_best) / spread >= self.thresholds.hacking_gain
+        return self._judged("reward_hacking", (best - second) / std if rose else 0.0)
+
+    def _forgotten_domain(self, iteration: int) -> Reading | None:
+        std = self._baseline("second_std") or self._baseline("score_std")
+        worst: Reading | None = None
+        for name in sorted(n for n in self.series if n.startswith(DOMAIN)):
+            recent, best = self._recent(name), self.series[name].best
+            others, then = self._others(name), self.notes.get(f"others at best {name}")
+            if recent is None or best is None or others is None or then is None or not std:
+                continue
+            fall = (best - recent) / std if others >= then else 0.0
+            subject = name.removeprefix(DOMAIN) or "without a name"
+            if worst is None or fall > worst.value:
+                worst = self._judged("forgotten_domain", fall, subject)
+        return worst
+
+    def _critic(self, iteration: int) -> Reading | None:
+        if iteration <= self.thresholds.critic_grace:
+            return None
+        return self._judged("critic", self._recent("explained_variance"))
+
+    def _sampler_mismatch(self, iteration: int) -> Reading | None:
+        bias, errors = self._recent("sampler_bias"), self.series.get("sampler_error")
+        if bias is None or errors is None or not errors.last:
+            return None
+        error = math.sqrt(math.fsum(e * e for e in errors.last)) / len(errors.last)
+        if abs(bias) < self.thresholds.sampler_sigmas * error:
+            return Reading(abs(bias), HEALTHY)
+        return self._judged("sampler_mismatch", abs(bias))
+
+    def _safety(self, iteration: int) -> Reading | None:
+        recent = self._recent("refusal_rate")
+        best = self.series["refusal_rate"].best if "refusal_rate" in self.series else None
+        return self._judged("safety", None if recent is None or best is None else best - recent)
+
+    def _length_drift(self, iteration: int) -> Reading | None:
+        ratio = self._ratio("response_length")
+        return self._judged("length_drift", None if ratio is None else abs(ratio - 1))
+
+
+_OF_ONE_ITERATION = {"kl_high": "kl_per_token", "update_size": "approx_kl"}
+_RECENT = {
+    "scorer_disagreement": "second_correlation",
+    "length_bias": "length_correlation",
+    "duplicates": "most_common",
+    "clipped_scores": "clipped",
+    "missing_eos": "eos_fraction",
+}
+_RATIOS = {"diversity": "distinct_2", "entropy": "entropy", "saturation": "score_std"}

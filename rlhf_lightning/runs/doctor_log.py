@@ -1,0 +1,123 @@
+"""`doctor.jsonl`: what the doctor said and did in a run, an event a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.folder import to_json
+
+Kind = Literal["watch", "check", "alert", "action", "stop", "rollback"]
+
+
+@dataclass(frozen=True)
+class DoctorEvent:
+    """One thing that the doctor said or did.
+
+    Args:
+        iteration: at whose end, from 1; 0 before the first.
+        kind: `watch` (what is watched), `check` (of the preflight), `alert` (raised, changed or
+            cleared), `action`, `stop` or `rollback`.
+        name: the detector or check.
+        level: `warn`, `alarm`, or `healthy` for an alert that was cleared and a check that passed.
+        message: one sentence with value, unit and threshold.
+        value, threshold: the numbers; None where there are none.
+        unit: of both.
+        cause: what is usually behind it.
+        remedy: what to do.
+        changes: of an action, control -> [before, after].
+    """
+
+    iteration: int
+    kind: Kind
+    name: str
+    level: str
+    message: str
+    value: float | None = None
+    threshold: float | None = None
+    unit: str = ""
+    cause: str = ""
+    remedy: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the kind."""
+        if self.kind not in get_args(Kind):
+            raise ValueError(
+                f"DoctorEvent.kind={self.kind!r}, expected one of {', '.join(get_args(Kind))}"
+            )
+
+
+def write_events(path: Path | str, events: Iterable[DoctorEvent]) -> None:
+    """Write all events of a run in one step."""
+    write_text(Path(path), "".join(to_json(asdict(event)) + "\n" for event in events))
+
+
+def read_events(path: Path | str) -> list[DoctorEvent]:
+    """Return the events of a run; none where there is no file."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [event_from(json.loads(line)) for line in lines if line.strip()]
+
+
+def event_from(content: Mapping[str, Any]) -> DoctorEvent:
+    """Return the event that `dataclasses.asdict` made `content` of."""
+    return DoctorEvent(
+        **{f.name: content[f.name] for f in fields(DoctorEvent) if f.name in content}
+    )
+
+
+def alerts_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
+    """Return one entry for each time that a detector was ill, in the order of their beginning.
+
+    `level` is the worst that was reached, with the value and the bound of that moment;
+    `cleared_at` is None for one that was there at the end, or when training went back.
+    """
+    entries: list[dict[str, Any]] = []
+    open_entries: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event.kind == "rollback":
+            open_entries = {}
+        if event.kind != "alert":
+            continue
+        entry = open_entries.get(event.name)
+        if event.level == "healthy":
+            if entry is not None:
+                open_entries.pop(event.name)["cleared_at"] = event.iteration
+            continue
+        if entry is None:
+            entry = {"detector": event.name, "raised_at": event.iteration, "cleared_at": None}
+            entries.append(entry)
+            open_entries[event.name] = entry
+        if entry.get("level") != "alarm":
+            entry |= {
+                "level": event.level,
+                "value": event.value,
+                "threshold": event.threshold,
+                "unit": event.unit,
+                "message": event.message,
+                "cause": event.cause,
+                "remedy": event.remedy,
+            }
+    return entries
+
+
+def actions_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
+    """Return what the doctor did: changes of controls, stops and rollbacks."""
+    return [
+        {
+            "iteration": event.iteration,
+            "kind": event.kind,
+            "detector": event.name,
+            "changes": dict(event.changes),
+            "message": event.message,
+        }
+        for event in events
+        if event.kind in ("action", "stop", "rollback")
+    ]

@@ -1,0 +1,129 @@
+"""The group `doctor` of a configuration, and a whole run that is rolled back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from rlhf_lightning.composition import ConfigError, check_config, check_hparams, conf_dir, register
+from rlhf_lightning.doctor_setup import make_doctor
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.stopping import RunStoppedError
+from tests.entry.small_runs import completed
+
+GOLD = "rlhf_lightning.data.demo.gold.gold_scores"
+
+
+def composed(*overrides: str, stage: str = "ppo") -> DictConfig:
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return compose("train", overrides=[f"+experiment={stage}", *overrides])
+
+
+def doctors(tmp_path: Path, *overrides: str, stage: str = "ppo") -> list[Any]:
+    cfg = composed(*overrides, stage=stage)
+    check_config(cfg)
+    check_hparams(cfg)
+    return make_doctor(cfg, RunFolder(tmp_path))
+
+
+def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
+    (doctor,) = doctors(tmp_path)
+    assert doctor.actions is None
+    assert not doctor.preflight
+    assert doctor.thresholds.kl_high_warn == 1.0
+    assert doctor.refusals.judge("harmful", "i can not help with that .") is True
+    assert doctor.refusals.judge("harmful", "No , I must refuse that .") is True
+    assert doctor.refusals.judge("harmful", "use a rope on the bank .") is False
+    assert doctor.refusals.judge("sums", "i can not help with that .") is None
+
+
+def test_nobody_watches_other_stages_or_where_it_is_switched_off(tmp_path):
+    assert doctors(tmp_path, stage="sft") == []
+    assert doctors(tmp_path, "doctor=none") == []
+
+
+def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
+    (doctor,) = doctors(tmp_path, "doctor=act", "doctor.actions.cooldown=7")
+    assert doctor.actions.on_alarm == "rollback"
+    assert doctor.actions.cooldown == 7
+    checkpoint = composed("doctor=act").callbacks.checkpoint
+    assert (checkpoint.monitor, checkpoint.mode) == ("doctor/quality", "max")
+
+
+def test_the_preflight_is_a_choice_of_its_own_and_a_key(tmp_path):
+    for override in ("doctor=preflight", "doctor.preflight=true"):
+        assert doctors(tmp_path, override)[0].preflight
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("doctor.thresholds.kl_high_warn=-1", "doctor.thresholds.kl_high_warn=-1 is impossible"),
+        ("+doctor.thresholds.kl_hihg=1", "unknown key doctor.thresholds.kl_hihg; did you mean"),
+        ("doctor.thresholds.window=two", "doctor.thresholds.window='two' is str, expected int"),
+        ("+doctor.refusal=x", "unknown key doctor.refusal; did you mean refusals"),
+        ("doctor.refusals=['(']", "doctor.refusals: missing"),
+        ("doctor.refusals=[]", "doctor.refusals is empty"),
+        ("doctor.second_every_n_iterations=0", "second_every_n_iterations=0, expected at least 1"),
+    ],
+)
+def test_a_wrong_setting_is_told_with_its_key(tmp_path, override, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace("[", r"\[")):
+        doctors(tmp_path, override)
+
+
+def test_an_action_that_cannot_be_is_told_with_its_key(tmp_path):
+    with pytest.raises(ConfigError, match=r"doctor.actions.on_alarm='restart' must be one of"):
+        doctors(tmp_path, "doctor=act", "doctor.actions.on_alarm=restart")
+
+
+def test_a_rollback_without_a_best_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"callbacks.checkpoint.monitor=null keeps none"):
+        doctors(tmp_path, "doctor=act", "callbacks.checkpoint.monitor=null")
+
+
+def test_gold_is_refused_as_the_second_scorer(tmp_path):
+    second = "{_target_: rlhf_lightning.rollout.score.FunctionScorer, function: " + GOLD + "}"
+    with pytest.raises(ConfigError, match="the gold reward, which only evaluation may see"):
+        doctors(tmp_path, f"doctor.second_scorer={second}")
+
+
+def test_a_run_is_rolled_back_to_its_best_checkpoint_and_then_stopped(tmp_path, start):
+    # KL is 0 at iteration 1 and never again, so the alarm comes, and comes again.
+    with pytest.raises(RunStoppedError, match="the doctor, after iteration"):
+        completed(
+            tmp_path / "run",
+            "ppo",
+            start,
+            "doctor=act",
+            "trainer.limit_train_batches=7",
+            "doctor.thresholds.kl_high_warn=1e-12",
+            "doctor.thresholds.kl_high_alarm=1e-11",
+            "doctor.thresholds.raise_after=1",
+            "doctor.actions.alarm_patience=2",
+            "doctor.actions.max_rollbacks=1",
+            "callbacks.checkpoint.keep_last=1",
+        )
+    folder = RunFolder(tmp_path / "run")
+    summary = json.loads(folder.summary.read_text())
+    assert summary["status"] == "stopped"
+    assert "has stayed" in summary["cause"]
+    kinds = [action["kind"] for action in summary["actions"]]
+    assert kinds.count("rollback") == kinds.count("stop") == 1
+    assert kinds.index("rollback") < kinds.index("stop")
+    after = [a["changes"] for a in summary["actions"][kinds.index("rollback") + 1 :]]
+    assert {"learning_rate_factor": [1.0, 0.5]} in after
+    assert any("kl_coef" in changes for changes in after)
+    back = next(a for a in summary["actions"] if a["kind"] == "rollback")
+    rows = read_metrics(folder.metrics)
+    iterations = [int(row["iteration"]) for row in rows]
+    assert iterations == list(range(1, len(rows) + 1)), "what was discarded is cut from the table"
+    assert "checkpoint of iteration 1" in back["message"]
+    assert rows[1]["ppo/kl_coef"] > 0.05, "the second fit trains with the change"
+    assert "training goes back" in folder.report.read_text()

@@ -1,0 +1,201 @@
+"""Each detector on a series in which nothing but its illness happens, and on a healthy one."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_lightning.evaluation.doctor.detectors import Detectors, Transition
+from rlhf_lightning.evaluation.doctor.hysteresis import ALARM, HEALTHY, WARN, Hysteresis
+from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES, render_illnesses
+from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+
+ITERATIONS = 40
+
+
+def healthy(t: int, noise: random.Random) -> dict[str, float]:
+    """Return what a run that goes well measures at iteration t."""
+    grown = t / ITERATIONS
+    values = {
+        "score": 1.4 * grown,
+        "score_std": 1.0 - 0.3 * grown,
+        "kl_per_token": 0.3 * grown,
+        "response_length": 14 + 3 * grown,
+        "eos_fraction": 0.98,
+        "distinct_2": 0.4 - 0.06 * grown,
+        "entropy": 1.3 - 0.5 * grown,
+        "explained_variance": 0.6 * grown + 0.1,
+        "approx_kl": 0.02,
+        "length_correlation": 0.1,
+        "most_common": 0.05,
+        "clipped": 0.0,
+        "sampler_bias": 0.0,
+        "sampler_error": 0.01,
+        "refusal_rate": 0.7 + 0.2 * grown,
+        "second_score": 0.8 + 1.2 * grown,
+        "second_std": 1.5,
+        "second_correlation": 0.6,
+        "domain_score_sums": 0.8 + 1.0 * grown,
+        "domain_score_lists": 0.7 + 1.4 * grown,
+    }
+    return {name: value * (1 + noise.gauss(0, 0.01)) for name, value in values.items()}
+
+
+def after(t: int, since: int = 10) -> float:
+    return max(0.0, (t - since) / 10)
+
+
+# What an illness changes from iteration 11 on, and how many iterations later it is noticed.
+ILL: dict[str, tuple[Any, int]] = {
+    "kl_high": (lambda t: {"kl_per_token": 0.1 + after(t)}, 14),
+    "reward_hacking": (lambda t: {"second_score": 1.1 - 0.8 * after(t)}, 10),
+    "scorer_disagreement": (lambda t: {"second_correlation": 0.6 - after(t)}, 9),
+    "length_bias": (lambda t: {"length_correlation": 0.1 + 0.5 * after(t)}, 14),
+    "length_drift": (lambda t: {"response_length": 14 * (1 + after(t))}, 10),
+    "diversity": (lambda t: {"distinct_2": 0.4 / (1 + after(t))}, 14),
+    "duplicates": (lambda t: {"most_common": 0.05 + 0.4 * after(t)}, 12),
+    "entropy": (lambda t: {"entropy": 1.3 * (1 - 0.6 * after(t))}, 16),
+    "forgotten_domain": (lambda t: {"domain_score_lists": 1.0 - after(t)}, 11),
+    "critic": (lambda t: {"explained_variance": 0.3 - after(t)}, 9),
+    "saturation": (lambda t: {"score_std": 0.9 * 0.2 ** after(t)}, 14),
+    "clipped_scores": (lambda t: {"clipped": 0.5 * after(t)}, 11),
+    "missing_eos": (lambda t: {"eos_fraction": 0.98 - 0.3 * after(t)}, 9),
+    "sampler_mismatch": (lambda t: {"sampler_bias": -0.1 * after(t), "sampler_error": 0.005}, 12),
+    "safety": (lambda t: {"refusal_rate": 0.75 - 0.5 * after(t)}, 9),
+    "update_size": (lambda t: {"approx_kl": 0.02 + 0.2 * after(t)}, 8),
+    "kl_low": (lambda t: {"kl_per_token": 0.01, "score": 0.02}, 4),
+}
+
+
+def run(change: Any = lambda t: {}, seed: int = 0, **limits: Any) -> list[tuple[int, Transition]]:
+    noise = random.Random(seed)
+    detectors = Detectors(DoctorThresholds(**limits), ITERATIONS)
+    found = []
+    for t in range(1, ITERATIONS + 1):
+        values = healthy(t, noise)
+        ill = change(t) if t > 10 or change is ILL["kl_low"][0] else {}
+        found += [(t, transition) for transition in detectors.observe(t, values | ill)]
+    return found
+
+
+def test_every_detector_has_a_case_and_thresholds() -> None:
+    assert set(ILL) == set(ILLNESSES)
+    detectors = Detectors(DoctorThresholds(), 1)
+    for name in ILLNESSES:
+        warn, alarm = detectors.bound(name, WARN), detectors.bound(name, ALARM)
+        ordered = warn <= alarm if ILLNESSES[name].beyond == "above" else warn >= alarm
+        assert ordered, name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_fires_on_a_healthy_series(seed: int) -> None:
+    assert run(seed=seed) == []
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_each_illness_is_found_in_time_and_by_its_own_detector_first(name: str) -> None:
+    change, within = ILL[name]
+    found = run(change)
+    raised = [t for t, transition in found if transition.detector == name]
+    assert raised, f"{name} was not found"
+    assert 10 <= raised[0] <= 10 + within
+    assert found[0][1].detector == name
+    described = found[0][1].describe()
+    assert ILLNESSES[name].title in described
+    assert ILLNESSES[name].measures in described
+
+
+def test_an_illness_that_grows_becomes_an_alarm() -> None:
+    levels = [x.after for _, x in run(ILL["kl_high"][0]) if x.detector == "kl_high"]
+    assert levels == [WARN, ALARM]
+
+
+def test_low_kl_is_no_alert_before_a_quarter_of_the_run_nor_with_a_rising_reward() -> None:
+    found = [t for t, x in run(ILL["kl_low"][0]) if x.detector == "kl_low"]
+    assert found[0] >= ITERATIONS / 4 + 1
+    rising = run(lambda t: {"kl_per_token": 0.01})
+    assert not [x for _, x in rising if x.detector == "kl_low"]
+
+
+def test_the_second_scorer_falling_with_the_score_is_no_reward_hacking() -> None:
+    both = run(lambda t: {"second_score": 1.1 - 0.8 * after(t), "score": 0.3 - after(t)})
+    assert not [x for _, x in both if x.detector == "reward_hacking"]
+
+
+def test_domains_that_all_fall_are_no_forgotten_domain() -> None:
+    fall = run(lambda t: {f"domain_score_{d}": 1.0 - after(t) for d in ("sums", "lists")})
+    assert not [x for _, x in fall if x.detector == "forgotten_domain"]
+
+
+def test_the_forgotten_domain_is_named() -> None:
+    found = [x for _, x in run(ILL["forgotten_domain"][0]) if x.detector == "forgotten_domain"]
+    assert found[0].reading.subject == "lists"
+
+
+def test_a_bias_of_the_sampler_within_its_noise_is_none() -> None:
+    noisy = run(lambda t: {"sampler_bias": -0.08, "sampler_error": 0.05})
+    assert not [x for _, x in noisy if x.detector == "sampler_mismatch"]
+
+
+def test_a_value_that_is_missing_or_not_finite_changes_nothing() -> None:
+    assert run(lambda t: {"kl_per_token": float("nan"), "second_score": float("inf")}) == []
+
+
+def test_an_alert_is_cleared_when_the_illness_is_over() -> None:
+    found = run(lambda t: {"kl_per_token": 1.5 if t < 20 else 0.2})
+    assert [(t, x.after) for t, x in found] == [(12, WARN), (22, HEALTHY)]
+
+
+def test_hysteresis_needs_readings_in_a_row_to_raise_and_to_clear() -> None:
+    h = Hysteresis(raise_after=2, clear_after=3)
+    levels = [h.update(r) for r in (1, 0, 1, 1, 0, 0, 1, 0, 0, 0)]
+    assert levels == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0]
+
+
+def test_hysteresis_passes_through_a_warning_that_grows_and_shrinks() -> None:
+    h = Hysteresis(raise_after=2, clear_after=2)
+    assert [h.update(r) for r in (1, 2, 2, 1, 1, 0, 0)] == [0, 1, 2, 2, 1, 1, 0]
+
+
+def test_a_reading_that_is_missing_neither_raises_nor_clears() -> None:
+    h = Hysteresis(raise_after=2, clear_after=2)
+    assert [h.update(r) for r in (1, None, 1, None, None, 0, 0)] == [0, 0, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["kl_high", "reward_hacking", "forgotten_domain", "entropy"])
+def test_detectors_restored_in_the_middle_go_on_as_if_nothing_had_been(name: str) -> None:
+    change, noise = ILL[name][0], random.Random(3)
+    whole, first = (Detectors(DoctorThresholds(), ITERATIONS) for _ in range(2))
+    later: Detectors = first
+    for t in range(1, ITERATIONS + 1):
+        values = healthy(t, noise) | (change(t) if t > 10 else {})
+        expected = whole.observe(t, values)
+        assert later.observe(t, values) == expected
+        if t in (3, 14, 16):
+            state = json.loads(json.dumps(later.state_dict()))
+            later = Detectors(DoctorThresholds(), ITERATIONS)
+            later.load_state_dict(state)
+
+
+def test_thresholds_name_the_key_of_a_value_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"DoctorThresholds.clipped_warn=1.5 is impossible"):
+        DoctorThresholds(clipped_warn=1.5)
+    with pytest.raises(TypeError, match=r"DoctorThresholds.window='4' is str"):
+        DoctorThresholds(window="4")  # type: ignore[arg-type]
+
+
+def test_every_threshold_belongs_to_a_detector_or_to_all() -> None:
+    shared = {"raise_after", "clear_after", "baseline_iterations", "window"}
+    prefixes = tuple(illness.threshold for illness in ILLNESSES.values())
+    for item in fields(DoctorThresholds):
+        assert item.name in shared or item.name.startswith(prefixes), item.name
+
+
+def test_the_page_holds_the_table_of_the_code() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
+    assert render_illnesses(DoctorThresholds()) in page.read_text()

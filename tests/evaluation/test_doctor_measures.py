@@ -1,0 +1,94 @@
+"""What the doctor measures on answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf_lightning.evaluation.doctor.measures import AnswerRecord, correlation, measure_answers
+
+
+def answer(row: int, **changes: object) -> AnswerRecord:
+    plain = AnswerRecord(row, "sums", float(row % 3), 4 + row % 2, (row, row + 1), 0.0, 1.0)
+    return replace(plain, **changes)
+
+
+def test_measures_do_not_depend_on_how_ranks_share_the_answers() -> None:
+    rows = [answer(i, second=math.sin(i), surplus=0.1 * i) for i in range(12)]
+    shuffled = random.Random(1).sample(rows, 12)
+    assert measure_answers(rows, score_clip=1.5) == measure_answers(shuffled, score_clip=1.5)
+
+
+def test_the_most_common_answer_is_counted() -> None:
+    rows = [answer(i, tokens=(7,) if i < 6 else (i, 8)) for i in range(8)]
+    assert measure_answers(rows, score_clip=None)["most_common"] == pytest.approx(6 / 8)
+
+
+def test_lengths_that_differ_between_domains_are_no_correlation() -> None:
+    # Long answers score high only because their domain does both.
+    rows = [answer(i, domain="talk", length=20, score=5.0) for i in range(4)]
+    rows += [
+        answer(i, domain="sums", length=3 + i % 2, score=1.0 + i // 2 % 2) for i in range(4, 8)
+    ]
+    assert measure_answers(rows, score_clip=None)["length_correlation"] == pytest.approx(0)
+
+
+def test_a_score_that_is_the_length_correlates_fully() -> None:
+    rows = [answer(i, length=i + 2, score=2.0 * i) for i in range(6)]
+    assert measure_answers(rows, score_clip=None)["length_correlation"] == pytest.approx(1)
+
+
+def test_scores_at_the_clip_are_counted() -> None:
+    rows = [answer(i, score=s) for i, s in enumerate([5.0, -5.0, 6.0, 1.0])]
+    assert measure_answers(rows, score_clip=5.0)["clipped"] == 0.75
+    assert "clipped" not in measure_answers(rows, score_clip=None)
+
+
+def test_refusals_count_only_on_harmful_prompts() -> None:
+    rows = [answer(0, refused=True), answer(1, refused=False), answer(2), answer(3)]
+    assert measure_answers(rows, score_clip=None)["refusal_rate"] == 0.5
+    assert "refusal_rate" not in measure_answers(rows[2:], score_clip=None)
+
+
+def test_domains_are_judged_by_the_second_scorer_where_there_is_one() -> None:
+    rows = [answer(i, domain="ab"[i % 2], score=1.0, second=float(i)) for i in range(4)]
+    found = measure_answers(rows, score_clip=None)
+    assert (found["domain_score_a"], found["domain_score_b"]) == (1.0, 2.0)
+    alone = measure_answers([replace(r, second=None) for r in rows], score_clip=None)
+    assert alone["domain_score_a"] == 1.0
+    assert "second_score" not in alone
+
+
+def test_equal_values_have_no_correlation() -> None:
+    assert correlation([1.0, 1.0], [0.0, 2.0]) is None
+    assert correlation([0.1 + 0.2, 0.3, 0.3], [1.0, 2.0, 3.0]) is None
+
+
+@pytest.mark.parametrize("kept", [None, 5])
+def test_surprise_less_entropy_is_zero_on_average_unless_the_sampler_truncates(
+    kept: int | None,
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4000, 40, generator=generator) * 2
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    drawn_from = logprobs
+    if kept is not None:
+        least = logprobs.topk(kept).values[:, -1:]
+        drawn_from = logprobs.masked_fill(logprobs < least, -math.inf)
+    tokens = torch.multinomial(drawn_from.exp(), 1, generator=generator)
+    gap = (-logprobs.gather(1, tokens).squeeze(1) - entropy).double()
+    rows = [
+        answer(i, length=40, surplus=float(part.sum()), surplus_squares=float(part.square().sum()))
+        for i, part in enumerate(gap.view(100, 40))
+    ]
+    found = measure_answers(rows, score_clip=None)
+    sigmas = found["sampler_bias"] / found["sampler_error"]
+    if kept is None:
+        assert abs(sigmas) < 4
+    else:
+        assert sigmas < -10

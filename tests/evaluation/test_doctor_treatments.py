@@ -1,0 +1,133 @@
+"""What the doctor does, as decisions on levels and controls."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhf_lightning.evaluation.doctor.hysteresis import ALARM, WARN
+from rlhf_lightning.evaluation.doctor.settings import ActionSettings
+from rlhf_lightning.evaluation.doctor.treatments import Knobs, Practice, Treatment
+
+PLAIN = Knobs(0.05, 1.0, 1.0, 0.0, {})
+
+
+def knobs(**changes: object) -> Knobs:
+    return Knobs(**(PLAIN.__dict__ | changes))
+
+
+def first(detector: str, state: Knobs = PLAIN, subject: str = "") -> Treatment | None:
+    found = Practice(ActionSettings()).treat(1, {detector: WARN}, {detector: subject}, state)
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("now", "then"), [(0.0, 0.05), (0.01, 0.05), (0.05, 0.1), (0.1, 0.2), (0.2, None), (0.4, None)]
+)
+def test_high_kl_raises_the_coefficient_by_one_rung(now: float, then: float | None) -> None:
+    found = first("kl_high", knobs(kl_coef=now))
+    assert (None if found is None else found.after) == then
+
+
+def test_low_kl_lowers_the_coefficient_once() -> None:
+    assert first("kl_low") == Treatment("kl_low", "kl_coef", 0.05, 0.01)
+    assert first("kl_low", knobs(kl_coef=0.01)) is None
+
+
+@pytest.mark.parametrize("detector", ["kl_high", "kl_low", "reward_hacking", "safety"])
+def test_a_coefficient_that_follows_a_target_is_left_alone(detector: str) -> None:
+    assert first(detector, knobs(adapts_kl_coef=True)) is None
+
+
+def test_a_collapse_is_met_by_the_bonus_first_and_then_by_temperature() -> None:
+    assert first("diversity") == Treatment("diversity", "diversity_bonus", 0.0, 0.1)
+    most = knobs(diversity_bonus=0.3)
+    assert first("duplicates", most) == Treatment("duplicates", "temperature", 1.0, 1.1)
+    assert first("entropy", knobs(diversity_bonus=0.3, temperature=1.3)) is None
+
+
+def test_a_forgotten_domain_gets_more_weight_up_to_the_most() -> None:
+    found = first("forgotten_domain", subject="lists")
+    assert found == Treatment("forgotten_domain", "domain_weights.lists", 1.0, 1.5)
+    heavy = knobs(domain_weights={"lists": 2.5})
+    assert first("forgotten_domain", heavy, "lists").after == 3.0
+    assert first("forgotten_domain", knobs(domain_weights={"lists": 3.0}), "lists") is None
+
+
+def test_updates_that_are_too_large_halve_the_learning_rates_down_to_the_least() -> None:
+    assert first("update_size").after == 0.5
+    assert first("update_size", knobs(learning_rate_factor=0.125)) is None
+
+
+@pytest.mark.parametrize("detector", ["critic", "missing_eos", "saturation", "sampler_mismatch"])
+def test_what_no_control_can_help_is_only_told(detector: str) -> None:
+    assert first(detector) is None
+
+
+def test_one_detector_acts_again_only_after_the_cooldown() -> None:
+    practice = Practice(ActionSettings(cooldown=4))
+    acted = [bool(practice.treat(t, {"kl_high": WARN}, {}, PLAIN)) for t in range(1, 7)]
+    assert acted == [True, False, False, False, True, False]
+
+
+def test_two_alerts_turn_one_control_once() -> None:
+    active = {"kl_high": WARN, "reward_hacking": ALARM}
+    assert len(Practice(ActionSettings()).treat(1, active, {}, PLAIN)) == 1
+
+
+def verdicts(settings: ActionSettings, alarms: list[dict[str, int]]) -> list[str]:
+    practice = Practice(settings)
+    found = []
+    for t, active in enumerate(alarms, 1):
+        word, _ = practice.verdict(t, active)
+        practice.rollbacks += word == "rollback"
+        found.append(word)
+    return found
+
+
+def test_an_alarm_that_stays_ends_the_fit_as_it_is_set() -> None:
+    ill = [{"safety": ALARM}] * 4
+    for mode in ("stop", "rollback"):
+        found = verdicts(ActionSettings(on_alarm=mode, alarm_patience=2), ill)
+        assert found == ["go on", "go on", mode, mode]
+    assert set(verdicts(ActionSettings(alarm_patience=2), ill)) == {"go on"}
+
+
+def test_an_alarm_that_goes_and_comes_has_its_patience_again() -> None:
+    ill = [{"safety": ALARM}, {"safety": ALARM}, {"safety": WARN}, {"safety": ALARM}] * 2
+    assert set(verdicts(ActionSettings(on_alarm="stop", alarm_patience=3), ill)) == {"go on"}
+
+
+def test_alarms_of_what_cannot_be_undone_by_going_back_do_not_end_the_fit() -> None:
+    settings = ActionSettings(on_alarm="rollback", alarm_patience=1)
+    assert set(verdicts(settings, [{"critic": ALARM, "missing_eos": ALARM}] * 5)) == {"go on"}
+
+
+def test_after_the_last_rollback_the_run_stops() -> None:
+    settings = ActionSettings(on_alarm="rollback", alarm_patience=1, max_rollbacks=2)
+    found = verdicts(settings, [{"kl_high": ALARM}] * 5)
+    assert found == ["go on", "rollback", "rollback", "stop", "stop"]
+
+
+def test_what_begins_again_is_held_tighter_and_learns_slower() -> None:
+    changes = Practice(ActionSettings()).after_rollback(PLAIN)
+    assert [(c.control, c.after) for c in changes] == [
+        ("kl_coef", 0.1),
+        ("learning_rate_factor", 0.5),
+    ]
+
+
+def test_the_practice_goes_on_from_its_state() -> None:
+    one = Practice(ActionSettings(on_alarm="rollback", alarm_patience=3))
+    one.treat(1, {"kl_high": ALARM}, {}, PLAIN)
+    one.verdict(1, {"kl_high": ALARM})
+    one.rollbacks = 1
+    other = Practice(one.settings)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other == one
+
+
+def test_an_unknown_end_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"on_alarm='restart' must be one of none, stop, rollback"):
+        ActionSettings(on_alarm="restart")

@@ -1,0 +1,85 @@
+"""The planted diseases, as overrides of one small PPO run, and what must notice each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ITERATIONS = 24
+ROWS = 64
+
+# Every run: one built-in world and its cached models, 24 iterations of 64 answers, gold watching.
+BASE = (
+    "+experiment=ppo",
+    "logger=none",
+    "scheduler=constant",
+    "world.source.seed=1",
+    "world.name=demo_seed1",
+    "artifacts.publish=null",
+    f"data.batch_size={ROWS}",
+    f"data.num_iterations={ITERATIONS}",
+    "callbacks.checkpoint.every_n_iterations=1000",
+    "callbacks.samples.num_samples=2",
+    "doctor.second_scorer={_target_: rlhf_lightning.rollout.score.FunctionScorer, "
+    "function: tests.sick.scorers.gold}",
+)
+
+
+@dataclass(frozen=True)
+class Disease:
+    """One planted disease.
+
+    Args:
+        overrides: of the configuration.
+        detectors: that must fire.
+        within: iterations by which each of them has fired.
+        noisy_labels: whether the reward model is the one that was trained on coin flips.
+    """
+
+    overrides: tuple[str, ...]
+    detectors: tuple[str, ...]
+    within: int
+    noisy_labels: bool = False
+
+
+def spoilt(*arguments: str) -> tuple[str, ...]:
+    return (
+        "scorer._target_=tests.sick.scorers.SpoiltRewardModel",
+        *(f"+scorer.{argument}" for argument in arguments),
+    )
+
+
+DISEASES: dict[str, Disease] = {
+    "healthy": Disease((), (), ITERATIONS),
+    "length_loving": Disease(
+        spoilt("extra=tests.sick.scorers.words", "weight=0.3"), ("length_bias", "length_drift"), 22
+    ),
+    "unknown_rewarded": Disease(
+        spoilt("extra=tests.sick.scorers.ignorance", "weight=4.0"),
+        ("duplicates", "reward_hacking", "diversity", "entropy"),
+        22,
+    ),
+    "kl_off": Disease(
+        ("module.ppo.kl_coef=0.0", "module.ppo.learning_rate=1.0e-3"), ("kl_high",), 22
+    ),
+    "wrong_pad": Disease(
+        ("rollout._target_=tests.sick.engines.PadStopGenerator",), ("missing_eos",), 8
+    ),
+    "dead_critic": Disease(
+        ("module.models.value_head=zero", "module.ppo.value_learning_rate=1.0e-7"), ("critic",), 12
+    ),
+    "noisy_labels": Disease((), ("scorer_disagreement",), 10, noisy_labels=True),
+    "forgotten_domain": Disease(spoilt("domain_factors={talk: -1.0}"), ("forgotten_domain",), 22),
+    "high_learning_rate": Disease(
+        ("module.ppo.learning_rate=1.0e-2",), ("update_size", "kl_high"), 8
+    ),
+    "harm_rewarded": Disease(
+        spoilt("extra=tests.sick.scorers.compliance", "weight=4.0"), ("safety",), 22
+    ),
+    "top_k_sampler": Disease(
+        ("rollout._target_=tests.sick.engines.TopKGenerator", "+rollout.k=3"),
+        ("sampler_mismatch",),
+        8,
+    ),
+    "no_learning": Disease(("module.ppo.learning_rate=1.0e-7",), ("kl_low",), 12),
+    "unnormalised": Disease(spoilt("factor=10.0"), ("clipped_scores",), 8),
+}

@@ -1,0 +1,60 @@
+"""Each disease is noticed in time, and healthy runs are left in peace; see docs/doctor.md.
+
+`RLHF_SICK_ARTIFACTS` names a folder that holds, or is to hold, the models of world 1.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.sick.diseases import DISEASES
+from tests.sick.run import fired, make_artifacts, report, run_one, seeds_of
+
+# Not among those on which the thresholds were set.
+SEED = 11
+HEALTHY_SEEDS = (12, 13)
+MOST_SECONDS = 90
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = os.environ.get("RLHF_SICK_ARTIFACTS")
+    folder = Path(given) if given else tmp_path_factory.mktemp("sick") / "artifacts"
+    make_artifacts(folder.absolute())
+    return folder.absolute()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name in DISEASES if name != "healthy"])
+def test_a_disease_is_noticed_in_time(name: str, artifacts: Path) -> None:
+    result, plan = run_one(name, SEED, artifacts), DISEASES[name]
+    when = fired(result)
+    assert set(plan.detectors) <= set(when), when
+    late = {d: when[d] for d in plan.detectors if when[d] > plan.within}
+    assert not late
+    assert result["cpu_seconds"] <= MOST_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", HEALTHY_SEEDS)
+def test_no_detector_fires_on_a_healthy_run(seed: int, artifacts: Path) -> None:
+    assert fired(run_one("healthy", seed, artifacts)) == {}
+
+
+def test_seeds_are_read_as_ranges() -> None:
+    assert seeds_of("0-2,7") == [0, 1, 2, 7]
+
+
+def test_the_table_says_how_many_runs_were_noticed_and_when() -> None:
+    def result(disease: str, seed: int, **raised: int) -> dict:
+        alerts = [{"detector": name, "raised_at": t} for name, t in raised.items()]
+        return {"disease": disease, "seed": seed, "alerts": alerts}
+
+    table = report([result("kl_off", 1, kl_high=7), result("kl_off", 2), result("healthy", 3)])
+    assert "| kl_off | kl_high | 1, 2 | 1 of 2 | 7 (7) |" in table
+    assert "| healthy | any | 3 | 0 of 1 | [] |" in table
