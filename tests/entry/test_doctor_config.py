@@ -94,6 +94,7 @@ def test_gold_is_refused_as_the_second_scorer(tmp_path):
         doctors(tmp_path, f"doctor.second_scorer={second}")
 
 
+@pytest.mark.timeout(600)
 def test_a_run_is_rolled_back_to_its_best_checkpoint_and_then_stopped(tmp_path, start):
     # KL is 0 at iteration 1 and never again, so the alarm comes, and comes again.
     with pytest.raises(RunStoppedError, match="the doctor, after iteration"):
