@@ -276,9 +276,8 @@ class PPOModule(L.LightningModule):
     ) -> None:
         """Log the iteration, then adapt the KL coefficient and the learning rate."""
         measures = finite(rollout_measures(rollout) | steps.means())
-        measures["ppo/num_updates"] = float(steps.num_steps)
         measures["ppo/skipped_steps"] = self.skipped.end_iteration()
-        measures["ppo/kl_coef"] = self.controls.kl_coef
+        measures |= {"ppo/num_updates": steps.num_steps, "ppo/kl_coef": self.controls.kl_coef}
         measures["ppo/learning_rate"] = self.optimizers().param_groups[0]["lr"]
         measures |= {f"time/{phase}": value for phase, value in seconds.items()}
         tokens = float(global_sum(rollout.response_mask.sum()))

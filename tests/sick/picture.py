@@ -1,6 +1,6 @@
 """Draw what a sick run looked like, and when it was noticed: docs/images/doctor_<disease>.svg.
 
-    python -m tests.sick.picture --results FOLDER --disease length_loving --seed 0 --out FILE.svg
+python -m tests.sick.picture --results FOLDER --disease length_loving --seed 0 --out FILE.svg
 """
 
 from __future__ import annotations
