@@ -50,6 +50,9 @@ class SimulatedRanks:
         stacked = torch.stack(self._exchange(tensor.clone()))
         tensor.copy_(stacked.sum(0) if op == ReduceOp.SUM else stacked.amax(0))
 
+    def all_gather_object(self, values: list[Any], mine: Any) -> None:
+        values[:] = self._exchange(mine)
+
     def _exchange(self, mine: Tensor | None) -> list[Any]:
         self.slots[self.get_rank()] = mine
         self.barrier.wait()

@@ -1,0 +1,57 @@
+"""Two ranks with half of the answers each measure what one rank does with all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, answers_of
+from rlhf_lightning.evaluation.doctor.measures import measure_answers
+from rlhf_lightning.rollout.collect import novelty
+from tests.modules.tiny_ppo import ROWS, built, prompts, rollout_of, tiny_module
+from tests.simulated_ranks import SimulatedRanks
+from tests.tiny import tiny_tokenizer
+
+HALVES = (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
+REFUSALS = Refusals(("a",), (r"\bw\d\b",))
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[RolloutBatch, PromptBatch]:
+    batch = prompts(domains=["a", "b", "b", "a"] * (ROWS // 4))
+    return rollout_of(built(tiny_module()), batch), batch
+
+
+def measured(rollout: RolloutBatch, batch: PromptBatch) -> dict[str, float]:
+    answers = answers_of(rollout, batch, tiny_tokenizer())
+    seconds = [float(len(text)) for text in answers.completions]
+    return measure_answers(all_records(rollout, answers, REFUSALS, seconds), score_clip=1.0)
+
+
+def test_every_rank_measures_exactly_what_one_rank_would(whole, monkeypatch) -> None:
+    rollout, batch = whole
+    alone = measured(rollout, batch)
+    assert {"refusal_rate", "second_correlation", "domain_score_b"} <= set(alone)
+
+    def half(rank: int) -> dict[str, float]:
+        return measured(rollout[HALVES[rank]], batch[HALVES[rank]])
+
+    assert SimulatedRanks(monkeypatch, 2).run(half) == [alone, alone]
+
+
+def test_a_rank_alone_would_have_measured_something_else(whole) -> None:
+    rollout, batch = whole
+    assert measured(rollout[HALVES[0]], batch[HALVES[0]]) != measured(rollout, batch)
+
+
+def test_novelty_does_not_depend_on_how_ranks_share_the_answers(whole, monkeypatch) -> None:
+    rollout, batch = whole
+    alone = novelty(answers_of(rollout, batch, tiny_tokenizer()))
+
+    def half(rank: int) -> list[float]:
+        part = HALVES[rank]
+        return novelty(answers_of(rollout[part], batch[part], tiny_tokenizer()))
+
+    first, second = SimulatedRanks(monkeypatch, 2).run(half)
+    assert [*first, *second] == alone
+    assert len(set(alone)) > 1
