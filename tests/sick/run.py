@@ -31,6 +31,7 @@ NOISY_OVERRIDES = (
     "logger=none",
     "+world.source.num_preferences=3000",
     "+world.source.num_validation_preferences=400",
+    "+world.source._convert_=object",
     # The labels are coin flips: what the annotators see counts next to nothing.
     "+world.source.panel=[{_target_: rlhf_lightning.data.demo.annotators.SimulatedAnnotator, "
     "name: coin, temperature: 1000.0, length_bias: 0.0}]",
