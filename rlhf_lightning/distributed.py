@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlhf_lightning.functional.masked import zero_off_mask
 
 BUCKET_ELEMENTS = 2**23  # of gradients exchanged at once
+# Dimensions of the device mesh.
+REPLICATE, SHARD = "replicate", "shard"
 _END = "rlhf/end/{}"  # why a rank ended
 MEETING_PATIENCE = timedelta(minutes=10)  # for the first rank to start
 
@@ -194,21 +197,42 @@ def global_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return mean, global_sum(zero_off_mask(x - mean, mask).square().sum()) / count
 
 
-def shard(model: nn.Module, mesh: Any, *, frozen: bool, compute_dtype: torch.dtype | None) -> None:
+def shard(
+    model: nn.Module, strategy: Any, *, frozen: bool, compute_dtype: torch.dtype | None
+) -> None:
     """Shard `model` in place with FSDP2: one unit a decoder layer, one for the rest.
 
     Args:
         model: has its decoder layers in one `nn.ModuleList` (all Hugging Face decoders do).
-        mesh: one-dimensional device mesh over the data-parallel ranks.
+        strategy: Lightning's, with a `device_mesh`; one with a dimension `replicate` of more than
+            one has several copies of the model. With `cpu_offload` the shards stay in the memory
+            of the machine.
         frozen: reshard the root after its forward too; nobody will run its backward.
         compute_dtype: dtype of gathered weights and activations; None keeps the parameters'.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mesh": _mesh_of_shards(strategy.device_mesh),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+    }
+    if getattr(strategy, "cpu_offload", False):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for layer in max(lists, key=len, default=[]):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, **options)
     # A frozen root would otherwise stay gathered for ever: FSDP2 keeps a root for its backward.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True if frozen else None)
+    fully_shard(model, reshard_after_forward=True if frozen else None, **options)
+
+
+def mesh_in_groups(device_type: str, num_devices: int, shard_over: int) -> Any:
+    """Return a mesh of all devices in groups of `shard_over` neighbours; see `shard`."""
+    shape = (num_devices // shard_over, shard_over)
+    return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def _mesh_of_shards(mesh: Any) -> Any:
+    if SHARD not in mesh.mesh_dim_names:
+        return mesh["data_parallel"]  # Lightning's own
+    return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
 
 
 @contextmanager

@@ -68,7 +68,10 @@ def read_run(cfg: DictConfig, settings: Mapping[str, Any]) -> Request:
         evaluation=_evaluation(cfg, num_devices),
         read_at_once=int(cfg.rollout.get("prefill_tokens", Run.read_at_once)),
         optimizer=instantiate(cfg.optimizer),
+        shard_over=cfg.strategy.get("shard_over"),
     )
+    if cfg.strategy.get("cpu_offload"):
+        notes.append("strategy.cpu_offload is counted as if nothing were offloaded")
     if not str(cfg.rollout.get("_target_", "")).endswith("CachedGenerator"):
         notes.append("generation is counted as rollout=cached does it")
     return Request(run, tuple(notes))

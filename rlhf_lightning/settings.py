@@ -77,6 +77,8 @@ class StrategySettings(Checked):
     name: str = "auto"
     compute_dtype: str | None = None
     timeout_minutes: float = number(30.0, above=0)
+    shard_over: int | None = number(None, at_least=1)
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -156,6 +158,7 @@ def check_settings(container: Mapping[str, Any]) -> None:
             if value == "???":
                 raise ValueError(f"{section}.{key} is not set: add {section}.{key}=...")
         build_checked(settings, known, section)
+    _check_groups(container)
     checkpoint = (container.get("callbacks") or {}).get("checkpoint") or {}
     build_checked(CheckpointSettings, checkpoint, "callbacks.checkpoint")
     for key in ("base", "sft", "reward", "publish"):
@@ -166,6 +169,16 @@ def check_settings(container: Mapping[str, Any]) -> None:
     world = container.get("world")
     if isinstance(world, Mapping):
         _check_path_name("world.name", world.get("name"))
+
+
+def _check_groups(container: Mapping[str, Any]) -> None:
+    group = container["strategy"].get("shard_over")
+    devices = container["trainer"]["devices"] * container["trainer"]["num_nodes"]
+    if group is not None and devices % group:
+        raise ValueError(
+            f"strategy.shard_over={group} must divide the {devices} devices (trainer.devices times "
+            "trainer.num_nodes): each group of so many neighbours holds one copy of every model"
+        )
 
 
 def build_checked(cls: type[Checked], values: Mapping[str, Any], where: str) -> Checked:

@@ -163,7 +163,7 @@ def sharded(run: Run, count: int) -> Run:
     lora = run.style.lora
     lora = None if lora is None else replace(lora, base_precision="32-true")
     style = replace(run.style, precision="32-true", compute_dtype=torch.bfloat16, lora=lora)
-    return replace(run, strategy="fsdp", num_devices=count, style=style)
+    return replace(run, strategy="fsdp", num_devices=count, shard_over=None, style=style)
 
 
 def _shorter(run: Run) -> Iterator[Option]:

@@ -70,6 +70,7 @@ class Run:
         evaluation: what follows training; None where nothing does.
         read_at_once: prompt tokens that generation reads in one forward.
         optimizer: parameter groups -> optimizer.
+        shard_over: devices that share one copy of every model under fsdp; None for all.
     """
 
     stage: Stage
@@ -89,6 +90,7 @@ class Run:
     evaluation: Evaluation | None = None
     read_at_once: int = 16_384
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    shard_over: int | None = None
 
     @property
     def rows(self) -> int:
@@ -122,4 +124,4 @@ class Run:
     @property
     def sharded(self) -> int:
         """Devices over which every model is sharded."""
-        return self.num_devices if self.strategy == "fsdp" else 1
+        return (self.shard_over or self.num_devices) if self.strategy == "fsdp" else 1

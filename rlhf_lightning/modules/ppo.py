@@ -116,9 +116,9 @@ class PPOModule(L.LightningModule):
         object.__setattr__(self, "frozen_models", frozen)
         release_freed_memory()
         if self.device_mesh is not None:
-            mesh = self.device_mesh["data_parallel"]
+            place = self.trainer.strategy
             for model in (*models.trained, *frozen):
-                shard(model, mesh, frozen=model in frozen, compute_dtype=self.compute_dtype)
+                shard(model, place, frozen=model in frozen, compute_dtype=self.compute_dtype)
 
     def on_fit_start(self) -> None:
         """Place what Lightning does not know of."""

@@ -83,8 +83,8 @@ class RewardModule(L.LightningModule):
         self.model = self.build_model()
         release_freed_memory()
         if self.device_mesh is not None:
-            mesh = self.device_mesh["data_parallel"]
-            shard(self.model.root, mesh, frozen=False, compute_dtype=self.compute_dtype)
+            place = self.trainer.strategy
+            shard(self.model.root, place, frozen=False, compute_dtype=self.compute_dtype)
 
     def on_fit_start(self) -> None:
         """Place the base of an adapter, which Lightning does not know of."""

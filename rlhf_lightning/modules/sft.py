@@ -75,8 +75,8 @@ class SFTModule(L.LightningModule):
         self.policy = self.build_policy()
         release_freed_memory()
         if self.device_mesh is not None:
-            mesh = self.device_mesh["data_parallel"]
-            shard(self.policy.root, mesh, frozen=False, compute_dtype=self.compute_dtype)
+            place = self.trainer.strategy
+            shard(self.policy.root, place, frozen=False, compute_dtype=self.compute_dtype)
 
     def on_fit_start(self) -> None:
         """Place the base of an adapter, which Lightning does not know of."""

@@ -36,6 +36,8 @@ _LEFT_OUT = frozenset(
         "callbacks.checkpoint.keep_last",
         "strategy.name",
         "strategy.timeout_minutes",
+        "strategy.cpu_offload",
+        "strategy.shard_over",
     }
 )
 _VERBOSITY = frozenset({"verbose", "quiet", "refresh_rate", "refresh_seconds", "every_n_seconds"})

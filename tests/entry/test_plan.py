@@ -7,8 +7,9 @@ import json
 import pytest
 
 from rlhf_lightning import plan
-from rlhf_lightning.composition import ConfigError, register
+from rlhf_lightning.composition import ConfigError, check_hparams, register
 from rlhf_lightning.memory.process import KEPT, PROCESS
+from rlhf_lightning.plan_request import read_run
 
 GIB = 2**30
 
@@ -52,6 +53,15 @@ def test_whole_models_take_more_than_adapters():
     full = report_of("+experiment=ppo_smollm2_135m", "plan.device=cpu")
     # 16 bytes a weight of policy and value model, the latter without a head.
     assert tensors(full) - tensors(lora) > 0.8 * 16 * 2 * 106e6
+
+
+def test_devices_are_planned_in_the_groups_that_share_a_copy():
+    four = ["+experiment=ppo_smollm2_135m", "plan.device=cpu", "strategy=fsdp", "trainer.devices=4"]
+    run = read_run(*plan.compose_run([*four, "strategy.shard_over=2"])).run
+    assert (run.num_devices, run.sharded) == (4, 2)
+    assert read_run(*plan.compose_run(four)).run.sharded == 4
+    with pytest.raises(ConfigError, match=r"strategy\.shard_over=3 must divide the 4 devices"):
+        check_hparams(plan.compose_run([*four, "strategy.shard_over=3"])[0])
 
 
 def test_a_setting_that_does_not_exist_is_named():

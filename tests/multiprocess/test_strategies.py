@@ -11,6 +11,7 @@ import torch
 from tests.multiprocess.launch import ROOT, run_ranks
 from tests.tiny import tiny_policy
 
+pytestmark = pytest.mark.timeout(300)
 SCRIPT = str(Path(__file__).with_name("train_stage.py"))
 STAGES = ("sft", "reward", "ppo", "ppo_lora")
 
@@ -77,6 +78,9 @@ def responses(rank: dict[str, Any], iteration: int) -> torch.Tensor:
     [
         ("ppo", "fsdp", 2),
         ("reward", "ddp", 2),
+        pytest.param("ppo", "hybrid", 4, marks=pytest.mark.slow),
+        pytest.param("ppo", "offload", 2, marks=pytest.mark.slow),
+        pytest.param("reward", "offload", 2, marks=pytest.mark.slow),
         *(
             pytest.param(stage, strategy, world_size, marks=pytest.mark.slow)
             for stage in STAGES

@@ -16,12 +16,13 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from rlhf_lightning.finish import full_state
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
 from rlhf_lightning.models.arrangements import ppo_models
+from rlhf_lightning.strategies import FSDP2Strategy
 from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, prompts, tiny_module
 from tests.modules.tiny_stages import preference_batch, sft_batch, tiny_reward, tiny_sft
 
@@ -58,12 +59,11 @@ def strategy_of(name: str, world_size: int) -> Any:
     if name == "ddp":
         return DDPStrategy(process_group_backend="gloo", timeout=timeout)
     if name == "fsdp":
-        return ModelParallelStrategy(
-            data_parallel_size=world_size,
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
-            timeout=timeout,
-        )
+        return FSDP2Strategy(num_devices=world_size, timeout=timeout)
+    if name == "hybrid":
+        return FSDP2Strategy(num_devices=world_size, shard_over=world_size // 2, timeout=timeout)
+    if name == "offload":
+        return FSDP2Strategy(num_devices=world_size, cpu_offload=True, timeout=timeout)
     return "auto"
 
 
