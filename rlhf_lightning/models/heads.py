@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
@@ -136,7 +136,8 @@ class ScalarHeadModel(nn.Module):
 
     Args:
         trunk: Hugging Face decoder without a language-model head.
-        head: `Linear(H, 1)` with a bias; always computed in fp32.
+        head: `Linear(H, 1)` with a bias; computed in its own dtype, forward and backward, also
+            where both run under autocast.
     """
 
     def __init__(self, trunk: PreTrainedModel, head: nn.Linear) -> None:
@@ -156,9 +157,10 @@ class ScalarHeadModel(nn.Module):
         """Return `[N]` fp32 scalars at `positions` of the flattened `[b * W]` states."""
         asked = in_whole_blocks(positions)
         hidden = hidden_states(self.trunk, input_ids).flatten(0, 1)[asked]  # [N, H]
+        weight = self.head.weight
         with torch.autocast(hidden.device.type, enabled=False):
-            scalars = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
-        return scalars[: len(positions)].clone()
+            scalars: Tensor = _Scalars.apply(hidden.to(weight.dtype), weight, self.head.bias)
+        return scalars[: len(positions)].float().clone()
 
     @torch.no_grad()
     def normalize(self, mean: float, std: float) -> None:
@@ -171,6 +173,22 @@ class ScalarHeadModel(nn.Module):
             raise ValueError(f"std={std} of the reward model's scores must be positive")
         self.head.weight.div_(std)
         self.head.bias.sub_(mean).div_(std)
+
+
+class _Scalars(torch.autograd.Function):
+    """The scalar head; Lightning runs `backward` under autocast, which would round products."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return linear(hidden, weight, bias).squeeze(-1)  # [N]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        grad = grads[0].unsqueeze(-1)  # [N, 1]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return grad @ weight, grad.T @ hidden, grad.sum(0)
 
 
 def scalar_head(hidden_size: int, *, init_std: float) -> nn.Linear:

@@ -59,6 +59,24 @@ def test_scalars_are_float32_under_autocast():
         assert model(ids, torch.tensor([3, 9])).dtype == torch.float32
 
 
+def test_a_scalar_heads_gradients_are_not_rounded_when_backward_runs_under_autocast():
+    torch.manual_seed(0)
+    model = tiny_scalar_model()
+    nn.init.normal_(model.head.weight)
+    ids, positions = torch.randint(2, VOCABULARY, (2, 8)), torch.arange(16)
+    hidden = []
+    model.trunk.register_forward_hook(lambda *found: hidden.append(found[-1].last_hidden_state))
+    with torch.autocast("cpu", torch.bfloat16):
+        scalars = model(ids, positions)
+        hidden[0].retain_grad()
+        (scalars * torch.arange(1.0, 17.0) / 3).sum().backward()
+    grad = torch.arange(1.0, 17.0) / 3
+    states, got = hidden[0].detach().flatten(0, 1).float(), hidden[0].grad.flatten(0, 1).float()
+    torch.testing.assert_close(model.head.weight.grad, (grad @ states).unsqueeze(0))
+    torch.testing.assert_close(model.head.bias.grad, grad.sum().unsqueeze(0))
+    torch.testing.assert_close(got, grad.unsqueeze(-1) * model.head.weight.detach())
+
+
 def test_normalize_maps_scores_to_mean_0_and_std_1_and_keeps_their_order():
     model = tiny_scalar_model(bias=0.7)
     ids, positions = torch.randint(2, VOCABULARY, (64, 8)), torch.arange(64) * 8 + 7
