@@ -33,6 +33,7 @@ SMALL = [
     "+world.source.num_preferences=24",
     "+world.source.num_validation_preferences=16",
 ]
+TRACKED_ITERATIONS = 11  # one more than W&B's tables of samples wait
 LENGTH_REWARD = "def score(prompts, completions):\n    return [len(c) / 10 for c in completions]\n"
 
 

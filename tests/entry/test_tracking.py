@@ -12,30 +12,7 @@ from rlhf_lightning.runs.quantities import FAMILIES, QUANTITIES, is_known
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.tracking import sweep_group
 from tests import offline_wandb
-
-NUM_ITERATIONS = 11  # one more than the tables wait
-
-
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory, start):
-    """A PPO run of random weights that misses its gates."""
-    from tests.entry.small_runs import completed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("WANDB_DATA_DIR", raising=False)
-        return completed(
-            tmp_path_factory.mktemp("tracked") / "ppo",
-            "ppo",
-            start,
-            "artifacts.reward=null",
-            "logger=wandb",
-            "logger.mode=offline",
-            "gates=ppo",
-            "trainer.limit_train_batches=null",
-            f"data.num_iterations={NUM_ITERATIONS}",
-            "callbacks.samples.num_samples=3",
-            "evaluation.num_samples=5",
-        )
+from tests.entry.small_runs import TRACKED_ITERATIONS as NUM_ITERATIONS
 
 
 @pytest.fixture(scope="module")

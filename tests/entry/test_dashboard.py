@@ -1,0 +1,139 @@
+"""The dashboard names what runs really log, and says what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_lightning.callbacks.wandb_mode import is_logged_in
+from rlhf_lightning.composition import ConfigError
+from rlhf_lightning.dashboard import (
+    compose_settings,
+    default_entity,
+    make_report,
+    make_workspace,
+    run,
+    run_id_of,
+)
+from rlhf_lightning.reports.panels import OUTCOMES, SECTIONS
+from tests import offline_wandb
+
+
+def logged_by(folder) -> set[str]:
+    (records,) = offline_wandb.segments(folder.path)
+    # A table or histogram is told by its parts, `samples/best.nrows`.
+    return {name.partition(".")[0] for name in offline_wandb.logged_names(records)}
+
+
+def named(value) -> set[str]:
+    """Return the metrics that a workspace, as W&B takes it, names anywhere."""
+    found = set()
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("metrics", "mediaKeys") and item:
+                found |= {str(name) for name in item}
+            found |= named(item)
+    elif isinstance(value, list):
+        for item in value:
+            found |= named(item)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_every_panel_of_ppo_names_a_metric_that_a_run_logs(tracked):
+    logged = logged_by(tracked)
+    wanted = {m for s in SECTIONS if s.stage == "ppo" for panel in s.panels for m in panel.metrics}
+    assert len(wanted) > 20
+    assert wanted <= logged, sorted(wanted - logged)
+    assert set(OUTCOMES) <= logged
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_every_panel_of_the_other_stages_names_a_metric_that_a_run_logs(stage, start, tmp_path):
+    from tests.entry.small_runs import completed
+
+    folder = completed(tmp_path / stage, stage, start, "logger=wandb", "logger.mode=offline")
+    wanted = {m for s in SECTIONS if s.stage == stage for panel in s.panels for m in panel.metrics}
+    assert wanted
+    assert wanted <= logged_by(folder)
+
+
+def test_the_workspace_holds_every_panel_with_iterations_as_its_axis():
+    model = make_workspace("me", "mine", "RLHF")._to_model().model_dump(by_alias=True)
+    bank = model["spec"]["section"]["panelBankConfig"]
+    sections = {s["name"]: s for s in bank["sections"] if s["panels"]}
+    assert list(sections) == [section.name for section in SECTIONS]
+    for section in SECTIONS:
+        made = sections[section.name]
+        assert len(made["panels"]) == len(section.panels)
+        assert made["localPanelSettings"]["xAxis"] == "iteration"
+        wanted = {m for panel in section.panels for m in panel.metrics}
+        assert named(json.loads(json.dumps(made, default=str))) == wanted
+
+
+def test_the_report_of_two_runs_is_made_of_the_same_panels():
+    report = make_report("me", "mine", ["one", "two"])
+    assert report.title == "one and two"
+    grids = [block for block in report.blocks if hasattr(block, "panels")]
+    runsets = {runset.filters for grid in grids for runset in grid.runsets}
+    assert runsets == {"ID in ['one', 'two']"}
+    shown = {m for g in grids for p in g.panels for m in getattr(p, "media_keys", [])}
+    assert shown == {m for s in SECTIONS for p in s.panels if p.kind == "media" for m in p.metrics}
+    lines = {m for g in grids for p in g.panels if hasattr(p, "y") for m in p.y}
+    assert {"rollout/score", "ppo/clipfrac"} <= lines
+
+
+@pytest.mark.skipif(
+    not is_logged_in(), reason="nobody is logged in to Weights & Biases: nothing can be saved"
+)
+def test_the_workspace_and_the_report_can_be_saved(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    settings = compose_settings(["dashboard.project=rlhf_lightning_test"])
+    (place,) = run(settings)
+    assert default_entity() in place
+
+
+def test_runs_are_named_by_folder_or_by_id(tracked, tmp_path):
+    kept = (tracked.path / "wandb" / "run_id").read_text().strip()
+    assert run_id_of(str(tracked.path)) == kept
+    assert run_id_of("abc123") == "abc123"
+    with pytest.raises(ConfigError, match="was not run with logger=wandb"):
+        run_id_of(str(tmp_path))
+    with pytest.raises(ConfigError, match="is no folder"):
+        run_id_of("outputs/ppo/nowhere")
+
+
+def test_what_cannot_work_is_said_in_one_line(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(ConfigError, match="wandb login"):
+        run(compose_settings([]))
+    with pytest.raises(ConfigError, match="give two, or none"):
+        run(compose_settings(["dashboard.compare=[one]"]))
+    with pytest.raises(ConfigError, match="must be save or print"):
+        run(compose_settings(["dashboard.action=show"]))
+    with pytest.raises(ConfigError, match=r"unknown key dashboard\.projekt"):
+        compose_settings(["dashboard.projekt=x"])
+
+
+@pytest.mark.timeout(60)
+def test_the_command_prints_the_workspace_without_a_login(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_lightning.dashboard", "dashboard.action=print"],
+        cwd=tmp_path,
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    printed = json.loads(done.stdout[done.stdout.index("{") :])
+    assert printed["displayName"] == "RLHF"
