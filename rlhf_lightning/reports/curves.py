@@ -44,14 +44,16 @@ _REFERENCES = {
     )
 }
 _ELSEWHERE = ("time/", "throughput/")
-_DETAILS = frozenset({"val/accuracy_low", "val/accuracy_high"})
+_BOUNDS = ("_low", "_high")
 
 
 def curves_section(rows: Rows) -> str:
     """Return the section with a small chart a metric, "" if nothing was recorded."""
     names = _names(rows)
     inside = {held for name, held in _TOGETHER.items() if name in names and held in names}
-    inside |= {n for name in names for n, _ in _REFERENCES.get(name, ())} | _DETAILS
+    inside |= {n for name in names for n, _ in _REFERENCES.get(name, ())}
+    # An interval without its value says nothing.
+    inside |= {n for n in names if n.endswith(_BOUNDS) and n.rpartition("_")[0] in names}
     shown = [n for n in names if n not in inside and not n.startswith(_ELSEWHERE)]
     first = [n for n in FIRST if n in shown]
     rest = sorted((n for n in shown if n not in first), key=_order)

@@ -106,12 +106,15 @@ def _against_kl(rows: Rows, kl: str, value: str) -> list[Point]:
 
 def _held_out(rows: Rows, metrics: Metrics, name: str) -> list[Point]:
     """Return the SFT policy at KL 0, what was measured on the way, and the end."""
-    points = _against_kl(rows, "val/kl_per_response", f"val/{name}")
+    kl, after = metrics.get("val/kl_per_response"), metrics.get(f"val/{name}")
+    ended = kl is not None and after is not None
+    # The end is measured on more prompts than the last iteration of the way.
+    way = rows[:-1] if ended else rows
+    points = _against_kl(way, "val/kl_per_response", f"val/{name}")
     before = metrics.get(f"val/baseline_{name}")
     if before is not None:
         points.insert(0, (0.0, before))
-    kl, after = metrics.get("val/kl_per_response"), metrics.get(f"val/{name}")
-    if kl is not None and after is not None and (_root(kl), after) not in points:
+    if kl is not None and after is not None:
         points.append((_root(kl), after))
     return sorted(points)
 

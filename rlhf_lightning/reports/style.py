@@ -157,6 +157,7 @@ footer { color: var(--soft); font-size: 13.5px; margin-top: 56px; border-top: 1p
   .facts { grid-template-columns: 1fr 1fr; }
   .gates li { grid-template-columns: 88px 1fr; } .gates p { grid-column: 1 / -1; }
   .sample { padding: 13px 14px 14px; }
+  .domains div { grid-template-columns: 88px 1fr 66px; gap: 8px; }
 }
 @media print { .charts figure, .sample { break-inside: avoid; } }
 """.strip()
