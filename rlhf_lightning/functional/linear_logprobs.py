@@ -27,7 +27,7 @@ ROWS_MULTIPLE = 16
 # Of logits that are widened to fp32 at a time, so that what follows finds them in the cache.
 CACHE_BYTES = 4 * 2**20
 
-HandOver = Callable[[Tensor, Tensor], Tensor | None]
+HandOver = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 
 class LinearLogprobs(NamedTuple):
@@ -61,8 +61,9 @@ def linear_token_logprobs(
         temperature: positive; divides the logits.
         with_entropy: also return the entropy of each distribution, with its gradient.
         chunk_rows: C; None takes what fits in 32 MiB.
-        hand_over: takes `weight` and each part of its gradient `[V, H]`, in the compute dtype, and
-            returns None if it has added it, or the gradient for autograd; None is autograd's way.
+        hand_over: takes `weight` and of each chunk the two factors `[C, V]` and `[C, H]` of its
+            gradient, in the compute dtype; returns None if it has added their product, or the
+            product for autograd. None is autograd's way.
 
     Raises:
         ValueError: if `temperature` is not positive.
@@ -158,7 +159,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 if needs_hidden:
                     grad_hidden[rows] = factor * (spread @ head.weight)
                 if needs_weight:
-                    grad_weight.add(spread.T @ (factor * inputs[rows]).to(dtype))
+                    grad_weight.add(spread, (factor * inputs[rows]).to(dtype))
                 if needs_bias:
                     grad_bias += spread.T.to(wide) @ factor.squeeze(-1)
         return (
@@ -176,8 +177,11 @@ class _Sum:
         self.weight, self.hand_over = weight, hand_over
         self.total: Tensor | None = None
 
-    def add(self, part: Tensor) -> None:
-        rest = self.hand_over(self.weight, part) if self.hand_over else part
+    def add(self, spread: Tensor, inputs: Tensor) -> None:
+        if self.hand_over is None:
+            rest: Tensor | None = spread.T @ inputs
+        else:
+            rest = self.hand_over(self.weight, spread, inputs)
         if rest is not None:
             rest = rest.to(self.weight.dtype)
             self.total = rest if self.total is None else self.total.add_(rest)

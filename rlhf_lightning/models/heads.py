@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
 from rlhf_lightning.models.attention import use_short_attention
 from rlhf_lightning.models.fused_layer import use_fused_layers
-from rlhf_lightning.models.weight_gradients import hand_over, use_rows_embedding
+from rlhf_lightning.models.weight_gradients import hand_over_product, use_rows_embedding
 
 # Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7. Any number
 # above it would leave a kernel behind, see `kernel_rows`; its multiples are few.
@@ -126,7 +126,7 @@ class PolicyModel(nn.Module):
             bias=head.bias,
             temperature=temperature,
             with_entropy=with_entropy,
-            hand_over=hand_over,
+            hand_over=hand_over_product,
         )
         return TokenStatistics(logprobs[:count], None if entropy is None else entropy[:count])
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+# Of a gradient, counted in fp32: what is widened at a time, and what is multiplied at a time.
 PART_BYTES = 4 * 2**20
+BLOCK_BYTES = 32 * 2**20
 
 
 def adds_in_place(weight: Tensor) -> bool:
@@ -31,29 +33,44 @@ def adds_in_place(weight: Tensor) -> bool:
     )
 
 
-def hand_over(weight: Tensor, gradient: Tensor) -> Tensor | None:
-    """Add `gradient`, of any float dtype, to `weight.grad`; or return it for autograd to do so."""
-    if not adds_in_place(weight):
-        return gradient.to(weight.dtype)
-    if weight.grad is None:
-        weight.grad = gradient.to(weight.dtype)
-    else:
-        # In parts that stay in the cache while they are widened.
-        rows = max(PART_BYTES // (4 * gradient[0].numel()), 1)
-        for into, part in zip(weight.grad.split(rows), gradient.split(rows), strict=True):
-            into.add_(part)
-    return None
-
-
 def hand_over_product(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
-    """Hand over the gradient `grad.T @ inputs` of a matrix, if it is trained.
+    """Add the gradient `grad.T @ inputs` of a matrix to `weight.grad`, if it is trained.
+
+    No tensor as large as the matrix is made beside it: fp32 is multiplied into `.grad`, any other
+    dtype in blocks that are widened while they are in the cache.
 
     Args:
         weight: `[M, K]`.
         grad: `[N, M]` of the products of `inputs` and `weight`.
         inputs: `[N, K]`.
+
+    Returns:
+        The gradient where autograd is to add it, else None.
     """
-    return hand_over(weight, grad.T @ inputs) if weight.requires_grad else None
+    if not weight.requires_grad:
+        return None
+    if not adds_in_place(weight):
+        return (grad.T @ inputs).to(weight.dtype)
+    first = weight.grad is None
+    if weight.grad is None:
+        weight.grad = torch.empty_like(weight)
+    if grad.dtype == weight.dtype:
+        weight.grad.addmm_(grad.T, inputs, beta=0 if first else 1)
+        return None
+    count = -(-weight.numel() * 4 // BLOCK_BYTES)
+    blocks = zip(weight.grad.chunk(count), grad.chunk(count, dim=1), strict=True)
+    for into, columns in blocks:
+        _add_in_parts(into, columns.T @ inputs, replace=first)
+    return None
+
+
+def _add_in_parts(total: Tensor, gradient: Tensor, *, replace: bool) -> None:
+    rows = max(PART_BYTES // (4 * gradient[0].numel()), 1)
+    for into, part in zip(total.split(rows), gradient.split(rows), strict=True):
+        if replace:
+            into.copy_(part)
+        else:
+            into.add_(part)
 
 
 class RowsEmbedding(nn.Embedding):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
-from rlhf_lightning.models.weight_gradients import RowsEmbedding, hand_over
+from rlhf_lightning.models.weight_gradients import RowsEmbedding, hand_over_product
 
 IDS = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 5]])
 
@@ -30,7 +30,7 @@ def test_a_head_that_hands_over_has_the_gradients_of_one_that_does_not():
     hidden, tokens = torch.randn(48, 6), torch.randint(0, 11, (48,))
     plain, handing = (nn.Parameter(torch.randn(11, 6).sin()) for _ in range(2))
     handing.data.copy_(plain.data)
-    for weight, how in ((plain, None), (handing, hand_over)):
+    for weight, how in ((plain, None), (handing, hand_over_product)):
         for _ in range(2):
             result = linear_token_logprobs(
                 hidden, weight, tokens, temperature=0.7, with_entropy=True, hand_over=how
@@ -39,9 +39,32 @@ def test_a_head_that_hands_over_has_the_gradients_of_one_that_does_not():
     torch.testing.assert_close(handing.grad, plain.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_large_gradients_in_bf16_are_added_in_parts_without_a_change():
-    weight = nn.Parameter(torch.zeros(3000, 512))
-    gradient = torch.randn(3000, 512).bfloat16()
-    assert hand_over(weight, gradient) is None
-    assert hand_over(weight, gradient) is None
-    assert torch.equal(weight.grad, gradient.float() * 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_gradient_is_the_product_whatever_the_blocks(dtype):
+    rows, words = 48, 20_000  # 39 MiB: two blocks of many parts
+    weight = nn.Parameter(torch.zeros(words, 512))
+    grad, inputs = (torch.randn(rows, size).to(dtype) for size in (words, 512))
+    expected = (grad.T @ inputs).float()
+    for times in (1, 2):
+        assert hand_over_product(weight, grad, inputs) is None
+        torch.testing.assert_close(weight.grad, expected * times, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tensor_of_the_gradients_size_is_made_beside_it():
+    weight = nn.Parameter(torch.zeros(40_000, 512))
+    weight.grad = torch.zeros_like(weight)  # 78 MiB
+    for dtype in (torch.float32, torch.bfloat16):
+        grad, inputs = torch.ones(16, 40_000, dtype=dtype), torch.ones(16, 512, dtype=dtype)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            hand_over_product(weight, grad, inputs)
+        largest = max(event.cpu_memory_usage for event in profile.events())
+        assert largest <= 32 * 2**20
+
+
+def test_a_matrix_that_others_look_at_is_left_to_autograd():
+    weight = nn.Parameter(torch.zeros(3, 2))
+    weight.register_hook(lambda gradient: gradient)
+    grad, inputs = torch.randn(5, 3), torch.randn(5, 2)
+    torch.testing.assert_close(hand_over_product(weight, grad, inputs), grad.T @ inputs)
+    assert weight.grad is None
+    assert hand_over_product(weight.requires_grad_(False), grad, inputs) is None
