@@ -158,7 +158,9 @@ def test_the_loss_is_the_policy_loss_and_vf_coef_times_the_value_loss():
     rollout = rollout_of(module)
     terms = [term(rollout, rollout.response_mask.sum()) for term in module.loss_terms(0)]
     loss = sum(term for term, _ in terms)
-    parts = {name: value.item() for _, measures in terms for name, value in measures.items()}
+    names = ("ppo/policy_loss", "ppo/value_loss")
+    measured = {name: value for _, measures in terms for name, value in measures.items()}
+    parts = {name: measured[name].item() for name in names}
     assert parts["ppo/value_loss"] > 0.1
     expected = parts["ppo/policy_loss"] + 0.15 * parts["ppo/value_loss"]
     assert loss.item() == pytest.approx(expected, abs=1e-6)
