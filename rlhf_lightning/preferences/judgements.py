@@ -21,7 +21,8 @@ _END = _LIST + r"(?:\s*$|\s*\n|\s*[.:,;)\]*])"
 _NAMED = re.compile(
     r"\b(?i:verdict|answer|choice|winner)\s*(?:is|:)\s*[*\[(\"']{0,4}([ABC])" + _END
 )
-_ALONE = re.compile(r"^\W*(?:Answer\s+)?([ABC])" + _END)
+_BETTER = r"\s+is\s+(?:clearly\s+|much\s+)?(?:the\s+)?(?:better|best)\b"
+_ALONE = re.compile(rf"^\W*(?:Answer\s+)?([AB](?={_BETTER})|[ABC]{_END})")
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,13 @@ def parse_verdict(reply: str) -> str | None:
     """Return A, B or C (neither) as a reply names it, None if it cannot be told.
 
     Read are, in this order: the last `[[A]]`; a letter at the start that is followed by nothing, a
-    line break or punctuation; the last "answer: A", "verdict is B"; the word tie alone. A list of
-    letters, "A, B, or C", names none.
+    line break, punctuation or "is better"; the last "answer: A", "verdict is B"; the word tie
+    alone. A list of letters, "A, B, or C", names none.
     """
     if boxed := _BOXED.findall(reply):
         return str(boxed[-1])
     if alone := _ALONE.match(reply):
-        return alone.group(1)
+        return alone.group(1)[0]
     if named := _NAMED.findall(reply):
         return str(named[-1])
     return "C" if re.fullmatch(r"\W*(tie|neither|draw)\W*", reply, re.I) else None
