@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from rlhf_lightning.functional.masked import zero_off_mask
 
 BUCKET_ELEMENTS = 2**23  # of gradients exchanged at once
-# Dimensions of the device mesh.
 REPLICATE, SHARD = "replicate", "shard"
 _END = "rlhf/end/{}"  # why a rank ended
 MEETING_PATIENCE = timedelta(minutes=10)  # for the first rank to start
@@ -138,7 +137,7 @@ def roll_call(word: str, patience: timedelta) -> dict[int, str]:
     Returns:
         By rank; one that says nothing is missing.
     """
-    store = _group_store()
+    store = dist.distributed_c10d._get_default_store()
     ours, size = rank(), world_size()
     try:
         store.set(_END.format(ours), word)
@@ -160,13 +159,9 @@ def roll_call(word: str, patience: timedelta) -> dict[int, str]:
 def heard_so_far() -> dict[int, str]:
     """Return what other ranks said in their roll calls, without waiting."""
     try:
-        return _heard(_group_store(), rank(), world_size())
+        return _heard(dist.distributed_c10d._get_default_store(), rank(), world_size())
     except RuntimeError:
         return {}
-
-
-def _group_store() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _heard(store: Any, ours: int, size: int) -> dict[int, str]:
@@ -204,9 +199,8 @@ def shard(
 
     Args:
         model: has its decoder layers in one `nn.ModuleList` (all Hugging Face decoders do).
-        strategy: Lightning's, with a `device_mesh`; one with a dimension `replicate` of more than
-            one has several copies of the model. With `cpu_offload` the shards stay in the memory
-            of the machine.
+        strategy: `strategies.FSDP2Strategy`: its `device_mesh` may have several copies of the
+            model. With `cpu_offload` the shards stay in the memory of the machine.
         frozen: reshard the root after its forward too; nobody will run its backward.
         compute_dtype: dtype of gathered weights and activations; None keeps the parameters'.
     """
@@ -230,8 +224,6 @@ def mesh_in_groups(device_type: str, num_devices: int, shard_over: int) -> Any:
 
 
 def _mesh_of_shards(mesh: Any) -> Any:
-    if SHARD not in mesh.mesh_dim_names:
-        return mesh["data_parallel"]  # Lightning's own
     return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
 
 

@@ -121,7 +121,6 @@ class RecordDataModule(LightningDataModule):
         self._num_epochs = num_epochs
         self._rows: dict[Split, list[Any]] = {}
         self._restored: dict[str, int] = {}
-        self._sampler: StreamBatchSampler | None = None
 
     @property
     def num_iterations(self) -> int:
@@ -248,6 +247,7 @@ class RecordDataModule(LightningDataModule):
             self._restored = {}
 
     _with_row_ids = False
+    _sampler: StreamBatchSampler | None = None
 
     def _collator(self, pad_token_id: int) -> Callable[[Any], Any]:
         raise NotImplementedError
