@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NoReturn
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.annotate_request import ACTIONS, FORMATS, Request, read_request
-from rlhf_lightning.composition import ConfigError, conf_dir, explain, register
+from rlhf_lightning.composition import ConfigError, conf_dir, register
+from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.runs.secrets import redacted
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def compose_request(overrides: Sequence[str]) -> Request:
         try:
             cfg = compose("annotate", overrides=list(overrides))
             values = _plain(cfg)
-        except (HydraException, OmegaConfBaseException) as error:
+        except COMPOSE_ERRORS as error:
             raise ConfigError(explain(error, list(overrides), "annotate")) from error
     try:
         return read_request(values)

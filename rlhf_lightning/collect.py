@@ -18,12 +18,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.collect_request import build_lab, check_collection, read_prompts
-from rlhf_lightning.composition import ConfigError, conf_dir, explain, register, trusted_targets
+from rlhf_lightning.composition import ConfigError, conf_dir, register, trusted_targets
 from rlhf_lightning.failures import exit_with, record_failure
 from rlhf_lightning.launching import agree_on, launch_time
+from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
@@ -174,7 +174,7 @@ def main() -> None:
                     with open_dict(cfg):
                         del cfg["hydra"]
                     check_collection(cfg, trusted_targets())
-                except (HydraException, OmegaConfBaseException) as error:
+                except COMPOSE_ERRORS as error:
                     _fail(explain(error, overrides, "collect"))
                 except ConfigError as error:
                     _fail(str(error))

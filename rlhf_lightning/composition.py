@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,14 +102,13 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
     Raises:
         ConfigError: with what was found and what to write.
     """
-    known = list(OmegaConf.load(conf_dir() / "train.yaml").keys())  # type: ignore[union-attr]
-    known += [next(iter(group)) for group in _default_groups()]
-    known = [str(key) for key in known if key not in ("defaults", "hydra")]
+    groups = [next(iter(item)) for item in _primary()["defaults"] if isinstance(item, dict)]
+    known = [str(k) for k in (*_primary(), *groups) if k not in ("defaults", "hydra")]
     for key in map(str, cfg):
         if key not in known:
-            groups = ["experiment", "preset", "sweeps"]
+            more = ["experiment", "preset", "sweeps"]
             raise ConfigError(
-                f"unknown top-level key {key!r}{did_you_mean(key, known + groups)} "
+                f"unknown top-level key {key!r}{did_you_mean(key, known + more)} "
                 f"(+experiment=, +preset= and +sweeps= take what stands in conf/ and sweeps/: "
                 f"{', '.join(choices('experiment'))})"
             )
@@ -170,6 +170,8 @@ def describe_interpolation(error: OmegaConfBaseException) -> str:
     missing = re.search(r"Missing mandatory value: ([\w.]+)", text)
     if missing:
         return f"{missing.group(1)} is not set: add {missing.group(1)}=..."
+    if "not in struct" in text or "Missing key" in text:
+        return f"{error.full_key} is missing: set it, or choose its group as a whole (GROUP=NAME)"
     return f"{error.full_key}: {text}" if error.full_key else text
 
 
@@ -179,6 +181,7 @@ def check_hparams(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
+    _check_module(cfg)
     container = plain(cfg)
     module: dict[str, Any] = container["module"] or {}
     nodes = {"lora": container["lora"]} | {f"module.{key}": node for key, node in module.items()}
@@ -196,10 +199,18 @@ def check_hparams(cfg: DictConfig) -> None:
     if cfg.stage == "ppo":
         _check_batch_arithmetic(cfg)
         _check_scorer(cfg)
-        if cfg.lora is not None and cfg.lora.dropout:
-            raise ConfigError(
-                f"lora.dropout={cfg.lora.dropout}: PPO needs 0, or the ratio does not start at 1"
-            )
+        if cfg.lora is not None and (rate := cfg.lora.dropout):
+            raise ConfigError(f"lora.dropout={rate}: PPO needs 0, or the ratio does not start at 1")
+
+
+def _check_module(cfg: DictConfig) -> None:
+    module = cfg.get("module")
+    if OmegaConf.select(cfg, f"module.{cfg.stage}._target_") is None:
+        name = str(module.get("_target_")) if isinstance(module, DictConfig) else str(module)
+        raise ConfigError(
+            f"stage={cfg.stage} needs the settings module.{cfg.stage}, and module is {name}: "
+            f"use module={cfg.stage}, or the experiment of another stage"
+        )
 
 
 def _check_scorer(cfg: DictConfig) -> None:
@@ -236,23 +247,9 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
-def explain(error: Exception, overrides: list[str], config_name: str = "train") -> str:
-    """Return Hydra's composition error in one line, with a did-you-mean for a mistyped key."""
-    text = str(error).strip().splitlines()[0]
-    found = re.search(r"Could not override '([\w./@]+)'", str(error))
-    if found is None:
-        return text
-    path = found.group(1)
-    from hydra import compose
-
-    kept = [o for o in overrides if o.split("=")[0].lstrip("+~") != path]
-    keys = list(_paths(compose(config_name, overrides=kept)))
-    return f"unknown key {path}{did_you_mean(path, keys)}"
-
-
-def _default_groups() -> list[dict[str, Any]]:
-    defaults = OmegaConf.to_container(OmegaConf.load(conf_dir() / "train.yaml"))["defaults"]  # type: ignore[index,call-overload]
-    return [item for item in defaults if isinstance(item, dict)]
+@cache
+def _primary() -> dict[Any, Any]:
+    return cast(Any, OmegaConf.to_container(OmegaConf.load(conf_dir() / "train.yaml")))
 
 
 def check_gates_config(cfg: DictConfig) -> None:
@@ -272,25 +269,19 @@ def _check_keys(cfg: DictConfig) -> None:
     """Refuse keys that nothing reads: they would change nothing, in silence."""
     written = OmegaConf.to_container(cfg, resolve=False)
     text = repr(written)
-    primary: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "train.yaml"))
     for group in PLAIN_GROUPS:
         node = written.get(group) if isinstance(written, dict) else None
         if not isinstance(node, dict):
             continue
-        known = {str(key) for key in primary.get(group) or ()}
-        for file in (conf_dir() / group).glob("*.yaml"):
-            known |= {str(key) for key in OmegaConf.load(file)}
+        known = _known_keys(group)
         for key in node:
             if key not in known and f"${{{group}.{key}" not in text:
-                raise ConfigError(
-                    f"unknown key {group}.{key}{did_you_mean(str(key), sorted(known))}"
-                )
+                names = [f"{group}.{name}" for name in sorted(known)]
+                hint = did_you_mean(f"{group}.{key}", names)
+                raise ConfigError(f"unknown key {group}.{key}{hint}")
 
 
-def _paths(node: Any, where: str = "") -> Iterator[str]:
-    if isinstance(node, DictConfig):
-        for key in map(str, node):
-            path = f"{where}.{key}" if where else str(key)
-            yield path
-            if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
-                yield from _paths(node[key], path)
+@cache
+def _known_keys(group: str) -> frozenset[str]:
+    files = map(OmegaConf.load, (conf_dir() / group).glob("*.yaml"))
+    return frozenset(map(str, chain(_primary().get(group) or (), *files)))

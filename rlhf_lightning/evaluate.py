@@ -17,12 +17,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.composition import (
     ConfigError,
     conf_dir,
-    explain,
     plain,
     register,
     trusted_targets,
@@ -38,6 +36,7 @@ from rlhf_lightning.evaluate_request import (
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.failures import exit_with, record_failure
 from rlhf_lightning.launching import agree_on, launch_time
+from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
@@ -277,7 +276,7 @@ def main() -> None:
                     with open_dict(cfg):
                         del cfg["hydra"]
                     check_evaluation(cfg, trusted_targets())
-                except (HydraException, OmegaConfBaseException) as error:
+                except COMPOSE_ERRORS as error:
                     _fail(explain(error, overrides, "evaluate"))
                 except ConfigError as error:
                     _fail(str(error))

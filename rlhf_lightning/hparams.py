@@ -91,13 +91,17 @@ def is_number(text: str) -> bool:
     return True
 
 
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def _check_limits(key: str, value: float, metadata: Any) -> None:
     if not math.isfinite(value):
         raise ValueError(f"{key}={value} must be finite")
     limits = {k: v for k, v in metadata.get("limits", {}).items() if v is not None}
     if any(not _HOLDS[name](value, limit) for name, limit in limits.items()):
-        wanted = " and ".join(f"{_WORDS[name]} {limit:g}" for name, limit in limits.items())
-        raise ValueError(f"{key}={value:g} is impossible: it must be {wanted}")
+        wanted = " and ".join(f"{_WORDS[name]} {_shown(limit)}" for name, limit in limits.items())
+        raise ValueError(f"{key}={_shown(value)} is impossible: it must be {wanted}")
     usual = metadata.get("usual")
     if usual is not None and not usual[0] <= value <= usual[1]:
         warnings.warn(

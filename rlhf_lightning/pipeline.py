@@ -19,11 +19,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.composition import ConfigError, conf_dir, explain, plain, register
+from rlhf_lightning.composition import ConfigError, conf_dir, plain, register
 from rlhf_lightning.evaluation.blame import Blame, find_blame
 from rlhf_lightning.launching import agree_on, launch_time, own_environment
+from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.pipeline_plan import (
     DONE,
     FAILED_GATE,
@@ -237,7 +237,7 @@ def main() -> None:
                     with open_dict(cfg):
                         del cfg["hydra"]
                     check_pipeline(cfg)
-                except (HydraException, OmegaConfBaseException) as error:
+                except COMPOSE_ERRORS as error:
                     _fail(explain(error, overrides, "pipeline"), 2)
                 except ConfigError as error:
                     _fail(str(error), 2)

@@ -24,9 +24,9 @@ from rlhf_lightning.composition import (
     choices,
     conf_dir,
     did_you_mean,
-    explain,
     register,
 )
+from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 
 if TYPE_CHECKING:
     from rlhf_lightning.memory.report import Report
@@ -95,7 +95,7 @@ def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         try:
             return compose("train", overrides=kept), settings
-        except (HydraException, OmegaConfBaseException) as error:
+        except COMPOSE_ERRORS as error:
             raise ConfigError(explain(error, kept)) from error
 
 

@@ -129,7 +129,31 @@ class CheckpointSettings(Checked):
                 raise ValueError(f"CheckpointSettings.must_save_by={error}") from error
 
 
+@dataclass(frozen=True)
+class EarlyStoppingSettings(Checked):
+    """When SFT or reward training ends early."""
+
+    patience: int = number(3, at_least=1)
+    min_delta: float = number(0.0, at_least=0)
+
+
+@dataclass(frozen=True)
+class PathsSettings(Checked):
+    """Where runs and models are kept."""
+
+    outputs: str = "outputs"
+    artifacts: str = "artifacts"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        for item in fields(self):
+            if not getattr(self, item.name).strip():
+                raise ValueError(f"PathsSettings.{item.name}='' must be a folder, such as outputs")
+
+
 SECTIONS: dict[str, type[Checked]] = {
+    "paths": PathsSettings,
     "trainer": TrainerSettings,
     "evaluation": EvaluationSettings,
     "strategy": StrategySettings,
@@ -159,8 +183,10 @@ def check_settings(container: Mapping[str, Any]) -> None:
                 raise ValueError(f"{section}.{key} is not set: add {section}.{key}=...")
         build_checked(settings, known, section)
     _check_groups(container)
-    checkpoint = (container.get("callbacks") or {}).get("checkpoint") or {}
-    build_checked(CheckpointSettings, checkpoint, "callbacks.checkpoint")
+    _check_callbacks(container)
+    tags = container["logger"].get("tags", [])
+    if not isinstance(tags, list) or any(not isinstance(tag, str) for tag in tags):
+        raise ValueError(f"logger.tags={tags!r} must be a list of texts, such as [first,tiny]")
     for key in ("base", "sft", "reward", "publish"):
         value = container["artifacts"].get(key)
         if value is not None and not isinstance(value, str):
@@ -179,6 +205,33 @@ def _check_groups(container: Mapping[str, Any]) -> None:
             f"strategy.shard_over={group} must divide the {devices} devices (trainer.devices times "
             "trainer.num_nodes): each group of so many neighbours holds one copy of every model"
         )
+
+
+def _check_callbacks(container: Mapping[str, Any]) -> None:
+    callbacks = container["callbacks"]
+    for key in ("checkpoint", "samples", "extra"):
+        if not isinstance(callbacks.get(key), Mapping):
+            raise ValueError(
+                f"callbacks.{key}={callbacks.get(key)!r} must be a group of settings: set the keys "
+                f"in it, as conf/callbacks/default.yaml has them"
+            )
+    build_checked(CheckpointSettings, callbacks["checkpoint"], "callbacks.checkpoint")
+    early = callbacks.get("early_stopping")
+    if early is None:
+        return
+    if not isinstance(early, Mapping):
+        raise ValueError(f"callbacks.early_stopping={early!r} must be null or {{patience: 2}}")
+    if container["stage"] == "ppo":
+        raise ValueError(
+            f"callbacks.early_stopping={dict(early)} stops SFT and reward training by val/loss, "
+            "which PPO does not have: leave it null"
+        )
+    known = {item.name for item in fields(EarlyStoppingSettings)}
+    build_checked(
+        EarlyStoppingSettings,
+        {k: v for k, v in early.items() if k in known},
+        "callbacks.early_stopping",
+    )
 
 
 def build_checked(cls: type[Checked], values: Mapping[str, Any], where: str) -> Checked:

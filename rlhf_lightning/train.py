@@ -22,15 +22,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.composition import (
     ConfigError,
-    check_built,
-    check_config,
-    check_hparams,
     conf_dir,
-    explain,
     register,
     trusted_targets,
 )
@@ -46,6 +41,7 @@ from rlhf_lightning.launching import (
     launch_time,
 )
 from rlhf_lightning.lost_ranks import explain_lost_rank
+from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.quiet import quieten
@@ -61,6 +57,7 @@ from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.saved_config import keep_changes, keep_secrets
+from rlhf_lightning.trial_build import check_composed, check_run
 
 if TYPE_CHECKING:
     from rlhf_lightning.assembly import Parts
@@ -85,10 +82,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
         ConfigError: if the configuration cannot work.
         RunFailedError: if memory or disk ran out, with what to change.
     """
-    trusted = trusted_targets()
-    check_config(cfg, trusted)
-    check_hparams(cfg)
-    check_built(cfg, trusted)
+    check_run(cfg, trusted_targets())
     first = global_rank() == 0
     keep_secrets(cfg, folder if first else None)
 
@@ -256,8 +250,7 @@ def _check_before_hydra(cfg: DictConfig) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will warn
-            check_config(cfg, trusted_targets())
-            check_hparams(cfg)
+            check_composed(cfg, trusted_targets())
     except ConfigError as error:
         _fail(str(error))
 
@@ -278,7 +271,7 @@ def main() -> None:
             with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
                 try:
                     cfg = compose("train", overrides=overrides, return_hydra_config=True)
-                except (HydraException, OmegaConfBaseException) as error:
+                except COMPOSE_ERRORS as error:
                     _fail(explain(error, overrides))
                 _check_before_hydra(cfg)
         except HydraException as error:

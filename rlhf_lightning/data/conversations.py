@@ -19,6 +19,7 @@ def parse_text(value: Any, key: str, where: Location) -> Text:
         BadRecordError: if it is neither text nor a list of messages.
     """
     if isinstance(value, str):
+        check_characters(value, f"the key {key!r}", where)
         return value
     if isinstance(value, list | tuple):
         return parse_messages(value, key, where)
@@ -58,7 +59,24 @@ def _parse_message(message: Any, name: str, where: Location) -> Mapping[str, str
     if not isinstance(content, str):
         found = f"the content of {name} is {describe(content)}, expected text"
         raise BadRecordError(where, found, "write the message's text: only text is supported")
+    check_characters(content, f"the content of {name}", where)
     return {"role": role, "content": content}
+
+
+def check_characters(text: str, name: str, where: Location) -> None:
+    """Check that a text can be written as UTF-8, which tokenizers and files need.
+
+    Raises:
+        BadRecordError: if it holds half of a surrogate pair, as JSON may spell it.
+    """
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{name} holds half of a character (U+{ord(text[error.start]):04X})"
+        fix = "write the file anew with whole characters, as UTF-8"
+        raise BadRecordError(where, found, fix) from error
 
 
 def check_prompt(prompt: Text, where: Location) -> None:

@@ -153,6 +153,8 @@ class PromptDataModule(RecordDataModule):
         num_workers: int = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
+        if not max_prompt_length > 0:
+            raise ValueError(f"max_prompt_length={max_prompt_length} must be positive")
         super().__init__(
             source,
             tokenizer,

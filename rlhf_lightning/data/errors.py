@@ -39,8 +39,9 @@ class BadRecordError(ValueError):
     """
 
     def __init__(self, where: Location, found: str, fix: str) -> None:
-        """Make the message `where: found. Fix: fix.`."""
-        super().__init__(f"{where}: {found}. Fix: {fix}.")
+        """Make the message `where: found. Fix: fix.`, in one line."""
+        text = f"{where}: {found}. Fix: {fix}."
+        super().__init__(text.replace("\r", "\\r").replace("\n", "\\n"))
         self.where = where
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -121,7 +121,18 @@ def _parse_line(line: bytes, where: Location) -> Row | BadRecordError:
     except json.JSONDecodeError as error:
         found = f"it is not JSON: {error.msg} at column {error.colno}"
         return BadRecordError(where, found, "write one JSON object a line")
+    except (ValueError, RecursionError) as error:
+        return BadRecordError(where, _too_much(error), _TOO_MUCH_FIX)
     return _as_object(row, where)
+
+
+_TOO_MUCH_FIX = "write texts, plain numbers and lists of messages only"
+
+
+def _too_much(error: Exception) -> str:
+    """Say of valid JSON why it cannot be read all the same: thousands of digits, or of brackets."""
+    deep = isinstance(error, RecursionError)
+    return "it is nested too deeply" if deep else f"it holds a number that is too long ({error})"
 
 
 def _as_object(row: Any, where: Location) -> Row | BadRecordError:
@@ -143,6 +154,8 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         found = f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         fix = "write a list of objects, or name the file .jsonl if it has one object a line"
         raise BadRecordError(where, found, fix) from error
+    except (ValueError, RecursionError) as error:
+        raise BadRecordError(where, _too_much(error), _TOO_MUCH_FIX) from error
     if not isinstance(rows, list):
         raise BadRecordError(where, f"found {describe(rows)}", "write a list of objects")
     for number, row in enumerate(rows, start=1):
@@ -181,17 +194,16 @@ def _read_parquet(path: Path) -> Iterator[LocatedRow]:
     import pyarrow
     from pyarrow import parquet
 
-    try:
-        file = parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        found = f"it is not a Parquet file ({error})"
-        raise BadRecordError(Location(str(path)), found, "write it anew") from error
     number = 0
-    with file:
-        for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield Location(str(path), number, "row"), row
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Location(str(path), number, "row"), row
+    except (pyarrow.ArrowException, OSError) as error:  # while it is opened, or in its middle
+        found = f"it is not a Parquet file ({' '.join(str(error).split())[:200]})"
+        raise BadRecordError(Location(str(path)), found, "write it anew") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {

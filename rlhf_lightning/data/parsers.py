@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_lightning.data.conversations import (
     check_answer,
+    check_characters,
     check_prompt,
     implied_prompt,
     parse_messages,
@@ -30,6 +31,7 @@ def _parse_text_row(row: OurRow, where: Location) -> TextRecord:
     if not isinstance(text, str):
         found = f"the key 'text' holds {describe(text)}, expected text"
         raise BadRecordError(where, found, "give conversations under the key 'messages'")
+    check_characters(text, "the key 'text'", where)
     if not text.strip():
         raise BadRecordError(where, "the key 'text' is empty", "fill it, or leave the record out")
     return TextRecord(text)
@@ -84,7 +86,7 @@ def _parse_margin(row: OurRow, where: Location) -> float | None:
     try:
         # A CSV cell is text, and a truth value is an int to Python.
         margin = math.nan if isinstance(value, bool | list | dict) else float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # a whole number of 400 digits is no float
         margin = math.nan
     if not math.isfinite(margin) or margin < 0:
         found = f"the key 'margin' holds {describe(value)}, expected a finite number >= 0"

@@ -98,10 +98,9 @@ class RecordDataModule(LightningDataModule):
             max_validation_rows=max_validation_rows,
             validation_batch_size=validation_batch_size,
         )
+        _check_positive(or_zero=True, show_examples=show_examples, num_workers=num_workers)
         if (num_iterations is None) == (num_epochs is None):
-            raise ValueError(
-                f"num_iterations={num_iterations} and num_epochs={num_epochs}: give exactly one"
-            )
+            raise ValueError(f"{num_iterations=} and {num_epochs=}: give exactly one")
         if over_long not in ("drop", "truncate_left"):
             raise ValueError(f"over_long={over_long!r} is unknown: use 'drop' or 'truncate_left'")
         self.source = source
@@ -293,7 +292,7 @@ class RecordDataModule(LightningDataModule):
         return [rows[i] for i in sorted(order[: self.max_validation_rows].tolist())]
 
 
-def _check_positive(**values: float | None) -> None:
+def _check_positive(*, or_zero: bool = False, **values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value} must be positive")
+        if value is not None and not (value > 0 or (or_zero and value == 0)):
+            raise ValueError(f"{name}={value} must be {'0 or more' if or_zero else 'positive'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -49,7 +49,7 @@ def ppo_models(
     policy: str | Path,
     value: str | Path | None,
     *,
-    value_head: str = "stored",
+    value_head: Literal["stored", "zero"] = "stored",
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
     precision: str = "32-true",

@@ -157,24 +157,29 @@ _BY_TARGET: dict[str, type[Checked]] = {
 }
 
 
-def check_scorer(node: Any) -> None:
+def check_scorer(node: Any, where: str = "scorer") -> None:
     """Check every scorer's settings in a plain configuration, before anything is loaded.
 
     Args:
         node: `scorer` of the configuration as dicts and lists, `_target_` included.
+        where: its place.
 
     Raises:
-        TypeError, ValueError: with the key, what it got and what it wants.
+        ValueError: with the key, what it got and what it wants.
     """
     if isinstance(node, Mapping):
         settings = _BY_TARGET.get(str(node.get("_target_")))
         if settings is not None:
             names = {item.name for item in fields(settings)}  # type: ignore[arg-type]
-            settings(**{key: value for key, value in node.items() if key in names})
+            try:
+                settings(**{key: value for key, value in node.items() if key in names})
+            except (TypeError, ValueError) as error:
+                text = str(error).replace(f"{settings.__name__}.", f"{where}.")
+                raise ValueError(text) from error
         if node.get("_target_") == _ENSEMBLE:
             check_members(node.get("sources"))
-        for value in node.values():
-            check_scorer(value)
+        for key, value in node.items():
+            check_scorer(value, f"{where}.{key}")
     elif isinstance(node, list | tuple):
-        for value in node:
-            check_scorer(value)
+        for index, value in enumerate(node):
+            check_scorer(value, f"{where}[{index}]")

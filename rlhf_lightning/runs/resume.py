@@ -119,10 +119,11 @@ def checkpoint_problem(path: Path | str) -> str | None:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
             pickled = any(name.endswith("data.pkl") for name in archive.namelist())
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        return f"it is damaged ({error})"
+    # Of damaged names, sizes and flags zipfile makes errors of half a dozen kinds.
+    except Exception as error:
+        return f"it is damaged ({' '.join(str(error).split()) or type(error).__name__})"
     if broken is not None:
-        return f"it is damaged in {broken}"
+        return f"it is damaged in {broken.encode('unicode_escape').decode()}"
     return None if pickled else "it is an archive, but no checkpoint of torch.save"
 
 

@@ -27,8 +27,9 @@ LAYERS = (
     {"targets"},
     {"settings"},
     {"composition"},
-    {"context_length", "doctor_setup", "saved_config", "strategies", "tracking"},
-    {"held_out_prompts"},
+    {"context_length", "doctor_setup", "override_errors", "saved_config", "strategies"}
+    | {"structure", "tracking"},
+    {"held_out_prompts", "trial_build"},
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"}
     | {"evaluate_request", "pipeline_plan"},

@@ -217,7 +217,8 @@ def test_a_mistake_is_answered_in_one_line_and_leaves_no_run(
     from hydra.errors import HydraException
 
     from rlhf_lightning.collect_request import build_lab, check_collection
-    from rlhf_lightning.composition import ConfigError, conf_dir, explain, register
+    from rlhf_lightning.composition import ConfigError, conf_dir, register
+    from rlhf_lightning.override_errors import explain
     from rlhf_lightning.prerequisites import prepare_inputs
 
     register()

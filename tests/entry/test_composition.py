@@ -12,10 +12,10 @@ from rlhf_lightning.composition import (
     check_hparams,
     choices,
     conf_dir,
-    explain,
     register,
 )
 from rlhf_lightning.hparams import PPOHparams, UnusualHparamWarning
+from rlhf_lightning.override_errors import explain
 
 SWEEPS = sorted(path.stem for path in (conf_dir().parent / "sweeps").glob("*.yaml"))
 
@@ -80,7 +80,7 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclass():
         ),
         (
             ["+experiment=ppo", "+gates.mine={metric: val/score, at_leest: 1}"],
-            "gates.mine=.* needs metric and exactly one of at_least and at_most",
+            "gates.mine=.* has the unknown key at_leest: use metric, at_least",
         ),
         (
             ["+experiment=ppo", "+callbacks.extra.mine._target_=subprocess.run"],

@@ -22,7 +22,7 @@ class RewardServer:
     behaviour returns a `Reply`, or something that is sent as JSON with status 200.
     """
 
-    def __init__(self, *behaviours: Behaviour) -> None:
+    def __init__(self, *behaviours: Behaviour, port: int = 0) -> None:
         self.behaviours = list(behaviours)
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -40,7 +40,7 @@ class RewardServer:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_port}/score"
 
@@ -79,8 +79,8 @@ class RewardServer:
 
 
 @contextmanager
-def serving(*behaviours: Behaviour) -> Iterator[RewardServer]:
-    server = RewardServer(*behaviours)
+def serving(*behaviours: Behaviour, port: int = 0) -> Iterator[RewardServer]:
+    server = RewardServer(*behaviours, port=port)
     thread = threading.Thread(
         target=server.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
     )

@@ -95,7 +95,7 @@ def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_datac
         (["~scorer"], r"PPO needs a scorer: scorer=NAME, one of function, http, reward_"),
         (["scorer=function"], r"scorer\.function is not set"),
         (["scorer=http", "scorer.url=localhost"], "url='localhost' must be http://"),
-        (["scorer=http", URL, "scorer.timeout=0"], "HttpScorerHparams.timeout=0 is impossible"),
+        (["scorer=http", URL, "scorer.timeout=0"], "scorer.timeout=0 is impossible"),
         (["scorer=http", URL, "scorer.batch_size=1.5"], "batch_size=1.5 is float, expected int"),
         (["scorer=text_reward_model", "scorer.source=x", "scorer.ending=eot"], "ending='eot' must"),
         (["scorer=text_reward_model", "scorer.source=x", "scorer.std=0"], "std=0 is impossible"),

@@ -1,0 +1,186 @@
+"""What a user can mistype on a command line of training, and what the answer must hold.
+
+Each row is distinct from what other files of the suite assert. `test_mistakes.py` counts them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    """A command line, and three things that its answer must say.
+
+    Args:
+        given: the overrides, separated by blanks.
+        name: the key, as the user writes it.
+        got: the value.
+        wanted: what can be written instead, or how to mend it.
+    """
+
+    given: str
+    name: str
+    got: str
+    wanted: str
+
+
+# The names and the form of what is written: these do not compose.
+COMPOSITION = [
+    Mistake("+experiment=ppoo", "experiment=", "ppoo", "did you mean ppo"),
+    Mistake("+experiment=", "experiment=", " is none of", "base, ppo,"),
+    Mistake("+experiment=ppo +experiment=sft", "experiment=ppo", "experiment=sft", "once"),
+    Mistake("+experiment=ppo +preset=article", "preset=", "article ", "did you mean article_"),
+    Mistake("+experiment=ppo preset=article_dynamics", "preset=", "article_", "+preset=article_d"),
+    Mistake("+experiment=ppo +sweeps=nosuch", "sweeps=", "nosuch", "none of ppo_kl_coef"),
+    Mistake("+experiment=ppo strategy=fsdp2", "strategy=", "fsdp2", "did you mean fsdp"),
+    Mistake("+experiment=ppo model=llama", "model=", "llama ", "did you mean llama3_"),
+    Mistake("+experiment=ppo world=imdb", "world=", "imdb", "none of arguments, demo, files"),
+    Mistake("+experiment=ppo scorer=htttp", "scorer=", "htttp", "did you mean http"),
+    Mistake("+experiment=ppo scorer=null", "scorer=", "null", "none of function, http"),
+    Mistake("+experiment=ppo rollout=vlm", "rollout=", "vlm", "did you mean vllm"),
+    Mistake("+experiment=ppo optimizer=adam", "optimizer=", "adam ", "did you mean adamw"),
+    Mistake("+experiment=ppo scheduler=step", "scheduler=", "step", "constant, cosine, linear"),
+    Mistake("+experiment=ppo logger=mlflow", "logger=", "mlflow", "tensorboard, wandb"),
+    Mistake("+experiment=ppo gates=pppo", "gates=", "pppo", "did you mean ppo"),
+    Mistake("+experiment=ppo lora=loar", "lora=", "loar", "did you mean lora"),
+    Mistake("+experiment=ppo debug=slow", "debug=", "slow", "none of fast, none"),
+    Mistake("+experiment=ppo trainer.max_epochs=3", "trainer.max_epochs", "unknown key", "mean"),
+    Mistake("+experiment=ppo sed=1", "sed", "unknown key", "did you mean seed"),
+    Mistake("+experiment=ppo module.ppo.kl_coef", "'module.ppo.kl_coef'", "nothing", "KEY=VALUE"),
+    Mistake("+experiment=ppo data=[1,2]", "data=", "[1,2]", "none of demonstrations"),
+    Mistake("+experiment=ppo =3", "'=3'", "no key", "KEY=VALUE"),
+    Mistake("+experiment=ppo seed=1,2", "seed=1,2", "several values", "-m runs a sweep"),
+    Mistake("+experiment=ppo seed=[1,2", "seed=", "[1,2", "close what is opened"),
+    Mistake("+experiment=ppo name={", "name=", "{", "close what is opened"),
+]
+
+# Values that compose and cannot be.
+VALUES = [
+    Mistake("+experiment=ppo seed=-1", "seed=", "-1", ">= 0 and <= 4294967295"),
+    Mistake("+experiment=ppo seed=abc", "seed=", "'abc' is str", "expected int"),
+    Mistake("+experiment=ppo seed=99999999999", "seed=", "99999999999", "<= 4294967295"),
+    Mistake("+experiment=ppo seed=${nosuch}", "nosuch", "Interpolation key", "not found"),
+    Mistake("+experiment=ppo seed=???", "seed", "is not set", "add seed=..."),
+    Mistake("+experiment=ppo resume=yes", "resume=", "yes", "one of never, auto"),
+    Mistake("+experiment=ppo name=../x", "name=", "'../x'", "use letters, digits"),
+    Mistake("+experiment=ppo name=${nosuch:1}", "name", "nosuch", "Unsupported interpolation"),
+    Mistake("+experiment=ppo ckpt_path=7", "ckpt_path=", "7 is int", "expected str or None"),
+    Mistake("+experiment=ppo ckpt_path=nosuch.ckpt", "ckpt_path=", "nosuch.ckpt", "not exist"),
+    Mistake("+experiment=ppo stage=pppo", "stage=", "pppo", "+experiment=NAME, one of base"),
+    Mistake("+experiment=ppo trainer.devices=0", "trainer.devices=", "0", "must be >= 1"),
+    Mistake("+experiment=ppo trainer.devices=auto", "trainer.devices=", "'auto'", "expected int"),
+    Mistake("+experiment=ppo trainer.num_nodes=1.5", "trainer.num_nodes=", "1.5", "expected int"),
+    Mistake("+experiment=ppo trainer.accelerator=tpu", "trainer.accelerator=", "tpu", "auto, cpu"),
+    Mistake("+experiment=ppo trainer.precision=16-mixed", "trainer.precision=", "16-m", "bf16-m"),
+    Mistake("+experiment=ppo trainer.precision=32", "trainer.precision=", "32 is int", "str"),
+    Mistake("+experiment=sft trainer.validations=-1", "trainer.validations=", "-1", ">= 0"),
+    Mistake(
+        "+experiment=ppo trainer.limit_train_batches=0", "limit_train_batches=", "0", "must be >= 1"
+    ),
+    Mistake("+experiment=ppo strategy.name=deepspeed", "strategy.name=", "deepspeed", "auto, ddp"),
+    Mistake("+experiment=ppo strategy.timeout_minutes=0", "timeout_minutes=", "0", "must be > 0"),
+    Mistake(
+        "+experiment=ppo strategy=fsdp strategy.compute_dtype=float16",
+        "strategy.compute_dtype=",
+        "float16",
+        "bfloat16",
+    ),
+    Mistake("+experiment=ppo data.batch_size=many", "data.batch_size=", "'many'", "at least 1"),
+    Mistake("+experiment=ppo data.num_iterations=0", "data.num_iterations=", "0", "positive"),
+    Mistake("+experiment=ppo data.max_prompt_length=0", "data.max_", "_length=0", "positive"),
+    Mistake("+experiment=sft data.batch_size=0", "data.batch_size=", "0", "positive"),
+    Mistake("+experiment=sft data.num_epochs=-1", "data.num_epochs=", "-1", "positive"),
+    Mistake("+experiment=sft data.num_epochs=null", "num_epochs=", "None", "exactly one"),
+    Mistake("+experiment=sft data.num_iterations=3", "data.num_iterations=", "3", "exactly one"),
+    Mistake("+experiment=sft data.show_examples=-2", "data.show_examples=", "-2", "0 or more"),
+    Mistake("+experiment=reward data.path=nosuch.jsonl", "data.path=", "nosuch.jsonl", "a file"),
+    Mistake("+experiment=sft +world.source.num_texts=0", "num_texts", "0", "use 1 or more"),
+    Mistake("+experiment=ppo world.name=a/b", "world.name=", "'a/b'", "use letters, digits"),
+    Mistake("+experiment=ppo module=sft", "stage=ppo", "SFTModule", "module=ppo"),
+    Mistake("+experiment=ppo module.ppo=null", "module.ppo", "PPOModule", "module=ppo"),
+    Mistake("+experiment=ppo module.ppo.learning_rate=fast", "learning_rate=", "'fast'", "float"),
+    Mistake("+experiment=ppo module.ppo.learning_rate=nan", "learning_rate=", "nan", "finite"),
+    Mistake("+experiment=ppo module.models.value_head=none", "value_head=", "'none'", "'stored'"),
+    Mistake("+experiment=ppo lora=lora lora.r=0", "lora.r=", "0", "must be >= 1"),
+    Mistake("+experiment=ppo lora=lora lora.quantization=int8", "quantization=", "'int8'", "nf4"),
+    Mistake("+experiment=ppo lora=lora lora.dropout=0.1", "lora.dropout=", "0.1", "PPO needs 0"),
+    Mistake("+experiment=ppo optimizer.weight_decay=-1", "optimizer", "weight_decay=-1", "Invalid"),
+    Mistake("+experiment=ppo optimizer.betas=[0.9,1.5]", "optimizer", "1.5", "Invalid beta"),
+    Mistake("+experiment=ppo scheduler.name=step", "scheduler.name=", "'step'", "constant, linear"),
+    Mistake("+experiment=ppo scheduler.warmup_fraction=2", "warmup_fraction=", "2", "< 1"),
+    Mistake("+experiment=ppo logger.mode=on", "logger.mode=", "on", "auto, online, offline"),
+    Mistake("+experiment=ppo logger.project=a/b", "logger.project=", "'a/b'", "a name without /"),
+    Mistake("+experiment=ppo logger.tags=5", "logger.tags=", "5", "a list of texts"),
+    Mistake("+experiment=ppo callbacks.checkpoint.keep_last=0", "keep_last=", "0", "must be >= 1"),
+    Mistake("+experiment=ppo callbacks.checkpoint.mode=best", "mode=", "best", "min, max"),
+    Mistake(
+        "+experiment=ppo callbacks.checkpoint.must_save_by=2020-01-01",
+        "must_save_by=",
+        "'2020-01-01'",
+        "before the start",
+    ),
+    Mistake("+experiment=ppo callbacks.samples.num_samples=0", "num_samples=", "0", "at least 1"),
+    Mistake(
+        "+experiment=ppo +callbacks.early_stopping.patience=2", "early_stopping=", "2", "leave it"
+    ),
+    Mistake("+experiment=sft +callbacks.early_stopping.patience=0", "patience=", "0", ">= 1"),
+    Mistake("+experiment=sft callbacks.early_stopping=2", "early_stopping=", "2", "{patience: 2}"),
+    Mistake("+experiment=ppo evaluation.num_prompts=0", "evaluation.num_prompts=", "0", ">= 1"),
+    Mistake("+experiment=ppo evaluation.temperature=-1", "temperature=", "-1", "<= 10"),
+    Mistake("+experiment=ppo evaluation.max_new_tokens=0", "max_new_tokens=", "0", ">= 1"),
+    Mistake(
+        "+experiment=ppo +gates.mine={metric:val/score,at_least:high}",
+        "gates.mine=",
+        "at_least='high'",
+        "a number",
+    ),
+    Mistake("+experiment=ppo paths.outputs=null", "paths.outputs=", "None", "expected str"),
+    Mistake("+experiment=ppo paths.outputs=", "paths.outputs=", "''", "a folder"),
+    Mistake("+experiment=ppo +paths.outpts=x", "paths.outpts", "unknown key", "paths.outputs"),
+    Mistake("+experiment=ppo artifacts.sft=3", "artifacts.sft=", "3", "a folder or a hub name"),
+    Mistake("+experiment=ppo artifacts.sft=nosuch", "artifacts.sft=", "nosuch", "experiment=sft"),
+    Mistake("+experiment=ppo artifacts.sft=null", "models.policy=", "None", "expected str"),
+    Mistake("+experiment=ppo scorer=http scorer.url=ftp://x", "scorer.url=", "ftp://x", "http://"),
+    Mistake(
+        "+experiment=ppo scorer=http scorer.url=http://x/y scorer.timeout=-1",
+        "scorer.timeout=",
+        "-1",
+        "must be > 0",
+    ),
+    Mistake(
+        "+experiment=ppo scorer=function scorer.function=reward.py",
+        "reward function",
+        "'reward.py'",
+        "path.py:name",
+    ),
+    Mistake(
+        "+experiment=ppo scorer=function scorer.function=nosuch.py:f",
+        "reward function",
+        "'nosuch.py:f'",
+        "no file",
+    ),
+]
+# What was taken away, or has another form.
+FORMS = [
+    Mistake("+experiment=ppo ~data.batch_size", "data.batch_size", "is missing", "set it"),
+    Mistake("+experiment=ppo ~trainer.devices", "trainer.devices", "is missing", "trainer=NAME"),
+    Mistake("+experiment=ppo ~callbacks", "callbacks=", "None", "a group of settings"),
+    Mistake("+experiment=ppo ~optimizer", "optimizer=", "None", "optimizer=NAME chooses one"),
+    Mistake("+experiment=ppo ~artifacts.reward", "artifacts.reward", "is missing", "set it"),
+    Mistake("+experiment=ppo ~seed", "seed", "is missing", "conf/train.yaml"),
+    Mistake("+experiment=ppo ~scorer", "scorer", "PPO needs", "one of function, http"),
+    Mistake("+experiment=ppo callbacks.checkpoint=null", "callbacks.checkpoint=", "None", "group"),
+    Mistake("+experiment=ppo evaluation.gold=5", "evaluation.gold=", "5", "_target_="),
+    Mistake("+experiment=ppo +callbacks.extra.mine=5", "extra.mine=", "5", "_target_="),
+    Mistake(
+        "+experiment=ppo artifacts.reward=null", "scorer.load.source=", "None", "str or a path"
+    ),
+    Mistake("+experiment=ppo model.revision=3", "module.models.revision=", "3 is int", "str or"),
+    Mistake(
+        "+experiment=ppo model.activation_checkpointing=maybe",
+        "activation_checkpointing=",
+        "'maybe'",
+        "expected bool",
+    ),
+]
+MISTAKES = [*COMPOSITION, *VALUES, *FORMS]

@@ -1,0 +1,190 @@
+"""Whatever stands in a file of records: records come out, or an error that says where and why."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
+from rlhf_lightning.data.files import read_rows
+from rlhf_lightning.data.formats import KNOWN_KEYS, ParsedRow, parse_rows, to_kind
+from rlhf_lightning.data.records import ROLES, kind_of, text_key
+from tests.bad_input.examples import examples
+
+# JSON may spell half of a surrogate pair, which no file can hold as UTF-8.
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXT
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(ROLES) | ANY_TEXT,
+        "content": ANY_TEXT | PLAIN,
+        "name": PLAIN,
+    },
+)
+ANYTHING = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3)
+)
+CELL = ANY_TEXT | st.lists(MESSAGE, max_size=4) | ANYTHING
+KEY = st.sampled_from(KNOWN_KEYS) | st.sampled_from(["promt", "choosen", "score"]) | ANY_TEXT
+ROW = st.dictionaries(KEY, CELL, max_size=5)
+TEXTUAL = ("texts", "prompts", "demonstrations", "preferences")
+
+
+def parse(rows: list[Any], on_bad_record: Any = "raise") -> list[ParsedRow]:
+    located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
+    return parse_rows(located, columns=None, skipped=SkippedRecords(on_bad_record))
+
+
+def must_tell(error: BadRecordError, place: str) -> None:
+    text = str(error)
+    assert text.startswith(place)
+    assert ". Fix: " in text
+    assert "\n" not in text
+    assert len(text) < 3000
+
+
+def is_whole(parsed: ParsedRow) -> bool:
+    """Whether the record holds texts that can be written, and nothing else."""
+    record: Any = parsed.record
+    texts = [getattr(record, key, "") for key in ("text", "prompt", "completion", "chosen")]
+    for text in texts:
+        text_key(text).encode()
+    return kind_of(record) in TEXTUAL
+
+
+def check_rows(rows: list[Any]) -> None:
+    try:
+        parsed = parse(rows)
+    except BadRecordError as error:
+        must_tell(error, "set.jsonl")
+    else:
+        assert len(parsed) == len(rows)
+        assert all(map(is_whole, parsed))
+    skipped = SkippedRecords("skip")
+    located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
+    try:
+        kept = parse_rows(located, columns=None, skipped=skipped)
+    except BadRecordError as error:
+        must_tell(error, "set.jsonl: no record is left")
+    else:
+        assert len(kept) + len(skipped.messages) == len(rows), "a record is gone without a word"
+        for parsed_row in kept:
+            for kind in TEXTUAL:
+                convert(parsed_row, kind)
+
+
+def convert(parsed: ParsedRow, kind: Any) -> None:
+    try:
+        assert kind_of(to_kind(parsed, kind)) == kind
+    except BadRecordError as error:
+        must_tell(error, "set.jsonl")
+
+
+@examples(60)
+@given(st.lists(ROW, min_size=1, max_size=3))
+def test_any_rows_are_records_or_are_named(rows):
+    check_rows(rows)
+
+
+@pytest.mark.slow
+@examples(5000)
+@given(st.lists(ROW, min_size=1, max_size=4))
+def test_very_many_rows_are_records_or_are_named(rows):
+    check_rows(rows)
+
+
+def check_file(path: Path) -> None:
+    try:
+        for where, row in read_rows(path):
+            assert str(where).startswith(str(path))
+            if isinstance(row, BadRecordError):
+                must_tell(row, str(path))
+            else:
+                check_rows([row])
+    except BadRecordError as error:
+        must_tell(error, str(path))
+
+
+def whole_file(extension: str) -> bytes:
+    rows = [{"prompt": f"p {i}", "chosen": "a", "rejected": 'b "c", d\n'} for i in range(3)]
+    if extension.startswith(".jsonl"):
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    elif extension.startswith(".json"):
+        content = json.dumps(rows).encode()
+    elif extension.startswith(".csv"):
+        file = io.StringIO()
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        content = file.getvalue().encode()
+    else:
+        sink = io.BytesIO()
+        parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+        content = sink.getvalue()
+    return gzip.compress(content) if extension.endswith(".gz") else content
+
+
+EXTENSIONS = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
+DAMAGE = st.tuples(st.floats(0, 1), st.binary(max_size=6), st.sampled_from(["cut", "put", "add"]))
+
+
+def damaged(content: bytes, where: float, more: bytes, how: str) -> bytes:
+    at = int(where * len(content))
+    if how == "cut":
+        return content[:at]
+    return content[:at] + more + content[at + (len(more) if how == "put" else 0) :]
+
+
+@examples(40)
+@given(st.sampled_from(EXTENSIONS), DAMAGE)
+def test_a_damaged_file_gives_its_records_or_is_named(tmp_path, extension, damage):
+    path = tmp_path / f"pairs{extension}"
+    path.write_bytes(damaged(whole_file(extension), *damage))
+    check_file(path)
+
+
+@pytest.mark.slow
+@examples(3000)
+@given(st.sampled_from(EXTENSIONS), DAMAGE | st.tuples(st.just(0.0), st.binary(), st.just("put")))
+def test_very_many_damaged_files_are_named(tmp_path, extension, damage):
+    path = tmp_path / f"pairs{extension}"
+    path.write_bytes(damaged(whole_file(extension), *damage))
+    check_file(path)
+
+
+NASTY = {  # JSON that is valid, or nearly so, and no record
+    "digits": ('{"prompt": "a", "margin": ' + "9" * 5000 + "}", "a number that is too long"),
+    "brackets": ("[" * 100_000, "nested too deeply"),
+    "half a character": ('{"prompt": "a\\ud800"}', "'prompt' holds half of a character (U+D800)"),
+    "half in a message": (
+        '{"messages": [{"role": "user", "content": "\\udfff"}]}',
+        "the content of messages[0] holds half of a character (U+DFFF)",
+    ),
+    "half of a text": ('{"text": "\\udc00"}', "the key 'text' holds half of a character"),
+    "a long margin": (
+        '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1' + "0" * 400 + "}",
+        "expected a finite number >= 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "found"), NASTY.values(), ids=NASTY)
+@pytest.mark.parametrize("extension", [".jsonl", ".json"])
+def test_valid_json_that_no_text_or_number_can_hold_is_named(tmp_path, line, found, extension):
+    path = tmp_path / f"pairs{extension}"
+    path.write_text(f"[{line}]" if extension == ".json" else line)
+    with pytest.raises(BadRecordError) as caught:
+        parse_rows(read_rows(path), columns=None, skipped=SkippedRecords("raise"))
+    assert found in str(caught.value)
+    must_tell(caught.value, str(path))
