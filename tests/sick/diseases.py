@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ITERATIONS = 24
+FEW_ITERATIONS = 12  # for what shows at once
 ROWS = 64
 
-# Every run: one built-in world and its cached models, 24 iterations of 64 answers, gold watching.
+# Every run: one built-in world and its cached models, rollouts of 64 answers, gold watching.
 BASE = (
     "+experiment=ppo",
     "logger=none",
@@ -16,7 +17,6 @@ BASE = (
     "world.name=demo_seed1",
     "artifacts.publish=null",
     f"data.batch_size={ROWS}",
-    f"data.num_iterations={ITERATIONS}",
     "callbacks.checkpoint.every_n_iterations=1000",
     "callbacks.samples.num_samples=2",
     "doctor.second_scorer={_target_: rlhf_lightning.rollout.score.FunctionScorer, "
@@ -32,12 +32,14 @@ class Disease:
         overrides: of the configuration.
         detectors: that must fire.
         within: iterations by which each of them has fired.
+        iterations: of the run.
         noisy_labels: whether the reward model is the one that was trained on coin flips.
     """
 
     overrides: tuple[str, ...]
     detectors: tuple[str, ...]
     within: int
+    iterations: int = ITERATIONS
     noisy_labels: bool = False
 
 
@@ -62,15 +64,21 @@ DISEASES: dict[str, Disease] = {
         ("module.ppo.kl_coef=0.0", "module.ppo.learning_rate=1.0e-3"), ("kl_high",), 22
     ),
     "wrong_pad": Disease(
-        ("rollout._target_=tests.sick.engines.PadStopGenerator",), ("missing_eos",), 8
+        ("rollout._target_=tests.sick.engines.PadStopGenerator",),
+        ("missing_eos",),
+        8,
+        FEW_ITERATIONS,
     ),
     "dead_critic": Disease(
-        ("module.models.value_head=zero", "module.ppo.value_learning_rate=1.0e-7"), ("critic",), 12
+        ("module.models.value_head=zero", "module.ppo.value_learning_rate=1.0e-7"),
+        ("critic",),
+        12,
+        FEW_ITERATIONS,
     ),
-    "noisy_labels": Disease((), ("scorer_disagreement",), 10, noisy_labels=True),
+    "noisy_labels": Disease((), ("scorer_disagreement",), 10, FEW_ITERATIONS, noisy_labels=True),
     "forgotten_domain": Disease(spoilt("domain_factors={talk: -1.0}"), ("forgotten_domain",), 22),
     "high_learning_rate": Disease(
-        ("module.ppo.learning_rate=1.0e-2",), ("update_size", "kl_high"), 8
+        ("module.ppo.learning_rate=1.0e-2",), ("update_size", "kl_high"), 8, FEW_ITERATIONS
     ),
     "harm_rewarded": Disease(
         spoilt("extra=tests.sick.scorers.compliance", "weight=4.0"), ("safety",), 22
@@ -79,7 +87,8 @@ DISEASES: dict[str, Disease] = {
         ("rollout._target_=tests.sick.engines.TopKGenerator", "+rollout.k=3"),
         ("sampler_mismatch",),
         8,
+        FEW_ITERATIONS,
     ),
-    "no_learning": Disease(("module.ppo.learning_rate=1.0e-7",), ("kl_low",), 12),
-    "unnormalised": Disease(spoilt("factor=10.0"), ("clipped_scores",), 8),
+    "no_learning": Disease(("module.ppo.learning_rate=1.0e-7",), ("kl_low",), 12, FEW_ITERATIONS),
+    "unnormalised": Disease(spoilt("factor=10.0"), ("clipped_scores",), 8, FEW_ITERATIONS),
 }

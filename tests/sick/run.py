@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.sick.diseases import BASE, DISEASES, ITERATIONS
+from tests.sick.diseases import BASE, DISEASES
 
 NOISY = "reward_noisy"
 NOISY_OVERRIDES = (
@@ -67,7 +67,12 @@ def run_one(disease: str, seed: int, artifacts: Path) -> dict[str, Any]:
     register()
     plan, world = DISEASES[disease], artifacts / "demo_seed1"
     reward = world / (NOISY if plan.noisy_labels else "reward")
-    places = (f"artifacts.sft={world / 'sft'}", f"artifacts.reward={reward}", f"seed={seed}")
+    places = (
+        f"artifacts.sft={world / 'sft'}",
+        f"artifacts.reward={reward}",
+        f"seed={seed}",
+        f"data.num_iterations={plan.iterations}",
+    )
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         cfg = compose("train", overrides=[*BASE, *places, *plan.overrides])
     started = time.process_time()
@@ -152,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 unfinished.write_text(json.dumps(result))
                 unfinished.rename(path)
                 told = f"{disease} seed {seed}: {fired(result)}, {result['cpu_seconds']} s"
-                print(f"{told} of {ITERATIONS} iterations", flush=True)  # noqa: T201
+                print(f"{told} of {DISEASES[disease].iterations} iterations", flush=True)  # noqa: T201
     print(report(read_results(options.out)))  # noqa: T201
 
 
