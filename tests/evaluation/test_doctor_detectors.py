@@ -57,7 +57,7 @@ ILL: dict[str, tuple[Any, int]] = {
     "scorer_disagreement": (lambda t: {"second_correlation": 0.6 - after(t)}, 9),
     "length_bias": (lambda t: {"length_correlation": 0.1 + 0.5 * after(t)}, 14),
     "length_drift": (lambda t: {"response_length": 14 * (1 + after(t))}, 10),
-    "diversity": (lambda t: {"distinct_2": 0.4 / (1 + after(t))}, 14),
+    "diversity": (lambda t: {"distinct_2": 0.4 / (1 + after(t))}, 16),
     "duplicates": (lambda t: {"most_common": 0.05 + 0.4 * after(t)}, 12),
     "entropy": (lambda t: {"entropy": 1.3 * (1 - 0.6 * after(t))}, 16),
     "forgotten_domain": (lambda t: {"domain_score_lists": 1.0 - after(t)}, 11),

@@ -1,0 +1,87 @@
+"""Read a run's `metrics.csv` as the doctor would have: which alerts, and when.
+
+    python -m tests.sick.replay RUN_FOLDER [--picture FILE.png] [--set kl_high_warn=0.8 ...]
+
+It trains nothing, so thresholds can be tried on runs that are there. A run that was made without
+the doctor has no `doctor/*` columns; the detectors that read them stay silent.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlhf_lightning.evaluation.doctor.detectors import Detectors, Transition
+from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+
+PHASES = ("rollout/", "ppo/", "doctor/")
+PANELS = (
+    ("rollout/score", "score"),
+    ("rollout/response_length", "tokens an answer"),
+    ("rollout/eos_fraction", "share that ends"),
+    ("rollout/kl_per_token", "KL, nats a token"),
+)
+
+
+def replay(
+    rows: Sequence[Mapping[str, float]], thresholds: DoctorThresholds
+) -> list[tuple[int, Transition]]:
+    """Return every alert that was raised, changed or cleared, with its iteration."""
+    detectors = Detectors(thresholds, len(rows))
+    found = []
+    for row in rows:
+        iteration = int(row["iteration"])
+        values = {k.partition("/")[2]: v for k, v in row.items() if k.startswith(PHASES)}
+        found += [(iteration, change) for change in detectors.observe(iteration, values)]
+    return found
+
+
+def draw(
+    rows: Sequence[Mapping[str, float]], found: Sequence[tuple[int, Transition]], out: Path
+) -> None:
+    """Write a picture of the run with a line where a detector was first raised."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    first: dict[str, int] = {}
+    for iteration, change in found:
+        first.setdefault(change.detector, iteration)
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 3.2), constrained_layout=True)
+    for axis, (metric, label) in zip(axes, PANELS, strict=True):
+        axis.plot([row["iteration"] for row in rows], [row[metric] for row in rows], color="C0")
+        for iteration in set(first.values()):
+            axis.axvline(iteration, color="C3", linewidth=0.8, linestyle=":")
+        axis.set_title(label, fontsize=10)
+        axis.set_xlabel("iteration")
+    told = ", ".join(f"{name} {at}" for name, at in sorted(first.items(), key=lambda i: i[1]))
+    figure.suptitle(f"first warned: {told}" if told else "no alert", fontsize=10)
+    figure.savefig(out, dpi=110)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], metavar="THRESHOLD=VALUE")
+    options = parser.parse_args(arguments)
+    rows = read_metrics(RunFolder(options.folder).metrics)
+    if not rows:
+        raise SystemExit(f"{options.folder} has no metrics.csv: give the folder of a PPO run")
+    pairs = (item.partition("=") for item in options.set)
+    limits = {key: int(v) if v.isdigit() else float(v) for key, _, v in pairs}
+    found = replay(rows, DoctorThresholds(**limits))
+    for iteration, change in found:
+        print(f"iteration {iteration}: {change.describe()}")  # noqa: T201
+    if not found:
+        print(f"no alert in {len(rows)} iterations")  # noqa: T201
+    if options.picture is not None:
+        draw(rows, found, options.picture)
+
+
+if __name__ == "__main__":
+    main()
