@@ -86,7 +86,7 @@ def _write_samples(folder: RunFolder, iteration: int, findings: Findings) -> Non
 
 
 def _publish(cfg: DictConfig, folder: RunFolder, outcome: Outcome) -> None:
-    if cfg.artifacts.publish is None:
+    if cfg.artifacts.publish is None or not cfg.paths.publish:
         return
     target = Path(cfg.artifacts.publish)
     with _publishing(target):

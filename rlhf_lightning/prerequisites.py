@@ -19,7 +19,15 @@ from rlhf_lightning.runs.lock import artifact_lock
 
 KINDS = ("base", "sft", "reward", "ppo")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_PASSED_ON = ("paths", "debug", "logger", "trainer.accelerator", "world.")
+# Other ways to debug are about the stage itself: what it starts from is trained in full.
+_PASSED_ON = (
+    "paths.outputs",
+    "paths.artifacts",
+    "debug=fast",
+    "logger",
+    "trainer.accelerator",
+    "world.",
+)
 
 
 def prepare_inputs(

@@ -139,17 +139,18 @@ class EarlyStoppingSettings(Checked):
 
 @dataclass(frozen=True)
 class PathsSettings(Checked):
-    """Where runs and models are kept."""
+    """Where runs and models are kept, and whether a run publishes its model."""
 
     outputs: str = "outputs"
     artifacts: str = "artifacts"
+    publish: bool = True
 
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        for item in fields(self):
-            if not getattr(self, item.name).strip():
-                raise ValueError(f"PathsSettings.{item.name}='' must be a folder, such as outputs")
+        for name in ("outputs", "artifacts"):
+            if not getattr(self, name).strip():
+                raise ValueError(f"PathsSettings.{name}='' must be a folder, such as outputs")
 
 
 SECTIONS: dict[str, type[Checked]] = {

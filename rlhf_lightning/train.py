@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -58,9 +58,6 @@ from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.saved_config import keep_changes, keep_secrets
 from rlhf_lightning.trial_build import check_composed, check_run
-
-if TYPE_CHECKING:
-    from rlhf_lightning.assembly import Parts
 
 register()
 prepare_process()
@@ -127,11 +124,12 @@ def _train(
     from rlhf_lightning.fitting import fit
     from rlhf_lightning.lineage import finish_tracking
     from rlhf_lightning.reports.page import write_report
+    from rlhf_lightning.start_screen import start_settings
 
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     parts = assemble(cfg, folder)
     if global_rank() == 0:
-        print_start(cfg.name, folder, _settings(cfg, parts, checkpoint))
+        print_start(cfg.name, folder, start_settings(cfg, parts, checkpoint, summary.config_hash))
         print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
     parts = fit(cfg, folder, parts, checkpoint, summary)
@@ -193,19 +191,6 @@ def _where_to_start(
     }:
         shutil.rmtree(folder.path, ignore_errors=True)
     return unfinished, checkpoint
-
-
-def _settings(cfg: DictConfig, parts: Parts, checkpoint: Path | None) -> dict[str, object]:
-    starts = {k: v for k, v in cfg.artifacts.items() if v is not None and k != "publish"}
-    settings: dict[str, object] = {
-        "starts from": ", ".join(f"{k}: {v}" for k, v in starts.items()) or "random weights",
-        "iterations": f"{parts.data.num_iterations} of {parts.data.batch_size} rows",
-        "seed": cfg.seed,
-        "precision": cfg.trainer.precision,
-    }
-    if checkpoint is not None:
-        settings["continues"] = checkpoint
-    return settings
 
 
 def objective(summary: Summary) -> float | None:

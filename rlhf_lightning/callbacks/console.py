@@ -9,7 +9,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
+from rlhf_lightning.callbacks.live_table import History, measures_table
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.quantities import duration, number, percent, quantity
 from rlhf_lightning.runs.summary import Summary
@@ -28,6 +30,10 @@ SHOWN_METRICS = (
     "rollout/response_length",
     "ppo/clipfrac",
     "ppo/explained_variance",
+    "rollout/eos_fraction",
+    "rollout/distinct_2",
+    "ppo/approx_kl",
+    "ppo/entropy",
     "sft/loss",
     "reward/loss",
     "reward/accuracy",
@@ -40,6 +46,10 @@ _NAMES = {
     "rollout/response_length": "length",
     "ppo/clipfrac": "clipped",
     "ppo/explained_variance": "critic",
+    "rollout/eos_fraction": "finished",
+    "rollout/distinct_2": "distinct-2",
+    "ppo/approx_kl": "update KL",
+    "ppo/entropy": "entropy",
     "sft/loss": "loss",
     "reward/loss": "loss",
     "reward/accuracy": "accuracy",
@@ -50,11 +60,11 @@ _COLOURS = {"good": "green", "bad": "red", "neutral": "yellow"}
 
 
 class ProgressBar(LightningProgressBar):
-    """Show iteration, time left and a few metrics; a line now and then where there is no tty.
+    """Show iteration, time left and a table of measures; a line now and then where there is no tty.
 
     Args:
         stage: named at the left.
-        metrics: which to show, of those that are logged, in this order.
+        metrics: which to show, of those that are logged, in this order; a line has the first six.
         every_n_seconds: time between two lines on a pipe or in a log file.
         console: where to write; standard output by default.
     """
@@ -74,6 +84,8 @@ class ProgressBar(LightningProgressBar):
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._enabled = True
         self._progress: Progress | None = None
+        self._live: Live | None = None
+        self._history = History(self.metrics)
         self._latest: dict[str, float] = {}
         self._started = 0.0
         self._start_iteration = 0
@@ -99,7 +111,6 @@ class ProgressBar(LightningProgressBar):
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[status]}"),
                 console=self.console,
-                transient=False,
             )
             self._progress.add_task(
                 escape(self.stage) or "training",
@@ -107,13 +118,14 @@ class ProgressBar(LightningProgressBar):
                 completed=self._start_iteration,
                 status="",
             )
-            self._progress.start()
+            self._live = Live(self._progress, console=self.console, refresh_per_second=4)
+            self._live.start()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move on by one iteration."""
-        self._latest |= fresh_metrics(trainer)
+        self._note(fresh_metrics(trainer))
         self._show(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -124,7 +136,7 @@ class ProgressBar(LightningProgressBar):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show what the validation measured."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._latest |= fresh_metrics(trainer)
+            self._note(fresh_metrics(trainer))
             if self._progress is not None:
                 self._show(trainer)
 
@@ -141,18 +153,24 @@ class ProgressBar(LightningProgressBar):
         """Give the terminal back before the error is printed."""
         self._close()
 
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        self._latest |= metrics
+        self._history.add(metrics)
+
     def _close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = self._progress = None
 
     def _show(self, trainer: Trainer, doing: str = "") -> None:
         if not self._enabled:
             return
-        if self._progress is not None:
-            status = doing or self._describe(trainer)
+        if self._progress is not None and self._live is not None:
+            status = doing or self._time(trainer)
             task = self._progress.task_ids[0]
             self._progress.update(task, completed=current_iteration(trainer), status=escape(status))
+            table = measures_table(self._history, width=self.console.width)
+            self._live.update(Group(self._progress, table))
         elif (now := time.monotonic()) >= self._next_line:
             self._next_line = now + self.every_n_seconds
             self._write_line(trainer)
@@ -163,14 +181,18 @@ class ProgressBar(LightningProgressBar):
         parts = [f"{self.stage} {iteration}/{total}".strip(), share, self._describe(trainer)]
         self.console.print(" · ".join(part for part in parts if part), markup=False)
 
-    def _describe(self, trainer: Trainer) -> str:
+    def _time(self, trainer: Trainer) -> str:
+        """Return the time left, or taken; "" before it can be known."""
         iteration, total = current_iteration(trainer), last_iteration(trainer)
         passed = time.monotonic() - self._started
         done = iteration - self._start_iteration
-        left = passed / done * (total - iteration) if done > 0 else None
-        parts = [] if left is None else [f"{duration(left)} left"]
         if iteration >= total:
-            parts = [f"took {duration(passed)}"]
+            return f"took {duration(passed)}"
+        return f"{duration(passed / done * (total - iteration))} left" if done > 0 else ""
+
+    def _describe(self, trainer: Trainer) -> str:
+        clock = self._time(trainer)
+        parts = [clock] if clock else []
         shown = [name for name in self.metrics if name in self._latest][:6]
         parts += [f"{_NAMES.get(name, name)} {_short(name, self._latest[name])}" for name in shown]
         return " · ".join(parts)
@@ -223,6 +245,7 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
         ("samples", folder.samples),
         ("exported model", folder.export),
         ("checkpoints", folder.checkpoints),
+        ("profile", folder.profile / "table.txt"),
     ):
         if path.exists():
             table.add_row(name, Text(str(path), overflow="fold"))

@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "faults"
 
     @property
+    def profile(self) -> Path:
+        """`profile/`: with `debug=profile`, a table and a trace of where the time went."""
+        return self.path / "profile"
+
+    @property
     def traceback(self) -> Path:
         """`traceback.txt`: of a run that failed."""
         return self.path / "traceback.txt"

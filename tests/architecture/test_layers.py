@@ -33,7 +33,7 @@ LAYERS = (
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"}
     | {"evaluate_request", "pipeline_plan"},
-    {"finish", "lineage", "reexport", "failures"},
+    {"finish", "lineage", "reexport", "failures", "start_screen"},
     {"lost_ranks", "quiet"},
     {"fitting"},
     {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"},

@@ -76,7 +76,9 @@ def configuration(stage: str, start: Path, *overrides: str) -> DictConfig:
             "module.sampling.max_new_tokens=4",
         ]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose("train", overrides=[f"+experiment={stage}", *SMALL, *own, *overrides])
+        other_mode = any(o.startswith("debug=") for o in overrides)
+        small = [o for o in SMALL if not (other_mode and o == "debug=fast")]
+        return compose("train", overrides=[f"+experiment={stage}", *small, *own, *overrides])
 
 
 def killed(folder: Path, stage: str, start: Path, *overrides: str) -> RunFolder:

@@ -1,0 +1,161 @@
+"""Write docs/configuration.md from the hyper-parameter dataclasses and conf/.
+
+`python docs/build_configuration.py`. A test fails when the page and the code differ.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rlhf_lightning.composition import HPARAMS, conf_dir  # noqa: E402
+
+PAGE = ROOT / "docs" / "configuration.md"
+WHERE = {
+    "ppo": "module.ppo",
+    "sampling": "module.sampling",
+    "sft": "module.sft",
+    "reward": "module.reward",
+    "lora": "lora",
+}
+TITLES = {
+    "ppo": "PPO",
+    "sampling": "Sampling of rollouts",
+    "sft": "Supervised fine-tuning",
+    "reward": "Reward model",
+    "lora": "Adapters (`lora=lora`)",
+}
+# Groups whose keys are listed one by one; of the others only the choices are.
+LISTED = ("trainer", "evaluation", "callbacks", "paths", "logger", "strategy", "data", "rollout")
+NOT_SHOWN = ("experiment", "model", "module")
+SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
+INTRODUCTION = """\
+# Configuration
+
+Made by `python docs/build_configuration.py` from `rlhf_lightning/hparams.py` and `conf/`; a test
+holds the page against them. `python -m rlhf_lightning.train +experiment=ppo --cfg job` prints what
+a run would use, with your own settings on the same line.
+
+- `GROUP=CHOICE` replaces a group: `logger=none`, `scorer=text_reward_model`, `debug=fast`.
+- `KEY=VALUE` sets one value: `module.ppo.kl_coef=0.1`. `null` is none; write `1.0e-5`, as
+  `1e-5` is text to YAML.
+- `+experiment=`, `+preset=` and `+sweeps=` take a plus: they are not in the defaults.
+- An unknown key is an error that names the nearest one. A value outside the usual range warns, an
+  impossible one is an error.
+"""
+
+
+def arguments(docstring: str) -> dict[str, str]:
+    """Return the descriptions of a Google docstring's `Args:`, by name."""
+    found: dict[str, str] = {}
+    section = docstring.partition("Args:")[2]
+    for match in re.finditer(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.M):
+        found[match.group(1)] = re.sub(r"\s+", " ", match.group(2)).strip()
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a default as YAML has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def ranges(metadata: Any) -> tuple[str, str]:
+    """Return what is possible and what is usual."""
+    limits = {k: v for k, v in metadata.get("limits", {}).items() if v is not None}
+    usual = metadata.get("usual")
+    possible = ", ".join(f"{SIGNS[name]} {limit:g}" for name, limit in limits.items())
+    return possible, "" if usual is None else f"{usual[0]:g} to {usual[1]:g}"
+
+
+def hparams_section() -> Iterator[str]:
+    """Yield one table for each dataclass of hyper-parameters."""
+    for name, where in WHERE.items():
+        cls = HPARAMS[name]
+        meanings, hints = arguments(cls.__doc__ or ""), get_type_hints(cls)
+        yield f"\n## {TITLES[name]}\n\n`{where}.*`\n"
+        yield "| key | type | default | possible | usual | meaning |\n|---|---|---|---|---|---|"
+        for item in fields(cls):
+            hint = hints[item.name]
+            kind = getattr(hint, "__name__", None) or str(hint)
+            kind = kind.replace("NoneType", "null").replace("None", "null").replace(" | ", " or ")
+            possible, usual = ranges(item.metadata)
+            default = "" if item.default is MISSING else f"`{shown(item.default)}`"
+            yield (
+                f"| `{where}.{item.name}` | {kind} | {default} | {possible} | {usual} | "
+                f"{meanings[item.name]} |"
+            )
+
+
+def keys_of(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield key, value and comment of a YAML file; nested keys with their path."""
+    path: list[tuple[int, str]] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        match = re.fullmatch(r"( *)([\w.]+):(?: ([^#]*?))?(?:\s*# (.*))?", line)
+        if match is None or match.group(2) == "defaults":
+            continue
+        indent, key = len(match.group(1)), match.group(2)
+        path = [item for item in path if item[0] < indent] + [(indent, key)]
+        value = (match.group(3) or "").strip()
+        if value or match.group(4):
+            yield ".".join(name for _, name in path), value, match.group(4) or ""
+
+
+def described(file: Path) -> str:
+    """Return the comment at the top of a YAML file, without its package line."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if "@package" not in line:
+            lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)
+
+
+def cell(text: str) -> str:
+    """Return text for a table cell."""
+    return text.replace("|", "\\|")
+
+
+def groups_section() -> Iterator[str]:
+    """Yield the top-level keys, then every group with its choices and keys."""
+    yield "\n## The top\n\n| key | default | meaning |\n|---|---|---|"
+    for key, value, comment in keys_of(conf_dir() / "train.yaml"):
+        if key.partition(".")[0] in ("hydra",) or not (value or comment):
+            continue
+        yield f"| `{key}` | `{cell(value) or 'null'}` | {cell(comment)} |"
+    for folder in sorted(p for p in conf_dir().iterdir() if p.is_dir()):
+        group = folder.name
+        if group in NOT_SHOWN:
+            continue
+        files = sorted(folder.glob("*.yaml"))
+        yield f"\n## {group}\n\n| choice | what it is |\n|---|---|"
+        for file in files:
+            yield f"| `{group}={file.stem}` | {cell(described(file))} |"
+        if group in LISTED:
+            yield "\n| key | default | meaning |\n|---|---|---|"
+            for file in files:
+                several = f" ({file.stem})" if len(files) > 1 else ""
+                for key, value, comment in keys_of(file):
+                    if not key.startswith("_"):
+                        written = f"`{cell(value)}`" if value else ""
+                        yield f"| `{group}.{key}`{several} | {written} | {cell(comment)} |"
+
+
+def page() -> str:
+    """Return the whole page."""
+    return "\n".join([INTRODUCTION.rstrip(), *hparams_section(), *groups_section()]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

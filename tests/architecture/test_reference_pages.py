@@ -1,0 +1,137 @@
+"""Pages that quote the code agree with it: configuration, implementation details, TRL's options."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import types
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf_lightning.composition import conf_dir, register
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PEER = ROOT / "benchmarks/.peer/lib/python3.11/site-packages/trl/experimental/ppo/ppo_config.py"
+# The fields that PPOConfig of TRL 1.12 has of its own.
+TRL_OPTIONS = {
+    "learning_rate",
+    "dataset_num_proc",
+    "num_mini_batches",
+    "total_episodes",
+    "local_rollout_forward_batch_size",
+    "num_sample_generations",
+    "response_length",
+    "stop_token",
+    "stop_token_id",
+    "temperature",
+    "missing_eos_penalty",
+    "sft_model_path",
+    "world_size",
+    "num_total_batches",
+    "micro_batch_size",
+    "local_batch_size",
+    "batch_size",
+    "local_mini_batch_size",
+    "mini_batch_size",
+    "push_to_hub",
+    "reward_model_path",
+    "model_adapter_name",
+    "ref_adapter_name",
+    "num_ppo_epochs",
+    "whiten_rewards",
+    "kl_coef",
+    "kl_estimator",
+    "cliprange",
+    "vf_coef",
+    "cliprange_value",
+    "gamma",
+    "lam",
+    "ds3_gather_for_generation",
+}
+
+
+def builder() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("builder", DOCS / "build_configuration.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_configuration_page_is_the_one_that_the_code_gives():
+    assert (DOCS / "configuration.md").read_text(encoding="utf-8") == builder().page(), (
+        "run `python docs/build_configuration.py`"
+    )
+
+
+def test_the_configuration_page_has_every_hyper_parameter_and_every_group():
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    for key in ("module.ppo.kl_coef", "module.sampling.max_new_tokens", "lora.target_modules"):
+        assert f"| `{key}` |" in text
+    for folder in conf_dir().iterdir():
+        if folder.is_dir() and folder.name not in builder().NOT_SHOWN:
+            assert f"\n## {folder.name}\n" in text
+
+
+def rows(page: str) -> list[list[str]]:
+    """Return the cells of a page's tables, headers and rules left out."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    tables = [line for line in lines if line.startswith("| ") and set(line) - set("|- ")]
+    body = [line for line in tables if not line.startswith(("| detail", "| TRL"))]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in body]
+
+
+@pytest.mark.parametrize("row", rows("implementation_details.md"), ids=lambda row: row[0])
+def test_the_line_that_implements_a_detail_is_where_the_table_says(row):
+    quoted = re.fullmatch(r"`([\w./]+)`: `([^`]+)`", row[2])
+    assert quoted, f"{row[2]}: write `file`: `piece of the line`"
+    file = ROOT / "rlhf_lightning" / quoted.group(1)
+    file = file if file.exists() else ROOT / quoted.group(1)
+    count = file.read_text(encoding="utf-8").count(quoted.group(2))
+    assert count == 1, f"{quoted.group(2)!r} stands {count} times in {quoted.group(1)}"
+
+
+def trl_rows() -> list[list[str]]:
+    return [row for row in rows("migrating_from_trl.md") if len(row) == 3]
+
+
+def test_every_option_of_trl_has_a_counterpart_or_is_said_to_have_none():
+    named = {name for row in trl_rows() for name in re.findall(r"`(\w+)`", row[0])}
+    assert not TRL_OPTIONS - named
+
+
+@pytest.mark.skipif(not PEER.exists(), reason="TRL 1.12 is not in benchmarks/.peer (peer_env.sh)")
+def test_the_options_are_those_of_trl_1_12():
+    tree = ast.parse(PEER.read_text(encoding="utf-8"))
+    config = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "PPOConfig")
+    own = {n.target.id for n in config.body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
+    overridden = {"logging_steps", "gradient_checkpointing", "bf16", "lr_scheduler_kwargs"}
+    assert own - overridden - {"run_name", "exp_name"} == TRL_OPTIONS
+
+
+def test_every_counterpart_is_a_setting_that_exists():
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        cfg = compose("train", overrides=["+experiment=ppo_smollm2_135m", "lora=lora"])
+    checked = 0
+    for row in trl_rows():
+        for written in re.findall(r"`([^`]+)`", row[1]):
+            key, _, value = written.partition("=")
+            if value and (conf_dir() / key).is_dir():
+                assert (conf_dir() / key / f"{value}.yaml").is_file(), written
+            elif re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key) and not written.startswith("rlhf-"):
+                assert exists(cfg, key), f"{key} of migrating_from_trl.md does not exist"
+                checked += 1
+    assert checked > 20
+
+
+def exists(cfg: DictConfig, key: str) -> bool:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    return node is not None and name in node

@@ -1,0 +1,107 @@
+"""`debug=overfit|one_batch|profile`: what they run, write and leave alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_lightning.callbacks.profiling import ProfileIterations
+from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.data.first_records import FirstRecords
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.start_screen import earlier_seconds, readable_count
+from rlhf_lightning.train import run
+from tests.entry.small_runs import configuration, make_start
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_start(tmp_path_factory.mktemp("start") / "start")
+
+
+def words(text: str) -> str:
+    """Return what a screen says, without its box and its line breaks."""
+    return re.sub(r"[│\s]+", " ", text)
+
+
+def finished_run(folder: Path, start: Path, stage: str, *overrides: str) -> RunFolder:
+    cfg = configuration(stage, start, *overrides)
+    run(cfg, RunFolder(folder), [])
+    return RunFolder(folder)
+
+
+def test_the_first_records_come_again_and_again_in_both_splits():
+    world = DemoSource(seed=1, num_demonstrations=20)
+    few = FirstRecords(world, num_records=3, num_copies=4)
+    first = world.records("demonstrations", "train")[:3]
+    assert few.records("demonstrations", "train") == first * 4
+    assert few.records("demonstrations", "validation") == first
+    with pytest.raises(ValueError, match=r"num_copies=0, expected at least 1"):
+        FirstRecords(world, num_records=3, num_copies=0)
+
+
+def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path, capsys):
+    published = tmp_path / "published"
+    folder = finished_run(
+        tmp_path / "run",
+        start,
+        "sft",
+        "debug=overfit",
+        f"artifacts.publish={published}",
+        "module.sft.learning_rate=0.02",
+        "callbacks.checkpoint.every_n_iterations=100",
+    )
+    losses = [row["sft/loss"] for row in read_metrics(folder.metrics)]
+    assert len(losses) == 60
+    assert min(losses[-5:]) < 0.25 * losses[0]
+    assert not published.exists()
+    said = words(capsys.readouterr().out)
+    assert "nothing: the model stays in the run folder" in said
+    assert "60 iterations of 4 rows" in said
+
+
+def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys):
+    folder = finished_run(tmp_path / "run", start, "ppo", "debug=profile", "artifacts.reward=null")
+    table = (folder.profile / "table.txt").read_text()
+    assert table.startswith("2 iterations profiled, ")
+    for part in ("time/update", "time/generate", "time/score", "everything else", "Self CPU"):
+        assert part in table
+    with gzip.open(folder.profile / "trace.json.gz") as file:
+        trace = json.load(file)
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"aten::mm", "aten::addmm"} & names
+    said = words(capsys.readouterr().out)
+    assert "profile/table.txt" in said.replace(" ", "")
+    assert "= 1 optimizer steps" in said
+
+
+def test_profiling_settings_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="skip=-1, num_iterations=2"):
+        ProfileIterations(skip=-1)
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys):
+    folder = finished_run(tmp_path / "run", start, "reward", "debug=one_batch")
+    assert len(read_metrics(folder.metrics)) == 1
+    assert folder.report.exists()
+    assert "chosen" in capsys.readouterr().out
+    summary = json.loads(folder.summary.read_text())
+    assert earlier_seconds(tmp_path, summary["config_hash"]) == summary["seconds"]["total"]
+    assert earlier_seconds(tmp_path, "another") is None
+
+
+def test_counts_of_weights_are_read_at_a_glance():
+    assert [readable_count(n) for n in (999, 664_192, 134_515_008, 8_030_261_248)] == [
+        "999",
+        "664 k",
+        "135 M",
+        "8.03 G",
+    ]
