@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def memory_growth(run: Endurance) -> float:
-    """Return by what share the memory of a run in one process has grown after its warm-up."""
+    """Return by what share the memory of the process that lived longest grew after its warm-up."""
     rows = read_memory(run.memory)
-    assert len({pid for pid, _, _ in rows}) == 1, "the run was not one process"
-    return growth(rows, warm_up=WARM_UP, window=WINDOW)
+    (longest, _), *_ = Counter(pid for pid, _, _ in rows).most_common(1)
+    return growth([row for row in rows if row[0] == longest], warm_up=WARM_UP, window=WINDOW)
 
 
 def report(steady: Endurance, killed: Endurance) -> str:
