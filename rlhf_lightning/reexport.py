@@ -31,6 +31,7 @@ from rlhf_lightning.runs.checkpoint_files import CheckpointError, read_checkpoin
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration
 from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.sharded_checkpoint import read_full
 
 _LOADERS = (
     "rlhf_lightning.models.factory.load_policy",
@@ -57,7 +58,7 @@ def reexport(folder: RunFolder, checkpoint: Path, target: Path, *, adapter_only:
     try:
         cfg = _configuration(folder)
         tokenizer = _tokenizer(cfg)
-        content = read_checkpoint(checkpoint)
+        content = read_full(checkpoint) if checkpoint.is_dir() else read_checkpoint(checkpoint)
         model = _model(cfg, content)
         outcome = _outcome(folder, checkpoint, model)
     except CheckpointError as error:

@@ -77,6 +77,7 @@ class StrategySettings(Checked):
     name: str = "auto"
     compute_dtype: str | None = None
     timeout_minutes: float = number(30.0, above=0)
+    checkpoint: str = "full"
     shard_over: int | None = number(None, at_least=1)
     cpu_offload: bool = False
 
@@ -85,6 +86,7 @@ class StrategySettings(Checked):
         super().__post_init__()
         _choose(self, "name", ("auto", "ddp", "fsdp"))
         _choose(self, "compute_dtype", (None, "bfloat16", "float32"))
+        _choose(self, "checkpoint", ("full", "sharded"))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 from torchmetrics import Metric
 
 from rlhf_lightning.distributed import mesh_in_groups
+from rlhf_lightning.sharded_checkpoint import load_shards, load_whole, save_shards
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -22,6 +24,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard_over: neighbouring devices that share one copy of every model; each such group holds
             the whole, and gradients are averaged between groups.
         cpu_offload: shards, gradients and optimizer state are in the memory of the machine.
+        sharded_checkpoints: each rank writes its own share.
         timeout: how long a rank waits for the others.
     """
 
@@ -31,12 +34,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         num_devices: int,
         shard_over: int | None = None,
         cpu_offload: bool = False,
+        sharded_checkpoints: bool = False,
         timeout: timedelta,
     ) -> None:
         super().__init__(
             data_parallel_size=num_devices,
             tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
+            save_distributed_checkpoint=sharded_checkpoints,
             # The norm of gradients that are not on the device is exchanged by gloo.
             process_group_backend="cpu:gloo,cuda:nccl"
             if cpu_offload and torch.cuda.is_available()
@@ -73,6 +77,25 @@ class FSDP2Strategy(ModelParallelStrategy):
                 persistent = name not in module._non_persistent_buffers_set
                 module.register_buffer(name, buffer.to(self.root_device), persistent=persistent)
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a file from rank 0, or a folder from all ranks."""
+        if self._save_distributed_checkpoint:
+            save_shards(checkpoint, Path(self.broadcast(filepath)))
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint of any strategy, as data, whatever is asked for."""
+        path = Path(self.broadcast(checkpoint_path))
+        load = load_shards if path.is_dir() else load_whole
+        assert self.model is not None
+        rest: dict[str, Any] = load(path, self.model, self.optimizers)
+        return rest
+
 
 def make_strategy(cfg: DictConfig) -> Strategy | str:
     """Return Lightning's strategy; "fsdp" means FSDP2."""
@@ -86,5 +109,6 @@ def make_strategy(cfg: DictConfig) -> Strategy | str:
         num_devices=int(cfg.trainer.devices) * int(cfg.trainer.num_nodes),
         shard_over=settings.get("shard_over"),
         cpu_offload=bool(settings.get("cpu_offload")),
+        sharded_checkpoints=settings.get("checkpoint") == "sharded",
         timeout=timeout,
     )

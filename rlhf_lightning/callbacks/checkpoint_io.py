@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,13 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rlhf_lightning.runs.atomic import replacing
 from rlhf_lightning.runs.resume import checkpoint_problem
+from rlhf_lightning.sharded_checkpoint import read_full
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Write a checkpoint file in one step, read back and on disk before it takes its name.
+
+    It reads sharded checkpoints too, so that a run goes on under another strategy.
 
     Lightning pickles into memory and then moves a file from `$TMPDIR`; across filesystems that
     is a plain copy, and a kill destroys the former file too. Only rank 0 comes here.
@@ -36,6 +38,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if problem := checkpoint_problem(file.name):
                 raise OSError(f"the checkpoint {path} cannot be read back: {problem}")
 
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the checkpoint; it is read as data, whatever is asked for."""
+        del weights_only
+        if Path(path).is_dir():
+            return read_full(Path(path))
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only=True)
+        return checkpoint
+
 
 def silence_resume_warnings() -> None:
     """Silence what Lightning says about resuming and does not apply: the sampler is resumable."""
@@ -46,11 +61,3 @@ def silence_resume_warnings() -> None:
         ".*dirpath has changed from.*",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint, a file or a folder, or the link to one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from rlhf_lightning.callbacks.checkpoint_io import remove, silence_resume_warnings
+from rlhf_lightning.callbacks.checkpoint_io import silence_resume_warnings
 from rlhf_lightning.callbacks.iterations import (
     VALIDATION,
     current_iteration,
@@ -27,7 +27,7 @@ from rlhf_lightning.callbacks.iterations import (
     validation_follows,
 )
 from rlhf_lightning.callbacks.stop_requests import Request, StopRequests
-from rlhf_lightning.runs.atomic import link_atomically
+from rlhf_lightning.runs.atomic import link_atomically, remove
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
 from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock, deadline
 
@@ -268,8 +268,6 @@ class IterationCheckpoint(Checkpoint):
     def _write(self, trainer: Trainer) -> None:
         iteration = current_iteration(trainer)
         path = self._path(iteration)
-        if trainer.is_global_zero and path.is_dir():
-            remove(path)  # a distributed checkpoint written in place would mix old and new
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_at = iteration
         if trainer.is_global_zero:

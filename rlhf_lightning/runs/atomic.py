@@ -126,6 +126,17 @@ def replace_folder(new: Path, target: Path) -> Path | None:
     return aside
 
 
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder, which loses its name before it loses its content."""
+    if path.is_dir() and not path.is_symlink():
+        aside = path.with_name(f".{path.name}.tmp-removed")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        shutil.rmtree(aside)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Bring the names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rlhf_lightning.runs.resume import checkpoint_problem
+from rlhf_lightning.runs.resume import META, checkpoint_problem
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-# What the index of a folder of `torch.distributed.checkpoint` is made of.
-_INDEX = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-}
 
 
 class CheckpointError(ValueError):
@@ -46,7 +25,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     import torch
 
     if path.is_dir():
-        raise CheckpointError(f"{path} is a distributed checkpoint in a folder; wanted is a file")
+        raise CheckpointError(f"{path} is a folder of shards; wanted is a file")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -66,8 +45,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def check_checkpoint(path: Path) -> None:
     """Check that a checkpoint can be loaded, and that loading it runs no code.
 
-    torch reads the index and the plain values of a distributed checkpoint (a folder) as pickles
-    that may name any function; here they are read as what they have to be.
+    The shards of a folder are safetensors files, which hold numbers only.
 
     Args:
         path: file or folder.
@@ -82,50 +60,12 @@ def check_checkpoint(path: Path) -> None:
         return
     import torch
 
-    part = path / "meta.pt"
     try:
-        torch.load(part, map_location="cpu", weights_only=True)
-        part = path / ".metadata"
-        with part.open("rb") as file:
-            index = _IndexUnpickler(file).load()
-        for value in _plain_values(path, index):
-            part = value.file
-            torch.load(io.BytesIO(value.content), weights_only=True)
+        torch.load(path / META, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(part, str(error))) from error
-    except (
-        *(RuntimeError, OSError, EOFError, ValueError, zipfile.BadZipFile),
-        *(AttributeError, KeyError, TypeError, IndexError, ImportError),
-    ) as error:
-        raise CheckpointError(f"{path}: {part.name} is damaged ({_first_line(error)})") from error
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Builds the index of a distributed checkpoint and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not dtype and name not in _INDEX.get(module, ()):
-            raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {module}.{name}")
-        return super().find_class(module, name)
-
-
-class _PlainValue(NamedTuple):
-    file: Path
-    content: bytes
-
-
-def _plain_values(path: Path, index: Any) -> Iterator[_PlainValue]:
-    """Yield everything in a distributed checkpoint that is no tensor."""
-    for key, where in index.storage_data.items():
-        kind = type(index.state_dict_metadata[key.fqn]).__name__
-        if kind == "BytesStorageMetadata":
-            part = path / Path(where.relative_path).name
-            with part.open("rb") as file:
-                file.seek(where.offset)
-                yield _PlainValue(part, file.read(where.length))
+        raise CheckpointError(_refusal(path / META, str(error))) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path}: {META} is damaged ({_first_line(error)})") from error
 
 
 def _refusal(path: Path, text: str) -> str:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,15 @@ _LEFT_OUT = frozenset(
         "callbacks.checkpoint.keep_last",
         "strategy.name",
         "strategy.timeout_minutes",
+        "strategy.checkpoint",
         "strategy.cpu_offload",
         "strategy.shard_over",
     }
 )
 _VERBOSITY = frozenset({"verbose", "quiet", "refresh_rate", "refresh_seconds", "every_n_seconds"})
+META = "meta.pt"  # of a sharded checkpoint: what every rank has alike
+CHECKSUMS = "checksums.json"
+_CHUNK_BYTES = 1 << 22
 _CHECKPOINT_NAME = re.compile(r"iteration=(\d+)")
 
 
@@ -105,12 +110,11 @@ def newest_complete_checkpoint(folder: RunFolder) -> Path | None:
 def checkpoint_problem(path: Path | str) -> str | None:
     """Return why a checkpoint cannot be loaded, or None if it can.
 
-    A checkpoint is a zip archive of `torch.save` or a folder of `torch.distributed.checkpoint`.
+    A checkpoint is a zip archive of `torch.save`, or a folder of shards with their checksums.
     """
     path = Path(path)
     if path.is_dir():
-        missing = [name for name in (".metadata", "meta.pt") if not (path / name).is_file()]
-        return f"it was not written to its end, {missing[0]} is missing" if missing else None
+        return _folder_problem(path)
     if not path.is_file():
         return "it does not exist"
     if not zipfile.is_zipfile(path):
@@ -123,7 +127,7 @@ def checkpoint_problem(path: Path | str) -> str | None:
     except Exception as error:
         return f"it is damaged ({' '.join(str(error).split()) or type(error).__name__})"
     if broken is not None:
-        return f"it is damaged in {broken.encode('unicode_escape').decode()}"
+        return f"it is damaged in {_escaped(broken)}"
     return None if pickled else "it is an archive, but no checkpoint of torch.save"
 
 
@@ -131,6 +135,36 @@ def checkpoint_iteration(path: Path | str) -> int | None:
     """Return the iteration in the name of a checkpoint, following links; None if it has none."""
     match = _CHECKPOINT_NAME.search(Path(path).resolve().name)
     return int(match.group(1)) if match else None
+
+
+def checksum(path: Path) -> list[int]:
+    """Return size and CRC-32 of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]
+
+
+def _folder_problem(folder: Path) -> str | None:
+    # The checksums are written last, so a folder without them was not written to its end.
+    try:
+        expected = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        if META not in expected:
+            return f"it was not written to its end, {META} is missing"
+        for name, sums in expected.items():
+            if checksum(folder / Path(name).name) != sums:
+                return f"it is damaged in {_escaped(name)}"
+    except FileNotFoundError as error:
+        missing = _escaped(Path(error.filename).name)
+        return f"it was not written to its end, {missing} is missing"
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        return f"it is damaged ({_escaped(str(error))})"
+    return None
+
+
+def _escaped(text: str) -> str:
+    return text.encode("unicode_escape").decode()
 
 
 def _candidates(checkpoints: Path) -> list[Path]:

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "rlhf_lightning"
 LAYERS = (
     {"functional", "batches", "hparams"},
     {"models", "distributed", "runs"},
+    {"sharded_checkpoint"},
     {"data", "rollout"},
     {"modules", "preferences", "memory"},
     {"evaluation"},
@@ -44,6 +45,7 @@ ENTRY_POINTS = {part for part, rank in RANKS.items() if rank >= RANKS["compositi
 HYDRA = {"hydra", "omegaconf"}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING_PARTS = {"modules", "callbacks", "data", "distributed"} | ENTRY_POINTS
+DISTRIBUTED_PARTS = {"distributed", "sharded_checkpoint"}
 HEAVY = {"torch", "lightning", "transformers", "datasets", "wandb", "scipy", "matplotlib", "peft"}
 PURE_PARTS = {"functional", "batches", "hparams"}
 NOT_PURE = HEAVY - {"torch", "scipy"} | HYDRA
@@ -75,7 +77,7 @@ def import_violations(part: str, source: str) -> list[str]:
         for line, name in imported_names(tree)
         if (reason := forbidden(part, name))
     ]
-    if part != "distributed":
+    if part not in DISTRIBUTED_PARTS:
         found += [
             f"{node.lineno}: torch.distributed belongs to distributed.py"
             for node in ast.walk(tree)
@@ -97,7 +99,7 @@ def forbidden(part: str, name: str) -> str | None:
         return f"{name}: only {', '.join(sorted(LIGHTNING_PARTS))} import {library}"
     if library in NOT_PURE and part in PURE_PARTS:
         return f"{name}: {part} is tensors in, tensors out"
-    if name.startswith("torch.distributed") and part != "distributed":
+    if name.startswith("torch.distributed") and part not in DISTRIBUTED_PARTS:
         return f"{name} belongs to distributed.py"
     return None
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlhf_lightning.runs.checkpoint_files import CheckpointError, check_checkpoint, read_checkpoint
 from tests.bad_input.examples import examples
 from tests.bad_input.test_any_records import DAMAGE, damaged
-from tests.bad_input.test_untrusted_checkpoints import distributed
+from tests.bad_input.test_untrusted_checkpoints import sharded
 
 CONTENT = {
     "state_dict": {"weight": torch.arange(64.0).reshape(8, 8), "bias": torch.ones(8)},
@@ -105,9 +105,12 @@ def test_any_plain_content_is_a_checkpoint_or_is_said_to_be_none(tmp_path, conte
     check_content(tmp_path / "last.ckpt", content)
 
 
+PARTS = ("checksums.json", "meta.pt", "shard-00001.safetensors")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return distributed(tmp_path_factory.mktemp("distributed") / "a.ckpt")
+    return sharded(tmp_path_factory.mktemp("sharded") / "a.ckpt")
 
 
 def check_folder(folder: Path, part: str, damage: tuple[float, bytes, str]) -> None:
@@ -123,14 +126,14 @@ def check_folder(folder: Path, part: str, damage: tuple[float, bytes, str]) -> N
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @examples(40)
-@given(st.sampled_from([".metadata", "meta.pt"]), DAMAGE)
-def test_a_damaged_index_is_refused_or_does_no_harm(folder, part, damage):
+@given(st.sampled_from(PARTS), DAMAGE)
+def test_damaged_shards_are_refused_or_do_no_harm(folder, part, damage):
     check_folder(folder, part, damage)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @examples(3000)
-@given(st.sampled_from([".metadata", "meta.pt"]), DAMAGE)
-def test_very_many_damaged_indices_are_refused_or_do_no_harm(folder, part, damage):
+@given(st.sampled_from(PARTS), DAMAGE)
+def test_very_many_damaged_shards_are_refused_or_do_no_harm(folder, part, damage):
     check_folder(folder, part, damage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import pickle
 import zipfile
@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_lightning.export import run as export
 from rlhf_lightning.export_request import ExportError, Request
 from rlhf_lightning.runs.checkpoint_files import CheckpointError, check_checkpoint, read_checkpoint
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.resume import config_hash
+from rlhf_lightning.runs.resume import checksum, config_hash
 from rlhf_lightning.runs.summary import read_summary, write_summary
+from rlhf_lightning.sharded_checkpoint import read_full
 from rlhf_lightning.train import run
 from tests.entry.small_runs import completed, configuration, make_start
 
@@ -145,59 +145,55 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, what, words):
         check_checkpoint(path)
 
 
-def distributed(folder: Path) -> Path:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+def sharded(folder: Path) -> Path:
+    folder.mkdir()
     torch.save({"epoch": 0}, folder / "meta.pt")
+    save_file({"state_dict/weight": torch.ones(4, 4)}, folder / "shard-00001.safetensors")
+    return signed(folder)
+
+
+def signed(folder: Path) -> Path:
+    sums = {p.name: checksum(p) for p in folder.iterdir() if p.name != "checksums.json"}
+    (folder / "checksums.json").write_text(json.dumps(sums))
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_distributed_checkpoint_of_torch_passes(tmp_path):
-    check_checkpoint(distributed(tmp_path / "a.ckpt"))
+def test_a_sharded_checkpoint_passes(tmp_path):
+    check_checkpoint(sharded(tmp_path / "a.ckpt"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("place", ["meta.pt", ".metadata", "plain value"])
-def test_no_part_of_a_distributed_checkpoint_runs_code(tmp_path, marker, place):
-    folder = distributed(tmp_path / "a.ckpt")
-    if place == "meta.pt":
-        torch.save({"epoch": touch(marker)}, folder / "meta.pt")
-    elif place == ".metadata":
-        (folder / ".metadata").write_bytes(pickle.dumps(touch(marker)))
-    else:
-        index = pickle.loads((folder / ".metadata").read_bytes())
-        kinds = index.state_dict_metadata
-        key = next(k for k in index.storage_data if type(kinds[k.fqn]).__name__.startswith("Bytes"))
-        evil = io.BytesIO()
-        torch.save(touch(marker), evil)
-        where = index.storage_data[key]
-        where.offset, where.length = 0, len(evil.getvalue())
-        where.relative_path = "__9_0.distcp"
-        (folder / "__9_0.distcp").write_bytes(evil.getvalue())
-        (folder / ".metadata").write_bytes(pickle.dumps(index))
+def test_no_part_of_a_sharded_checkpoint_runs_code(tmp_path, marker):
+    folder = sharded(tmp_path / "a.ckpt")
+    torch.save({"epoch": touch(marker)}, folder / "meta.pt")
     with pytest.raises(CheckpointError, match=r"is refused: it names posix\.system"):
-        check_checkpoint(folder)
+        check_checkpoint(signed(folder))
+    with pytest.raises(pickle.UnpicklingError):
+        read_full(folder)
     assert not marker.exists()
-    if place != "meta.pt":  # torch itself would have run it
-        state = {"model": nn.Linear(4, 4).state_dict(), "optimizer": {"param_groups": [{"lr": 1}]}}
-        with suppress(CheckpointException, Exception):
-            dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-        assert marker.exists()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("part", [".metadata", "meta.pt"])
-def test_a_damaged_distributed_checkpoint_is_named_with_its_part(tmp_path, part):
-    folder = distributed(tmp_path / "a.ckpt")
+def test_an_index_of_torchs_own_format_is_not_read(tmp_path, marker):
+    folder = tmp_path / "a.ckpt"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(touch(marker)))
+    torch.save({"epoch": 0}, folder / "meta.pt")
+    with pytest.raises(CheckpointError, match=r"to its end, checksums\.json is missing"):
+        check_checkpoint(folder)
+    with suppress(Exception):
+        read_full(signed(folder))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("part", ["meta.pt", "shard-00001.safetensors"])
+def test_a_damaged_sharded_checkpoint_is_named_with_its_part(tmp_path, part):
+    folder = sharded(tmp_path / "a.ckpt")
     content = (folder / part).read_bytes()
     (folder / part).write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match=rf"a\.ckpt: {part} is damaged|a\.ckpt/{part} is ref"):
+    with pytest.raises(CheckpointError, match=rf"a\.ckpt: it is damaged in {part}"):
         check_checkpoint(folder)
+    if part == "meta.pt":
+        with pytest.raises(CheckpointError, match=r"a\.ckpt: meta\.pt is damaged"):
+            check_checkpoint(signed(folder))
     (folder / part).unlink()
     with pytest.raises(CheckpointError, match=f"not written to its end, {part} is missing"):
         check_checkpoint(folder)

@@ -19,22 +19,11 @@ from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
 from rlhf_lightning.train import run
+from tests.entry.small_settings import LENGTH_REWARD as LENGTH_REWARD
+from tests.entry.small_settings import SMALL as SMALL
+from tests.entry.small_settings import overrides_of
 
-SMALL = [
-    "debug=fast",
-    "logger=none",
-    "data.batch_size=4",
-    "callbacks.checkpoint.every_n_iterations=1",
-    "callbacks.checkpoint.keep_last=3",
-    "evaluation.num_prompts=8",
-    "artifacts.publish=null",
-    "+world.source.num_texts=24",
-    "+world.source.num_demonstrations=24",
-    "+world.source.num_preferences=24",
-    "+world.source.num_validation_preferences=16",
-]
 TRACKED_ITERATIONS = 11  # one more than W&B's tables of samples wait
-LENGTH_REWARD = "def score(prompts, completions):\n    return [len(c) / 10 for c in completions]\n"
 
 
 def make_start(folder: Path) -> Path:
@@ -62,23 +51,10 @@ def make_start(folder: Path) -> Path:
 
 def configuration(stage: str, start: Path, *overrides: str) -> DictConfig:
     register()
-    key = {"base": None, "sft": "artifacts.base"}.get(stage, "artifacts.sft")
-    own = [] if key is None else [f"{key}={start}"]
-    if stage == "ppo":
-        (start.parent / "reward.py").write_text(LENGTH_REWARD)
-        own += [
-            "scorer=function",
-            f"scorer.function={start.parent}/reward.py:score",
-            "module.models.value=null",
-            "module.models.value_head=zero",
-            "module.ppo.num_minibatches=1",
-            "module.ppo.num_ppo_epochs=1",
-            "module.sampling.max_new_tokens=4",
-        ]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         other_mode = any(o.startswith("debug=") for o in overrides)
-        small = [o for o in SMALL if not (other_mode and o == "debug=fast")]
-        return compose("train", overrides=[f"+experiment={stage}", *small, *own, *overrides])
+        own = [o for o in overrides_of(stage, start) if not (other_mode and o == "debug=fast")]
+        return compose("train", overrides=[*own, *overrides])
 
 
 def killed(folder: Path, stage: str, start: Path, *overrides: str) -> RunFolder:

@@ -16,7 +16,7 @@ from rlhf_lightning.preferences.records import Label, Pair
 from rlhf_lightning.preferences.rows import read_records
 from rlhf_lightning.preferences.store import LabelStore
 from rlhf_lightning.runs.folder import RunFolder, read_samples
-from tests.entry.small_runs import LENGTH_REWARD
+from tests.entry.small_settings import LENGTH_REWARD
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["evaluation.num_prompts=24", "evaluation.max_new_tokens=6", "evaluation.batch_size=8"]

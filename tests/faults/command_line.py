@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.entry.small_runs import SMALL
+from tests.entry.small_settings import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rlhf_lightning.lost_ranks import describe_loss, is_lost_contact
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary, read_summary
-from tests.entry.small_runs import SMALL
+from tests.entry.small_settings import SMALL
 from tests.faults.command_line import command, environment, run_folder
 from tests.multiprocess.launch import free_port
 

@@ -23,8 +23,9 @@ class Outcome:
     logs: list[str]
 
     def check(self) -> None:
-        for rank, (code, log) in enumerate(zip(self.codes, self.logs, strict=True)):
-            assert code == 0, f"rank {rank} ended with {code}:\n{log[-4000:]}"
+        if any(code != 0 for code in self.codes):
+            logs = "\n".join(f"--- rank {r}:\n{log[-4000:]}" for r, log in enumerate(self.logs))
+            raise AssertionError(f"the ranks ended with {self.codes}:\n{logs}")
 
 
 def run_ranks(
@@ -32,7 +33,7 @@ def run_ranks(
     *,
     world_size: int,
     folder: Path,
-    timeout: float = 100,
+    timeout: float = 300,
     environment: Mapping[str, str] | None = None,
     stop_at_first_end: bool = True,
     working_folder: Path = ROOT,
@@ -50,6 +51,7 @@ def run_ranks(
             "RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONFAULTHANDLER": 1,
         }  # fmt: skip
         env = {**os.environ, **{k: str(v) for k, v in own.items()}, **(environment or {})}
         with (folder / f"rank_{rank}.log").open("wb") as log:

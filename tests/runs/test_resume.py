@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import zipfile
+import zlib
 
 import torch
 
@@ -11,6 +13,7 @@ from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import (
     checkpoint_iteration,
     checkpoint_problem,
+    checksum,
     config_hash,
     find_unfinished_run,
     newest_complete_checkpoint,
@@ -142,7 +145,15 @@ def test_what_cannot_be_loaded_is_told_apart(tmp_path):
     assert "no checkpoint" in (checkpoint_problem(other) or "")
     sharded = tmp_path / "sharded.ckpt"
     sharded.mkdir()
-    (sharded / ".metadata").touch()
-    assert "meta.pt" in (checkpoint_problem(sharded) or "")
-    (sharded / "meta.pt").touch()
+    assert "checksums.json is missing" in (checkpoint_problem(sharded) or "")
+    (sharded / "meta.pt").write_bytes(b"12345")
+    (sharded / "checksums.json").write_text("{}")
+    assert "meta.pt is missing" in (checkpoint_problem(sharded) or "")
+    sums = {"meta.pt": checksum(sharded / "meta.pt"), "shard-00001": [3, 1]}
+    (sharded / "checksums.json").write_text(json.dumps(sums))
+    assert "shard-00001 is missing" in (checkpoint_problem(sharded) or "")
+    (sharded / "shard-00001").write_bytes(b"abc")
+    assert "damaged in shard-00001" in (checkpoint_problem(sharded) or "")
+    sums["shard-00001"] = [3, zlib.crc32(b"abc")]
+    (sharded / "checksums.json").write_text(json.dumps(sums))
     assert checkpoint_problem(sharded) is None
