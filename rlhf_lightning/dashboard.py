@@ -13,7 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.composition import ConfigError, conf_dir, explain, register
+from rlhf_lightning.composition import ConfigError, conf_dir, register
+from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 
 HELP = """Make the workspace of a project in Weights & Biases, and a report that compares two runs.
 
@@ -201,8 +202,8 @@ def compose_settings(overrides: Sequence[str]) -> dict[str, Any]:
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         try:
             cfg = compose("dashboard", overrides=list(overrides))
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(explain(error, list(overrides))) from error
+        except COMPOSE_ERRORS as error:
+            raise ConfigError(explain(error, list(overrides), "dashboard")) from error
     settings: Any = OmegaConf.to_container(cfg.dashboard, resolve=True)
     return dict(settings)
 
