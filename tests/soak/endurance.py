@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.resume import newest_complete_checkpoint
 from tests.faults.command_line import command, environment
 from tests.rollout.reward_server import serving
 from tests.soak.memory_log import read_memory
@@ -99,8 +98,7 @@ class Endurance:
 
     @property
     def run_folder(self) -> RunFolder:
-        (found,) = self.folder.glob("outputs/*/*/summary.json")
-        return RunFolder(found.parent)
+        return RunFolder(max(self.folder.glob("outputs/*/*/summary.json")).parent)
 
     def arguments(self) -> list[str]:
         return [
@@ -247,9 +245,9 @@ class Endurance:
             process.kill()
 
     def _damage(self) -> None:
-        newest = newest_complete_checkpoint(self.run_folder)
-        if newest is not None:
-            os.truncate(newest, newest.stat().st_size * 2 // 3)
+        found = sorted(self.run_folder.checkpoints.glob("iteration=*.ckpt"))
+        if len(found) > 1:  # without one before it the run would begin anew
+            os.truncate(found[-1], found[-1].stat().st_size * 2 // 3)
 
 
 def free_port() -> int:
@@ -282,6 +280,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=28)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the process that trains ends, too
     runs = endure(
         given.folder.absolute(),
         num_iterations=given.iterations,
