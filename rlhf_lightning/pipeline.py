@@ -30,6 +30,7 @@ from rlhf_lightning.pipeline_plan import (
     RUNNING,
     Outcome,
     Step,
+    as_overrides,
     check_pipeline,
     plan,
     read_state,
@@ -181,7 +182,7 @@ def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
     change = step.stage if blame is None or blame.stage == "labels" else blame.stage
     return (
         f"{step.name} failed its gates ({reasons}). {blame} Then call the pipeline again, with "
-        f"overrides.{change}=[...], or with accept=[{step.stage}]"
+        f"{change}:KEY=VALUE, or with accept=[{step.stage}]"
     )
 
 
@@ -228,6 +229,7 @@ def _fail(message: str, code: int) -> NoReturn:
 def main() -> None:
     """Run the command line."""
     agree_on("launch time", launch_time)
+    sys.argv[1:] = as_overrides(sys.argv[1:])
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     if len(overrides) == len(sys.argv) - 1:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -76,6 +77,23 @@ class Outcome:
     status: str
 
 
+def as_overrides(words: Sequence[str]) -> list[str]:
+    """Return the command line with its words for one stage as Hydra reads them.
+
+    `ppo:module.ppo.kl_coef=0.1` becomes `overrides.ppo=['module.ppo.kl_coef=0.1']`; `train:` is for
+    every training stage. Other words stay as they are.
+    """
+    own: dict[str, list[str]] = {}
+    others = []
+    for word in words:
+        stage, colon, rest = word.partition(":")
+        if colon and stage in ("train", *STAGES):
+            own.setdefault(stage, []).append(_quoted(rest))
+        else:
+            others.append(word)
+    return others + [f"overrides.{stage}=[{','.join(found)}]" for stage, found in own.items()]
+
+
 def check_pipeline(cfg: DictConfig) -> None:
     """Refuse what nothing reads or runs.
 
@@ -108,12 +126,17 @@ def check_pipeline(cfg: DictConfig) -> None:
         if name is not None and name not in experiments:
             hint = did_you_mean(str(name), experiments)
             raise ConfigError(f"experiments.{stage}={name} is no experiment{hint}")
+    if cfg.evaluation_gates not in choices("gates"):
+        hint = did_you_mean(str(cfg.evaluation_gates), choices("gates"))
+        raise ConfigError(f"evaluation_gates={cfg.evaluation_gates} is none of conf/gates{hint}")
     for stage in cfg.accept:
         if stage not in STAGES:
             raise ConfigError(f"accept names {stage!r}{did_you_mean(str(stage), list(STAGES))}")
     for stage, words in cfg.overrides.items():
         if not OmegaConf.is_list(words) or not all(isinstance(word, str) for word in words):
-            raise ConfigError(f"overrides.{stage}={words} must be a list, such as [key=value]")
+            raise ConfigError(
+                f"overrides.{stage}={words} must be a list of texts: write {stage}:key=value"
+            )
 
 
 def plan(cfg: DictConfig, folder: Path) -> list[Step]:
@@ -142,7 +165,8 @@ def _first_round(cfg: DictConfig, folder: Path) -> list[Step]:
             head = (f"+experiment={cfg.experiments[stage]}",)
             steps.append(Step(1, stage, "rlhf_lightning.train", (*head, *ours, *more, *own)))
         elif cfg[stage]:
-            steps.append(Step(1, stage, f"rlhf_lightning.{stage}", (*ours, *own)))
+            held = (f"gates={cfg.evaluation_gates}",) if stage == "evaluate" else ()
+            steps.append(Step(1, stage, f"rlhf_lightning.{stage}", (*ours, *held, *own)))
     return steps
 
 
@@ -181,5 +205,11 @@ def set_aside(folder: Path) -> None:
 
 def given(key: str, path: Path) -> str:
     """Return `key=path` as Hydra reads it, whatever characters are in the path."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{text}'"
+    return f"{key}={_quoted(str(path))}"
+
+
+def _quoted(text: str) -> str:
+    # Hydra reads a backslash as itself, but before a quote as what escapes it.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"'{escaped}'"

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from rlhf_lightning.runs.summary import GateResult
 
-PROXY_GAINED = 0.65  # win rate by the learnt score from which PPO has done its part
+PROXY_GAINED = 0.65  # win rate by the learnt score from which PPO has done its part, and
+PROXY_APART = 0.15  # how far the judge that counts then lags behind, to blame the reward model
 MOVED = 0.02  # nats a token, below which a policy has hardly left its start
 WEAK_DOMAIN = 0.05  # below the reward model's own accuracy
 Metrics = Mapping[str, float | None]
@@ -69,7 +70,8 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
             f"The policy has hardly moved: {_show(kl)} nats a token",
             "more iterations, a larger learning rate or a smaller module.ppo.kl_coef",
         )
-    if wins and proxy is not None and proxy >= PROXY_GAINED:
+    judged = min(failed[name].value or 0.0 for name in wins) if wins else 0.0
+    if wins and proxy is not None and proxy >= max(PROXY_GAINED, judged + PROXY_APART):
         return Blame(
             "reward",
             f"The policy wins {_show(proxy)} of comparisons by the learnt reward and not by the "
@@ -79,7 +81,8 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
     if wins:
         return Blame(
             "ppo",
-            f"The policy gains little even by the reward it is trained on ({_show(proxy)} won)",
+            f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
+            "comparisons are won: the policy has not gone far enough",
             "more iterations or a larger learning rate; look at ppo/explained_variance",
         )
     if safety:
@@ -138,4 +141,4 @@ def _get(metrics: Metrics, name: str) -> float | None:
 
 
 def _show(value: float | None) -> str:
-    return "an unknown number of" if value is None else f"{value:.3f}"
+    return "an unknown share" if value is None else f"{value:.3f}"

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
-from rlhf_lightning.evaluation.policy import (
-    GoldReward,
-    Sampling,
-    sample_answers,
-    side_by_side,
-)
-from rlhf_lightning.evaluation.safety import SafetyCheck
-from rlhf_lightning.evaluation.sides import Judges
+from rlhf_lightning.evaluation.policy import Sampling, sample_answers
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.score import RewardModelScorer, Scorer
+from rlhf_lightning.rollout.score import RewardModelScorer
 
 logger = logging.getLogger(__name__)
 EQUAL_SCORES = 1e-6  # of their size: what fp32 rounding alone makes of equal scores
@@ -39,33 +31,6 @@ class Findings:
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]] = field(default_factory=list)
-
-
-def compare_policies(
-    policy: PolicyModel,
-    baseline: PolicyModel,
-    batches: Iterable[PromptBatch],
-    sampling: Sampling,
-    *,
-    seed: int,
-    gold: GoldReward | None,
-    scorer: Scorer | None,
-    num_samples: int,
-    safety: SafetyCheck | None = None,
-    safety_batches: Sequence[PromptBatch] = (),
-    answers_per_prompt: int = 1,
-) -> Findings:
-    """Compare a policy with where it started, on every held-out prompt.
-
-    The two draw with different noise. KL is the mean k1 over the policy's response tokens.
-    """
-    questions = Questions(list(batches), safety_batches, answers_per_prompt)
-    judges = Judges(gold, scored=scorer is not None, safety=safety)
-    comparison = HeldOutComparison(questions, sampling, judges, seed, scorer)
-    mine = comparison.ask_policy(policy, reference=baseline)
-    theirs = comparison.ask_baseline(baseline)
-    samples = side_by_side(mine.main, theirs.main, num_samples)
-    return Findings(comparison.measure(mine, theirs), samples)
 
 
 @torch.no_grad()

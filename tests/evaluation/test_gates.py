@@ -125,6 +125,12 @@ def failed(**values):
             "reward",
         ),
         (
+            "ppo",
+            {"gold_win_rate": 0.74, "gold_win_rate_low": 0.7},
+            {"ppo": {"val/kl_per_token": 0.15, "val/score_win_rate": 0.84}},
+            "ppo",
+        ),
+        (
             "evaluate",
             {"gold_win_rate": 0.55},
             {"evaluate": {"val/kl_per_token": 0.1, "val/score_win_rate": 0.55}},

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
 from rlhf_lightning.evaluation.policy import Sampling, sample_answers
 from rlhf_lightning.evaluation.reference import ExactMatchGold, NumberGold
-from rlhf_lightning.evaluation.stages import compare_policies
+from rlhf_lightning.evaluation.sides import Judges
 from rlhf_lightning.rollout.generate import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.verifiable import NumberReward
@@ -69,16 +70,10 @@ def batches(**columns):
 
 
 def compare(policy, baseline, sampling, gold, **columns):
-    return compare_policies(
-        policy,
-        baseline,
-        batches(**columns),
-        sampling,
-        seed=1,
-        gold=gold,
-        scorer=None,
-        num_samples=0,
-    ).metrics
+    questions = Questions(batches(**columns))
+    comparison = HeldOutComparison(questions, sampling, Judges(gold), seed=1)
+    mine, theirs = comparison.ask_policy(policy, baseline), comparison.ask_baseline(baseline)
+    return comparison.measure(mine, theirs)
 
 
 def test_references_come_from_the_columns_of_the_prompts_row_by_row(sampling):

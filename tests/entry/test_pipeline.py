@@ -1,0 +1,197 @@
+"""`python -m rlhf_lightning.pipeline`: what it runs, where it stops, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from rlhf_lightning.composition import ConfigError, conf_dir, register
+from rlhf_lightning.pipeline_plan import (
+    DONE,
+    RUNNING,
+    Outcome,
+    as_overrides,
+    check_pipeline,
+    given,
+    plan,
+    read_state,
+    set_aside,
+    write_state,
+)
+from rlhf_lightning.runs.folder import RunFolder
+from tests.entry.test_train import SMALL
+
+pytestmark = pytest.mark.timeout(900)
+TINY = [f"train:{word}" for word in SMALL]
+
+
+def composed(*overrides: str) -> DictConfig:
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return compose("pipeline", overrides=as_overrides(overrides))
+
+
+def pipeline(folder: Path, *overrides: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_lightning.pipeline", *overrides],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def only(folder: Path) -> Path:
+    (found,) = (folder / "outputs/pipeline").iterdir()
+    return found
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_the_stages_run_in_order_and_share_one_folder_of_models(tmp_path: Path) -> None:
+    steps = plan(composed("collect=true", "ppo:module.ppo.kl_coef=0.1"), tmp_path)
+    assert [step.stage for step in steps] == ["base", "sft", "collect", "reward", "ppo", "evaluate"]
+    artifacts = given("paths.artifacts", tmp_path / "round_1/artifacts")
+    assert all(artifacts in step.overrides for step in steps)
+    by_stage = {step.stage: step for step in steps}
+    assert by_stage["ppo"].overrides[-1] == "module.ppo.kl_coef=0.1"
+    assert by_stage["reward"].overrides[0] == "+experiment=reward"
+    assert given("data.path", tmp_path / "round_1/collect/data") in by_stage["reward"].overrides
+    assert by_stage["evaluate"].module == "rlhf_lightning.evaluate"
+    assert "gates=ppo" in by_stage["evaluate"].overrides
+    command = by_stage["sft"].command(tmp_path)
+    assert given("hydra.run.dir", tmp_path / "round_1/sft") in command
+    assert not [word for word in command if word.startswith("ckpt_path")]
+
+
+def test_words_for_a_stage_reach_it_as_they_are(tmp_path: Path) -> None:
+    words = ["sft:a='it\\'s'", "sft:+gates.x={metric: val/loss, at_most: 1}", "train:b=[1,2]"]
+    cfg = composed(*words, "seed=3")
+    steps = {step.stage: step for step in plan(cfg, tmp_path)}
+    assert steps["sft"].overrides[-3:] == ("b=[1,2]", *(w.partition(":")[2] for w in words[:2]))
+    assert steps["ppo"].overrides[-1] == "b=[1,2]"
+    assert "seed=3" in steps["evaluate"].overrides
+
+
+def test_stages_that_are_left_out_are_not_run(tmp_path: Path) -> None:
+    steps = plan(composed("experiments.base=null", "evaluate=false"), tmp_path)
+    assert [step.stage for step in steps] == ["sft", "reward", "ppo"]
+    assert not [w for step in steps for w in step.overrides if w.startswith("data.path")]
+
+
+@pytest.mark.parametrize("name", ["it's, [a] = {b} \\ c", "a\\", "b\\'c", "a b#,:%=$1"])
+def test_a_path_of_any_characters_reaches_the_stage_as_it_is(name: str) -> None:
+    folder = Path(name)
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        register()
+        cfg = compose("train", overrides=["+experiment=ppo", given("paths.artifacts", folder)])
+    assert cfg.paths.artifacts == str(folder)
+
+
+def test_what_became_of_the_steps_is_remembered(tmp_path: Path) -> None:
+    outcomes = {
+        "round_1/base": Outcome("round_1/base", ("a=1",), DONE),
+        "round_1/sft": Outcome("round_1/sft", ("b=2", "c=3"), RUNNING),
+    }
+    write_state(tmp_path, outcomes)
+    assert read_state(tmp_path) == outcomes
+    (tmp_path / "pipeline.json").write_text("[{]")
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_state(tmp_path)
+
+
+def test_what_stands_in_the_way_is_kept_under_another_name(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "reward").mkdir()
+        (tmp_path / "reward" / f"run_{number}").touch()
+        set_aside(tmp_path / "reward")
+    set_aside(tmp_path / "reward")  # nothing is there
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("run_*")) == [
+        "reward_before_1/run_1",
+        "reward_before_2/run_2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+acept=[sft]"], "unknown top-level key 'acept'; did you mean accept"),
+        (["accept=[rewrd]"], "accept names 'rewrd'; did you mean reward"),
+        (["experiments.ppo=ppo_smolm2"], "experiments.ppo=ppo_smolm2 is no experiment; did you"),
+        (["+experiments.pp=ppo"], "unknown key experiments.pp; did you mean ppo"),
+        (["overrides.sft=2"], "overrides.sft=2 must be a list of texts: write sft:key=value"),
+        (["evaluation_gates=pp"], "evaluation_gates=pp is none of conf/gates; did you mean ppo"),
+        (["resume=yes"], "resume=yes must be never or auto"),
+        (["rounds=0"], "rounds=0"),
+        (["collect=maybe"], "collect=maybe must be true or false"),
+        (["seed=-1"], "seed=-1"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        check_pipeline(composed(*overrides))
+
+
+def test_it_stops_at_a_failed_gate_names_the_stage_and_goes_on_when_told(tmp_path: Path) -> None:
+    alone = ["experiments.sft=null", "experiments.reward=null", "experiments.ppo=null"]
+    alone += ["evaluate=false", *TINY]
+    gate = "base:+gates.impossible={metric: val/loss, at_most: 0.0}"
+    told = pipeline(tmp_path, *alone, gate, code=4)
+    run = only(tmp_path)
+    assert "To blame: base" in told
+    found = summary(run)
+    assert found["status"] == "stopped"
+    assert "accept=[base]" in found["cause"]
+    assert [g["name"] for g in found["gates"]] == ["round_1/base impossible"]
+    assert (run / "report.html").is_file()
+    base = RunFolder(run / "round_1/base")
+    before = base.summary.stat().st_mtime_ns
+    assert "done before" in pipeline(tmp_path, *alone, gate, "accept=[base]")
+    assert only(tmp_path) == run
+    assert base.summary.stat().st_mtime_ns == before  # it was not trained again
+    found = summary(run)
+    assert found["status"] == "completed"
+    assert found["metrics"]["round_1/base/loss"] == found["metrics"]["val/loss"]
+
+
+@pytest.mark.slow
+def test_every_stage_runs_and_a_changed_one_runs_anew_with_all_behind_it(tmp_path: Path) -> None:
+    few = "evaluate:evaluation.num_prompts=16"
+    common = [*TINY, few, "sft:gates=none"]
+    pipeline(tmp_path, *common, code=4)
+    run = only(tmp_path)
+    stages = sorted(path.name for path in (run / "round_1").iterdir())
+    assert stages == ["artifacts", "base", "reward", "sft"]
+    assert summary(run)["cause"].startswith("round_1/reward failed its gates (accuracy: ")
+    first = (run / "round_1/sft/summary.json").stat().st_mtime_ns
+    accept = "accept=[reward,ppo,evaluate]"
+    pipeline(tmp_path, *common, accept, "reward:module.reward.learning_rate=0.001")
+    assert only(tmp_path) == run
+    assert (run / "round_1/sft/summary.json").stat().st_mtime_ns == first
+    assert (run / "round_1/reward_before_1/summary.json").is_file()
+    found = summary(run)
+    assert found["status"] == "completed"
+    for name in ("base/loss", "sft/gold_win_rate", "reward/accuracy", "ppo/gold_win_rate"):
+        assert f"round_1/{name}" in found["metrics"]
+    last = summary(run / "round_1/evaluate")["metrics"]
+    assert found["metrics"]["val/gold_win_rate"] == last["val/gold_win_rate"]
+    models = run / "round_1/artifacts/demo_seed1"
+    assert sorted(path.name for path in models.iterdir() if path.is_dir()) == [
+        "base",
+        "ppo",
+        "reward",
+        "sft",
+    ]
+    assert not (tmp_path / "artifacts").exists()

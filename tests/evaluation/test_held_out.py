@@ -1,0 +1,92 @@
+"""Held-out prompts that two policies answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.evaluation.held_out import (
+    HeldOutComparison,
+    Questions,
+    encode_questions,
+    repeated,
+    written_answers,
+)
+from rlhf_lightning.evaluation.policy import Sampling
+from rlhf_lightning.evaluation.sides import Judges
+from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.score import RewardModelScorer
+from tests.tiny import EOS, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_scalar_model
+from tests.tiny import tiny_tokenizer as tokenizer
+
+RECORDS = [PromptRecord("w2 w3"), PromptRecord("w4 " * 9), PromptRecord("w5", domain="d")]
+
+
+def sampling():
+    return Sampling(CachedGenerator((EOS,), PAD), tokenizer(), 1.0, max_new_tokens=6)
+
+
+def test_a_prompt_that_is_too_long_for_one_side_is_asked_of_neither():
+    batches, asked = encode_questions(
+        RECORDS, [tokenizer(), tokenizer()], max_prompt_length=5, batch_size=2, answers_per_prompt=3
+    )
+    assert asked == [0, 2]
+    for side in batches:
+        texts = [text for batch in side for text in batch.columns["prompt"]]
+        assert texts == ["w2 w3"] * 3 + ["w5"] * 3
+        assert torch.cat([batch.row_ids for batch in side]).tolist() == list(range(6))
+        assert [len(batch) for batch in side] == [2, 2, 2]
+
+
+def test_a_repeated_batch_has_every_prompt_several_times_in_a_row():
+    batch = prompt_batch(prompt_rows([4, 6, 5]), first_row=10)
+    parts = repeated(batch, 2)
+    assert [len(part) for part in parts] == [3, 3]
+    assert torch.cat([part.row_ids for part in parts]).tolist() == [20, 21, 22, 23, 24, 25]
+    ids = torch.cat([part.input_ids for part in parts])
+    assert torch.equal(ids, batch.input_ids.repeat_interleave(2, 0))
+    assert repeated(batch, 1) == [batch]
+
+
+def test_the_same_policy_says_the_same_again_and_other_things_as_the_baseline():
+    questions = Questions(
+        repeated(prompt_batch(prompt_rows([4, 6, 5, 3])), 2), answers_per_prompt=2
+    )
+    comparison = HeldOutComparison(questions, sampling(), Judges(), seed=1)
+    policy = tiny_policy(seed=1)
+    first, again = (comparison.ask_policy(policy, policy).main for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert first.token_ids != comparison.ask_baseline(policy).main.token_ids
+    assert first.token_ids[0] != first.token_ids[1] or first.token_ids[2] != first.token_ids[3]
+    assert set(first.kl) == {0.0}
+    found = comparison.measure(
+        comparison.ask_policy(policy, policy), comparison.ask_baseline(policy)
+    )
+    assert found["val/num_prompts"] == 4
+
+
+def test_a_written_answer_has_the_score_of_its_tokens():
+    model = tiny_scalar_model("llama")
+    scorer = RewardModelScorer(lambda: model)
+    scorer.build()
+    records, texts = [RECORDS[0], RECORDS[2]], ["w6 w7 w8", "w9"]
+    said = written_answers(
+        records,
+        texts,
+        tokenizer(),
+        max_prompt_length=8,
+        batch_size=2,
+        device=torch.device("cpu"),
+        scorer=scorer,
+    )
+    assert said.completions == texts
+    assert said.domains == ["", "d"]
+    assert said.lengths == [4, 2]  # EOS included
+    for record, ids, score in zip(records, said.token_ids, said.scores, strict=True):
+        prompt = tokenizer()(record.prompt)["input_ids"]
+        row = torch.tensor([[*prompt, *ids]])
+        with torch.no_grad():
+            alone = sequence_scores(model, row, torch.ones_like(row, dtype=torch.bool))
+        assert score == pytest.approx(float(alone), abs=1e-4)

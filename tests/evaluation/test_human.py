@@ -1,0 +1,125 @@
+"""People as judges, and a reward model held against their choices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torchmetrics.classification import BinaryCalibrationError
+
+from rlhf_lightning.evaluation.human import blind_pairs, human_measures, read_labels, write_blind
+from rlhf_lightning.evaluation.judged import judge_measures
+from rlhf_lightning.evaluation.reward_check import reward_check
+from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.preferences.annotators import RuleAnnotator, now
+from rlhf_lightning.preferences.journal import write_records
+from rlhf_lightning.preferences.records import Label
+from tests.evaluation.spoken import answers
+
+WORDS = ["a b", "c", "d e f", "g", "h i", "j", "k l", "same"]
+OTHERS = ["m", "n o", "p", "q r", "s", "t u v", "w", "same"]
+
+
+def both(**options):
+    mine = answers(WORDS, scores=[2.0, 0, 1, 0, 1, 0, 1, 5], **options)
+    return mine, answers(OTHERS, scores=[1.0, 1, 0, 1, 0, 1, 0, 5], **options)
+
+
+def label(pair_id, choice, annotator="ann"):
+    return Label(pair_id, annotator, choice, "person", "first", now())
+
+
+def test_the_same_seed_asks_the_same_and_another_one_something_else():
+    mine, theirs = both()
+    first = blind_pairs(mine, theirs, num_pairs=None, scored=True, seed=1)
+    assert first == blind_pairs(mine, theirs, num_pairs=None, scored=True, seed=1)
+    other = blind_pairs(mine, theirs, num_pairs=None, scored=True, seed=2)
+    assert [row.policy_side for row in first[1]] != [row.policy_side for row in other[1]]
+    assert len(first[0]) == 7  # equal answers are not asked about
+    assert [row.pair_id for row in first[1]].count(None) == 1
+    assert len(blind_pairs(mine, theirs, num_pairs=3, scored=True, seed=1)[1]) == 3
+
+
+def test_the_win_rate_counts_majorities_ties_and_equal_answers():
+    mine, theirs = both()
+    pairs, key = blind_pairs(mine, theirs, num_pairs=None, scored=True, seed=1)
+    sides = {row.pair_id: row.policy_side for row in key}
+    flip = {"first": "second", "second": "first"}
+    won, lost, tied, skipped, *split = [pair.pair_id for pair in pairs]
+    labels = [label(won, sides[won]), label(lost, flip[sides[lost]]), label(tied, "both_bad")]
+    labels += [label(skipped, "skip")]
+    labels += [label(split[0], sides[split[0]], name) for name in ("ann", "bob")]
+    labels += [label(split[0], flip[sides[split[0]]], "cy")]
+    found = human_measures(key, labels)
+    # won, lost, tied, split (2 of 3 votes) and the pair of equal answers
+    assert found["val/human_win_rate"] == pytest.approx((1 + 0 + 0.5 + 1 + 0.5) / 5)
+    assert found["val/human_tie_rate"] == pytest.approx(2 / 5)
+    assert found["val/human_num_pairs"] == 5
+    assert found["val/human_num_labels"] == 6
+    assert found["val/human_agreement"] == pytest.approx(1 / 3)
+    low, high = wilson_interval(3.0, 5, confidence=0.95)
+    assert found["val/human_win_rate_low"] == pytest.approx(low)
+    assert found["val/human_win_rate_high"] == pytest.approx(high)
+    assert found["val/human_reward_num_pairs"] == 3
+
+
+def test_without_a_label_about_its_pairs_there_is_nothing_to_say():
+    _, key = blind_pairs(*both(), num_pairs=None, scored=True, seed=1)
+    with pytest.raises(ValueError, match="none of the labels"):
+        human_measures(key, [label("another pair", "first")])
+
+
+def test_a_reward_model_is_checked_by_accuracy_calibration_and_length():
+    gaps, lengths = [2.0, 1.0, -0.5, 0.0, 3.0], [3, -2, 4, 1, 0]
+    found = reward_check(gaps, lengths, "x")
+    assert found["x_accuracy"] == 3 / 5  # equal scores are wrong
+    assert (found["x_accuracy_low"], found["x_accuracy_high"]) == wilson_interval(
+        3, 5, confidence=0.95
+    )
+    assert found["x_longer_wins_accuracy"] == 3 / 4  # the better one is longer in 3 of 4
+    assert found["x_prefers_longer"] == 1 / 4  # of 2.0/+3, 1.0/-2, -0.5/+4, 0.0/+1 the first
+    assert found["x_length_bias"] == -0.5
+
+
+def test_the_calibration_error_is_that_of_torchmetrics():
+    gaps = np.random.default_rng(3).normal(0.8, 2.0, 400)
+    both_orders = torch.cat([torch.tensor(gaps), -torch.tensor(gaps)])
+    metric = BinaryCalibrationError(n_bins=10, norm="l1")
+    metric.update(both_orders.sigmoid().float(), torch.tensor([1] * 400 + [0] * 400))
+    found = reward_check(gaps.tolist(), [1] * 400, "x")["x_calibration_error"]
+    assert found == pytest.approx(float(metric.compute()), abs=1e-5)
+    assert found > 0.01
+
+
+def test_labels_are_read_from_a_file_and_only_those_of_people(tmp_path):
+    mine, theirs = both()
+    write_blind(tmp_path / "human", *blind_pairs(mine, theirs, num_pairs=4, scored=False, seed=1))
+    rows = [label("p", "first"), Label("p", "judge", "second", "judge", "first", now())]
+    write_records(tmp_path / "labels.jsonl", rows)
+    assert read_labels(tmp_path / "human", tmp_path / "labels.jsonl") == rows[:1]
+    with pytest.raises(FileNotFoundError, match=r"annotate\.file="):
+        read_labels(tmp_path / "human", None)
+
+
+def test_a_judge_is_asked_once_and_skips_count_nowhere(tmp_path):
+    class Picky(RuleAnnotator):
+        asked = 0
+
+        def label(self, pairs):
+            Picky.asked += len(pairs)
+            return [
+                Label(p.pair_id, "picky", "skip", "rule", "first", now())
+                if "g" in (p.first, p.second)
+                else x
+                for p, x in zip(pairs, super().label(pairs), strict=True)
+            ]
+
+    mine, theirs = both()
+    for _ in range(2):
+        judge = Picky([lambda prompt, text: len(text.split())], name="picky")
+        found = judge_measures(judge, mine, theirs, tmp_path, seed=1)
+    assert Picky.asked == 7
+    # Longer in 4 of the 6 other pairs; equal answers are a tie.
+    assert found["val/judge_win_rate"] == pytest.approx(4.5 / 7)
+    assert found["val/judge_skipped"] == 1
+    assert found["val/judge_win_rate_length_controlled"] < found["val/judge_win_rate"] + 0.1
