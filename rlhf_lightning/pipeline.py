@@ -87,6 +87,7 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
         if unfinished is not None:
             say(f"going on with {unfinished.path}")
             folder = unfinished
+    folder = RunFolder(folder.path.resolve())  # command lines name it, and are compared
     summary = new_summary("pipeline", seed=cfg.seed, config_hash=digest)
     with claim_run(folder.create().path):
         write_summary(folder, summary)

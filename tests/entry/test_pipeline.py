@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from rlhf_lightning.composition import ConfigError, conf_dir, register
+from rlhf_lightning.pipeline import run
 from rlhf_lightning.pipeline_plan import (
     DONE,
+    FAILED_GATE,
     RUNNING,
     Outcome,
     as_overrides,
@@ -25,6 +28,7 @@ from rlhf_lightning.pipeline_plan import (
     write_state,
 )
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
 from tests.entry.test_train import SMALL
 
 pytestmark = pytest.mark.timeout(900)
@@ -56,8 +60,8 @@ def only(folder: Path) -> Path:
     return found
 
 
-def summary(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
 
 
 def test_the_stages_run_in_order_and_share_one_folder_of_models(tmp_path: Path) -> None:
@@ -144,24 +148,52 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         check_pipeline(composed(*overrides))
 
 
+def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["experiments.sft=null", "experiments.reward=null", "experiments.ppo=null"]
+    cfg = composed(*words, "evaluate=false")
+    folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")
+    (step,) = plan(cfg, folder.path)
+    # What a stage leaves that has missed a gate.
+    base = RunFolder(folder.path / step.name).create()
+    gate = GateResult("loss", 4.0, 1.0, False, "val/loss is 4.000, wanted at most 1")
+    made = new_summary("sft", seed=1, config_hash="x")
+    write_summary(base, replace(made, status="completed", metrics={"val/loss": 4.0}, gates=(gate,)))
+    write_state(folder.path, {step.name: Outcome(step.name, step.overrides, FAILED_GATE)})
+    for _ in range(2):
+        found = run(cfg, folder)
+        assert found.status == "stopped"
+        assert "To blame: base. val/loss is 4.000" in found.cause
+        assert found.gates[0].name == "round_1/base loss"
+        assert folder.report.is_file()
+    later = RunFolder(working_folder / "outputs/pipeline/2026-11-03_09-30-00")
+    found = run(composed(*words, "evaluate=false", "accept=[base]"), later)
+    assert found.status == "completed"
+    assert found.metrics == {"round_1/base/loss": 4.0, "val/loss": 4.0}
+    assert not later.path.exists()  # it went on in the folder of the first
+    assert f"going on with {folder.path.relative_to(working_folder)}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_it_stops_at_a_failed_gate_names_the_stage_and_goes_on_when_told(tmp_path: Path) -> None:
     alone = ["experiments.sft=null", "experiments.reward=null", "experiments.ppo=null"]
     alone += ["evaluate=false", *TINY]
     gate = "base:+gates.impossible={metric: val/loss, at_most: 0.0}"
     told = pipeline(tmp_path, *alone, gate, code=4)
-    run = only(tmp_path)
+    made = only(tmp_path)
     assert "To blame: base" in told
-    found = summary(run)
+    found = summary(made)
     assert found["status"] == "stopped"
     assert "accept=[base]" in found["cause"]
     assert [g["name"] for g in found["gates"]] == ["round_1/base impossible"]
-    assert (run / "report.html").is_file()
-    base = RunFolder(run / "round_1/base")
+    assert (made / "report.html").is_file()
+    base = RunFolder(made / "round_1/base")
     before = base.summary.stat().st_mtime_ns
     assert "done before" in pipeline(tmp_path, *alone, gate, "accept=[base]")
-    assert only(tmp_path) == run
+    assert only(tmp_path) == made
     assert base.summary.stat().st_mtime_ns == before  # it was not trained again
-    found = summary(run)
+    found = summary(made)
     assert found["status"] == "completed"
     assert found["metrics"]["round_1/base/loss"] == found["metrics"]["val/loss"]
 
@@ -171,23 +203,23 @@ def test_every_stage_runs_and_a_changed_one_runs_anew_with_all_behind_it(tmp_pat
     few = "evaluate:evaluation.num_prompts=16"
     common = [*TINY, few, "sft:gates=none"]
     pipeline(tmp_path, *common, code=4)
-    run = only(tmp_path)
-    stages = sorted(path.name for path in (run / "round_1").iterdir())
+    made = only(tmp_path)
+    stages = sorted(path.name for path in (made / "round_1").iterdir())
     assert stages == ["artifacts", "base", "reward", "sft"]
-    assert summary(run)["cause"].startswith("round_1/reward failed its gates (accuracy: ")
-    first = (run / "round_1/sft/summary.json").stat().st_mtime_ns
+    assert summary(made)["cause"].startswith("round_1/reward failed its gates (accuracy: ")
+    first = (made / "round_1/sft/summary.json").stat().st_mtime_ns
     accept = "accept=[reward,ppo,evaluate]"
     pipeline(tmp_path, *common, accept, "reward:module.reward.learning_rate=0.001")
-    assert only(tmp_path) == run
-    assert (run / "round_1/sft/summary.json").stat().st_mtime_ns == first
-    assert (run / "round_1/reward_before_1/summary.json").is_file()
-    found = summary(run)
+    assert only(tmp_path) == made
+    assert (made / "round_1/sft/summary.json").stat().st_mtime_ns == first
+    assert (made / "round_1/reward_before_1/summary.json").is_file()
+    found = summary(made)
     assert found["status"] == "completed"
     for name in ("base/loss", "sft/gold_win_rate", "reward/accuracy", "ppo/gold_win_rate"):
         assert f"round_1/{name}" in found["metrics"]
-    last = summary(run / "round_1/evaluate")["metrics"]
+    last = summary(made / "round_1/evaluate")["metrics"]
     assert found["metrics"]["val/gold_win_rate"] == last["val/gold_win_rate"]
-    models = run / "round_1/artifacts/demo_seed1"
+    models = made / "round_1/artifacts/demo_seed1"
     assert sorted(path.name for path in models.iterdir() if path.is_dir()) == [
         "base",
         "ppo",
