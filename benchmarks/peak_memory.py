@@ -2,8 +2,9 @@
 
 python -m benchmarks.peak_memory --model FOLDER
 
-Every run is the real command line, watched from outside, on a CPU. FOLDER is a model such as
-SmolLM2-135M-Instruct; without --model one of --shape with random weights takes its place.
+Every run is the real command line: on a CPU watched from outside, with --device cuda measured by
+torch's own count of what its tensors take. FOLDER is a model such as SmolLM2-135M-Instruct; without
+--model one of --shape with random weights takes its place.
 """
 
 from __future__ import annotations
@@ -67,13 +68,16 @@ class Combination:
         """In the results."""
         return f"{self.stage} {self.kind} {self.precision}"
 
-    def overrides(self, folder: Path, model: Path, *extra: str) -> list[str]:
+    def overrides(
+        self, folder: Path, model: Path, *extra: str, accelerator: str = "cpu"
+    ) -> list[str]:
         """Return the arguments of `rlhf_lightning.train`, and of `rlhf_lightning.plan`.
 
         Args:
             folder: of the records and the reward model, see `workers.memory_start`.
             model: that the stage starts from.
             extra: further ones.
+            accelerator: the Trainer's.
         """
         lora = "_lora" if self.kind == "lora" else ""
         return [
@@ -91,7 +95,7 @@ class Combination:
             "callbacks.checkpoint.every_n_iterations=2",
             "callbacks.checkpoint.keep_last=1",
             f"trainer.precision={PRECISIONS[self.precision]}",
-            "trainer.accelerator=cpu",
+            f"trainer.accelerator={accelerator}",
             "logger=none",
             "gates=none",
             f"paths.outputs={folder}/outputs",
@@ -108,8 +112,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     made.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=["fp32", "bf16"])
     setting = Setting("peak_memory", made.parse_args(arguments))
     options = setting.options
-    if setting.device != "cpu":
-        raise SystemExit("python -m benchmarks.peak_memory measures resident memory: --device cpu")
+    accelerator = "gpu" if setting.device == "cuda" else "cpu"
     combinations = [
         Combination(stage, kind, precision)
         for precision in options.precisions
@@ -121,12 +124,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         model = prepare(setting, folder)
         runs = {
             combination.name: [
-                measure(setting, combination.overrides(folder, model))
+                measure(setting, combination.overrides(folder, model, accelerator=accelerator))
                 for _ in range(options.repeats)
             ]
             for combination in combinations
         }
-        imports = measured_imports(setting)
+        imports = measured_imports(setting) if setting.device == "cpu" else 0
     return finish(setting, runs, summarise(runs, imports), render)
 
 
@@ -142,10 +145,30 @@ def prepare(setting: Setting, folder: Path) -> Path:
 def measure(setting: Setting, overrides: Sequence[str]) -> dict[str, Any]:
     """Train as `overrides` say and return what was held, beside what the plan says."""
     variables = environment(setting.options.threads)
+    if setting.device == "cuda":
+        return {
+            "measured": allocated(overrides, variables),
+            "planned": planned(overrides, variables),
+        }
     train = [sys.executable, "-m", "rlhf_lightning.train", *overrides]
     with tempfile.TemporaryDirectory() as place, held(setting.lock):
-        found = watch(train, environment=variables, folder=Path(place))
-    return {"measured": asdict(found), "planned": planned(overrides, variables)}
+        found = asdict(watch(train, environment=variables, folder=Path(place)))
+    return {"measured": found, "planned": planned(overrides, variables)}
+
+
+def allocated(overrides: Sequence[str], variables: dict[str, str]) -> dict[str, Any]:
+    """Return the peak of what the tensors of a run take on the GPU.
+
+    Raises:
+        subprocess.CalledProcessError: if the run fails.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        result = Path(place, "result.json")
+        command = [sys.executable, "-m", "benchmarks.workers.allocated", str(result), *overrides]
+        found_in = os.pathsep.join(filter(None, (str(ROOT), variables.get("PYTHONPATH"))))
+        subprocess.run(command, cwd=place, env=variables | {"PYTHONPATH": found_in}, check=True)
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return found
 
 
 def planned(overrides: Sequence[str], variables: dict[str, str]) -> dict[str, Any]:

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhf_lightning.memory import traces
-from rlhf_lightning.memory.process import beside_tensors
+from rlhf_lightning.memory.generation import generation_peaks
+from rlhf_lightning.memory.held import model_bytes, trained_bytes, trained_kinds
+from rlhf_lightning.memory.process import KEPT, beside_tensors, held_in_update
 from rlhf_lightning.memory.run import Run
 from rlhf_lightning.memory.sharding import GATHERED, end_of_backward, gathered
 from rlhf_lightning.memory.traces import Rows
 from rlhf_lightning.memory.tracker import GRADIENTS
 from rlhf_lightning.memory.weights import COPIES, ELEMENTS, FROZEN, LARGEST, TRAINED
 from rlhf_lightning.memory.workbench import (
-    BASE,
     POLICY,
     REFERENCE,
     REWARD,
@@ -22,8 +23,8 @@ from rlhf_lightning.memory.workbench import (
     Workbench,
     compute_dtype,
 )
+from rlhf_lightning.models.forward import BUCKET
 
-BUCKET = 8  # rows are padded to a multiple of it
 BUCKET_ELEMENTS = 2**23  # of gradients that DDP's average exchanges at once
 WEIGHTS = "weights"
 OPTIMIZER = "optimizer state"
@@ -55,12 +56,14 @@ class Plan:
         optimizer: bytes of the optimizer's state.
         phases: in the order in which they come.
         elements: weights of the policy.
+        kept: bytes that the C library holds in an update for each byte of a tensor.
     """
 
     models: Mapping[str, int]
     optimizer: int
     phases: tuple[Phase, ...]
     elements: int
+    kept: float
 
     @property
     def peak(self) -> Phase:
@@ -68,8 +71,14 @@ class Plan:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan(run: Run) -> Plan:
-    """Return what `run` takes on one of its devices."""
+def plan(run: Run, kept: float | None = None) -> Plan:
+    """Return what `run` takes on one of its devices.
+
+    Args:
+        run: as configured.
+        kept: what the C library holds in an update for each byte of a tensor, as a plan of a
+            similar run found it; None finds it anew.
+    """
     bench = Workbench(run)
     models = model_bytes(bench)
     optimizer = optimizer_bytes(bench)
@@ -81,45 +90,20 @@ def plan(run: Run) -> Plan:
         held[ROLLOUT] = rollout_bytes(run)
         generated = generation(bench, run.rows, run.response_length)
         phases += [Phase("generate", held + generated), Phase("score", held + scoring(bench))]
-    phases.append(Phase("update", held + _largest(update(bench))))
+    updating = _largest(update(bench))
+    tensors = optimizer + updating.total()
+    if kept is None:
+        kept = max(held_in_update(bench, trained_kinds(run), _training_rows(run)) / tensors, 1.0)
+    updating[KEPT] = round((kept - 1) * tensors)
+    phases.append(Phase("update", held + updating))
     if run.validation_rows:
         phases.append(Phase("validate", held + validation(bench)))
     if run.evaluation is not None:
         phases.append(Phase("evaluate", _held_by_evaluation(bench, held) + evaluation(bench)))
     elements = sum(bench.weights(POLICY, part=part)[ELEMENTS] for part in bench.parts)
-    whole = [
-        Phase(phase.name, Counter(phase.parts) + beside_tensors(run, phase.parts))
-        for phase in phases
-    ]
-    return Plan(models, optimizer, tuple(whole), elements)
-
-
-def trained_kinds(run: Run) -> tuple[str, ...]:
-    """Return the models that the stage trains."""
-    return {"sft": (POLICY,), "reward": (VALUE,), "ppo": (POLICY, VALUE)}[run.stage]
-
-
-def model_bytes(bench: Workbench) -> dict[str, int]:
-    """Return what the weights of each model take on one device, by the model's name."""
-    run, found = bench.run, {}
-    names = {POLICY: "policy", VALUE: "value model" if run.stage == "ppo" else "reward model"}
-    if run.style.lora is not None:
-        found["frozen base"] = bench.weights(POLICY, part=BASE)[FROZEN]
-        names = {kind: f"{name}'s adapter" for kind, name in names.items()}
-    for kind in trained_kinds(run):
-        found[names[kind]] = bench.weights(kind)[TRAINED]
-    if run.stage == "ppo" and run.style.lora is None:
-        found["reference"] = bench.weights(REFERENCE)[FROZEN]
-    if run.scoring.kind == "model":
-        found["reward model"] = bench.weights(REWARD)[FROZEN]
-    elif run.scoring.kind == "adapter":
-        found["reward model's adapter"] = bench.weights(VALUE)[TRAINED]
-    return {name: -(-size // run.sharded) for name, size in found.items()}
-
-
-def trained_bytes(bench: Workbench) -> int:
-    """Return the bytes of all trained weights, not sharded: those of a full set of gradients."""
-    return sum(bench.weights(kind)[TRAINED] for kind in trained_kinds(bench.run))
+    beside = beside_tensors(run)
+    whole = [Phase(phase.name, Counter(phase.parts) + beside) for phase in phases]
+    return Plan(models, optimizer, tuple(whole), elements, kept)
 
 
 def optimizer_bytes(bench: Workbench) -> int:
@@ -165,7 +149,7 @@ def generation(bench: Workbench, rows: int, new_tokens: int) -> Counter[str]:
     found = Counter(
         bench.peak(
             POLICY,
-            lambda model: traces.generation_peaks(
+            lambda model: generation_peaks(
                 model,
                 rows,
                 run.prompt_length,
@@ -193,9 +177,11 @@ def scoring(bench: Workbench) -> Counter[str]:
     together = min(run.micro_batch_size or run.rows, run.rows)
     rows = Rows(together, _padded(run.length), run.response_length)
     kinds = [POLICY, VALUE]
-    candidates = [_forward(bench, kind, rows, with_entropy=kind == POLICY) for kind in kinds]
+    candidates = [
+        _forward(bench, kind, rows, with_entropy=kind == POLICY, several=True) for kind in kinds
+    ]
     if run.style.lora is None:
-        candidates.append(_forward(bench, REFERENCE, rows, with_entropy=False))
+        candidates.append(_forward(bench, REFERENCE, rows, several=True))
     if run.scoring.kind == "model":
         together = min(run.scoring.micro_batch_size or run.rows, run.rows)
         length = _padded(run.scoring.max_length or run.length)
@@ -210,7 +196,7 @@ def validation(bench: Workbench) -> Counter[str]:
     (kind,) = trained_kinds(run)
     asked = run.length if kind == POLICY else 1
     rows = Rows(run.validation_rows, _padded(run.length), asked)
-    found = _forward(bench, kind, rows, with_entropy=False)
+    found = _forward(bench, kind, rows)
     return found + gathered(bench, (kind,), backward=False)
 
 
@@ -241,26 +227,36 @@ def _held_by_evaluation(bench: Workbench, held: Counter[str]) -> Counter[str]:
     return Counter({WEIGHTS: sum(models.values()) + start})
 
 
+def _training_rows(run: Run) -> Rows:
+    asked = {"sft": run.length, "reward": 1, "ppo": run.response_length}[run.stage]
+    return Rows(run.micro_rows, _padded(run.length), asked)
+
+
 def _training(bench: Workbench, kind: str, *, accumulated: bool) -> dict[str, int]:
     run = bench.run
-    asked = {"sft": run.length, "reward": 1, "ppo": run.response_length}[run.stage]
-    rows = Rows(run.micro_rows, _padded(run.length), asked)
+    rows = _training_rows(run)
+    in_place = run.device == "cpu" and run.sharded == 1
     return bench.peak(
         kind,
         lambda model: traces.training_peaks(
-            model, rows, run.style, accumulated=accumulated, with_entropy=run.with_entropy
+            model,
+            rows,
+            run.style,
+            accumulated=accumulated,
+            in_place=in_place,
+            with_entropy=run.with_entropy,
         ),
     )
 
 
 def _forward(
-    bench: Workbench, kind: str, rows: Rows, *, with_entropy: bool = False
+    bench: Workbench, kind: str, rows: Rows, *, with_entropy: bool = False, several: bool = False
 ) -> Counter[str]:
     return Counter(
         bench.peak(
             kind,
             lambda model: traces.forward_peaks(
-                model, rows, bench.run.style, with_entropy=with_entropy
+                model, rows, bench.run.style, with_entropy=with_entropy, several=several
             ),
         )
     )

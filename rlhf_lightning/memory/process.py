@@ -1,13 +1,16 @@
-"""What a process on a CPU holds beside tensors: fitted to measured peaks, see docs/memory.md."""
+"""What a process on a CPU holds beside tensors: measured constants, and the C library's share."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 
+from rlhf_lightning.memory.heap import replayable, resident_in_update
+from rlhf_lightning.memory.recording import LAYERS, record_steps, record_update
 from rlhf_lightning.memory.run import Run
 from rlhf_lightning.memory.sizes import MIB
-from rlhf_lightning.memory.tracker import ACTIVATIONS, CASTS, HEAD
+from rlhf_lightning.memory.traces import Rows
+from rlhf_lightning.memory.workbench import Workbench
 
 PROCESS = "process"
 KEPT = "kept by the C library"
@@ -15,24 +18,48 @@ KEPT = "kept by the C library"
 RECORDS = 60 * MIB
 # oneDNN's kernels, 0.6 MiB for each shape of product: fp32 in training takes another library.
 KERNELS = 70 * MIB
-# Of what a pass holds and frees, that glibc cannot use again for what comes next: adapters leave
-# many small objects between the tensors.
-SHARE_KEPT = 0.7
-FREED_IN_A_PASS = (ACTIVATIONS, CASTS, HEAD)
+# Further ones find the heap as those before left it.
+MICRO_BATCHES, MINIBATCHES = 4, 2
 
 
-def beside_tensors(run: Run, parts: Mapping[str, int]) -> Counter[str]:
-    """Return what the process holds beside the `parts` of a phase, on a CPU with adapters.
+def beside_tensors(run: Run) -> Counter[str]:
+    """Return what the process holds that is no tensor; nothing on a GPU."""
+    if run.device != "cpu":
+        return Counter()
+    return Counter({PROCESS: RECORDS + (KERNELS if run.style.autocast else 0)})
 
-    Nothing on a GPU. Nothing for whole models: the layers as transformers wrote them, which are
-    counted, take more than the written-out ones of `models/fused_layer.py`, and that outweighs it.
+
+def held_in_update(bench: Workbench, kinds: Sequence[str], rows: Rows) -> int:
+    """Return the most bytes that the C library holds for updates; 0 where nobody knows its ways.
+
+    Gradients and the optimizer's state are part of it, weights are not.
 
     Args:
-        run: what is planned.
-        parts: tensors at the phase's peak, in bytes.
+        bench: of the run.
+        kinds: models that are trained, in the order of their losses.
+        rows: a micro-batch.
     """
-    if run.device != "cpu" or run.style.lora is None:
-        return Counter()
-    freed = sum(parts.get(part, 0) for part in FREED_IN_A_PASS)
-    process = RECORDS + (KERNELS if run.style.autocast else 0)
-    return Counter({PROCESS: process, KEPT: round(SHARE_KEPT * freed)})
+    run = bench.run
+    if run.device != "cpu" or run.sharded > 1 or not replayable():
+        return 0
+    updates, steps = {}, {}
+    for kind in kinds:
+        depth = bench.shape_of(kind).num_layers
+        layers = min(depth, LAYERS)
+        updates[kind] = record_update(
+            bench.model(kind, layers),
+            rows,
+            run.style,
+            layers=layers,
+            depth=depth,
+            accumulated=run.num_micro_batches > 1,
+            with_entropy=run.with_entropy,
+        )
+        steps[kind] = record_steps(bench.model(kind, depth, as_held=True), run.optimizer)
+    return resident_in_update(
+        updates,
+        steps,
+        micro_batches=min(run.num_micro_batches, MICRO_BATCHES),
+        minibatches=min(run.num_minibatches, MINIBATCHES),
+        trims=run.stage == "ppo",
+    )

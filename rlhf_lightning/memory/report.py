@@ -81,7 +81,7 @@ def make_report(run: Run, device_memory: int | None, notes: Sequence[str]) -> Re
     fits = None if device_memory is None else total <= device_memory
     enough = None
     if budget is not None and not fits and not any(s.peak <= budget for s in found):
-        enough = together(run, found, budget)
+        enough = together(run, planned, budget)
 
     def choice(suggestion: Suggestion) -> Choice:
         new = suggestion.peak + runtime

@@ -11,15 +11,27 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.memory.shapes import Shape
+from rlhf_lightning.models.attention import NAME
 from rlhf_lightning.models.checkpointing import checkpoint_activations
 from rlhf_lightning.models.factory import frozen
+from rlhf_lightning.models.fused_layer import FusedLlamaDecoderLayer
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
+from rlhf_lightning.models.weight_gradients import PLAIN_WEIGHTS, RowsEmbedding
+
+# A skeleton's weights are as plain as those they stand for.
+PLAIN_WEIGHTS.add(FakeTensor)
+# What models are on a CPU, and what they are elsewhere.
+ON_A_CPU: dict[type, type] = {
+    FusedLlamaDecoderLayer: LlamaDecoderLayer,
+    RowsEmbedding: nn.Embedding,
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,15 @@ def _scalar(shape: Shape, num_layers: int, activation_checkpointing: bool) -> Sc
     with torch.device("meta"):
         head = scalar_head(hidden_size, init_std=0.0)
     return ScalarHeadModel(model.base_model, head).train()
+
+
+def as_on_a_gpu(root: nn.Module) -> None:
+    """Take back what models do on a CPU alone: fake tensors are on one, whatever is planned."""
+    for module in root.modules():
+        if type(module) in ON_A_CPU:
+            module.__class__ = ON_A_CPU[type(module)]
+        elif isinstance(module, PreTrainedModel) and module.config._attn_implementation == NAME:
+            module.set_attn_implementation("sdpa")
 
 
 def made_fake(root: nn.Module, dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""Peaks of the passes of one model: training, a forward without a graph, a step of generation.
+"""Peaks of the passes of one model: training, and a forward without a graph.
 
 Every pass runs the real code on fake tensors, with two and with three layers. Layers are alike, so
 what is alive at a given moment (while the head works, in the backward of the last layer, ...)
@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
-from transformers.pytorch_utils import Conv1D
+from transformers import masking_utils
 
 from rlhf_lightning.memory.skeletons import Style, fake_mode_of
-from rlhf_lightning.memory.tracker import CACHE, GRADIENTS, HEAD, Bytes, Tracker
+from rlhf_lightning.memory.tracker import GRADIENTS, HEAD, Bytes, Tracker
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.rollout.engine_cache import InPlaceCache
-from rlhf_lightning.rollout.noise import sample_unchecked
+from rlhf_lightning.models.rounded_weights import keeping_rounded_weights
 
 Peaks = Mapping[str, Bytes]  # segment -> category -> bytes
 FEW, MORE = 2, 3  # layers that are counted
@@ -67,6 +65,7 @@ def training_peaks(
     style: Style,
     *,
     accumulated: bool,
+    in_place: bool,
     with_entropy: bool = False,
 ) -> Peaks:
     """Return what a forward and backward pass holds, gradients included.
@@ -76,21 +75,24 @@ def training_peaks(
         batch: the micro-batch.
         style: precision and compute dtype.
         accumulated: gradients of a micro-batch before are there already.
+        in_place: gradients go straight into `.grad` where they can, see `weight_gradients`.
         with_entropy: the loss has an entropy bonus.
     """
-    with _tracked(model.root) as tracker:
+    with tracked(model.root) as tracker:
         trained = [p for p in model.parameters() if p.requires_grad]
+        # A weight with a hook is left to autograd.
         hooks = [
             p.register_post_accumulate_grad_hook(lambda p: tracker.relabel(p.grad, GRADIENTS))  # type: ignore[arg-type]
-            for p in trained
+            for p in (() if in_place else trained)
         ]
+        tracker.before_peak = partial(_gradients_named, tracker, trained)
         for parameter in trained if accumulated else ():
             parameter.grad = torch.empty_like(parameter)
             tracker.relabel(parameter.grad, GRADIENTS)
         tracker.peaks.clear()
         tracker.enter("embeddings")
-        with _layers_marked(model, tracker), _autocast(style):
-            loss = _loss(model, batch, with_entropy)
+        with layers_marked(model, tracker), autocast(style), keeping_rounded_weights():
+            loss = loss_of(model, batch, with_entropy)
             tracker.enter("loss", HEAD)
             loss.backward()
         for hook in hooks:
@@ -99,100 +101,38 @@ def training_peaks(
         return dict(tracker.peaks)
 
 
+def _gradients_named(tracker: Tracker, trained: list[nn.Parameter]) -> None:
+    for parameter in trained:
+        if parameter.grad is not None:
+            tracker.relabel(parameter.grad, GRADIENTS)
+
+
 def forward_peaks(
-    model: PolicyModel | ScalarHeadModel, batch: Rows, style: Style, *, with_entropy: bool = True
+    model: PolicyModel | ScalarHeadModel,
+    batch: Rows,
+    style: Style,
+    *,
+    with_entropy: bool = True,
+    several: bool = False,
 ) -> Peaks:
-    """Return what a forward pass without a graph holds."""
-    with _tracked(model.root) as tracker, torch.no_grad(), _autocast(style):
-        with _layers_marked(model, tracker):
-            _loss(model, batch, with_entropy)
-        return dict(tracker.peaks)
-
-
-def generation_peaks(
-    model: PolicyModel, rows: int, prompt: int, new_tokens: int, style: Style, *, read_at_once: int
-) -> Peaks:
-    """Return what the cached generator holds, but for the copies of weights that it makes.
+    """Return what a forward pass without a graph holds.
 
     Args:
         model: a skeleton.
-        rows: answered at once.
-        prompt: tokens of each prompt.
-        new_tokens: of each answer.
+        batch: rows of the forward.
         style: precision and compute dtype.
-        read_at_once: prompt tokens in one forward at most.
+        with_entropy: of the policy's distribution.
+        several: it is one of several, for which rounded weights are kept.
     """
-    together = min(max(read_at_once // prompt, 1), rows)
-    with _tracked(model.root) as tracker, torch.no_grad(), _autocast(style):
-        with model.generating() as network, _linears_cast(network, style, tracker):
-            cache = InPlaceCache(
-                network.config,
-                slots=rows,
-                prompt_columns=prompt,
-                max_columns=prompt + new_tokens,
-            )
-            cache.reserve(prompt + new_tokens)
-            _generation_step(network, cache, 1, past=0, length=1)  # makes the cache's room
-            for layer in cache.in_place:
-                tracker.relabel(layer.keys, CACHE)
-                tracker.relabel(layer.values, CACHE)
-            # All prompts but the last few are read already: their logits wait.
-            waiting = torch.empty(rows - together, _vocabulary(network), dtype=_logits_dtype(style))
-            tracker.relabel(waiting, HEAD)
-            tracker.peaks.clear()
-            tracker.enter("prompts")
-            _generation_step(network, cache, together, past=0, length=prompt)
-            del waiting
-            tracker.enter("tokens")
-            logits = _generation_step(network, cache, rows, past=prompt + new_tokens - 1, length=1)
-            tracker.enter("sampling", HEAD)
-            sample_unchecked(logits, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
+    kept = keeping_rounded_weights() if several else nullcontext()
+    with tracked(model.root) as tracker, torch.no_grad(), autocast(style), kept:
+        with layers_marked(model, tracker):
+            loss_of(model, batch, with_entropy)
         return dict(tracker.peaks)
 
 
-def _generation_step(network: Any, cache: Any, rows: int, *, past: int, length: int) -> Tensor:
-    cache.use(first_row=0, rows=rows, start=0, end=past)
-    output = network(
-        input_ids=torch.zeros(rows, length, dtype=torch.long),
-        attention_mask=torch.ones(rows, past + length, dtype=torch.long),
-        position_ids=torch.zeros(rows, length, dtype=torch.long),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]  # type: ignore[no-any-return]
-
-
-def _vocabulary(network: Any) -> int:
-    return int(network.get_output_embeddings().weight.shape[0])
-
-
-def _logits_dtype(style: Style) -> torch.dtype:
-    return torch.bfloat16 if style.autocast else style.compute_dtype or torch.float32
-
-
-@contextmanager
-def _linears_cast(network: nn.Module, style: Style, tracker: Tracker) -> Iterator[None]:
-    """Give linear layers the forward of the generator's prepared weights, whose bytes are ours."""
-    dtype = _logits_dtype(style)
-    changed = [m for m in network.modules() if isinstance(m, nn.Linear | Conv1D)]
-    for module in changed:
-        weight = module.weight.detach().to(dtype)
-        weight = weight.t() if isinstance(module, Conv1D) else weight
-        tracker.forget(weight)
-        module.forward = partial(_cast_linear, weight, module.bias)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module in changed:
-            del module.forward
-
-
-def _cast_linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
-
-
-def _loss(model: PolicyModel | ScalarHeadModel, batch: Rows, with_entropy: bool) -> Tensor:
+def loss_of(model: PolicyModel | ScalarHeadModel, batch: Rows, with_entropy: bool) -> Tensor:
+    """Return a number that depends on every output, as a loss does."""
     input_ids = torch.zeros(batch.rows, batch.width, dtype=torch.long)
     positions = torch.zeros(batch.rows * batch.asked, dtype=torch.long)
     if isinstance(model, ScalarHeadModel):
@@ -203,12 +143,20 @@ def _loss(model: PolicyModel | ScalarHeadModel, batch: Rows, with_entropy: bool)
 
 
 @contextmanager
-def _tracked(root: nn.Module) -> Iterator[Tracker]:
-    with fake_mode_of(root), Tracker(root) as tracker:
-        yield tracker
+def tracked(root: nn.Module) -> Iterator[Tracker]:
+    """Count what is allocated beside the weights of skeleton `root`."""
+    # transformers reads numbers to see that no row holds two texts; fake tensors have none.
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_: None
+    try:
+        with fake_mode_of(root), Tracker(root) as tracker:
+            yield tracker
+    finally:
+        masking_utils.find_packed_sequence_indices = found
 
 
-def _autocast(style: Style) -> AbstractContextManager[Any]:
+def autocast(style: Style) -> AbstractContextManager[Any]:
+    """Return the precision of forwards, as the Trainer sets it."""
     if not style.autocast:
         return nullcontext()
     return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
@@ -221,13 +169,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Iterator[None]:
+def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Iterator[None]:
     """Name the segments: before the layers, first and last layer, head; the same backwards."""
     layers = decoder_layers(model.root)
     backward = False
 
     def begin(index: int) -> None:
         if not backward:
+            tracker.mark("forward", index)
             tracker.enter(f"layer {_place(index, len(layers))}")
 
     def end(index: int, output: Any) -> None:
@@ -237,11 +186,13 @@ def _layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> It
         if hidden.requires_grad:
             hidden.register_hook(lambda _: gradient(index))
         if index + 1 == len(layers):
+            tracker.mark("head")
             tracker.enter("head", HEAD)
 
     def gradient(index: int) -> None:
         nonlocal backward
         backward = True
+        tracker.mark("backward", index)
         tracker.enter(f"backward of layer {_place(index, len(layers))}")
 
     handles = []
@@ -261,7 +212,7 @@ def _place(index: int, count: int) -> str:
 
 def optimizer_peaks(model: nn.Module, build: Callable[[Any], torch.optim.Optimizer]) -> Peaks:
     """Return the state that an optimizer keeps, and what its step holds beside it."""
-    with _tracked(model) as tracker:
+    with tracked(model) as tracker:
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)

@@ -84,6 +84,8 @@ class Workbench:
         key = (num_layers, dtype, *self._key(kind))
         if key not in _MADE:
             model = self._build(kind, num_layers)
+            if self.run.device != "cpu":
+                skeletons.as_on_a_gpu(model.root)
             made_fake(model.root, dtype)
             _MADE[key] = model
         return _MADE[key]

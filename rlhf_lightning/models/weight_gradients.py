@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 # Of a gradient, counted in fp32: what is widened at a time, and what is multiplied at a time.
 PART_BYTES = 4 * 2**20
 BLOCK_BYTES = 32 * 2**20
+# Of weights that are whole; what is planned (`memory.skeletons`) adds the tensors it plans with.
+PLAIN_WEIGHTS: set[type] = {nn.Parameter}
 
 
 def adds_in_place(weight: Tensor) -> bool:
@@ -25,7 +27,7 @@ def adds_in_place(weight: Tensor) -> bool:
     Sharded weights and weights with hooks are left to autograd.
     """
     return (
-        type(weight) is nn.Parameter
+        type(weight) in PLAIN_WEIGHTS
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and not weight._backward_hooks

@@ -72,6 +72,9 @@ def _accumulate(
             module.manual_backward(loss * (weight * world_size()))
         for name, value in values.items():
             measured[name] = measured.get(name, 0.0) + value.detach() * weight
+        # They hold thousands of small objects, between which the C library could not join what is
+        # free: the next micro-batch would find no room for its tensors.
+        del loss, values
 
 
 def clip_and_step(

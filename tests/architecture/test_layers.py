@@ -18,13 +18,13 @@ PACKAGE = ROOT / "rlhf_lightning"
 # From the bottom up. What entry points share stands between them and the rest.
 LAYERS = (
     {"functional", "batches", "hparams"},
-    {"models", "distributed", "runs"},
+    {"models", "distributed", "runs", "process_settings"},
     {"sharded_checkpoint"},
     {"data", "rollout"},
     {"modules", "preferences", "memory"},
     {"evaluation"},
     {"callbacks", "reports"},
-    {"argument_types", "launching", "process_settings"},
+    {"argument_types", "launching"},
     {"targets"},
     {"settings"},
     {"composition"},

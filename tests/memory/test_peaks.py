@@ -1,7 +1,8 @@
 """Plans held against the peaks of real runs: the command line, watched from outside.
 
 Fast: one small model. Slow: SFT, reward model and PPO, full and LoRA, fp32 and bf16, on
-SmolLM2-135M-Instruct, taken from RLHF_SMOLLM2 or the cache in the home folder.
+SmolLM2-135M-Instruct, taken from RLHF_SMOLLM2 or the cache in the home folder. With CUDA: the same
+on random weights.
 """
 
 from __future__ import annotations
@@ -60,8 +61,18 @@ def test_a_small_run_holds_what_its_plan_says(tmp_path):
 @pytest.mark.parametrize("kind", peak_memory.KINDS)
 @pytest.mark.parametrize("stage", peak_memory.STAGES)
 def test_a_run_on_a_real_model_peaks_where_its_plan_says(tmp_path, stage, kind, precision):
-    if (stage, kind, precision) == ("sft", "lora", "fp32"):
-        pytest.xfail("measured a quarter above its plan: see docs/memory.md")
     options = ("--stages", stage, "--kinds", kind, "--precisions", precision)
     (row,) = measured(tmp_path, "--model", str(FOLDER), *options).values()
+    assert abs(row["error"]) <= 0.15
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", peak_memory.KINDS)
+@pytest.mark.parametrize("stage", peak_memory.STAGES)
+def test_tensors_on_a_gpu_take_what_the_plan_says(tmp_path, stage, kind, precision):
+    # Random weights in the shape of SmolLM2-135M: next to it cuBLAS's workspaces are small.
+    options = ("--device", "cuda", "--stages", stage, "--kinds", kind, "--precisions", precision)
+    (row,) = measured(tmp_path, *options).values()
     assert abs(row["error"]) <= 0.15
