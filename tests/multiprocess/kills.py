@@ -51,8 +51,8 @@ class Ballast(Callback):
         checkpoint["ballast"] = torch.full((6 * 2**20,), float(self.batches))
 """
 STAGES = {
-    "sft": ["trainer.validations=2", "callbacks.checkpoint.monitor=val/loss"],
-    "reward": ["trainer.validations=2", "module.model.dropout=0.1"],
+    "sft": ["data.num_epochs=2", "trainer.validations=2", "callbacks.checkpoint.monitor=val/loss"],
+    "reward": ["data.num_epochs=2", "trainer.validations=2", "module.model.dropout=0.1"],
     "ppo": [
         "module.ppo.num_minibatches=2",
         "module.ppo.num_ppo_epochs=2",
