@@ -63,6 +63,7 @@ def arguments_of(text: str, variables: dict[str, str]) -> tuple[str, ...]:
     """Return overrides and options up to the first word that is neither: the comment."""
     for name, value in variables.items():
         text = text.replace(f"${name}", value)
+    text = re.sub(r"<(\w+)>", r"\1", text)  # a placeholder
     kept: list[str] = []
     for word in shlex.split(text):
         follows_option = bool(kept) and kept[-1] in ("--cfg", "--to", "--push-to-hub")
