@@ -6,6 +6,7 @@ that does not exist would be found after the stages that come first, which may b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,9 @@ def check_run(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> None:
         ConfigError: with the key, what it got and what it wants.
     """
     check_composed(cfg, trusted)
-    check_built(cfg, trusted)
-    check_buildable(cfg)
+    trial = copy.deepcopy(cfg)  # Hydra resolves what it builds, in place where a key is a reference
+    check_built(trial, trusted)
+    check_buildable(trial)
 
 
 def check_buildable(cfg: DictConfig) -> None:
