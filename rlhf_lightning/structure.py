@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.composition import ConfigError, conf_dir
+from rlhf_lightning.targets import did_you_mean
 
 BUILT = ("module", "data", "rollout", "optimizer", "scheduler")  # by `_target_`
 PLAIN = ("paths", "trainer", "strategy", "logger", "callbacks", "evaluation", "model", "world")
@@ -44,6 +45,13 @@ def check_structure(cfg: DictConfig) -> None:
                 raise ConfigError(
                     f"{group}.{key} is missing: set it, or choose {group} as a whole ({group}=NAME)"
                 )
+    doctor = container.get("doctor")
+    known = _keys(conf_dir() / "doctor" / "default.yaml") | {"thresholds"}
+    for key in sorted(set(doctor) - known) if isinstance(doctor, Mapping) else ():
+        raise ConfigError(
+            f"doctor.{key}: doctor has no such key{did_you_mean(key, sorted(known))}; it has "
+            f"{', '.join(sorted(known))}"
+        )
     _check_nodes(container)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from benchmarks.worker import Stopwatch, Task, memory_bytes, reset_peak, worker_main
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, hidden_states
+from rlhf_lightning.process_settings import prepare_process
 
 
 def run(task: Task) -> dict[str, Any]:
@@ -69,4 +70,5 @@ def full_logits(policy: PolicyModel, ids: Tensor, positions: Tensor, tokens: Ten
 
 
 if __name__ == "__main__":
+    prepare_process()  # as a run of the command line does
     worker_main(run)

@@ -117,9 +117,9 @@ def checkpoint_problem(path: Path | str) -> str | None:
         return _folder_problem(path)
     if not path.is_file():
         return "it does not exist"
-    if not zipfile.is_zipfile(path):
-        return f"it was cut short or is no checkpoint ({path.stat().st_size} bytes)"
     try:
+        if not zipfile.is_zipfile(path):
+            return f"it was cut short or is no checkpoint ({path.stat().st_size} bytes)"
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
             pickled = any(name.endswith("data.pkl") for name in archive.namelist())

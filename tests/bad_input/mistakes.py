@@ -31,7 +31,7 @@ COMPOSITION = [
     Mistake("+experiment=ppo +experiment=sft", "experiment=ppo", "experiment=sft", "once"),
     Mistake("+experiment=ppo +preset=article", "preset=", "article ", "did you mean article_"),
     Mistake("+experiment=ppo preset=article_dynamics", "preset=", "article_", "+preset=article_d"),
-    Mistake("+experiment=ppo +sweeps=nosuch", "sweeps=", "nosuch", "none of ppo_kl_coef"),
+    Mistake("+experiment=ppo +sweeps=nosuch", "sweeps=", "nosuch", "none of ppo_clip, "),
     Mistake("+experiment=ppo strategy=fsdp2", "strategy=", "fsdp2", "did you mean fsdp"),
     Mistake("+experiment=ppo model=llama", "model=", "llama ", "did you mean llama3_"),
     Mistake("+experiment=ppo world=imdb", "world=", "imdb", "none of arguments, demo, files"),

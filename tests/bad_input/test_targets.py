@@ -153,6 +153,7 @@ def test_every_experiment_builds_by_names_and_arguments_that_exist(composed, exp
 def test_every_scorer_is_allowed(composed, scorer):
     values = {"function": "f.py:g", "http": "http://x/y", "text_reward_model": "org/name"}
     keys = {"function": "function", "http": "url", "text_reward_model": "source"}
+    values["reward_ensemble"], keys["reward_ensemble"] = "[org/one,org/two]", "sources"
     more = [f"scorer.{keys[scorer]}={values[scorer]}"] if scorer in keys else []
     check_built(composed("+experiment=ppo", f"scorer={scorer}", *more))
 

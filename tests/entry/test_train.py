@@ -86,6 +86,9 @@ def test_every_stage_leaves_its_summary_with_the_fixed_keys(chain):
         "gold_win_rate",
         "gold_win_rate_low",
         "kl_per_token",
+        "policy_moved",
+        "refuses_no_more",
+        "still_refuses",
     }
 
 

@@ -249,7 +249,11 @@ def test_a_bad_file_is_told_with_place_and_fix(tmp_path: Path, name: str, text: 
     assert "Fix: " in str(caught.value)
 
 
-def test_text_that_is_no_unicode_is_escaped_and_comes_back(tmp_path: Path):
+def test_half_a_character_comes_back_from_our_own_format_and_is_refused_in_others(
+    tmp_path: Path,
+):
     found = Collection((Pair.make("half of a pair: \ud83d", "a", "b"),), ())
-    for format, name in (("pairs", "a.jsonl"), ("argilla", "b.json"), ("label_studio", "c.json")):
-        assert through(tmp_path / name, found, format, "raw") == found
+    assert through(tmp_path / "a.jsonl", found, "pairs", "raw") == found
+    for format, name in (("argilla", "b.json"), ("label_studio", "c.json")):
+        with pytest.raises(BadRecordError, match=r"holds half of a character \(U\+D83D\)"):
+            through(tmp_path / name, found, format, "raw")

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.evaluation.policy import Sampling, compare, sample_answers
+from rlhf_lightning.evaluation.policy import Sampling, sample_answers
 from rlhf_lightning.evaluation.policy import gold_scores as gold_of
+from rlhf_lightning.evaluation.win_rate import win_rate
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.rollout.generate import CachedGenerator
@@ -81,6 +83,10 @@ def sft_answers(trained):
     return answers.prompts, draws
 
 
+def rate(ones: list[float], others: list[float]) -> float:
+    return win_rate(torch.tensor(ones), torch.tensor(others), confidence=0.95).rate
+
+
 def test_sft_beats_base_in_more_than_seventy_percent_of_comparisons(trained):
     assert summary(trained, "sft")["metrics"]["val/gold_win_rate"] > 0.7
 
@@ -88,7 +94,7 @@ def test_sft_beats_base_in_more_than_seventy_percent_of_comparisons(trained):
 def test_the_best_of_sixteen_answers_wins_so_there_is_something_to_learn(sft_answers):
     _, draws = sft_answers
     best = [max(row) for row in zip(*draws[:16], strict=True)]
-    assert compare(best, draws[16], "rate")["rate"] >= 0.85
+    assert rate(best, draws[16]) >= 0.85
 
 
 def test_another_sample_of_the_same_policy_wins_half_so_the_measure_is_fair(sft_answers):
@@ -96,13 +102,13 @@ def test_another_sample_of_the_same_policy_wins_half_so_the_measure_is_fair(sft_
     _, draws = sft_answers
     ones = [score for draw in draws[0:16:2] for score in draw]
     others = [score for draw in draws[1:16:2] for score in draw]
-    assert compare(ones, others, "rate")["rate"] == pytest.approx(0.5, abs=0.06)
+    assert rate(ones, others) == pytest.approx(0.5, abs=0.06)
 
 
 def test_always_saying_i_do_not_know_loses_to_the_sft_policy(sft_answers):
     prompts, draws = sft_answers
     evasive = gold_scores(prompts, [I_DO_NOT_KNOW] * len(prompts), [True] * len(prompts))
-    assert compare(evasive, draws[0], "rate")["rate"] < 0.35
+    assert rate(evasive, draws[0]) < 0.35
 
 
 @pytest.mark.slow
