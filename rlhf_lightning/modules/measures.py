@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
-from rlhf_lightning.distributed import global_moments, global_sum
+from rlhf_lightning.distributed import gathered, global_moments, global_sum
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.statistics import explained_variance
@@ -77,7 +77,7 @@ def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
     """Return the `rollout/*` values, and `ppo/explained_variance` and `ppo/entropy`.
 
     KL is k1 (policy minus reference) at sampling, in nats; lengths are tokens with EOS;
-    `distinct_2` is the mean over ranks of each rank's own responses.
+    `distinct_2` pools the responses of all ranks, so that it does not depend on their number.
     """
     mask = rollout.response_mask
     kl = torch.where(mask, kl_k1(rollout.logprobs, rollout.ref_logprobs), 0)
@@ -85,6 +85,7 @@ def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
     responses = [
         ids[m].tolist() for ids, m in zip(rollout.response_tensors.cpu(), mask.cpu(), strict=True)
     ]
+    of_all_ranks = [ids for own in gathered(responses) for ids in own]
     local = torch.stack(
         [
             torch.tensor(float(len(rollout))),
@@ -93,12 +94,9 @@ def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
             kl.sum().float().cpu(),
             finished.sum().float().cpu(),
             rollout.entropy.sum().float().cpu(),
-            torch.tensor(float(distinct_n(responses, n=2)) * len(rollout)),
         ]
     )
-    rows, tokens, score, total_kl, stops, entropy, distinct = global_sum(
-        local.to(mask.device)
-    ).tolist()
+    rows, tokens, score, total_kl, stops, entropy = global_sum(local.to(mask.device)).tolist()
     _, score_var = global_moments(rollout.scores, torch.ones_like(finished))
     measures = {
         "rollout/score": score / rows,
@@ -107,7 +105,7 @@ def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
         "rollout/kl_per_response": total_kl / rows,
         "rollout/response_length": tokens / rows,
         "rollout/eos_fraction": stops / rows,
-        "rollout/distinct_2": distinct / rows,
+        "rollout/distinct_2": distinct_n(of_all_ranks, n=2),
         "ppo/entropy": entropy / tokens,
     }
     values, returns = rollout.values, rollout.returns
