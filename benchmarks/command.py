@@ -69,7 +69,7 @@ class Setting:
         """Return the command line, without the options that name places on this machine."""
         words = ["python", "-m", f"benchmarks.{self.name}"]
         for name, value in vars(self.options).items():
-            if name in PLACES or value in (None, False, []):
+            if name in PLACES or value is None or value is False or value == []:  # 0 is a value
                 continue
             words.append(f"--{name.replace('_', '-')}")
             if isinstance(value, Path):

@@ -206,3 +206,12 @@ def test_models_are_written_once_and_used_again(tmp_path: Path) -> None:
         measured("generation", tmp_path, "--engines", "ours", "--models", str(keep))
         shutil.rmtree(keep / "tiny" / "reward", ignore_errors=True)  # not written a second time
     assert not (keep / "tiny" / "reward").exists()
+
+
+def test_the_command_of_a_result_names_options_that_are_zero() -> None:
+    made = parser("")
+    made.add_argument("--warmup", type=int, default=1)
+    made.add_argument("--profile", action="store_true")
+    command = Setting("scaling", made.parse_args(["--warmup", "0", "--out", "x.json"])).command()
+    assert "--warmup 0" in command
+    assert "--profile" not in command and "x.json" not in command
