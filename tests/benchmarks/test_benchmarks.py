@@ -214,4 +214,5 @@ def test_the_command_of_a_result_names_options_that_are_zero() -> None:
     made.add_argument("--profile", action="store_true")
     command = Setting("scaling", made.parse_args(["--warmup", "0", "--out", "x.json"])).command()
     assert "--warmup 0" in command
-    assert "--profile" not in command and "x.json" not in command
+    assert "--profile" not in command
+    assert "x.json" not in command
