@@ -8,16 +8,16 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.annotate_request import ACTIONS, FORMATS, Request, read_request
+from rlhf_lightning.command_line import fail, say
 from rlhf_lightning.composition import ConfigError, conf_dir, register
 from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
-from rlhf_lightning.runs.secrets import redacted
 
 if TYPE_CHECKING:
     from rlhf_lightning.preferences.store import LabelStore
@@ -71,7 +71,7 @@ def run(request: Request) -> None:
             elif request.action == "status":
                 from rlhf_lightning.preferences.standings import describe_store
 
-                _say(describe_store(store))
+                say(describe_store(store))
             else:
                 if request.file is not None:
                     _import(request, store)
@@ -91,7 +91,7 @@ def _import(request: Request, store: LabelStore) -> None:
     pairs = store.add_pairs(found.pairs, ratings_per_pair=request.ratings_per_pair)
     labels = store.add_labels(found.labels)
     gold = sum(pair.gold is not None for pair in found.pairs)
-    _say(
+    say(
         f"{request.file}: {pairs} new pairs of {len(found.pairs)} ({gold} with a known answer), "
         f"{labels} new labels of {len(found.labels)}"
     )
@@ -107,7 +107,7 @@ def _export(request: Request, store: LabelStore) -> None:
         request.file, found, format=request.format, level=request.labels, method=request.method
     )
     left_out = ", ".join(f"{number} {what}" for what, number in written.left_out.most_common())
-    _say(f"{request.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))
+    say(f"{request.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))
 
 
 def _serve(request: Request, store: LabelStore) -> None:
@@ -122,8 +122,8 @@ def _serve(request: Request, store: LabelStore) -> None:
         raise ConfigError(f"annotate.store={store.path} holds no pairs: add annotate.file=PAIRS")
 
     def announce(address: str) -> None:
-        _say(address)
-        _say(
+        say(address)
+        say(
             f"{progress.done} of {progress.wanted} labels are there, in {store.path}. "
             "Control-C stops; nothing is lost."
         )
@@ -136,12 +136,7 @@ def _serve(request: Request, store: LabelStore) -> None:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         after = store.progress()
-        _say(f"stopped: {after.done} of {after.wanted} labels are in {store.path}")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+        say(f"stopped: {after.done} of {after.wanted} labels are in {store.path}")
 
 
 def compose_request(overrides: Sequence[str]) -> Request:
@@ -177,15 +172,8 @@ def main() -> None:
     register()
     try:
         run(compose_request(arguments))
-    except ConfigError as error:
-        _fail(str(error))
-    except HydraException as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {redacted(message)}\n")
-    raise SystemExit(2)
+    except (ConfigError, HydraException) as error:
+        fail(str(error))
 
 
 if __name__ == "__main__":

@@ -5,34 +5,31 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.collect_request import build_lab, check_collection, read_prompts
+from rlhf_lightning.command_line import compose_and_check, fail, say
 from rlhf_lightning.composition import ConfigError, conf_dir, register, trusted_targets
 from rlhf_lightning.failures import exit_with, record_failure
 from rlhf_lightning.launching import agree_on, launch_time
-from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.prerequisites import prepare_inputs
+from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
 from rlhf_lightning.runs.resume import config_hash, find_unfinished_run
-from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.saved_config import keep_secrets
 
 register()
+prepare_process()
 PEOPLE_NEEDED = 3  # exit status: people have to label before the run can go on
 WAITING = "PeopleNeededError"  # by name: what raises it is imported late
 DATA = "data"
@@ -106,9 +103,9 @@ def _collect(
     write_summary(folder, summary)
     write_report(folder)
     print_verdict(summary, folder)
-    _say(f"before: {collection.before}")
-    _say(f"after:  {collection.after}")
-    _say(f"records: {cfg.artifacts.publish or folder.path / DATA}")
+    say(f"before: {collection.before}")
+    say(f"after:  {collection.after}")
+    say(f"records: {cfg.artifacts.publish or folder.path / DATA}")
     return summary
 
 
@@ -136,11 +133,6 @@ def _settings(cfg: DictConfig, lab: Any, num_prompts: int) -> dict[str, object]:
     }
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="collect")
 def _hydra_main(cfg: DictConfig) -> None:
     config = HydraConfig.get()
@@ -148,38 +140,18 @@ def _hydra_main(cfg: DictConfig) -> None:
     try:
         run(cfg, folder, list(config.overrides.task))
     except ConfigError as error:
-        _fail(str(error))
+        fail(str(error))
     except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
         if type(error).__name__ == WAITING:
-            _say(str(error))
+            say(str(error))
             raise SystemExit(PEOPLE_NEEDED) from None
         exit_with(error)
 
 
-def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {redacted(message)}\n")
-    raise SystemExit(2)
-
-
 def main() -> None:
     """Run the command line."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     agree_on("launch time", launch_time)
-    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-    if len(overrides) == len(sys.argv) - 1:
-        try:
-            with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-                try:
-                    cfg = compose("collect", overrides=overrides, return_hydra_config=True)
-                    with open_dict(cfg):
-                        del cfg["hydra"]
-                    check_collection(cfg, trusted_targets())
-                except COMPOSE_ERRORS as error:
-                    _fail(explain(error, overrides, "collect"))
-                except ConfigError as error:
-                    _fail(str(error))
-        except HydraException as error:
-            _fail(str(error))
+    compose_and_check("collect", lambda cfg: check_collection(cfg, trusted_targets()))
     _hydra_main()
 
 

@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_lightning.command_line import fail
 from rlhf_lightning.composition import ConfigError, conf_dir, register
 from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 
@@ -218,8 +219,7 @@ def main() -> None:
         for line in run(compose_settings(arguments)):
             sys.stdout.write(f"{line}\n")
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from error
+        fail(str(error))
 
 
 if __name__ == "__main__":

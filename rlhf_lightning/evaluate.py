@@ -5,19 +5,16 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import hydra
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
+from rlhf_lightning.command_line import compose_and_check, fail, say
 from rlhf_lightning.composition import (
     ConfigError,
     conf_dir,
@@ -36,12 +33,10 @@ from rlhf_lightning.evaluate_request import (
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.failures import exit_with, record_failure
 from rlhf_lightning.launching import agree_on, launch_time
-from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import config_hash
-from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
 from rlhf_lightning.saved_config import keep_secrets
 
@@ -110,7 +105,7 @@ def _evaluate(
     if reference is None:
         for name in ("val/kl_per_token", "val/kl_per_response"):
             del metrics[name]
-        _say("The tokenizers differ: the KL between the two is not measured.")
+        say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
     metrics |= _against_references(cfg, sides, mine, theirs)
     metrics |= _judged(cfg, folder, mine, theirs) | reward_spread(cfg)
@@ -131,8 +126,8 @@ def _evaluate(
     _tell(folder, summary)
     if cfg.human == "export":
         where = folder.path / PEOPLE
-        _say(f"People: {labelling_command(where)}")
-        _say(
+        say(f"People: {labelling_command(where)}")
+        say(
             f"then  python -m rlhf_lightning.evaluate human=import people.run={folder.path}  adds "
             "their verdict here"
         )
@@ -179,7 +174,7 @@ def _against_references(
     source = hydra.utils.instantiate(cfg.world.source)
     found = find_references(source, sides.records, cfg.prompts.split)
     if not found:
-        _say("The world has no answers of its own to these prompts: no win rate against them.")
+        say("The world has no answers of its own to these prompts: no win rate against them.")
         return {}
     return against_references(
         sides.comparison,
@@ -241,11 +236,6 @@ def _settings(cfg: DictConfig, num_prompts: int) -> dict[str, object]:
     return settings
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="evaluate")
 def _hydra_main(cfg: DictConfig) -> None:
     config = HydraConfig.get()
@@ -253,41 +243,22 @@ def _hydra_main(cfg: DictConfig) -> None:
     try:
         run(cfg, folder, list(config.overrides.task))
     except ConfigError as error:
-        _fail(str(error))
+        fail(str(error))
     except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
         exit_with(error)
 
 
-def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {redacted(message)}\n")
-    raise SystemExit(2)
-
-
 def main() -> None:
     """Run the command line."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     agree_on("launch time", launch_time)
-    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-    if len(overrides) == len(sys.argv) - 1:
-        try:
-            with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-                try:
-                    cfg = compose("evaluate", overrides=overrides, return_hydra_config=True)
-                    with open_dict(cfg):
-                        del cfg["hydra"]
-                    check_evaluation(cfg, trusted_targets())
-                except COMPOSE_ERRORS as error:
-                    _fail(explain(error, overrides, "evaluate"))
-                except ConfigError as error:
-                    _fail(str(error))
-                if cfg.human == "import":
-                    import_labels(cfg)  # into the folder of another run
-                    return
-        except ConfigError as error:
-            _fail(str(error))
-        except HydraException as error:
-            _fail(str(error))
-    _hydra_main()
+    cfg = compose_and_check("evaluate", lambda cfg: check_evaluation(cfg, trusted_targets()))
+    if cfg is None or cfg.human != "import":
+        _hydra_main()
+        return
+    try:
+        import_labels(cfg)  # into the folder of another run
+    except ConfigError as error:
+        fail(str(error))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
+from rlhf_lightning.command_line import compose_and_check, fail, say
 from rlhf_lightning.composition import ConfigError, conf_dir, plain, register
 from rlhf_lightning.evaluation.blame import Blame, find_blame
 from rlhf_lightning.launching import agree_on, launch_time, own_environment
-from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.pipeline_plan import (
     DONE,
     FAILED_GATE,
@@ -41,7 +38,6 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.quantities import duration
 from rlhf_lightning.runs.resume import config_hash, find_unfinished_run
-from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.summary import (
     Status,
     Summary,
@@ -198,12 +194,6 @@ def _tell(folder: RunFolder, summary: Summary) -> None:
     say(f"{summary.cause or 'all gates passed'} ({total} in the stages)")
 
 
-def say(text: str) -> None:
-    """Print a line at once: stages print between them."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="pipeline")
 def _hydra_main(cfg: DictConfig) -> None:
     config = HydraConfig.get()
@@ -212,40 +202,21 @@ def _hydra_main(cfg: DictConfig) -> None:
     try:
         summary = run(cfg, folder)
     except ConfigError as error:
-        _fail(str(error), 2)
+        fail(str(error))
     except StageEndedError as error:
-        _fail(str(error), error.code)
+        fail(str(error), error.code)
     except KeyboardInterrupt:
-        _fail("stopped: calling the pipeline again goes on from there", 130)
+        fail("stopped: calling the pipeline again goes on from there", 130)
     say(f"{duration(time.monotonic() - started)} in all")
     if summary.status == "stopped":
         raise SystemExit(GATE_FAILED)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    sys.stderr.write(f"error: {redacted(message)}\n")
-    raise SystemExit(code)
 
 
 def main() -> None:
     """Run the command line."""
     agree_on("launch time", launch_time)
     sys.argv[1:] = as_overrides(sys.argv[1:])
-    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-    if len(overrides) == len(sys.argv) - 1:
-        try:
-            with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-                try:
-                    cfg = compose("pipeline", overrides=overrides, return_hydra_config=True)
-                    with open_dict(cfg):
-                        del cfg["hydra"]
-                    check_pipeline(cfg)
-                except COMPOSE_ERRORS as error:
-                    _fail(explain(error, overrides, "pipeline"), 2)
-                except ConfigError as error:
-                    _fail(str(error), 2)
-        except HydraException as error:
-            _fail(str(error), 2)
+    compose_and_check("pipeline", check_pipeline)
     _hydra_main()
 
 

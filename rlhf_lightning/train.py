@@ -14,15 +14,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import hydra
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
+from rlhf_lightning.command_line import compose_and_check, fail
 from rlhf_lightning.composition import (
     ConfigError,
     conf_dir,
@@ -41,7 +39,6 @@ from rlhf_lightning.launching import (
     launch_time,
 )
 from rlhf_lightning.lost_ranks import explain_lost_rank
-from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.quiet import quieten
@@ -53,7 +50,6 @@ from rlhf_lightning.runs.resume import (
     find_unfinished_run,
     newest_complete_checkpoint,
 )
-from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.saved_config import keep_changes, keep_secrets
@@ -217,7 +213,7 @@ def _hydra_main(cfg: DictConfig) -> float | None:
     try:
         summary = run(cfg, folder, overrides)
     except ConfigError as error:
-        _fail(str(error))
+        fail(str(error))
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
         exit_with(error)
     finally:
@@ -226,41 +222,18 @@ def _hydra_main(cfg: DictConfig) -> float | None:
     return objective(summary)
 
 
-def _check_before_hydra(cfg: DictConfig) -> None:
-    """Answer a mistake before Hydra makes a folder for the run; a sweep checks each of its jobs."""
-    if cfg.hydra.mode == RunMode.MULTIRUN:
-        return
-    with open_dict(cfg):
-        del cfg["hydra"]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself will warn
-            check_composed(cfg, trusted_targets())
-    except ConfigError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {redacted(message)}\n")
-    raise SystemExit(2)
+def _check_early(cfg: DictConfig) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself will warn
+        check_composed(cfg, trusted_targets())
 
 
 def main() -> None:
     """Run the command line."""
     begin()
     agree_on("launch time", launch_time)
-    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
-    flags = [a for a in sys.argv[1:] if a.startswith("-")]
-    if not flags and overrides:
-        try:
-            with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-                try:
-                    cfg = compose("train", overrides=overrides, return_hydra_config=True)
-                except COMPOSE_ERRORS as error:
-                    _fail(explain(error, overrides))
-                _check_before_hydra(cfg)
-        except HydraException as error:
-            _fail(str(error))
+    if len(sys.argv) > 1:
+        compose_and_check("train", _check_early)
     _hydra_main()
 
 

@@ -35,7 +35,7 @@ LAYERS = (
     {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"}
     | {"evaluate_request", "pipeline_plan"},
     {"finish", "lineage", "reexport", "failures", "start_screen"},
-    {"lost_ranks", "quiet"},
+    {"lost_ranks", "quiet", "command_line"},
     {"fitting"},
     {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"},
     {"pipeline"},

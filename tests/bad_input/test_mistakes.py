@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, flag_override
 
 from rlhf_lightning import prerequisites, train
+from rlhf_lightning.command_line import fail
 from rlhf_lightning.composition import conf_dir, register
 from rlhf_lightning.runs.folder import RunFolder
 from tests.bad_input.mistakes import COMPOSITION, FORMS, MISTAKES, VALUES, Mistake
@@ -40,7 +41,7 @@ def run_job(cfg: DictConfig, overrides: list[str]) -> None:
     try:
         train.run(cfg, RunFolder("outputs/run"), overrides)
     except train.ConfigError as error:
-        train._fail(str(error))
+        fail(str(error))
 
 
 def run_composed(overrides: list[str]) -> None:
