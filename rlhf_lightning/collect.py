@@ -84,7 +84,7 @@ def _collect(
 
     quieten()
     lab = build_lab(cfg, folder.path, trusted)
-    prompts = read_prompts(cfg)
+    prompts = [] if lab.worst else read_prompts(cfg)
     print_start("collect", folder, _settings(cfg, lab, len(prompts)))
     collection = lab.run(prompts)
     gold = OmegaConf.select(cfg, "world.gold")
@@ -123,11 +123,16 @@ def _start(cfg: DictConfig, folder: RunFolder, digest: str) -> RunFolder:
 
 
 def _settings(cfg: DictConfig, lab: Any, num_prompts: int) -> dict[str, object]:
-    sampling = lab.sampling
-    return {
+    sampled: dict[str, object] = {
         "policies": ", ".join(f"{n}: {s}" for n, s in cfg.candidates.policies.items() if s),
-        "candidates": f"{sampling.per_prompt} for each of {num_prompts} prompts",
+        "candidates": f"{lab.sampling.per_prompt} for each of {num_prompts} prompts",
         "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
+    }
+    again: dict[str, object] = {
+        "worst answers": f"of {cfg.adversarial.run}, by {cfg.adversarial.source}",
+        "pairs": f"at most {cfg.adversarial.num_pairs}",
+    }
+    return (again if lab.worst else sampled) | {
         "annotators": ", ".join(annotator.name for annotator in lab.annotators) or "people alone",
         "seed": cfg.seed,
     }

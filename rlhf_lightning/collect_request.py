@@ -17,6 +17,7 @@ from rlhf_lightning.targets import TargetError, check_names, check_targets, did_
 
 if TYPE_CHECKING:
     from rlhf_lightning.data.records import PromptRecord
+    from rlhf_lightning.preferences.adversarial import WorstSamples
     from rlhf_lightning.preferences.annotators import Annotator
     from rlhf_lightning.preferences.candidates import LoadedPolicy
     from rlhf_lightning.preferences.lab import Lab
@@ -36,7 +37,7 @@ def check_collection(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> None:
     for key in map(str, cfg):
         if key not in known and key != "hydra":
             raise ConfigError(f"unknown top-level key {key!r}{did_you_mean(key, known)}")
-    for group in ("candidates", "lab"):
+    for group in ("candidates", "lab", "adversarial"):
         keys = list(map(str, written[group]))
         for key in map(str, cfg[group]):
             if key not in keys:
@@ -93,6 +94,7 @@ def build_lab(cfg: DictConfig, folder: Path, trusted: tuple[str, ...] = ()) -> L
             budget=instantiate(cfg.budget),
             hparams=hparams,
             score=None if cfg.score is None else instantiate(cfg.score, _convert_="all"),
+            worst=_worst(container["adversarial"]),
         )
     except (TargetError, ValueError, TypeError, InstantiationException) as error:
         raise ConfigError(str(_inner(error))) from error
@@ -135,6 +137,20 @@ def _annotators(cfg: DictConfig) -> list[Annotator]:
     if len(set(names)) != len(names):
         raise ConfigError(f"annotators need names of their own, got {', '.join(names)}")
     return annotators
+
+
+def _worst(values: dict[str, Any]) -> WorstSamples | None:
+    from rlhf_lightning.preferences.adversarial import WorstSamples
+    from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
+
+    if values["run"] is None:
+        return None
+    if values["source"] is None:
+        raise ConfigError(
+            "adversarial.run needs the reward model that was misled: artifacts.reward=..."
+        )
+    model = RewardModelAnnotator(values["source"], max_length=values["max_length"])
+    return WorstSamples(Path(values["run"]), model.scores, values["num_pairs"])
 
 
 def _policy(source: str, model: dict[str, Any]) -> Callable[[], LoadedPolicy]:

@@ -45,7 +45,7 @@ def used_by(cfg: DictConfig, parts: Parts) -> Iterator[Origin]:
         fingerprint=records_fingerprint(records),
         metadata={"records": len(records), "kind": data.kind},
     )
-    for role in ("base", "sft", "reward"):
+    for role in ("base", "sft", "reward", "ppo"):
         source = cfg.artifacts[role]
         if source is not None and _is_used(cfg, role):
             revision = cfg.model.get("revision")
@@ -74,4 +74,6 @@ def artifact_name(source: str) -> str:
 
 
 def _is_used(cfg: DictConfig, role: str) -> bool:
-    return role in {"sft": ("base",), "reward": ("sft",), "ppo": ("sft", "reward")}[cfg.stage]
+    return (
+        role in {"sft": ("base",), "reward": ("sft",), "ppo": ("sft", "reward", "ppo")}[cfg.stage]
+    )

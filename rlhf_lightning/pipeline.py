@@ -22,14 +22,19 @@ from rlhf_lightning.composition import ConfigError, conf_dir, plain, register
 from rlhf_lightning.evaluation.blame import Blame, find_blame
 from rlhf_lightning.launching import agree_on, launch_time, own_environment
 from rlhf_lightning.pipeline_plan import (
+    LATER,
+    Step,
+    accepted,
+    as_overrides,
+    check_pipeline,
+    plan,
+)
+from rlhf_lightning.pipeline_state import (
     DONE,
     FAILED_GATE,
     RUNNING,
     Outcome,
-    Step,
-    as_overrides,
-    check_pipeline,
-    plan,
+    find_shorter_pipeline,
     read_state,
     set_aside,
     write_state,
@@ -65,7 +70,8 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
 
     Args:
         cfg: composed configuration.
-        folder: of a new run; with `resume=auto` an unfinished one takes its place.
+        folder: of a new run; with `resume=auto` an unfinished one takes its place, or a complete
+            one of fewer rounds.
 
     Returns:
         The summary, as written to the run folder: `completed`, or `stopped` at a gate with the
@@ -79,10 +85,11 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
     keep_secrets(cfg, folder)
     digest = config_hash({key: plain(cfg)[key] for key in ("name", "seed", "experiments")})
     if cfg.resume == "auto":
-        unfinished = find_unfinished_run(Path(cfg.paths.outputs) / cfg.name, digest)
-        if unfinished is not None:
-            say(f"going on with {unfinished.path}")
-            folder = unfinished
+        root = Path(cfg.paths.outputs) / cfg.name
+        begun = find_unfinished_run(root, digest) or find_shorter_pipeline(root, digest, cfg.rounds)
+        if begun is not None:
+            say(f"going on with {begun.path}")
+            folder = begun
     folder = RunFolder(folder.path.resolve())  # command lines name it, and are compared
     summary = new_summary("pipeline", seed=cfg.seed, config_hash=digest)
     with claim_run(folder.create().path):
@@ -123,7 +130,7 @@ def _run_steps(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Summary:
         done[step.name] = Outcome(step.name, step.overrides, status)
         write_state(folder.path, done)
         summary = _joined(summary, judged)
-        if status == FAILED_GATE and step.stage not in cfg.accept:
+        if status == FAILED_GATE and not accepted(cfg, step):
             return replace(summary, status="stopped", cause=_cause(step, judged))
         write_summary(folder, summary)
     return replace(summary, status="completed", cause=None)
@@ -177,9 +184,13 @@ def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
     reasons = "; ".join(f"{gate.name}: {gate.reason}" for gate in failed)
     blame = blame_of(step, judged)
     change = step.stage if blame is None or blame.stage == "labels" else blame.stage
+    accept = step.stage
+    if step.round > 1:  # what goes to a stage of every round would begin the first one anew
+        accept = step.name
+        change = f"round_{step.round}/{change}" if change in LATER else change
     return (
         f"{step.name} failed its gates ({reasons}). {blame} Then call the pipeline again, with "
-        f"{change}:KEY=VALUE, or with accept=[{step.stage}]"
+        f"{change}:KEY=VALUE, or with accept=[{accept}]"
     )
 
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.composition import ConfigError, choices, conf_dir, plain
-from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.folder import RunFolder, to_json
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.resume import checkpoint_problem
 from rlhf_lightning.settings import TopSettings, build_checked
 from rlhf_lightning.targets import did_you_mean
 
 TRAINED = ("base", "sft", "reward", "ppo")
-STAGES = ("base", "sft", "collect", "reward", "ppo", "evaluate")
-STATE = "pipeline.json"
-RUNNING, DONE, FAILED_GATE = "running", "passed", "gate failed"
+STAGES = ("base", "sft", "collect", "adversarial", "reward", "ppo", "evaluate")
+LATER = STAGES[2:]  # what the rounds after the first run
+_ROUND = re.compile(r"round_[1-9]\d*")
 
 
 @dataclass(frozen=True)
@@ -68,30 +66,23 @@ class Step:
         return [sys.executable, "-m", self.module, *self.overrides, *placed]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a step (`running`, `passed`, `gate failed`), and of which command line."""
-
-    step: str
-    overrides: tuple[str, ...]
-    status: str
-
-
 def as_overrides(words: Sequence[str]) -> list[str]:
     """Return the command line with its words for one stage as Hydra reads them.
 
     `ppo:module.ppo.kl_coef=0.1` becomes `overrides.ppo=['module.ppo.kl_coef=0.1']`; `train:` is for
-    every training stage. Other words stay as they are.
+    every training stage, `round_2/ppo:` for one round alone. Other words stay as they are.
     """
     own: dict[str, list[str]] = {}
     others = []
     for word in words:
-        stage, colon, rest = word.partition(":")
-        if colon and stage in ("train", *STAGES):
-            own.setdefault(stage, []).append(_quoted(rest))
+        place, colon, rest = word.partition(":")
+        at, _, stage = place.rpartition("/")
+        if colon and stage in ("train", *STAGES) and (not at or _ROUND.fullmatch(at)):
+            key = f"+overrides.{at}.{stage}" if at else f"overrides.{stage}"
+            own.setdefault(key, []).append(_quoted(rest))
         else:
             others.append(word)
-    return others + [f"overrides.{stage}=[{','.join(found)}]" for stage, found in own.items()]
+    return others + [f"{key}=[{','.join(found)}]" for key, found in own.items()]
 
 
 def check_pipeline(cfg: DictConfig) -> None:
@@ -105,8 +96,10 @@ def check_pipeline(cfg: DictConfig) -> None:
     for key in map(str, cfg):
         if key not in known and key != "hydra":
             raise ConfigError(f"unknown top-level key {key!r}{did_you_mean(key, known)}")
-    for group in ("experiments", "overrides"):
-        keys = list(map(str, written[group]))
+    _check_rounds(cfg)
+    rounds = [f"round_{number}" for number in range(1, cfg.rounds + 1)]
+    for group, more in (("experiments", []), ("overrides", rounds)):
+        keys = [*map(str, written[group]), *more]
         for key in map(str, cfg[group]):
             if key not in keys:
                 raise ConfigError(f"unknown key {group}.{key}{did_you_mean(key, keys)}")
@@ -116,9 +109,7 @@ def check_pipeline(cfg: DictConfig) -> None:
         raise ConfigError(str(error)) from error
     if cfg.resume not in ("never", "auto"):
         raise ConfigError(f"resume={cfg.resume} must be never or auto")
-    if cfg.rounds != 1:
-        raise ConfigError(f"rounds={cfg.rounds}: only one round can be run so far, use rounds=1")
-    for key in ("collect", "evaluate"):
+    for key in ("collect", "adversarial", "evaluate"):
         if not isinstance(cfg[key], bool):
             raise ConfigError(f"{key}={cfg[key]} must be true or false")
     experiments = choices("experiment")
@@ -129,14 +120,44 @@ def check_pipeline(cfg: DictConfig) -> None:
     if cfg.evaluation_gates not in choices("gates"):
         hint = did_you_mean(str(cfg.evaluation_gates), choices("gates"))
         raise ConfigError(f"evaluation_gates={cfg.evaluation_gates} is none of conf/gates{hint}")
+    steps = [*STAGES, *(f"{name}/{stage}" for name in rounds for stage in STAGES)]
     for stage in cfg.accept:
-        if stage not in STAGES:
-            raise ConfigError(f"accept names {stage!r}{did_you_mean(str(stage), list(STAGES))}")
-    for stage, words in cfg.overrides.items():
-        if not OmegaConf.is_list(words) or not all(isinstance(word, str) for word in words):
+        if stage not in steps:
+            raise ConfigError(f"accept names {stage!r}{did_you_mean(str(stage), steps)}")
+    _check_words(cfg.overrides, list(map(str, written.overrides)))
+
+
+def _check_rounds(cfg: DictConfig) -> None:
+    if isinstance(cfg.rounds, bool) or not isinstance(cfg.rounds, int) or cfg.rounds < 1:
+        raise ConfigError(f"rounds={cfg.rounds} must be a whole number, at least 1")
+    for stage in ("reward", "ppo"):
+        if cfg.rounds > 1 and cfg.experiments[stage] is None:
             raise ConfigError(
-                f"overrides.{stage}={words} must be a list of texts: write {stage}:key=value"
+                f"rounds={cfg.rounds} trains reward model and policy again in every round, and "
+                f"experiments.{stage}=null leaves one out: name an experiment, or use rounds=1"
             )
+
+
+def _check_words(overrides: Mapping[Any, Any], stages: Sequence[str], place: str = "") -> None:
+    for stage, words in overrides.items():
+        if stage not in stages:
+            if place or not OmegaConf.is_dict(words):
+                where = f"{place}/" if place else ""
+                raise ConfigError(
+                    f"overrides: {where}{stage}{did_you_mean(str(stage), stages)}: write "
+                    f"{place or 'round_2'}/STAGE:key=value"
+                )
+            _check_words(words, stages, str(stage))
+        elif not OmegaConf.is_list(words) or not all(isinstance(word, str) for word in words):
+            name = f"{place}/{stage}" if place else stage
+            raise ConfigError(
+                f"overrides.{name}={words} must be a list of texts: write {name}:key=value"
+            )
+
+
+def accepted(cfg: DictConfig, step: Step) -> bool:
+    """Return whether the pipeline goes on although a step has failed its gates."""
+    return step.stage in cfg.accept or step.name in cfg.accept
 
 
 def plan(cfg: DictConfig, folder: Path) -> list[Step]:
@@ -146,61 +167,90 @@ def plan(cfg: DictConfig, folder: Path) -> list[Step]:
         cfg: of the pipeline.
         folder: of the pipeline, where its models are kept.
     """
-    return _first_round(cfg, folder)
+    steps = _first_round(cfg, folder)
+    for number in range(2, cfg.rounds + 1):
+        steps += _later_round(cfg, folder, number)
+    return steps
 
 
 def _first_round(cfg: DictConfig, folder: Path) -> list[Step]:
     first = folder / "round_1"
-    ours = (f"seed={cfg.seed}", given("paths.artifacts", first / "artifacts"))
-    words: Mapping[str, Sequence[str]] = plain(cfg.overrides)
     steps = []
     for stage in STAGES:
-        own = tuple(words[stage])
+        own: tuple[str, ...] = ()
         if stage in TRAINED:
             if cfg.experiments[stage] is None:
                 continue
-            more = tuple(words["train"])
             if stage == "reward" and cfg.collect:
-                more = (given("data.path", first / "collect" / "data"), *more)
-            head = (f"+experiment={cfg.experiments[stage]}",)
-            steps.append(Step(1, stage, "rlhf_lightning.train", (*head, *ours, *more, *own)))
-        elif cfg[stage]:
-            held = (f"gates={cfg.evaluation_gates}",) if stage == "evaluate" else ()
-            steps.append(Step(1, stage, f"rlhf_lightning.{stage}", (*ours, *held, *own)))
+                own = (given("data.path", first / "collect" / "data"),)
+        elif stage == "adversarial" or not cfg[stage]:
+            continue  # there is no policy yet that a reward model has misled
+        steps.append(_step(cfg, folder, 1, stage, own))
     return steps
 
 
-def read_state(folder: Path) -> dict[str, Outcome]:
-    """Return the outcome of each step that was judged; a new pipeline has none.
+def _later_round(cfg: DictConfig, folder: Path, number: int) -> list[Step]:
+    """Return the steps of a round after the first; see docs/evaluation.md for the choices.
 
-    Raises:
-        ConfigError: if the file is damaged.
+    Candidates come from the policy of the round before. The reward model is trained from the SFT
+    policy again, on the pairs of all rounds. PPO goes on from the last policy; its reference and
+    the baseline of the evaluation stay the SFT policy of round 1.
     """
-    path = folder / STATE
-    if not path.is_file():
-        return {}
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        found = [Outcome(row["step"], tuple(row["overrides"]), row["status"]) for row in rows]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}): begin anew with resume=never") from error
-    return {outcome.step: outcome for outcome in found}
+    here, before = folder / f"round_{number}", folder / f"round_{number - 1}"
+    rounds = [folder / f"round_{k}" for k in range(2, number + 1)]
+    collections = ("collect", "adversarial") if cfg.adversarial else ("collect",)
+    records = [str(r / name / "data") for r in rounds for name in collections]
+    policy, judge = before / "ppo" / "export", before / "reward" / "export"
+    reward, ppo = here / "artifacts" / "reward", here / "artifacts" / "ppo"
+    # The pairs of round 1 have margins where they were collected: then the later ones do too.
+    labels = ("artifacts.base=null", *(() if cfg.collect else ("lab.margin_scale=0.0",)))
+    own: dict[str, tuple[str, ...]] = {
+        "collect": (
+            *labels,
+            "artifacts.publish=null",
+            "candidates.policies.sft=null",
+            given("+candidates.policies.policy", policy),
+        ),
+        "adversarial": (
+            *labels,
+            "artifacts.publish=null",
+            given("adversarial.run", here / "collect"),
+            given("artifacts.reward", judge),
+            "budget.validation_share=0.0",  # what is held out stays what it was
+        ),
+        "reward": (
+            *((given("data.path", folder / "round_1/collect/data"),) if cfg.collect else ()),
+            f"data.also=[{','.join(map(_quoted, records))}]",
+            given("artifacts.publish", reward),
+        ),
+        "ppo": (
+            given("artifacts.reward", reward),
+            given("artifacts.ppo", policy),
+            given("artifacts.publish", ppo),
+        ),
+        "evaluate": (given("artifacts.reward", reward), given("artifacts.ppo", ppo)),
+    }
+    left_out = {name for name in ("adversarial", "evaluate") if not cfg[name]}
+    kept = [stage for stage in LATER if stage not in left_out]
+    return [_step(cfg, folder, number, stage, own[stage]) for stage in kept]
 
 
-def write_state(folder: Path, outcomes: Mapping[str, Outcome]) -> None:
-    """Write the outcomes in one step."""
-    rows = [asdict(outcome) for outcome in outcomes.values()]
-    write_text(folder / STATE, to_json(rows, indent=2) + "\n")
-
-
-def set_aside(folder: Path) -> None:
-    """Give what stands in the way of a new run another name: `reward` becomes `reward_before_1`."""
-    if not folder.exists():
-        return
-    number = 1
-    while (other := folder.with_name(f"{folder.name}_before_{number}")).exists():
-        number += 1
-    folder.rename(other)
+def _step(cfg: DictConfig, folder: Path, number: int, stage: str, own: tuple[str, ...]) -> Step:
+    """Return a step whose command line has our words, then those of the user, which win."""
+    words: Mapping[str, Any] = plain(cfg.overrides)
+    here: Mapping[str, Sequence[str]] = words.get(f"round_{number}", {})
+    ours = (f"seed={cfg.seed}", given("paths.artifacts", folder / "round_1" / "artifacts"))
+    if stage in TRAINED:
+        head = (f"+experiment={cfg.experiments[stage]}", *ours, *own, *words["train"])
+        theirs = (*words[stage], *here.get("train", ()), *here.get(stage, ()))
+        return Step(number, stage, "rlhf_lightning.train", (*head, *theirs))
+    if stage == "evaluate":
+        own = (f"gates={cfg.evaluation_gates}", *own)
+    theirs = (*words[stage], *here.get(stage, ()))
+    module = stage
+    if stage == "adversarial":  # a collection too, by the same people and judges
+        module, theirs = "collect", (*words["collect"], *here.get("collect", ()), *theirs)
+    return Step(number, stage, f"rlhf_lightning.{module}", (*ours, *own, *theirs))
 
 
 def given(key: str, path: Path) -> str:

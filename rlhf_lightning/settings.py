@@ -190,7 +190,7 @@ def check_settings(container: Mapping[str, Any]) -> None:
     tags = container["logger"].get("tags", [])
     if not isinstance(tags, list) or any(not isinstance(tag, str) for tag in tags):
         raise ValueError(f"logger.tags={tags!r} must be a list of texts, such as [first,tiny]")
-    for key in ("base", "sft", "reward", "publish"):
+    for key in ("base", "sft", "reward", "ppo", "publish"):
         value = container["artifacts"].get(key)
         if value is not None and not isinstance(value, str):
             raise ValueError(f"artifacts.{key}={value!r} must be a folder or a hub name, or null")

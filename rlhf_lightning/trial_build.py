@@ -74,9 +74,9 @@ def check_buildable(cfg: DictConfig) -> None:
         ConfigError: with the place, what it got and what it wants.
     """
     for key, wanted in (("data.path", "file or folder of records"), ("ckpt_path", "checkpoint")):
-        path = OmegaConf.select(cfg, key)
-        if path is not None and not Path(str(path)).exists():
-            raise ConfigError(f"{key}={path} does not exist: give a {wanted}")
+        _check_exists(key, OmegaConf.select(cfg, key), wanted)
+    for path in OmegaConf.select(cfg, "data.also") or ():
+        _check_exists("data.also", path, "list of files or folders of records")
     _attempt("data", cfg.data, lambda make: make(tokenizer=None))
     _attempt("optimizer", cfg.optimizer, lambda make: make([_parameter()], lr=1e-3))
     _attempt("scheduler", cfg.scheduler, lambda make: make())
@@ -87,6 +87,11 @@ def check_buildable(cfg: DictConfig) -> None:
     for name, value in plain(cfg.callbacks.samples).items():
         if value < 1:
             raise ConfigError(f"callbacks.samples.{name}={value} must be at least 1")
+
+
+def _check_exists(key: str, path: Any, wanted: str) -> None:
+    if path is not None and not Path(str(path)).exists():
+        raise ConfigError(f"{key}={path} does not exist: give a {wanted}")
 
 
 def _attempt(where: str, node: DictConfig, call: Callable[[Any], object]) -> None:

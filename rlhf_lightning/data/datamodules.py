@@ -5,12 +5,14 @@ Each takes the arguments of `RecordDataModule` that make sense for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
 from rlhf_lightning.data.encode import OverLong
+from rlhf_lightning.data.joined import JoinedSource
 from rlhf_lightning.data.lab_folder import PreferenceFolder
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources import RecordSource
@@ -70,7 +72,8 @@ class PreferenceDataModule(RecordDataModule):
 
     The arguments are those of `RecordDataModule`; exactly one of `num_epochs` and
     `num_iterations` must be given. `path` names a file or folder of preference records, such as
-    `rlhf_lightning.collect` makes, that takes the place of the source.
+    `rlhf_lightning.collect` makes, that takes the place of the source; the records of the folders
+    and files `also` are added, as later rounds add theirs.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class PreferenceDataModule(RecordDataModule):
         max_length: int,
         seed: int,
         path: str | None = None,
+        also: Sequence[str] = (),
         num_epochs: float | None = None,
         num_iterations: int | None = None,
         over_long: OverLong = "drop",
@@ -92,8 +96,10 @@ class PreferenceDataModule(RecordDataModule):
         num_workers: int = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
+        first = source if path is None else PreferenceFolder(path)
+        more = [PreferenceFolder(one, validation_fraction=0.0) for one in also]
         super().__init__(
-            source if path is None else PreferenceFolder(path),
+            JoinedSource([first, *more]) if more else first,
             tokenizer,
             kind="preferences",
             batch_size=batch_size,

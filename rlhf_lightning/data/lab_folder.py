@@ -21,14 +21,17 @@ class PreferenceFolder(FileSource):
     Args:
         path: of the folder or file.
         seed: of the split, where there is no validation file.
+        validation_fraction: of the prompts, held out where there is no validation file.
 
     Raises:
         ValueError: if there is nothing at `path`.
     """
 
-    def __init__(self, path: str | Path, *, seed: int = 1) -> None:
+    def __init__(
+        self, path: str | Path, *, seed: int = 1, validation_fraction: float = 0.05
+    ) -> None:
         """Read what is known of the noise; records are read at the first call of `records`."""
-        super().__init__(path, seed=seed)
+        super().__init__(path, seed=seed, validation_fraction=validation_fraction)
         if not self.path.exists():
             raise ValueError(
                 f"data.path={path} does not exist: give preference records (prompt, chosen, "

@@ -149,18 +149,45 @@ def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedSc
     base.add_adapter(name, seed=0, lora=files.lora)
     base.heads[name] = scalar_head(base.hidden_size, init_std=0.0)
     model = AdaptedScalarModel(base, name)
+    head = {
+        "head.weight": files.tensors["score.weight"],
+        "head.bias": torch.tensor([files.reward_offset]),
+    }
+    _fill(model, files, folder, head)
+    return model
+
+
+@torch.no_grad()
+def load_policy_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedPolicy:
+    """Put a stored policy onto `base`, as adapter `name`, to go on training it.
+
+    Raises:
+        ValueError: if it is no policy, or if it does not fit the base.
+    """
+    files = read_adapter(folder)
+    if files.is_scalar:
+        raise ValueError(f"{folder} is the adapter of a reward model: give that of a policy")
+    base.add_adapter(name, seed=0, lora=files.lora)
+    model = AdaptedPolicy(base, name)
+    _fill(model, files, folder, {})
+    return model
+
+
+def _fill(
+    model: AdaptedPolicy | AdaptedScalarModel,
+    files: AdapterFiles,
+    folder: Path,
+    head: Mapping[str, Tensor],
+) -> None:
     own = {path: value for path, value in files.tensors.items() if path != "score.weight"}
     state = {f"adapter.{_key(path)}": value for path, value in own.items()}
-    state["head.weight"] = files.tensors["score.weight"]
-    state["head.bias"] = torch.tensor([files.reward_offset])
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(state | dict(head))
     except RuntimeError as error:
         raise ValueError(
             f"the adapter in {folder} (trained on {files.base or 'an unknown base'}) does not fit "
             f"the base: {str(error).splitlines()[1].strip() if str(error) else error}"
         ) from error
-    return model
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.adapter_files import load_scalar_adapter
+from rlhf_lightning.models.adapter_files import load_policy_adapter, load_scalar_adapter
 from rlhf_lightning.models.factory import frozen, load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy, add_scalar_model
@@ -25,7 +25,7 @@ class PPOModels:
     Args:
         policy: trained.
         value: trained.
-        reference: frozen; where the policy started.
+        reference: frozen; where the policy started, in its first round.
         base: what policy, value and reference share, if they do.
     """
 
@@ -49,6 +49,7 @@ def ppo_models(
     policy: str | Path,
     value: str | Path | None,
     *,
+    start: str | Path | None = None,
     value_head: Literal["stored", "zero"] = "stored",
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
@@ -64,6 +65,8 @@ def ppo_models(
         value: folder or hub name that the value model starts from: a reward model, with
             `value_head="stored"`, or a causal LM. Adapters start from the `adapter` folder of a
             reward model trained with LoRA on the same policy.
+        start: folder of a policy that PPO has trained before, to go on from; the reference stays
+            `policy`. With LoRA its `adapter` folder is taken up, trained on that same `policy`.
         value_head: "stored", or "zero" for values that start at 0.
         lora: None trains whole models; otherwise adapters on one frozen base, which with its
             adapters off is the reference.
@@ -88,26 +91,34 @@ def ppo_models(
     if lora is not None:
         return _on_one_base(
             load_base(policy, lora, activation_checkpointing=activation_checkpointing, **options),
+            None if start is None else Path(start) / ADAPTER,
             None if value_head == "zero" or value is None else Path(value) / ADAPTER,
             seed=seed,
         )
     reference = frozen(load_policy(policy, **options))
     round_frozen_weights(reference.model, precision)
-    start = policy if value is None else value
+
+    def of(source: str | Path) -> dict[str, Any]:
+        # The revision is that of `policy`; what was trained from it is a folder.
+        own = {} if str(source) == str(policy) else {"revision": None}
+        return options | own | {"activation_checkpointing": activation_checkpointing}
+
+    trained = policy if start is None else start
+    valued = policy if value is None else value
     return PPOModels(
-        load_policy(policy, activation_checkpointing=activation_checkpointing, **options),
-        load_scalar_model(
-            start,
-            head=value_head,
-            activation_checkpointing=activation_checkpointing,
-            **options | ({} if str(start) == str(policy) else {"revision": None}),
-        ),
+        load_policy(trained, **of(trained)),
+        load_scalar_model(valued, head=value_head, **of(valued)),
         reference,
     )
 
 
-def _on_one_base(base: AdaptedBase, value_adapter: Path | None, *, seed: int) -> PPOModels:
-    policy = add_policy(base, "policy", seed=seed)
+def _on_one_base(
+    base: AdaptedBase, policy_adapter: Path | None, value_adapter: Path | None, *, seed: int
+) -> PPOModels:
+    if policy_adapter is None:
+        policy = add_policy(base, "policy", seed=seed)
+    else:
+        policy = load_policy_adapter(base, policy_adapter, "policy")
     value: ScalarHeadModel
     if value_adapter is None:
         value = add_scalar_model(base, "value", init_std=0.0, seed=seed)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.preferences.adversarial import WorstSamples
 from rlhf_lightning.preferences.aggregate import METHODS, Method, Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.budget import (
@@ -120,6 +121,7 @@ class Lab:
         budget: how much that is.
         hparams: how pairs are made and labels put together.
         score: for best_against_worst.
+        worst: of an earlier collection; its pairs take the place of new candidates.
     """
 
     folder: Path
@@ -129,6 +131,7 @@ class Lab:
     budget: BudgetHparams
     hparams: LabHparams
     score: ScoreFunction | None = None
+    worst: WorstSamples | None = None
 
     def run(self, prompts: Sequence[PromptRecord]) -> Collection:
         """Return the preferences, made from these prompts.
@@ -168,6 +171,8 @@ class Lab:
         )
 
     def _pairs(self, prompts: Sequence[PromptRecord]) -> tuple[list[Pair], int, dict[str, int]]:
+        if self.worst is not None:
+            return self._adversarial(self.worst)
         journal = candidate_journal(self.folder / "candidates.journal.jsonl")
         sampled = sample_candidates(prompts, self.sampling, journal)
         kept, dropped = usable(sampled, keep_unfinished=self.hparams.keep_unfinished)
@@ -187,6 +192,16 @@ class Lab:
                 f"(dropped: {dropped}): sample more of them, at a higher temperature, or longer"
             )
         return pairs, len(sampled), dropped
+
+    def _adversarial(self, worst: WorstSamples) -> tuple[list[Pair], int, dict[str, int]]:
+        pairs, overrated = worst.pairs(seed=self.hparams.seed)
+        if not pairs:
+            raise ValueError(
+                f"no answer in {worst.run} that the reward model overrates ({overrated} found) has "
+                "another one to meet: sample more candidates a prompt, or leave adversarial pairs "
+                "out (pipeline: adversarial=false)"
+            )
+        return pairs, 0, {}
 
     def _without_near_duplicates(
         self, made: list[Pair], held_out: set[str]

@@ -70,7 +70,7 @@ def make_pairs(
             assert score is not None  # or it was refused above
             couples = _best_against_worst(answers, score)
         for rank, couple in enumerate(couples[:per_prompt]):
-            placed.append((rank, split_fraction(prompt_id, seed), _pair(couple, seed)))
+            placed.append((rank, split_fraction(prompt_id, seed), place_couple(couple, seed)))
     placed.sort(key=lambda item: item[:2])
     return [pair for _, _, pair in placed[:num_pairs]]
 
@@ -80,7 +80,8 @@ def sources(pairs: Sequence[Pair]) -> dict[str, int]:
     return dict(Counter(s for pair in pairs for s in (pair.first_source, pair.second_source)))
 
 
-def _pair(couple: Couple, seed: int) -> Pair:
+def place_couple(couple: Couple, seed: int) -> Pair:
+    """Return two candidates as a pair; a hash of the seed says which stands first."""
     a, b = sorted(couple, key=lambda candidate: candidate.response_id)
     if split_fraction(f"{a.response_id}/{b.response_id}", seed) < 0.5:
         a, b = b, a

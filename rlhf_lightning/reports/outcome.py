@@ -28,7 +28,10 @@ def domains_section(metrics: Metrics) -> str:
     prefix, judge, rates = next((m for m in measured if len(m[2]) > 1), ("", "", {}))
     if not rates:
         return ""
-    bars = "".join(_bar(name, *rates[name]) for name in sorted(rates, key=lambda n: -rates[n][0]))
+    bars = "".join(
+        rate_bar(name.replace("_", " "), *rates[name])
+        for name in sorted(rates, key=lambda n: -rates[n][0])
+    )
     what = "Accuracy" if prefix == "val/accuracy" else "Win rate against the policy before"
     return (
         '<section><h2>By domain</h2><p class="lead">'
@@ -53,14 +56,15 @@ def domain_rates(
     return found
 
 
-def _bar(domain: str, rate: float, low: float | None, high: float | None) -> str:
+def rate_bar(name: str, rate: float, low: float | None, high: float | None) -> str:
+    """Return a rate as a bar with its interval over it, for a list of class `domains`."""
     tone = "" if rate >= 0.5 else " class='bad'"
     interval = ""
     if low is not None and high is not None:
         width = 100 * max(high - low, 0)
         interval = f'<u style="left:{100 * low:.1f}%;width:{width:.1f}%"></u>'
     return (
-        f'<div><dt>{text(domain.replace("_", " "))}</dt><dd class="bar">'
+        f'<div><dt>{text(name)}</dt><dd class="bar">'
         f'<i{tone} style="width:{100 * rate:.1f}%"></i>{interval}<b></b></dd>'
         f'<dd class="rate">{percent(rate)}</dd></div>'
     )

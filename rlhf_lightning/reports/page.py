@@ -8,6 +8,7 @@ from rlhf_lightning.reports.curves import curves_section
 from rlhf_lightning.reports.doctor import doctor_section
 from rlhf_lightning.reports.markup import text
 from rlhf_lightning.reports.outcome import domains_section, overoptimization_section
+from rlhf_lightning.reports.rounds import rounds_section
 from rlhf_lightning.reports.samples import samples_section
 from rlhf_lightning.reports.sections import settings_section, times_section, verdict_section
 from rlhf_lightning.reports.style import STYLE
@@ -24,9 +25,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 def write_report(folder: RunFolder) -> Path:
     """Write `report.html` of a run, finished or not, in one step and return its path.
 
-    It has the verdict, the gates, what the doctor said, the curves, reward over KL, the domains,
-    samples, where the time went and the settings; a part for which the run has written nothing is
-    left out.
+    It has the verdict, the gates, the rounds of a pipeline, what the doctor said, the curves,
+    reward over KL, the domains, samples, where the time went and the settings; a part for which
+    the run has written nothing is left out.
 
     Raises:
         FileNotFoundError: if the folder holds neither a summary nor metrics.
@@ -52,6 +53,7 @@ def render_report(folder: RunFolder) -> str:
     metrics = {} if summary is None else summary.metrics
     body = (
         head
+        + rounds_section(metrics)
         + doctor_section(read_events(folder.doctor))
         + curves_section(rows)
         + overoptimization_section(rows, metrics)

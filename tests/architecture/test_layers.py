@@ -33,7 +33,7 @@ LAYERS = (
     {"held_out_prompts", "trial_build"},
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"}
-    | {"evaluate_request", "pipeline_plan"},
+    | {"evaluate_request", "pipeline_plan", "pipeline_state"},
     {"finish", "lineage", "reexport", "failures", "start_screen"},
     {"lost_ranks", "quiet", "command_line"},
     {"fitting"},

@@ -263,6 +263,9 @@ def test_a_reference_from_other_weights_is_refused(tmp_path):
         return replace(tiny_models(), reference=tiny_policy("gpt2", seed=7))
 
     assert refused(tmp_path, models=models) == "KL 0"
+    later = tmp_path / "later round"
+    later.mkdir()
+    fit(later, doctor_of(later, preflight=True, goes_on=True), pad=EOS, models=models)
 
 
 def test_a_truncating_sampler_is_refused(tmp_path):

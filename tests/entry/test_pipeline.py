@@ -14,15 +14,12 @@ from omegaconf import DictConfig
 
 from rlhf_lightning.composition import ConfigError, conf_dir, register
 from rlhf_lightning.pipeline import run
-from rlhf_lightning.pipeline_plan import (
+from rlhf_lightning.pipeline_plan import as_overrides, check_pipeline, given, plan
+from rlhf_lightning.pipeline_state import (
     DONE,
     FAILED_GATE,
     RUNNING,
     Outcome,
-    as_overrides,
-    check_pipeline,
-    given,
-    plan,
     read_state,
     set_aside,
     write_state,
@@ -138,7 +135,12 @@ def test_what_stands_in_the_way_is_kept_under_another_name(tmp_path: Path) -> No
         (["overrides.sft=2"], "overrides.sft=2 must be a list of texts: write sft:key=value"),
         (["evaluation_gates=pp"], "evaluation_gates=pp is none of conf/gates; did you mean ppo"),
         (["resume=yes"], "resume=yes must be never or auto"),
-        (["rounds=0"], "rounds=0"),
+        (["rounds=0"], "rounds=0 must be a whole number, at least 1"),
+        (["rounds=1.5"], "rounds=1.5 must be a whole number"),
+        (
+            ["rounds=2", "round_2/ppo:a=1", "+overrides.round_2.pppo=[a]"],
+            "overrides: round_2/pppo; did you mean ppo",
+        ),
         (["collect=maybe"], "collect=maybe must be true or false"),
         (["seed=-1"], "seed=-1"),
     ],

@@ -201,6 +201,31 @@ def test_policy_value_and_reward_share_one_base_in_ppo(folders, tmp_path):
     assert torch.equal(logprobs(models.policy), logprobs(models.reference))
 
 
+def test_ppo_goes_on_from_an_adapter_and_keeps_the_base_as_reference(folders, tmp_path):
+    last = shaken(add_policy(load_base(folders["llama"], LORA), "policy", seed=0))
+    save_adapter(last, tmp_path / ADAPTER, last.state_dict(), base="b", base_fingerprint="")
+    models = ppo_models(folders["llama"], None, start=tmp_path, value_head="zero", lora=LORA)
+    assert torch.equal(logprobs(models.policy), logprobs(last))
+    base = AdaptedPolicy(load_base(folders["llama"], LORA), None)
+    assert torch.equal(logprobs(models.reference), logprobs(base))
+    assert not torch.equal(logprobs(models.policy), logprobs(models.reference))
+    assert all(p.requires_grad for p in models.policy.parameters())
+
+
+def test_ppo_goes_on_from_a_policy_and_keeps_its_first_start_as_reference(folders, tmp_path):
+    tiny_policy("llama", seed=9).model.save_pretrained(tmp_path)
+    models = ppo_models(folders["llama"], None, start=tmp_path, value_head="zero")
+    assert torch.equal(logprobs(models.policy), logprobs(load_policy(tmp_path)))
+    assert torch.equal(logprobs(models.reference), logprobs(load_policy(folders["llama"])))
+
+
+def test_a_reward_adapter_is_no_policy_to_go_on_from(folders, tmp_path):
+    reward = load_scalar_model(folders["llama"], head="reward", lora=LORA)
+    save_adapter(reward, tmp_path / ADAPTER, reward.state_dict(), base="b", base_fingerprint="")
+    with pytest.raises(ValueError, match="give that of a policy"):
+        ppo_models(folders["llama"], None, start=tmp_path, value_head="zero", lora=LORA)
+
+
 def test_unknown_target_modules_are_refused_with_the_names_there_are(folders):
     with pytest.raises(ValueError, match=r"'query'.*k_proj"):
         load_base(folders["llama"], LoraHparams(target_modules="query,k_proj"))

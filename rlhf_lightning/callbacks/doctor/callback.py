@@ -50,6 +50,7 @@ class Doctor(Callback):
         second_every_n_iterations: how often.
         refusals: which answers refuse, on which domains.
         preflight: look at one rollout before iteration 1, and refuse to start an insane run.
+        goes_on: whether the policy goes on from another one than the reference.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Doctor(Callback):
         second_every_n_iterations: int = 1,
         refusals: Refusals | None = None,
         preflight: bool = False,
+        goes_on: bool = False,
     ) -> None:
         if second_every_n_iterations < 1:
             raise ValueError(
@@ -73,6 +75,7 @@ class Doctor(Callback):
         self.second_every_n_iterations = second_every_n_iterations
         self.refusals = refusals or Refusals()
         self.preflight = preflight
+        self.goes_on = goes_on
         self.record = MedicalRecord(folder)
         self.detectors = Detectors(thresholds, 0)
         self.practice = Practice(actions or ActionSettings())
@@ -109,9 +112,9 @@ class Doctor(Callback):
         """
         if not self.preflight or current_iteration(trainer) != 1:
             return
-        checks = check_first_rollout(
-            first_rollout(pl_module, batch, precision=str(trainer.precision))
-        )
+        precision = str(trainer.precision)
+        first = first_rollout(pl_module, batch, precision=precision, goes_on=self.goes_on)
+        checks = check_first_rollout(first)
         for check in checks:
             self.record.note_check(check)
         failed = [check for check in checks if not check.passed]

@@ -25,13 +25,16 @@ class PreflightError(RuntimeError):
 
 
 @torch.no_grad()
-def first_rollout(module: Any, prompts: PromptBatch, *, precision: str) -> FirstRollout:
+def first_rollout(
+    module: Any, prompts: PromptBatch, *, precision: str, goes_on: bool = False
+) -> FirstRollout:
     """Return the figures of the rollout that iteration 1 is going to make, over all ranks.
 
     Args:
         module: a `PPOModule` before its first update.
         prompts: of iteration 1; the same noise gives the same answers again.
         precision: the Trainer's.
+        goes_on: whether the policy goes on from another one than the reference.
     """
     rollout, _ = module.collect_rollout(prompts, 0)
     answers = answers_of(rollout, prompts, module.tokenizer)
@@ -59,6 +62,7 @@ def first_rollout(module: Any, prompts: PromptBatch, *, precision: str) -> First
         sampler_bias=measured["sampler_bias"],
         sampler_error=measured["sampler_error"],
         tolerance=EXACT if precision.startswith("32") else ROUNDED,
+        goes_on=goes_on,
     )
 
 

@@ -1,0 +1,80 @@
+"""What a pipeline remembers of its steps, so that calling it again goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhf_lightning.composition import ConfigError
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.folder import RunFolder, to_json
+from rlhf_lightning.runs.lock import is_claimed
+from rlhf_lightning.runs.summary import read_summary
+
+STATE = "pipeline.json"
+RUNNING, DONE, FAILED_GATE = "running", "passed", "gate failed"
+_ROUND = re.compile(r"round_(\d+)/")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step (`running`, `passed`, `gate failed`), and of which command line."""
+
+    step: str
+    overrides: tuple[str, ...]
+    status: str
+
+
+def read_state(folder: Path) -> dict[str, Outcome]:
+    """Return the outcome of each step that was judged; a new pipeline has none.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    path = folder / STATE
+    if not path.is_file():
+        return {}
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        found = [Outcome(row["step"], tuple(row["overrides"]), row["status"]) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): begin anew with resume=never") from error
+    return {outcome.step: outcome for outcome in found}
+
+
+def find_shorter_pipeline(root: Path, config_hash: str, rounds: int) -> RunFolder | None:
+    """Return the newest completed pipeline of this configuration with fewer rounds, or None.
+
+    Args:
+        root: `outputs/<name>`.
+        config_hash: of the pipeline; the rounds are no part of it.
+        rounds: that are wanted now.
+    """
+    for path in sorted(root.glob("*"), reverse=True):
+        folder = RunFolder(path)
+        if not (path / STATE).is_file() or not folder.summary.is_file():
+            continue
+        summary = read_summary(folder)
+        if summary.config_hash == config_hash and summary.status == "completed":
+            done = max(int(_ROUND.match(step)[1]) for step in read_state(path))  # type: ignore[index]
+            return folder if done < rounds and not is_claimed(path) else None
+    return None
+
+
+def write_state(folder: Path, outcomes: Mapping[str, Outcome]) -> None:
+    """Write the outcomes in one step."""
+    rows = [asdict(outcome) for outcome in outcomes.values()]
+    write_text(folder / STATE, to_json(rows, indent=2) + "\n")
+
+
+def set_aside(folder: Path) -> None:
+    """Give what stands in the way of a new run another name: `reward` becomes `reward_before_1`."""
+    if not folder.exists():
+        return
+    number = 1
+    while (other := folder.with_name(f"{folder.name}_before_{number}")).exists():
+        number += 1
+    folder.rename(other)

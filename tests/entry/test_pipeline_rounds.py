@@ -1,0 +1,211 @@
+"""`python -m rlhf_lightning.pipeline rounds=2`: what the rounds after the first run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from rlhf_lightning.collect_request import check_collection
+from rlhf_lightning.composition import ConfigError, conf_dir
+from rlhf_lightning.evaluate_request import check_evaluation
+from rlhf_lightning.pipeline import run
+from rlhf_lightning.pipeline_plan import check_pipeline, given, plan
+from rlhf_lightning.pipeline_state import (
+    DONE,
+    FAILED_GATE,
+    Outcome,
+    find_shorter_pipeline,
+    write_state,
+)
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
+from rlhf_lightning.trial_build import check_run
+from tests.entry.test_pipeline import TINY, composed, only, pipeline, summary
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Path) -> None:
+    steps = {step.name: step for step in plan(composed("rounds=3"), tmp_path)}
+    stages = ["collect", "adversarial", "reward", "ppo", "evaluate"]
+    assert list(steps)[5:] == [f"round_{k}/{s}" for k in (2, 3) for s in stages]
+    one, two, three = (tmp_path / f"round_{k}" for k in (1, 2, 3))
+    # The SFT policy of round 1 is the start of reward models, the reference and the baseline.
+    artifacts = given("paths.artifacts", one / "artifacts")
+    assert all(artifacts in step.overrides for step in steps.values())
+    assert not [w for s in steps.values() for w in s.overrides if w.startswith("artifacts.sft")]
+    collect = steps["round_3/collect"].overrides
+    assert given("+candidates.policies.policy", two / "ppo/export") in collect
+    assert "candidates.policies.sft=null" in collect
+    adversarial = steps["round_3/adversarial"]
+    assert adversarial.module == "rlhf_lightning.collect"
+    assert given("adversarial.run", three / "collect") in adversarial.overrides
+    assert given("artifacts.reward", two / "reward/export") in adversarial.overrides
+    (also,) = [w for w in steps["round_3/reward"].overrides if w.startswith("data.also=")]
+    places = [r / name / "data" for r in (two, three) for name in ("collect", "adversarial")]
+    assert also == "data.also=[" + ",".join(f"'{place}'" for place in places) + "]"
+    ppo = steps["round_3/ppo"].overrides
+    assert given("artifacts.ppo", two / "ppo/export") in ppo
+    assert given("artifacts.reward", three / "artifacts/reward") in ppo
+    assert given("artifacts.ppo", three / "artifacts/ppo") in steps["round_3/evaluate"].overrides
+
+
+def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Path) -> None:
+    for name in ("collect", "adversarial"):  # what a command line names has to be there
+        (tmp_path / "round_2" / name / "data").mkdir(parents=True)
+    cfg = composed("rounds=2", "collect=true", "train:logger=none")
+    (tmp_path / "round_1/collect/data").mkdir(parents=True)
+    checks = {
+        "rlhf_lightning.train": ("train", check_run),
+        "rlhf_lightning.collect": ("collect", check_collection),
+        "rlhf_lightning.evaluate": ("evaluate", check_evaluation),
+    }
+    made = {}
+    for step in plan(cfg, tmp_path):
+        name, check = checks[step.module]
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            made[step.name] = compose(name, overrides=list(step.overrides))
+        check(made[step.name])
+    ppo = made["round_2/ppo"]
+    assert ppo.module.models.start == str(tmp_path / "round_1/ppo/export")
+    assert ppo.module.models.policy == str(tmp_path / "round_1/artifacts/demo_seed1/sft")
+    assert ppo.scorer.source == str(tmp_path / "round_2/artifacts/reward")
+    assert made["round_1/ppo"].module.models.start is None
+    reward = made["round_2/reward"]
+    assert reward.data.path == str(tmp_path / "round_1/collect/data")
+    assert len(reward.data.also) == 2
+    collect = made["round_2/collect"]
+    policies = {name: source for name, source in collect.candidates.policies.items() if source}
+    assert policies == {"policy": str(tmp_path / "round_1/ppo/export")}
+    evaluate = made["round_2/evaluate"]
+    assert evaluate.baseline == ppo.module.models.policy
+    assert evaluate.policy == str(tmp_path / "round_2/artifacts/ppo")
+
+
+def test_words_for_one_round_reach_it_alone_and_come_last(tmp_path: Path) -> None:
+    words = [
+        "round_2/ppo:module.ppo.kl_coef=0.1",
+        "ppo:module.ppo.kl_coef=0.2",
+        "round_2/train:a=1",
+    ]
+    cfg = composed("rounds=2", "adversarial=false", "collect:x=1", *words)
+    check_pipeline(cfg)
+    steps = {step.name: step.overrides for step in plan(cfg, tmp_path)}
+    assert steps["round_1/ppo"][-1] == "module.ppo.kl_coef=0.2"
+    assert steps["round_2/ppo"][-3:] == ("module.ppo.kl_coef=0.2", "a=1", "module.ppo.kl_coef=0.1")
+    assert steps["round_2/reward"][-1] == "a=1"
+    assert "round_2/adversarial" not in steps
+    assert steps["round_2/collect"][-1] == "x=1"
+
+
+def test_adversarial_pairs_are_labelled_as_the_collection_is(tmp_path: Path) -> None:
+    words = ["collect:annotator=page", "adversarial:adversarial.num_pairs=7"]
+    steps = {s.name: s.overrides for s in plan(composed("rounds=2", *words), tmp_path)}
+    assert steps["round_2/adversarial"][-2:] == ("annotator=page", "adversarial.num_pairs=7")
+    assert "adversarial.num_pairs=7" not in steps["round_2/collect"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rounds=2", "experiments.reward=null"], "experiments.reward=null leaves one out"),
+        (["rounds=2", "round_3/ppo:a=1"], "unknown key overrides.round_3"),
+        (["rounds=2", "+overrides.round_2.ppo=1"], "write round_2/ppo:key=value"),
+        (["rounds=2", "accept=[round_2/rewrd]"], "did you mean round_2/reward"),
+        (["accept=[round_2/reward]"], "accept names 'round_2/reward'"),
+    ],
+)
+def test_rounds_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        check_pipeline(composed(*overrides))
+
+
+def test_a_failed_gate_of_a_later_round_is_blamed_and_accepted_there(working_folder: Path) -> None:
+    words = ["rounds=2", "experiments.base=null", "experiments.sft=null", "adversarial=false"]
+    folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")
+    figures = {
+        "reward": {"val/accuracy": 0.9},
+        "ppo": {"val/gold_win_rate": 0.8, "val/score_win_rate": 0.9, "val/kl_per_token": 0.2},
+    }
+    outcomes = {}
+    for step in plan(composed(*words), folder.path):
+        gates: tuple[GateResult, ...] = ()
+        metrics = dict(figures.get(step.stage, {}))
+        if step.name == "round_2/ppo":
+            metrics |= {"val/gold_win_rate": 0.4}
+            gates = (GateResult("gold_win_rate", 0.4, 0.75, False, "wins 0.4 of comparisons"),)
+        made = new_summary("ppo", seed=1, config_hash="x")
+        run_folder = RunFolder(folder.path / step.name).create()
+        write_summary(run_folder, replace(made, status="completed", metrics=metrics, gates=gates))
+        status = FAILED_GATE if gates else DONE
+        outcomes[step.name] = Outcome(step.name, step.overrides, status)
+    write_state(folder.path, outcomes)
+    found = run(composed(*words), folder)
+    assert found.status == "stopped"
+    assert "round_2/ppo failed its gates" in found.cause
+    assert "To blame: reward." in found.cause
+    assert "with round_2/reward:KEY=VALUE, or with accept=[round_2/ppo]" in found.cause
+    found = run(composed(*words, "accept=[round_2/ppo]"), folder)
+    assert found.status == "completed"
+    assert found.metrics["round_1/ppo/gold_win_rate"] == 0.8
+    assert found.metrics["round_2/ppo/gold_win_rate"] == 0.4
+    assert "<h2>Rounds</h2>" in folder.report.read_text()
+    # It is complete now: the same call begins a new pipeline, one for more rounds goes on.
+    root, digest = folder.path.parent, found.config_hash
+    assert find_shorter_pipeline(root, digest, 2) is None
+    assert find_shorter_pipeline(root, digest, 3).path == folder.path
+    assert find_shorter_pipeline(root, "another", 3) is None
+
+
+@pytest.mark.slow
+def test_two_rounds_run_and_a_changed_step_of_the_second_leaves_the_first_alone(
+    tmp_path: Path,
+) -> None:
+    few = [
+        "evaluate:evaluation.num_prompts=16",
+        "collect:candidates.num_prompts=48",
+        "collect:lab.num_pairs=64",
+        "collect:lab.keep_unfinished=true",
+        "collect:candidates.max_new_tokens=8",
+    ]
+    # So little is learnt that every gate fails; what is tested is that the rounds fit together.
+    common = [*TINY, *few, "rounds=2", "accept=[sft,reward,ppo,evaluate]"]
+    pipeline(tmp_path, *common)
+    made = only(tmp_path)
+    stages = ["adversarial", "artifacts", "collect", "evaluate", "ppo", "reward"]
+    assert sorted(path.name for path in (made / "round_2").iterdir()) == stages
+    first = (made / "round_1/ppo/summary.json").stat().st_mtime_ns
+    found = summary(made)
+    assert found["status"] == "completed"
+    rates = [found["metrics"][f"round_{k}/evaluate/gold_win_rate"] for k in (1, 2)]
+    assert all(0 <= rate <= 1 for rate in rates)
+    assert found["metrics"]["val/gold_win_rate"] == rates[1]
+    assert "<h2>Rounds</h2>" in (made / "report.html").read_text()
+    # Pairs of both rounds, and none on a prompt that is held out.
+    again = (made / "round_2/adversarial/data/train.jsonl").read_text().splitlines()
+    assert again
+    told = (made / "round_2/collect/candidates.jsonl").read_text()
+    assert '"model": "policy"' in told
+    assert '"model": "sft"' not in told
+    # PPO went on from the policy of round 1 and measures its KL from the SFT policy.
+    one, two = (load_file(made / f"round_{k}/ppo/export/model.safetensors") for k in (1, 2))
+    sft = load_file(made / "round_1/sft/export/model.safetensors")
+    name = next(key for key in one if key.endswith("q_proj.weight"))
+    moved = (one[name] - sft[name]).norm()
+    assert 0 < (two[name] - one[name]).norm() < (two[name] - sft[name]).norm() + moved
+    assert not torch.equal(two[name], one[name])
+    assert found["metrics"]["round_2/ppo/kl_per_token"] > 0
+    manifest = json.loads((made / "round_2/artifacts/ppo/manifest.json").read_text())
+    assert manifest["stage"] == "ppo"
+    # Another word for one step of round 2 runs that step and what is behind it.
+    told = pipeline(tmp_path, *common, "round_2/ppo:module.ppo.kl_coef=0.2")
+    assert only(tmp_path) == made
+    assert "round_2/reward: done before" in told
+    assert (made / "round_2/ppo_before_1/summary.json").is_file()
+    assert (made / "round_1/ppo/summary.json").stat().st_mtime_ns == first

@@ -1,0 +1,162 @@
+"""Adversarial pairs: overrated answers meet better ones, and are labelled anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.demo.annotators import PANEL
+from rlhf_lightning.data.demo.gold import gold_scores
+from rlhf_lightning.data.demo.questions import DOMAINS
+from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.data.records import Text
+from rlhf_lightning.preferences.adversarial import Defeat, WorstSamples, adversarial_pairs
+from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
+from rlhf_lightning.preferences.budget import BudgetHparams
+from rlhf_lightning.preferences.candidates import Sampling
+from rlhf_lightning.preferences.decoding import Decoding
+from rlhf_lightning.preferences.journal import write_records, write_rows
+from rlhf_lightning.preferences.lab import Lab, LabHparams
+from rlhf_lightning.preferences.people import Panel
+from rlhf_lightning.preferences.records import Candidate, Pair
+from rlhf_lightning.preferences.rules import LengthRule
+
+QUESTION = next(
+    record.prompt
+    for record in DemoSource(seed=1).records("prompts", "train")
+    if record.domain == DOMAINS[0]
+)
+
+
+def answer(text: str, prompt: Text = "p") -> Candidate:
+    return Candidate.make(prompt, text, model="policy", settings={}, seed=1, domain="sums")
+
+
+def defeat(winner: str, loser: str, overrated: float, prompt: str = "p") -> Defeat:
+    return Defeat(answer("x", prompt).prompt_id, winner, loser, overrated)
+
+
+def texts(pairs: Sequence[Pair]) -> list[set[str]]:
+    return [{pair.first, pair.second} for pair in pairs]
+
+
+def test_an_overrated_answer_meets_the_best_one_that_it_has_not_met() -> None:
+    answers = [answer(text) for text in ("good", "best", "bad", "fair")]
+    defeats = [
+        defeat("good", "bad", 2.0),
+        defeat("best", "fair", -1.0),
+        defeat("best", "good", -0.5),
+    ]
+    pairs, overrated = adversarial_pairs(answers, defeats, num_pairs=9, seed=1)
+    assert texts(pairs) == [{"bad", "best"}]
+    assert overrated == 1
+    assert {pairs[0].first_source, pairs[0].second_source} == {"policy seed=1"}
+    assert pairs[0].domain == "sums"
+
+
+def test_answers_that_lost_more_than_they_won_or_are_overrated_too_are_no_opponents() -> None:
+    answers = [answer(text) for text in ("good", "bad", "worse", "lost")]
+    defeats = [defeat("good", "bad", 2.0), defeat("good", "worse", 1.0), defeat("good", "lost", -1)]
+    assert adversarial_pairs(answers, defeats, num_pairs=9, seed=1) == ([], 2)
+    # An answer that nobody has labelled will do.
+    pairs, _ = adversarial_pairs([*answers, answer("new")], defeats, num_pairs=9, seed=1)
+    assert texts(pairs) == [{"bad", "new"}, {"worse", "new"}]
+
+
+def test_the_most_overrated_come_first_and_a_tie_of_the_scores_is_not_overrated() -> None:
+    answers = [answer(text, prompt) for prompt in "abc" for text in ("good", "bad", "other")]
+    gaps = {"a": 0.5, "b": 3.0, "c": 0.0}
+    defeats = [defeat("good", "bad", gap, prompt) for prompt, gap in gaps.items()]
+    pairs, overrated = adversarial_pairs(answers, defeats, num_pairs=1, seed=1)
+    assert [pair.prompt for pair in pairs] == ["b"]
+    assert overrated == 2
+    both, _ = adversarial_pairs(answers, defeats, num_pairs=9, seed=1)
+    assert [pair.prompt for pair in both] == ["b", "a"]
+
+
+def collected(folder: Path, prompt: Text, answers: Sequence[str], rejected: Sequence[int]) -> Path:
+    """Write what a collection leaves: the first answer was preferred to each rejected one."""
+    candidates = [answer(text, prompt) for text in answers]
+    pairs = [Pair.make(prompt, answers[0], answers[i], domain="sums") for i in rejected]
+
+    def said(text: str) -> object:
+        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+    (folder / "data").mkdir(parents=True)
+    write_records(folder / "candidates.jsonl", candidates)
+    write_records(folder / "pairs.jsonl", pairs)
+    rows = [
+        {"pair_id": p.pair_id, "chosen": said(p.first), "rejected": said(p.second)} for p in pairs
+    ]
+    write_rows(folder / "data" / "train.jsonl", rows)
+    return folder
+
+
+@pytest.mark.parametrize("prompt", ["p", ({"role": "user", "content": "p"},)])
+def test_a_collection_is_read_and_scored_answer_by_answer(tmp_path: Path, prompt: Text) -> None:
+    run = collected(tmp_path, prompt, ["good", "a very long answer", "short", "new"], [1, 2])
+    asked: list[tuple[Text, str]] = []
+
+    def length(answers: Sequence[tuple[Text, str]]) -> list[float | None]:
+        asked.extend(answers)
+        return [float(len(text)) if len(text) < 30 else None for _, text in answers]
+
+    pairs, overrated = WorstSamples(run, length, num_pairs=5).pairs(seed=1)
+    assert sorted(text for _, text in asked) == ["a very long answer", "good", "short"]
+    assert overrated == 2
+    assert texts(pairs) == [{"a very long answer", "new"}, {"short", "new"}]
+
+
+def test_an_answer_too_long_to_be_scored_is_not_overrated(tmp_path: Path) -> None:
+    run = collected(tmp_path, "p", ["good", "bad", "other"], [1])
+    assert WorstSamples(run, lambda a: [None] * len(a), num_pairs=5).pairs(seed=1) == ([], 0)
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="finished run of"):
+        WorstSamples(tmp_path, lambda a: [None] * len(a), num_pairs=5)
+    collected(tmp_path, "p", ["good", "bad"], [1])
+    with pytest.raises(ValueError, match=r"adversarial\.num_pairs=0 must be at least 1"):
+        WorstSamples(tmp_path, lambda a: [None] * len(a), num_pairs=0)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    def nobody() -> None:
+        raise AssertionError("no policy is asked for adversarial pairs")
+
+    return Lab(
+        folder=tmp_path / "again",
+        sampling=Sampling({"policy": nobody}, [Decoding()], 1, 8, 64, 8, 1),  # type: ignore[dict-item]
+        annotators=[RuleAnnotator([LengthRule(6)], name="length")],
+        people=Panel([SimulatedPerson(p, gold_scores, seed=1) for p in PANEL], seed=1),
+        budget=BudgetHparams(automatic_share=0.0, validation_share=0.0),
+        hparams=LabHparams(),
+        worst=WorstSamples(
+            collected(tmp_path / "run", QUESTION, ["good", "bad", "i do not know ."], [1]),
+            lambda answers: [float(text == "bad") for _, text in answers],
+            num_pairs=5,
+        ),
+    )
+
+
+def test_the_lab_labels_adversarial_pairs_like_any_other(lab: Lab) -> None:
+    lab.folder.mkdir()
+    collection = lab.run([])
+    (verdict,) = collection.train
+    assert {verdict.pair.first, verdict.pair.second} == {"bad", "i do not know ."}
+    assert verdict.by_people  # the budget sends them all of it
+    assert not collection.validation
+    assert json.loads((lab.folder / "labels.jsonl").read_text().splitlines()[0])
+
+
+def test_a_lab_without_overrated_answers_says_what_to_do(lab: Lab) -> None:
+    assert lab.worst is not None
+    lab.folder.mkdir()
+    fair = replace(lab.worst, score=lambda answers: [float(t == "good") for _, t in answers])
+    with pytest.raises(ValueError, match=r"pipeline: adversarial=false"):
+        replace(lab, worst=fair).run([])

@@ -1,0 +1,52 @@
+"""The rounds of a pipeline in its report."""
+
+from __future__ import annotations
+
+import re
+
+from rlhf_lightning.reports.rounds import by_round, rounds_section
+
+METRICS: dict[str, float | None] = {
+    "val/gold_win_rate": 0.9,
+    "round_1/reward/accuracy": 0.91,
+    "round_1/ppo/gold_win_rate": 0.5,
+    "round_1/evaluate/gold_win_rate": 0.8,
+    "round_1/evaluate/gold_win_rate_low": 0.75,
+    "round_1/evaluate/gold_win_rate_high": 0.85,
+    "round_1/evaluate/kl_per_token": 0.2,
+    "round_2/reward/accuracy": 0.88,
+    "round_2/ppo/gold_win_rate": 0.9,
+    "round_2/ppo/kl_per_token": 0.3,
+    "round_2/collect/num_pairs": 5000.0,
+    "round_10/collect/num_pairs": 5000.0,  # has not come further
+}
+
+
+def test_a_round_is_told_by_its_evaluation_or_else_by_ppo() -> None:
+    rounds = by_round(METRICS)
+    assert list(rounds) == [1, 2]
+    assert rounds[1]["policy"]["gold_win_rate"] == 0.8
+    assert rounds[2]["policy"]["gold_win_rate"] == 0.9
+    assert rounds[2]["reward"] == {"accuracy": 0.88}
+
+
+def test_every_round_has_its_win_rate_with_the_interval_and_a_row() -> None:
+    section = rounds_section(METRICS)
+    assert "by gold reward" in section
+    assert section.index("round 1") < section.index("round 2")
+    assert '<i style="width:80.0%"></i><u style="left:75.0%;width:10.0%"></u>' in section
+    rows = re.findall(r"<tr><td>(\d+)</td>(.*?)</tr>", section)
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert "0.2" in rows[0][1]
+    assert "88.0" in rows[1][1]
+
+
+def test_where_a_round_has_no_gold_the_learnt_score_is_shown_of_all() -> None:
+    metrics = METRICS | {"round_2/ppo/gold_win_rate": None}
+    metrics |= {f"round_{k}/{s}/score_win_rate": 0.7 for k, s in ((1, "evaluate"), (2, "ppo"))}
+    assert "by learnt score" in rounds_section(metrics)
+
+
+def test_one_round_needs_no_section() -> None:
+    assert rounds_section({k: v for k, v in METRICS.items() if "round_2" not in k}) == ""
+    assert rounds_section({}) == ""

@@ -1,0 +1,1 @@
+"""Three rounds of RLHF against one round of as many PPO iterations."""
