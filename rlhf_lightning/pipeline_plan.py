@@ -138,7 +138,7 @@ def _check_rounds(cfg: DictConfig) -> None:
             )
 
 
-def _check_words(overrides: Mapping[Any, Any], stages: Sequence[str], place: str = "") -> None:
+def _check_words(overrides: Mapping[Any, Any], stages: list[str], place: str = "") -> None:
     for stage, words in overrides.items():
         if stage not in stages:
             if place or not OmegaConf.is_dict(words):

@@ -39,7 +39,9 @@ def rounds_section(metrics: Metrics) -> str:
     )
     rates = {k: _rate(found["policy"], f"{judge}_win_rate") for k, found in rounds.items()}
     bars = "".join(
-        rate_bar(f"round {k}", *rate) for k, rate in rates.items() if rate[0] is not None
+        rate_bar(f"round {k}", rate, low, high)
+        for k, (rate, low, high) in rates.items()
+        if rate is not None
     )
     return (
         '<section><h2>Rounds</h2><p class="lead">'
