@@ -35,6 +35,7 @@ from rlhf_lightning.targets import (
     check_names,
     check_targets,
     did_you_mean,
+    listed,
     resolve,
 )
 
@@ -110,12 +111,12 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
             raise ConfigError(
                 f"unknown top-level key {key!r}{did_you_mean(key, known + more)} "
                 f"(+experiment=, +preset= and +sweeps= take what stands in conf/ and sweeps/: "
-                f"{', '.join(choices('experiment'))})"
+                f"{listed(choices('experiment'))})"
             )
     if cfg.stage not in ("sft", "reward", "ppo"):
         raise ConfigError(
             f"stage={cfg.stage}: choose what to train with +experiment=NAME, one of "
-            f"{', '.join(choices('experiment'))}"
+            f"{listed(choices('experiment'))}"
         )
     _check_keys(cfg)
     check_gates_config(cfg)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.composition import choices, describe_interpolation
-from rlhf_lightning.targets import did_you_mean
+from rlhf_lightning.targets import did_you_mean, listed
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
@@ -27,7 +27,7 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = sorted(error.options or choices(group))
-        return f"{group}={name} is none of {', '.join(known)}{did_you_mean(name, known)}"
+        return f"{group}={name} is none of {listed(known)}{did_you_mean(name, known)}"
     text = str(error).strip()
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override, text)
@@ -76,7 +76,7 @@ def _no_name(found: re.Match[str], overrides: list[str]) -> str:
             return f"{override!r} names no key: write KEY=VALUE, such as seed=2"
         known = choices(key) if "." not in key else []
         if known and value not in known:
-            return f"{key}={value} is none of {', '.join(known)}{did_you_mean(value, known)}"
+            return f"{key}={value} is none of {listed(known)}{did_you_mean(value, known)}"
     return found.group(0)
 
 

@@ -26,6 +26,7 @@ _PASSED_ON = (
     "debug=fast",
     "logger",
     "trainer.accelerator",
+    "model.from_scratch",
     "world.",
 )
 

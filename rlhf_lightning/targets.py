@@ -51,6 +51,7 @@ BASES = frozenset(
 )
 ALLOWED = (*(f"{OWN}.{part}" for part in OWN_PARTS), *LIBRARIES)
 # They return what `path` names without calling it.
+MOST_LISTED = 15
 LOOKUPS = ("hydra.utils.get_method", "hydra.utils.get_class", "hydra.utils.get_object")
 SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 
@@ -63,6 +64,14 @@ def did_you_mean(word: str, known: list[str]) -> str:
     """Return "; did you mean ...?" for the closest known words, or ""."""
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def listed(known: list[str]) -> str:
+    """Return names for a message; of a long list, such as the experiments, the plain ones."""
+    if len(known) <= MOST_LISTED:
+        return ", ".join(known)
+    plain = [name for name in known if "_" not in name] or known[:MOST_LISTED]
+    return f"{', '.join(plain)}, ... ({len(known)} in all: rlhf-train --help)"
 
 
 def targets(node: Any, where: str = "") -> Iterator[tuple[str, str, Mapping[Any, Any]]]:

@@ -6,6 +6,7 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import time
@@ -28,6 +29,7 @@ from rlhf_lightning.composition import (
     trusted_targets,
 )
 from rlhf_lightning.failures import exit_with, explain_failure, record_failure
+from rlhf_lightning.help_text import register_help
 from rlhf_lightning.launching import (
     adopt_rank,
     agree_on,
@@ -53,9 +55,11 @@ from rlhf_lightning.runs.resume import (
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.saved_config import keep_changes, keep_secrets
+from rlhf_lightning.sweeping import goes_on
 from rlhf_lightning.trial_build import check_composed, check_run
 
 register()
+register_help()
 prepare_process()
 
 
@@ -212,10 +216,13 @@ def _hydra_main(cfg: DictConfig) -> float | None:
     folder = RunFolder(Path(config.runtime.output_dir))
     try:
         summary = run(cfg, folder, overrides)
-    except ConfigError as error:
-        fail(str(error))
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
-        exit_with(error)
+        try:
+            fail(str(error)) if isinstance(error, ConfigError) else exit_with(error)
+        except SystemExit:
+            if not goes_on(cfg, folder, error):
+                raise
+        return math.nan
     finally:
         if several:
             forget_ranks()

@@ -30,6 +30,7 @@ COLUMNS = (
     "val/distinct_2",
 )
 _MAX_PROMPTS = 6
+_LONGEST_CAUSE = 240
 
 
 def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
@@ -84,7 +85,7 @@ def _table(runs: Sequence[Run], choice: Choice) -> str:
     head = "".join(f'<th class="num">{text(quantity(name).label)}</th>' for name in names)
     rows = "".join(
         f"<tr{' class=chosen' if run is choice.run else ''}><td class='name'>{_name(runs, i)}"
-        f"</td><td>{text(run.summary.status)}</td>"
+        f"</td><td>{_ended(run)}</td>"
         + "".join(f'<td class="num">{_value(run, name)}</td>' for name in names)
         + f'<td class="num">{duration(run.summary.seconds.get("total", 0.0))}</td></tr>'
         for i, run in enumerate(runs)
@@ -93,6 +94,12 @@ def _table(runs: Sequence[Run], choice: Choice) -> str:
         '<section><h2>Runs</h2><div class="wide"><table><tr><th>run</th><th>ended</th>'
         f'{head}<th class="num">time</th></tr>{rows}</table></div></section>'
     )
+
+
+def _ended(run: Run) -> str:
+    cause = run.summary.cause
+    why = f"<br><small>{text(cause[:_LONGEST_CAUSE])}</small>" if cause else ""
+    return text(run.summary.status) + why
 
 
 def _value(run: Run, name: str) -> str:
@@ -199,18 +206,20 @@ def _figure(runs: Sequence[Run], name: str) -> str:
 
 
 def _samples(runs: Sequence[Run]) -> str:
-    answered: list[dict[str, Any]] = []
+    answered: list[tuple[Run, dict[str, Any]]] = []
     for run in runs:
         held_out = [s for s in run.samples if s.get("baseline_response") is not None]
         last = max((s[ITERATION] for s in held_out), default=None)
-        answered.append({s["prompt"]: s for s in held_out if s[ITERATION] == last})
-    prompts = [p for p in answered[0] if all(p in other for other in answered[1:])]
+        if held_out:  # a run that failed may have none
+            answered.append((run, {s["prompt"]: s for s in held_out if s[ITERATION] == last}))
+    first = answered[0][1] if answered else {}
+    prompts = [p for p in first if all(p in other for _, other in answered[1:])]
     cards = "".join(
         f'<article class="sample"><p class="prompt free" dir="auto">{text(prompt)}</p>'
         '<div class="pair">'
         + "".join(
             answer(run.label, figures(by[prompt], ""), text(by[prompt].get("response", "")), " now")
-            for run, by in zip(runs, answered, strict=True)
+            for run, by in answered
         )
         + "</div></article>"
         for prompt in prompts[:_MAX_PROMPTS]

@@ -28,14 +28,14 @@ LAYERS = (
     {"targets"},
     {"settings"},
     {"composition"},
-    {"context_length", "doctor_setup", "override_errors", "saved_config", "strategies"}
+    {"context_length", "doctor_setup", "help_text", "override_errors", "saved_config", "strategies"}
     | {"structure", "tracking"},
     {"held_out_prompts", "trial_build"},
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"}
     | {"evaluate_request", "pipeline_plan", "pipeline_state"},
     {"finish", "lineage", "reexport", "failures", "start_screen"},
-    {"lost_ranks", "quiet", "command_line"},
+    {"lost_ranks", "quiet", "command_line", "sweeping"},
     {"fitting"},
     {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"},
     {"pipeline"},

@@ -17,8 +17,6 @@ from rlhf_lightning.composition import (
 from rlhf_lightning.hparams import PPOHparams, UnusualHparamWarning
 from rlhf_lightning.override_errors import explain
 
-SWEEPS = sorted(path.stem for path in (conf_dir().parent / "sweeps").glob("*.yaml"))
-
 
 @pytest.fixture(autouse=True)
 def _hydra():
@@ -38,18 +36,6 @@ def test_every_experiment_composes_and_its_hyperparameters_build(experiment):
     check_hparams(cfg)
     assert cfg.stage in ("sft", "reward", "ppo")
     assert cfg.artifacts.publish, "a stage that publishes nothing cannot be built upon"
-
-
-@pytest.mark.parametrize("sweep", SWEEPS)
-def test_every_sweep_is_found_beside_conf_and_sweeps(sweep):
-    cfg = compose(
-        "train", overrides=["+experiment=ppo", f"+sweeps={sweep}"], return_hydra_config=True
-    )
-    assert cfg.hydra.mode.name == "MULTIRUN"
-    assert cfg.hydra.sweeper.params
-    for key, values in cfg.hydra.sweeper.params.items():
-        first = str(values).split(",")[0]
-        check_hparams(composed("+experiment=ppo", f"{key}={first}"))
 
 
 @pytest.mark.parametrize("preset", choices("preset"))

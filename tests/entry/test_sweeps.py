@@ -1,0 +1,180 @@
+"""Sweeps as a user runs them: a job that fails is counted and named, and stops no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rlhf_lightning.composition import ConfigError, check_hparams, conf_dir, register
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.stopping import RunStoppedError
+from rlhf_lightning.runs.summary import read_summary, write_summary
+from rlhf_lightning.sweeping import finish_sweep, goes_on
+from tests.reports.test_compare import sweep as finished_sweep
+
+SWEEPS = conf_dir().parent / "sweeps"
+SMALL = [
+    "debug=fast",
+    "logger=none",
+    "trainer.accelerator=cpu",
+    "evaluation.num_prompts=4",
+    "+world.source.num_texts=24",
+    "+world.source.num_demonstrations=24",
+    "+world.source.num_preferences=24",
+    "+world.source.num_validation_preferences=16",
+]
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Configuration of a job of a sweep, and the folder of its run."""
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        cfg: DictConfig = compose("train", ["+experiment=ppo"], return_hydra_config=True)
+    with open_dict(cfg):
+        cfg.hydra.mode = "MULTIRUN"
+    HydraConfig.instance().set_config(cfg)
+    yield cfg, RunFolder(tmp_path / "3")
+    HydraConfig.instance().cfg = None
+
+
+def test_a_sweep_goes_on_after_an_error_but_not_after_a_stop_or_among_ranks(job):
+    cfg, folder = job
+    refused = ConfigError("kl_coef=-1 must be at least 0")
+    assert goes_on(cfg, folder, refused, {})
+    assert read_summary(folder).status == "failed"
+    assert read_summary(folder).cause == str(refused)
+    assert not goes_on(cfg, folder, KeyboardInterrupt(), {})
+    assert not goes_on(cfg, folder, RunStoppedError("SIGTERM"), {})
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        assert not goes_on(cfg, folder, refused, {name: "0"})
+    HydraConfig.instance().cfg = None  # a single run
+    assert not goes_on(cfg, folder, refused, {})
+
+
+def test_a_job_that_failed_is_named_at_the_end_and_on_the_page(tmp_path, capsys):
+    folders = finished_sweep(tmp_path)
+    for folder, kl_coef in zip(folders, (0.01, 0.05, 0.1, 0.2), strict=True):
+        chosen = ["+experiment=ppo", f"module.ppo.kl_coef={kl_coef}"]
+        (folder.path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(chosen))
+    finish_sweep(tmp_path)  # all have ended
+    assert "comparison of the 4 jobs" in capsys.readouterr().out
+    ended = read_summary(folders[1])
+    write_summary(folders[1], replace(ended, status="failed", cause="out of memory in <update>"))
+    folders[3].summary.unlink()
+    with pytest.raises(SystemExit) as left:
+        finish_sweep(tmp_path)
+    assert left.value.code == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "2 of 4 jobs failed:",
+        "  1  module.ppo.kl_coef=0.05: out of memory in <update>",
+        "  3  module.ppo.kl_coef=0.2: it has not begun",
+    ]
+    page = (tmp_path / "comparison.html").read_text()
+    assert "<td>failed<br><small>out of memory in &lt;update&gt;</small></td>" in page
+    assert "1 did not end" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["none", "local"])
+@pytest.mark.timeout(600)
+def test_a_job_that_fails_does_not_stop_a_sweep_which_ends_in_one_page(tmp_path, launcher):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "rlhf_lightning.train", "-m", "+experiment=base", *SMALL),
+            "module.sft.learning_rate=-1,0.001,0.002",
+            "artifacts.publish=null",
+            "hydra.sweep.dir=outputs/multirun/rates",
+            f"launcher={launcher}",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "1 of 3 jobs failed:\n  0  module.sft.learning_rate=-1: " in done.stderr
+    assert "Traceback" not in done.stderr
+    sweep = tmp_path / "outputs/multirun/rates"
+    statuses = [json.loads((sweep / n / "summary.json").read_text())["status"] for n in "012"]
+    assert statuses == ["failed", "completed", "completed"]
+    page = (sweep / "comparison.html").read_text()
+    assert all(f"learning_rate={value}" in page for value in ("-1", "0.001", "0.002"))
+    assert "the setting to take" in page
+    assert f"comparison of the 3 jobs: {Path('outputs/multirun/rates/comparison.html')}" in (
+        done.stdout
+    )
+
+
+@pytest.mark.parametrize("file", sorted(SWEEPS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_sweep_is_found_and_its_first_and_last_job_build_their_hyper_parameters(file):
+    stage = file.stem.partition("_")[0]
+    asked = [f"+experiment={stage}", f"+sweeps={file.stem}"]
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        hydra = compose("train", asked, return_hydra_config=True).hydra
+        assert hydra.mode.name == "MULTIRUN"
+        grid = OverridesParser.create().parse_overrides(
+            [f"{key}={values}" for key, values in hydra.sweeper.params.items()]
+        )
+        for which in (0, -1):
+            job = [
+                f"{o.key_or_group}={list(o.sweep_string_iterator())[which]}"
+                if o.is_sweep_override()
+                else o.input_line
+                for o in grid
+            ]
+            cfg = compose("train", [*asked, *job])
+            check_hparams(cfg)
+            for override in job:
+                key, _, value = override.partition("=")
+                if "$" not in value:
+                    assert OmegaConf.select(cfg, key) == yaml.safe_load(value)
+
+
+def test_each_size_of_reward_model_has_artefacts_of_its_own():
+    register()
+    job = ["+experiment=reward", "+sweeps=reward_size", "model.from_scratch.hidden_size=64"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        folder = compose("train", job, return_hydra_config=True).hydra.sweeper.params[
+            "paths.artifacts"
+        ]
+        cfg = compose("train", [*job, f"paths.artifacts={folder}"])
+    assert cfg.artifacts.sft == "artifacts/hidden_64/demo_seed1/sft"
+    assert cfg.artifacts.publish == "artifacts/hidden_64/demo_seed1/reward"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted((SWEEPS / "wandb").glob("*.yaml")), ids=lambda f: f.stem)
+def test_the_command_of_a_w_and_b_sweep_composes_as_the_agent_would_write_it(file):
+    sweep = yaml.safe_load(file.read_text())
+    assert sweep["metric"]["name"] == "val/score_win_rate", "gold may not choose a setting"
+    values = {key: spec["values"][0] for key, spec in sweep["parameters"].items()}
+    command = []
+    for part in sweep["command"]:
+        if part == "${env}":
+            command += ["/usr/bin/env"]
+        elif part == "${args_no_hyphens}":
+            command += [f"{key}={value}" for key, value in values.items()]
+        else:
+            command.append(sys.executable if part == "python" else part)
+    command = [part.replace("${program}", sweep["program"]) for part in command]
+    done = subprocess.run(
+        [*command, "--cfg", "job"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["module"]["ppo"]["kl_coef"] == 0.01
