@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
@@ -26,9 +25,17 @@ from rlhf_lightning.pipeline_state import (
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
 from rlhf_lightning.trial_build import check_run
+from tests.entry.small_runs import make_start
+from tests.entry.test_collect import DECIDED
 from tests.entry.test_pipeline import TINY, composed, only, pipeline, summary
 
 pytestmark = pytest.mark.timeout(900)
+FEW = [
+    "candidates.num_prompts=24",
+    "candidates.max_new_tokens=8",
+    "lab.keep_unfinished=true",
+    "lab.num_pairs=40",
+]
 
 
 def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Path) -> None:
@@ -164,48 +171,61 @@ def test_a_failed_gate_of_a_later_round_is_blamed_and_accepted_there(working_fol
 
 
 @pytest.mark.slow
-def test_two_rounds_run_and_a_changed_step_of_the_second_leaves_the_first_alone(
+def test_a_second_round_goes_on_from_the_first_and_its_changed_step_runs_anew_alone(
     tmp_path: Path,
 ) -> None:
-    few = [
-        "evaluate:evaluation.num_prompts=16",
-        "collect:candidates.num_prompts=48",
-        "collect:lab.num_pairs=64",
-        "collect:lab.keep_unfinished=true",
-        "collect:candidates.max_new_tokens=8",
-    ]
+    start = make_start(tmp_path / "start")
     # So little is learnt that every gate fails; what is tested is that the rounds fit together.
-    common = [*TINY, *few, "rounds=2", "accept=[sft,reward,ppo,evaluate]"]
-    pipeline(tmp_path, *common)
+    common = [
+        "evaluate=false",
+        "experiments.base=null",
+        "experiments.sft=null",
+        *TINY,
+        *(f"{stage}:artifacts.sft={start}" for stage in ("train", "collect")),
+        "ppo:data.batch_size=16",
+        *(f"collect:{word}" for word in (*FEW, *DECIDED)),
+    ]
+    pipeline(tmp_path, *common, "accept=[reward,ppo]")
+    told = pipeline(tmp_path, *common, "rounds=2", "accept=[reward,round_1/ppo]", code=4)
+    assert "round_1/ppo: done before" in told
     made = only(tmp_path)
-    stages = ["adversarial", "artifacts", "collect", "evaluate", "ppo", "reward"]
+    stages = ["adversarial", "artifacts", "collect", "ppo", "reward"]
     assert sorted(path.name for path in (made / "round_2").iterdir()) == stages
-    first = (made / "round_1/ppo/summary.json").stat().st_mtime_ns
     found = summary(made)
-    assert found["status"] == "completed"
-    rates = [found["metrics"][f"round_{k}/evaluate/gold_win_rate"] for k in (1, 2)]
+    assert found["status"] == "stopped"
+    assert "accept=[round_2/ppo]" in found["cause"]
+    rates = [found["metrics"][f"round_{k}/ppo/gold_win_rate"] for k in (1, 2)]
     assert all(0 <= rate <= 1 for rate in rates)
     assert found["metrics"]["val/gold_win_rate"] == rates[1]
     assert "<h2>Rounds</h2>" in (made / "report.html").read_text()
-    # Pairs of both rounds, and none on a prompt that is held out.
-    again = (made / "round_2/adversarial/data/train.jsonl").read_text().splitlines()
-    assert again
-    told = (made / "round_2/collect/candidates.jsonl").read_text()
-    assert '"model": "policy"' in told
-    assert '"model": "sft"' not in told
-    # PPO went on from the policy of round 1 and measures its KL from the SFT policy.
+    # The policy of round 1 answered; what its reward model overrated was labelled again.
+    models = {row["model"] for row in rows(made / "round_2/collect/candidates.jsonl")}
+    assert models == {"policy"}
+    paired = rows(made / "round_2/adversarial/data/train.jsonl")
+    assert paired
+    first = {row["rejected"] for row in rows(made / "round_2/collect/data/train.jsonl")}
+    assert all(first & {row["chosen"], row["rejected"]} for row in paired)
+    # PPO went on from that policy, and measures its KL from the one that round 1 started with.
     one, two = (load_file(made / f"round_{k}/ppo/export/model.safetensors") for k in (1, 2))
-    sft = load_file(made / "round_1/sft/export/model.safetensors")
+    before = load_file(start / "model.safetensors")
     name = next(key for key in one if key.endswith("q_proj.weight"))
-    moved = (one[name] - sft[name]).norm()
-    assert 0 < (two[name] - one[name]).norm() < (two[name] - sft[name]).norm() + moved
-    assert not torch.equal(two[name], one[name])
-    assert found["metrics"]["round_2/ppo/kl_per_token"] > 0
-    manifest = json.loads((made / "round_2/artifacts/ppo/manifest.json").read_text())
-    assert manifest["stage"] == "ppo"
+    assert 0 < (two[name] - one[name]).norm() < (two[name] - before[name]).norm()
+    kl = [found["metrics"][f"round_{k}/ppo/kl_per_token"] for k in (1, 2)]
+    assert kl[1] > kl[0]
+    assert json.loads((made / "round_2/artifacts/ppo/manifest.json").read_text())["stage"] == "ppo"
     # Another word for one step of round 2 runs that step and what is behind it.
-    told = pipeline(tmp_path, *common, "round_2/ppo:module.ppo.kl_coef=0.2")
+    kept = {
+        name: (made / name / "summary.json").stat().st_mtime_ns
+        for name in ("round_1/ppo", "round_2/collect", "round_2/adversarial", "round_2/reward")
+    }
+    again = ["rounds=2", "round_2/ppo:module.ppo.kl_coef=0.2", "accept=[reward,ppo]"]
+    told = pipeline(tmp_path, *common, *again)
+    assert summary(made)["status"] == "completed"
     assert only(tmp_path) == made
     assert "round_2/reward: done before" in told
     assert (made / "round_2/ppo_before_1/summary.json").is_file()
-    assert (made / "round_1/ppo/summary.json").stat().st_mtime_ns == first
+    assert {n: (made / n / "summary.json").stat().st_mtime_ns for n in kept} == kept
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
