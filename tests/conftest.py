@@ -18,6 +18,7 @@ os.environ.update(
 
 import ipaddress
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 torch.set_num_threads(1)
+# A shell ignores Control-C in what it starts with `&`, and so would every process of a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

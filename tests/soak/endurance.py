@@ -281,6 +281,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the process that trains ends, too
+    # A shell ignores it in what it starts with `&`, and so would every run that is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     runs = endure(
         given.folder.absolute(),
         num_iterations=given.iterations,
