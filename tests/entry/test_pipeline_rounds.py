@@ -170,6 +170,26 @@ def test_a_failed_gate_of_a_later_round_is_blamed_and_accepted_there(working_fol
     assert find_shorter_pipeline(root, "another", 3) is None
 
 
+def check_second_round(made: Path, start: Path) -> None:
+    """What round 2 was made of, before anything of it ran again."""
+    # The policy of round 1 answered; what its reward model overrated was labelled again.
+    models = {row["model"] for row in rows(made / "round_2/collect/candidates.jsonl")}
+    assert models == {"policy"}
+    paired = rows(made / "round_2/adversarial/data/train.jsonl")
+    assert paired
+    first = {row["rejected"] for row in rows(made / "round_2/collect/data/train.jsonl")}
+    assert all(first & {row["chosen"], row["rejected"]} for row in paired)
+    # PPO went on from that policy, and measures its KL from the one that round 1 started with.
+    one, two = (load_file(made / f"round_{k}/ppo/export/model.safetensors") for k in (1, 2))
+    before = load_file(start / "model.safetensors")
+    name = next(key for key in one if key.endswith("q_proj.weight"))
+    assert 0 < (two[name] - one[name]).norm() < (two[name] - before[name]).norm()
+    metrics = summary(made)["metrics"]
+    kl = [metrics[f"round_{k}/ppo/kl_per_token"] for k in (1, 2)]
+    assert kl[1] > kl[0]
+    assert json.loads((made / "round_2/artifacts/ppo/manifest.json").read_text())["stage"] == "ppo"
+
+
 @pytest.mark.slow
 def test_a_second_round_goes_on_from_the_first_and_its_changed_step_runs_anew_alone(
     tmp_path: Path,
@@ -198,21 +218,7 @@ def test_a_second_round_goes_on_from_the_first_and_its_changed_step_runs_anew_al
     assert all(0 <= rate <= 1 for rate in rates)
     assert found["metrics"]["val/gold_win_rate"] == rates[1]
     assert "<h2>Rounds</h2>" in (made / "report.html").read_text()
-    # The policy of round 1 answered; what its reward model overrated was labelled again.
-    models = {row["model"] for row in rows(made / "round_2/collect/candidates.jsonl")}
-    assert models == {"policy"}
-    paired = rows(made / "round_2/adversarial/data/train.jsonl")
-    assert paired
-    first = {row["rejected"] for row in rows(made / "round_2/collect/data/train.jsonl")}
-    assert all(first & {row["chosen"], row["rejected"]} for row in paired)
-    # PPO went on from that policy, and measures its KL from the one that round 1 started with.
-    one, two = (load_file(made / f"round_{k}/ppo/export/model.safetensors") for k in (1, 2))
-    before = load_file(start / "model.safetensors")
-    name = next(key for key in one if key.endswith("q_proj.weight"))
-    assert 0 < (two[name] - one[name]).norm() < (two[name] - before[name]).norm()
-    kl = [found["metrics"][f"round_{k}/ppo/kl_per_token"] for k in (1, 2)]
-    assert kl[1] > kl[0]
-    assert json.loads((made / "round_2/artifacts/ppo/manifest.json").read_text())["stage"] == "ppo"
+    check_second_round(made, start)
     # Another word for one step of round 2 runs that step and what is behind it.
     kept = {
         name: (made / name / "summary.json").stat().st_mtime_ns
