@@ -137,6 +137,35 @@ def test_the_forgotten_domain_is_named() -> None:
     assert found[0].reading.subject == "lists"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_domain_of_few_answers_may_waver(seed: int) -> None:
+    # Eleven answers an iteration, of standard deviation 1.3: their mean varies by 0.4.
+    wavers = random.Random(100 + seed)
+    names = [f"domain_score_{name}" for name in ("sums", "lists", "facts", "talk", "howto")]
+
+    def few(t: int) -> dict[str, float]:
+        return {name: 1.2 + 0.02 * t + wavers.gauss(0, 0.4) for name in names}
+
+    found = run(few, seed, domain_warn=0.2)
+    assert not [x for _, x in found if x.detector == "forgotten_domain"]
+    anyway = run(few, seed, domain_warn=0.2, domain_sigmas=0.0)
+    assert [x for _, x in anyway if x.detector == "forgotten_domain"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_domain_that_falls_further_than_it_wavers_is_found(seed: int) -> None:
+    wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(), ITERATIONS)
+    names = [f"domain_score_{name}" for name in ("sums", "lists", "facts", "talk", "howto")]
+    raised = []
+    for t in range(1, ITERATIONS + 1):
+        values = {name: 1.2 + 0.02 * t + wavers.gauss(0, 0.4) for name in names}
+        values["domain_score_talk"] -= 1.2 * after(t)
+        found = detectors.observe(t, values | {"second_std": 1.3})
+        raised += [(t, x.reading.subject) for x in found]
+    assert 14 <= raised[0][0] <= 25
+    assert raised[0][1] == "talk"
+
+
 def test_a_bias_of_the_sampler_within_its_noise_is_none() -> None:
     noisy = run(lambda t: {"sampler_bias": -0.08, "sampler_error": 0.05})
     assert not [x for _, x in noisy if x.detector == "sampler_mismatch"]

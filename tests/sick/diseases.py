@@ -17,7 +17,6 @@ BASE = (
     "world.name=demo_seed1",
     "artifacts.publish=null",
     f"data.batch_size={ROWS}",
-    "callbacks.checkpoint.every_n_iterations=1000",
     "callbacks.samples.num_samples=2",
     "doctor.second_scorer={_target_: rlhf_lightning.rollout.score.FunctionScorer, "
     "function: tests.sick.scorers.gold}",

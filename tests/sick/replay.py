@@ -26,10 +26,18 @@ PANELS = (
 
 
 def replay(
-    rows: Sequence[Mapping[str, float]], thresholds: DoctorThresholds
+    rows: Sequence[Mapping[str, float]],
+    thresholds: DoctorThresholds,
+    num_iterations: int | None = None,
 ) -> list[tuple[int, Transition]]:
-    """Return every alert that was raised, changed or cleared, with its iteration."""
-    detectors = Detectors(thresholds, len(rows))
+    """Return every alert that was raised, changed or cleared, with its iteration.
+
+    Args:
+        rows: of `metrics.csv`.
+        thresholds: of the detectors.
+        num_iterations: that the run was going to have; None: as many as there are rows.
+    """
+    detectors = Detectors(thresholds, num_iterations or len(rows))
     found = []
     for row in rows:
         iteration = int(row["iteration"])

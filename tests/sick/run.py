@@ -2,18 +2,19 @@
 
     python -m tests.sick.run --disease kl_off healthy --seeds 0-9 --out FOLDER
     python -m tests.sick.run --report --out FOLDER
+    python -m tests.sick.run --replay --out FOLDER   the same after a change of a threshold
 
-A result that is in FOLDER is not made again. The models of the built-in world are looked for in
-`--artifacts` and trained there once where they are missing.
+A result that is in FOLDER is not made again, and a run that was killed goes on. A sick run ends
+when all its detectors have fired. The models of the built-in world are looked for in `--artifacts`
+and trained there once where they are missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.sick.continued import SAVING, fitted
 from tests.sick.diseases import BASE, DISEASES
 
+# Fewer pairs than the world's own reward stage, so that they are there in minutes.
+REWARD_OVERRIDES = (
+    "+experiment=reward",
+    "seed=1",
+    "logger=none",
+    "gates=none",
+    "trainer.validations=1",
+    "+world.source.num_preferences=8000",
+    "+world.source.num_validation_preferences=600",
+)
 NOISY = "reward_noisy"
 NOISY_OVERRIDES = (
     "+experiment=reward",
@@ -39,27 +51,39 @@ NOISY_OVERRIDES = (
 )
 
 
+def train(overrides: Sequence[str], root: Path) -> None:
+    """Train one artefact below `root` in a process of its own; a killed one is continued."""
+    command = [sys.executable, "-m", "rlhf_lightning.train", *overrides, "resume=auto"]
+    command += ["callbacks.checkpoint.every_n_iterations=200", f"paths.artifacts={root}"]
+    subprocess.run([*command, f"paths.outputs={root / 'runs'}"], check=True)
+
+
 def make_artifacts(root: Path) -> None:
     """Train what is missing: base, SFT and reward model of world 1, and a noisy reward model."""
     world = root / "demo_seed1"
     commands = []
     if not (world / "reward" / "config.json").is_file():
-        commands.append(("+experiment=reward", "seed=1", "logger=none"))
+        commands.append(REWARD_OVERRIDES)
     if not (world / NOISY / "config.json").is_file():
         commands.append((*NOISY_OVERRIDES, f"artifacts.publish={world / NOISY}"))
-    with tempfile.TemporaryDirectory() as runs:
-        for overrides in commands:
-            command = [sys.executable, "-m", "rlhf_lightning.train", *overrides]
-            command += [f"paths.artifacts={root}", f"paths.outputs={runs}"]
-            subprocess.run(command, check=True)
+    for overrides in commands:
+        train(overrides, root)
 
 
-def run_one(disease: str, seed: int, artifacts: Path) -> dict[str, Any]:
-    """Train one run in this process; return its alerts and what was measured."""
-    import lightning as L
+def run_one(
+    disease: str, seed: int, artifacts: Path, runs: Path | None = None, *, whole: bool = False
+) -> dict[str, Any]:
+    """Train one run in this process; return its alerts and what was measured.
+
+    Args:
+        disease: a key of `DISEASES`.
+        seed: of prompts and sampling.
+        artifacts: folder of the models.
+        runs: where a run that is killed goes on later; None for a temporary place.
+        whole: do not end when all its detectors have fired.
+    """
     from hydra import compose, initialize_config_dir
 
-    from rlhf_lightning.assembly import assemble
     from rlhf_lightning.composition import conf_dir, register
     from rlhf_lightning.runs.doctor_log import alerts_of, read_events
     from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -74,20 +98,19 @@ def run_one(disease: str, seed: int, artifacts: Path) -> dict[str, Any]:
         f"data.num_iterations={plan.iterations}",
     )
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=[*BASE, *places, *plan.overrides])
-    started = time.process_time()
-    with tempfile.TemporaryDirectory() as path:
-        L.seed_everything(seed, workers=True, verbose=False)
-        folder = RunFolder(Path(path))
-        parts = assemble(cfg, folder)
-        with contextlib.redirect_stdout(io.StringIO()):
-            parts.trainer.fit(parts.module, datamodule=parts.data)
+        cfg = compose("train", overrides=[*BASE, *places, *plan.overrides, *SAVING])
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) if runs is None else runs / f"{disease}_{seed:02d}"
+        _, seconds = fitted(cfg, path, () if whole else plan.detectors)
+        folder = RunFolder(path)
         rows = read_metrics(folder.metrics)
         alerts = alerts_of(read_events(folder.doctor))
+    if runs is not None:
+        shutil.rmtree(path)
     return {
         "disease": disease,
         "seed": seed,
-        "cpu_seconds": round(time.process_time() - started, 1),
+        "cpu_seconds": round(seconds, 1),
         "alerts": alerts,
         "rows": rows,
     }
@@ -110,55 +133,105 @@ def fired(result: dict[str, Any]) -> dict[str, int]:
     return first
 
 
+def judged_again(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded run with the alerts that the detectors as they are now would raise."""
+    from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+    from tests.sick.replay import replay
+
+    length = DISEASES[result["disease"]].iterations
+    raised = [
+        {"detector": change.detector, "raised_at": iteration}
+        for iteration, change in replay(result["rows"], DoctorThresholds(), length)
+        if change.after > change.before
+    ]
+    return {**result, "alerts": raised}
+
+
 def read_results(out: Path) -> list[dict[str, Any]]:
     """Return all results of a folder."""
     return [json.loads(path.read_text()) for path in sorted(out.glob("*_*.json"))]
 
 
 def report(results: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table: by disease how many runs were noticed, and when."""
-    lines = ["| disease | detector | seeds | noticed | iteration, median (latest) |"]
-    lines.append("|---|---|---|---|---|")
+    """Return a Markdown table: by disease how many runs were noticed, and when.
+
+    A healthy run is one row for each detector that fired on any, or one row saying that none did.
+    """
+    lines = ["| disease | detector | seeds | noticed | in time | iteration, median (latest) |"]
+    lines.append("|---|---|---|---|---|---|")
     for name, plan in DISEASES.items():
         mine = [r for r in results if r["disease"] == name]
         if not mine:
             continue
-        seeds = ", ".join(str(r["seed"]) for r in mine)
-        if not plan.detectors:
-            ill = [r for r in mine if r["alerts"]]
-            names = sorted({d for r in ill for d in fired(r)})
-            lines.append(f"| {name} | any | {seeds} | {len(ill)} of {len(mine)} | {names} |")
-        for detector in plan.detectors:
+        seeds = told_seeds([r["seed"] for r in mine])
+        for detector in plan.detectors or sorted({d for r in mine for d in fired(r)}):
             when = sorted(fired(r)[detector] for r in mine if detector in fired(r))
+            timely = sum(iteration <= plan.within for iteration in when)
             told = f"{when[len(when) // 2]} ({when[-1]})" if when else "-"
-            lines.append(f"| {name} | {detector} | {seeds} | {len(when)} of {len(mine)} | {told} |")
+            limit = f"{timely} by {plan.within}" if plan.detectors else "false alarm"
+            lines.append(
+                f"| {name} | {detector} | {seeds} | {len(when)} of {len(mine)} | {limit} | {told} |"
+            )
+        if not plan.detectors:
+            ill = sum(bool(fired(r)) for r in mine)
+            lines.append(f"| {name} | any | {seeds} | {ill} of {len(mine)} | | |")
     return "\n".join(lines)
+
+
+def told_seeds(seeds: Sequence[int]) -> str:
+    """Return seeds as `0-4, 7`."""
+    parts: list[list[int]] = []
+    for seed in sorted(seeds):
+        if parts and parts[-1][1] == seed - 1:
+            parts[-1][1] = seed
+        else:
+            parts.append([seed, seed])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--disease", nargs="*", choices=list(DISEASES), default=list(DISEASES))
-    parser.add_argument("--seeds", type=seeds_of, default=[0])
+    parser.add_argument("--seeds", type=seeds_of, help="0-9,12; of a report all that are there")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--artifacts", type=Path, default=Path("artifacts"))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start nothing later")
+    parser.add_argument("--whole", action="store_true", help="go on when all is noticed")
     parser.add_argument("--report", action="store_true", help="only read what is there")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="judge the recorded metrics by the detectors as they are",
+    )
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    if not options.report:
+    until = time.monotonic() + 60 * options.minutes
+    if not (options.report or options.replay):
         make_artifacts(options.artifacts.absolute())
-        for seed in options.seeds:
+        for seed in options.seeds or [0]:
             for disease in options.disease:
                 path = options.out / f"{disease}_{seed:02d}.json"
-                if path.exists():
+                if path.exists() or time.monotonic() > until:
                     continue
-                result = run_one(disease, seed, options.artifacts.absolute())
+                result = run_one(
+                    disease,
+                    seed,
+                    options.artifacts.absolute(),
+                    options.out / "runs",
+                    whole=options.whole,
+                )
                 unfinished = path.with_suffix(".part")
                 unfinished.write_text(json.dumps(result))
                 unfinished.rename(path)
                 told = f"{disease} seed {seed}: {fired(result)}, {result['cpu_seconds']} s"
-                print(f"{told} of {DISEASES[disease].iterations} iterations", flush=True)  # noqa: T201
-    print(report(read_results(options.out)))  # noqa: T201
+                print(f"{told}, {len(result['rows'])} iterations", flush=True)  # noqa: T201
+    results = read_results(options.out)
+    if options.replay:
+        results = [judged_again(r) for r in results]
+    if options.seeds is not None:
+        results = [r for r in results if r["seed"] in options.seeds]
+    print(report(results))  # noqa: T201
 
 
 if __name__ == "__main__":

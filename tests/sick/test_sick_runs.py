@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.sick.diseases import DISEASES
-from tests.sick.run import fired, make_artifacts, report, run_one, seeds_of
+from tests.sick.run import (
+    fired,
+    judged_again,
+    make_artifacts,
+    report,
+    run_one,
+    seeds_of,
+)
 
 # Not among those on which the thresholds were set.
 SEED = 11
@@ -50,11 +57,25 @@ def test_seeds_are_read_as_ranges() -> None:
     assert seeds_of("0-2,7") == [0, 1, 2, 7]
 
 
-def test_the_table_says_how_many_runs_were_noticed_and_when() -> None:
-    def result(disease: str, seed: int, **raised: int) -> dict:
-        alerts = [{"detector": name, "raised_at": t} for name, t in raised.items()]
-        return {"disease": disease, "seed": seed, "alerts": alerts}
+def result(disease: str, seed: int, **raised: int) -> dict:
+    alerts = [{"detector": name, "raised_at": t} for name, t in raised.items()]
+    return {"disease": disease, "seed": seed, "alerts": alerts}
 
-    table = report([result("kl_off", 1, kl_high=7), result("kl_off", 2), result("healthy", 3)])
-    assert "| kl_off | kl_high | 1, 2 | 1 of 2 | 7 (7) |" in table
-    assert "| healthy | any | 3 | 0 of 1 | [] |" in table
+
+def test_the_table_says_how_many_runs_were_noticed_when_and_how_many_in_time() -> None:
+    runs = [result("kl_off", seed, kl_high=when) for seed, when in ((1, 7), (2, 9), (4, 23))]
+    table = report([*runs, result("kl_off", 7)])
+    assert "| kl_off | kl_high | 1-2, 4, 7 | 3 of 4 | 2 by 22 | 9 (23) |" in table
+
+
+def test_the_table_names_every_detector_that_fired_on_a_healthy_run() -> None:
+    table = report([result("healthy", 3), result("healthy", 4, safety=6)])
+    assert "| healthy | safety | 3-4 | 1 of 2 | false alarm | 6 (6) |" in table
+    assert "| healthy | any | 3-4 | 1 of 2 | | |" in table
+    assert "| healthy | any | 3 | 0 of 1 | | |" in report([result("healthy", 3)])
+
+
+def test_a_recorded_run_is_judged_by_the_thresholds_as_they_are_now() -> None:
+    rows = [{"iteration": t, "rollout/kl_per_token": 0.2 * t} for t in range(1, 11)]
+    again = judged_again(result("kl_off", 1) | {"rows": rows})
+    assert fired(again) == {"kl_high": 7}

@@ -225,17 +225,36 @@ class Detectors:
 
     def _forgotten_domain(self, iteration: int) -> Reading | None:
         std = self._baseline("second_std") or self._baseline("score_std")
+        names = sorted(name for name in self.series if name.startswith(DOMAIN))
+        error = self._domain_error()
+        slack = error / math.sqrt(max(len(names) - 1, 1))  # of the mean of the others
         worst: Reading | None = None
-        for name in sorted(n for n in self.series if n.startswith(DOMAIN)):
+        for name in names:
             recent, best = self._recent(name), self.series[name].best
             others, then = self._others(name), self.notes.get(f"others at best {name}")
             if recent is None or best is None or others is None or then is None or not std:
                 continue
-            fall = (best - recent) / std if others >= then else 0.0
+            clear = best - recent > self.thresholds.domain_sigmas * error
+            fall = (best - recent) / std if clear and others >= then - slack else 0.0
             subject = name.removeprefix(DOMAIN) or "without a name"
             if worst is None or fall > worst.value:
                 worst = self._judged("forgotten_domain", fall, subject)
         return worst
+
+    def _domain_error(self) -> float:
+        """Return the standard error of the difference of two recent means of a domain.
+
+        A domain has few answers an iteration. What their mean varies by is told by neighbouring
+        iterations, all domains together: half the mean square of their differences.
+        """
+        squares = [
+            (after - before) ** 2 / 2
+            for name, series in self.series.items()
+            if name.startswith(DOMAIN)
+            for before, after in zip(series.last, series.last[1:], strict=False)
+        ]
+        variance = math.fsum(squares) / len(squares) if squares else 0.0
+        return math.sqrt(2 * variance / self.thresholds.window)
 
     def _critic(self, iteration: int) -> Reading | None:
         if iteration <= self.thresholds.critic_grace:

@@ -40,6 +40,7 @@ class DoctorThresholds(Checked):
         entropy_warn_floor, entropy_alarm_floor: recent entropy / baseline.
         domain_warn, domain_alarm: fall of a domain's recent score from its best, in standard
             deviations, while the mean of the others did not fall.
+        domain_sigmas: and this many standard errors, as neighbouring iterations tell them.
         critic_warn_floor, critic_alarm_floor: recent explained variance of the value model.
         critic_grace: first iterations in which it may still learn.
         saturation_warn_floor, saturation_alarm_floor: recent spread of the scores / baseline.
@@ -77,6 +78,7 @@ class DoctorThresholds(Checked):
     entropy_alarm_floor: float = number(0.1, at_least=0)
     domain_warn: float = number(0.5, above=0)
     domain_alarm: float = number(1.0, above=0)
+    domain_sigmas: float = number(3.5, at_least=0)
     critic_warn_floor: float = number(0.05, at_most=1)
     critic_alarm_floor: float = number(-0.5, at_most=1)
     critic_grace: int = number(8, at_least=0)

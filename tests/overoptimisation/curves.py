@@ -1,0 +1,192 @@
+"""From recorded runs to curves, differences at equal KL with intervals, and pictures."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.overoptimisation.plan import ENSEMBLE_OF, ENSEMBLES, PAIRS, SIZES
+
+STEP = 0.25  # width of a bin of sqrt(KL)
+LEAST = 1.0  # below it no run has moved far enough to differ
+RESAMPLES = 10_000
+SINGLE = "_".join(ENSEMBLE_OF)
+
+Point = tuple[float, float, float]  # sqrt(KL), proxy, gold
+
+
+def points(result: Mapping[str, Any]) -> list[Point]:
+    """Return each iteration's sqrt(KL), proxy and gold.
+
+    Both rewards are gains over the SFT policy in standard deviations of its answers. KL is the mean
+    over answers, nats; the k1 estimate may be below 0 at the start, where it counts as 0.
+    """
+    sft = result["sft"]
+    return [
+        (
+            math.sqrt(max(row["kl"], 0.0)),
+            (row["proxy"] - sft["proxy_mean"]) / sft["proxy_std"],
+            (row["gold"] - sft["gold_mean"]) / sft["gold_std"],
+        )
+        for row in result["curve"]
+    ]
+
+
+def binned(found: Sequence[Point]) -> dict[int, Point]:
+    """Return the mean point of each bin of sqrt(KL), by its number."""
+    bins: dict[int, list[Point]] = {}
+    for point in found:
+        bins.setdefault(int(point[0] / STEP), []).append(point)
+    return {
+        number: tuple(statistics.fmean(values) for values in zip(*inside, strict=True))  # type: ignore[misc]
+        for number, inside in sorted(bins.items())
+    }
+
+
+def common_bins(runs: Sequence[Mapping[int, Point]]) -> list[int]:
+    """Return the bins from `LEAST` on that every run has passed through."""
+    shared = set.intersection(*(set(run) for run in runs)) if runs else set()
+    return sorted(number for number in shared if number * STEP >= LEAST)
+
+
+def mean_over(run: Mapping[int, Point], bins: Sequence[int]) -> tuple[float, float, float]:
+    """Return mean proxy - gold, proxy and gold over some bins, each bin counting once."""
+    proxy, gold = (statistics.fmean(run[number][axis] for number in bins) for axis in (1, 2))
+    return proxy - gold, proxy, gold
+
+
+def bootstrap(differences: Sequence[float], *, seed: int = 1) -> tuple[float, float]:
+    """Return the 95 % percentile interval of the mean over resampled pairs of runs."""
+    rng = random.Random(seed)
+    means = sorted(
+        statistics.fmean(rng.choices(differences, k=len(differences))) for _ in range(RESAMPLES)
+    )
+    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
+
+
+def grid_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a row a reward model: its accuracy, where gold was best, and the end of the run."""
+    lines = [
+        "| reward model | accuracy on held-out pairs | best gold, at sqrt(KL) "
+        "| at the end: sqrt(KL) | proxy | gold | proxy - gold |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for size in SIZES:
+        for pairs, (count, _) in PAIRS.items():
+            found = [r for r in results if r["condition"] == f"{size}_{pairs}" and r["seed"] == 1]
+            for result in found:
+                curve = list(binned(points(result)).values())
+                best, end = max(curve, key=lambda point: point[2]), curve[-1]
+                accuracy = next(iter(result["accuracy"].values()))
+                lines.append(
+                    f"| {size}, {count:,} pairs | {accuracy:.3f} | {best[2]:.2f} at {best[0]:.2f} "
+                    f"| {end[0]:.2f} | {end[1]:.2f} | {end[2]:.2f} | {end[1] - end[2]:.2f} |"
+                )
+    return lines
+
+
+def ensemble_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how much lower proxy - gold is under an ensemble than under its single members."""
+    by_name: dict[str, dict[int, dict[int, Point]]] = {}
+    for result in results:
+        if result["condition"] in (SINGLE, *ENSEMBLES):
+            by_name.setdefault(result["condition"], {})[result["seed"]] = binned(points(result))
+    if set(by_name) != {SINGLE, *ENSEMBLES}:
+        return []
+    seeds = sorted(set.intersection(*(set(runs) for runs in by_name.values())))
+    bins = common_bins([by_name[name][seed] for name in by_name for seed in seeds])
+    if not bins or len(seeds) < 2:
+        return ["no sqrt(KL) that every run passed through"]
+    means = {n: {s: mean_over(by_name[n][s], bins) for s in seeds} for n in by_name}
+    low, high = bins[0] * STEP, (bins[-1] + 1) * STEP
+    lines = [
+        f"Runs of each: seeds {seeds}; {len(bins)} bins of sqrt(KL) within {low:g} to {high:g} "
+        "that every run passed through.",
+        "",
+        "| paid by | proxy | gold | proxy - gold | less than single: proxy - gold | more than "
+        "single: gold |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in (SINGLE, *ENSEMBLES):
+        gap, proxy, gold = (statistics.fmean(means[name][s][i] for s in seeds) for i in range(3))
+        told = f"| {name} | {proxy:.2f} | {gold:.2f} | {gap:.2f} |"
+        if name == SINGLE:
+            lines.append(f"{told} | |")
+            continue
+        less = [means[SINGLE][s][0] - means[name][s][0] for s in seeds]
+        more = [means[name][s][2] - means[SINGLE][s][2] for s in seeds]
+        lines.append(f"{told} {with_interval(less)} | {with_interval(more)} |")
+    return lines
+
+
+def with_interval(differences: Sequence[float]) -> str:
+    """Return a mean with its bootstrap interval."""
+    low, high = bootstrap(differences)
+    return f"{statistics.fmean(differences):.2f} ({low:.2f} to {high:.2f})"
+
+
+def report(results: Sequence[Mapping[str, Any]], pictures: Path | None) -> str:
+    """Return the tables as Markdown; write the pictures if a folder is given."""
+    if pictures is not None:
+        draw_grid(results, pictures / "overoptimisation.png")
+        draw_ensembles(results, pictures / "overoptimisation_ensembles.png")
+    return "\n".join([*grid_table(results), "", *ensemble_table(results)])
+
+
+def draw_grid(results: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Draw gold and proxy over sqrt(KL), a panel a reward model."""
+    figure, axes = _figure(len(SIZES), len(PAIRS), (9, 6.4))
+    for row, size in enumerate(SIZES):
+        for column, (pairs, (count, _)) in enumerate(PAIRS.items()):
+            axis = axes[row][column]
+            for result in results:
+                if result["condition"] == f"{size}_{pairs}" and result["seed"] == 1:
+                    _draw_run(axis, points(result))
+                    accuracy = next(iter(result["accuracy"].values()))
+                    axis.set_title(f"{size}, {count:,} pairs, accuracy {accuracy:.3f}", fontsize=10)
+    drawn = [axis for axis in axes.flat if axis.get_legend_handles_labels()[0]]
+    for axis in drawn[:1]:
+        axis.legend(fontsize=9)
+    figure.savefig(out, dpi=110)
+
+
+def draw_ensembles(results: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Draw gold and proxy over sqrt(KL), a panel for the single models and for each ensemble."""
+    figure, axes = _figure(1, 1 + len(ENSEMBLES), (12, 3.8))
+    for axis, name in zip(axes[0], (SINGLE, *ENSEMBLES), strict=True):
+        for result in results:
+            if result["condition"] == name:
+                _draw_run(axis, points(result))
+        title = "one model, 500 pairs" if name == SINGLE else name.replace("_", " ")
+        axis.set_title(title, fontsize=10)
+    figure.savefig(out, dpi=110)
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False,
+        constrained_layout=True,
+    )  # fmt: skip
+    figure.supxlabel("sqrt(KL from SFT), nats an answer", fontsize=10)
+    figure.supylabel("gain over SFT, its standard deviations", fontsize=10)
+    for axis in axes.flat:
+        axis.axhline(0, color="0.8", linewidth=0.8)
+    return figure, axes
+
+
+def _draw_run(axis: Any, found: Sequence[Point]) -> None:
+    line = list(binned(found).values())
+    for number, colour, label in ((1, "C1", "proxy: the reward model"), (2, "C0", "gold")):
+        axis.plot(
+            [p[0] for p in found], [p[number] for p in found], ".", ms=2, color=colour, alpha=0.4
+        )
+        axis.plot([p[0] for p in line], [p[number] for p in line], color=colour, label=label)

@@ -1,0 +1,60 @@
+"""Curves of gold and proxy from recorded runs; the runs themselves are made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.overoptimisation.curves import STEP, binned, bootstrap, points, report
+from tests.overoptimisation.plan import ENSEMBLES, conditions, reward_models, reward_name
+
+
+def recorded(condition: str, seed: int, *, gold_falls: float) -> dict:
+    """A run whose proxy rises by 1 a unit of sqrt(KL), and whose gold turns at 1.5."""
+    curve = []
+    for step in range(60):
+        distance = step / 20
+        gold = distance - gold_falls * max(distance - 1.5, 0)
+        curve.append({"kl": distance**2, "proxy": 0.3 + distance, "gold": 1 + 2 * gold})
+    sft = {"proxy_mean": 0.3, "proxy_std": 1.0, "gold_mean": 1.0, "gold_std": 2.0}
+    return {
+        "condition": condition, "seed": seed, "curve": curve, "sft": sft, "accuracy": {"m": 0.8},
+    }  # fmt: skip
+
+
+def test_rewards_are_gains_over_sft_in_its_standard_deviations():
+    found = points(recorded("large_few", 1, gold_falls=0.0))
+    assert found[0] == pytest.approx((0, 0, 0))
+    assert found[-1] == pytest.approx((2.95, 2.95, 2.95))
+
+
+def test_a_bin_is_the_mean_of_the_iterations_inside_it():
+    inside = binned([(0.01, 1.0, 0.0), (0.02, 3.0, 1.0), (STEP + 0.01, 5.0, 5.0)])
+    assert inside == {0: pytest.approx((0.015, 2.0, 0.5)), 1: (STEP + 0.01, 5.0, 5.0)}
+
+
+def test_the_report_finds_where_gold_turns_and_by_how_much_ensembles_are_nearer(tmp_path):
+    runs = [recorded("large_few", seed, gold_falls=2.0) for seed in (1, 2, 3)]
+    runs += [recorded(how, s, gold_falls=1.0 + 0.1 * s) for how in ENSEMBLES for s in (1, 2, 3)]
+    text = report(runs, tmp_path)
+    assert "| large, 500 pairs | 0.800 | 1.4" in text
+    assert "seeds [1, 2, 3]; 8 bins of sqrt(KL) within 1 to 3" in text
+    # Gold falls by 0.7 to 0.9 less a unit beyond 1.5: the gap is smaller by as much.
+    row = next(line for line in text.splitlines() if line.startswith("| minimum"))
+    less = row.split("|")[5].split()
+    assert 0.3 < float(less[0]) < 0.5
+    assert 0 < float(less[1].strip("()")) < float(less[0])
+    for name in ("overoptimisation", "overoptimisation_ensembles"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interval_holds_the_mean_and_is_a_point_where_all_agree():
+    low, high = bootstrap([0.1, 0.2, 0.6])
+    assert 0.1 <= low < 0.3 < high <= 0.6
+    assert bootstrap([0.5, 0.5]) == (0.5, 0.5)
+
+
+def test_every_run_has_the_reward_models_it_is_paid_by():
+    made = {reward_name(*cell) for cell in reward_models()}
+    wanted = {name for seed in (1, 2, 3, 4) for c in conditions(seed) for name in c.rewards}
+    assert wanted == made
+    assert [c.name for c in conditions(2)] == ["large_few", *ENSEMBLES]

@@ -1,0 +1,74 @@
+"""A fit in a folder of its own that goes on from its newest checkpoint when it was killed.
+
+It may end as soon as the doctor has noticed what it was made for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from rlhf_lightning.callbacks.doctor.callback import Doctor
+
+SAVING = ("callbacks.checkpoint.every_n_iterations=2", "callbacks.checkpoint.keep_last=1")
+
+
+class StopWhenNoticed(Callback):
+    """Ends the fit when all of some detectors have fired."""
+
+    def __init__(self, detectors: Sequence[str]) -> None:
+        self.detectors = set(detectors)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        doctor = next(each for each in trainer.callbacks if isinstance(each, Doctor))
+        if self.detectors and self.detectors <= {event.name for event in raised(doctor)}:
+            trainer.should_stop = True
+
+
+def raised(doctor: Doctor) -> list[Any]:
+    return [e for e in doctor.record.events if e.kind == "alert" and e.level != "healthy"]
+
+
+def fitted(cfg: Any, path: Path, until: Sequence[str] = ()) -> tuple[Any, float]:
+    """Train what `cfg` describes in the run folder `path`, or the rest of it.
+
+    Args:
+        cfg: of a PPO run.
+        path: of its folder.
+        until: detectors; the fit ends when all of them have fired. None: it runs to its end.
+
+    Returns:
+        The parts of the run, and the processor time of all its pieces in seconds.
+    """
+    import lightning as L
+
+    from rlhf_lightning.assembly import assemble
+    from rlhf_lightning.runs.folder import RunFolder
+    from rlhf_lightning.runs.resume import newest_complete_checkpoint
+
+    folder = RunFolder(path).create()
+    spent, started = path / "cpu_seconds", time.process_time()
+    before = float(spent.read_text()) if spent.exists() else 0.0
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    parts = assemble(cfg, folder)
+    # Before the checkpoint callback, which saves where the fit is about to stop.
+    place = next(i for i, c in enumerate(parts.trainer.callbacks) if isinstance(c, Doctor)) + 1
+    parts.trainer.callbacks.insert(place, StopWhenNoticed(until))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            parts.trainer.fit(
+                parts.module,
+                datamodule=parts.data,
+                ckpt_path=newest_complete_checkpoint(folder),
+                weights_only=True,
+            )
+    finally:
+        seconds = before + time.process_time() - started
+        spent.write_text(str(seconds))
+    return parts, seconds
