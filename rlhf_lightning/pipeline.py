@@ -6,6 +6,7 @@ or in a random state does not reach the next one.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -84,13 +85,7 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
     check_pipeline(cfg)
     keep_secrets(cfg, folder)
     digest = config_hash({key: plain(cfg)[key] for key in ("name", "seed", "experiments")})
-    if cfg.resume == "auto":
-        root = Path(cfg.paths.outputs) / cfg.name
-        begun = find_unfinished_run(root, digest) or find_shorter_pipeline(root, digest, cfg.rounds)
-        if begun is not None:
-            say(f"going on with {begun.path}")
-            folder = begun
-    folder = RunFolder(folder.path.resolve())  # command lines name it, and are compared
+    folder = RunFolder(_where(cfg, folder, digest).resolve())  # command lines are compared
     summary = new_summary("pipeline", seed=cfg.seed, config_hash=digest)
     with claim_run(folder.create().path):
         write_summary(folder, summary)
@@ -104,6 +99,21 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
             raise
     _tell(folder, summary)
     return summary
+
+
+def _where(cfg: DictConfig, folder: RunFolder, digest: str) -> Path:
+    """Return the folder of the run: one that was begun or has fewer rounds, or the new one."""
+    if cfg.resume != "auto":
+        return folder.path
+    root = Path(cfg.paths.outputs) / cfg.name
+    begun = find_unfinished_run(root, digest) or find_shorter_pipeline(root, digest, cfg.rounds)
+    if begun is None:
+        return folder.path
+    say(f"going on with {begun.path}")
+    made = {path.name for path in folder.path.glob("*")}
+    if folder.path.resolve() != begun.path.resolve() and made <= {".hydra", "pipeline.log"}:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    return begun.path
 
 
 def _run_steps(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Summary:
