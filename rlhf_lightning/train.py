@@ -6,7 +6,6 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import time
@@ -222,7 +221,7 @@ def _hydra_main(cfg: DictConfig) -> float | None:
         except SystemExit:
             if not goes_on(cfg, folder, error):
                 raise
-        return math.nan
+        return None  # which a search takes for a trial that failed
     finally:
         if several:
             forget_ranks()

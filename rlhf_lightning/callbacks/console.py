@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -216,7 +217,7 @@ def print_start(
     table = _grid()
     for name, value in settings.items():
         table.add_row(Text(str(name)), Text(str(value)))
-    table.add_row("run folder", Text(str(folder.path)))
+    table.add_row("run folder", Text(_from_here(folder.path)))
     title = STAGES.get(stage, stage)
     console.print(Panel(table, title=escape(title), title_align="left", border_style="dim"))
 
@@ -248,7 +249,7 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
         ("profile", folder.profile / "table.txt"),
     ):
         if path.exists():
-            table.add_row(name, Text(str(path), overflow="fold"))
+            table.add_row(name, Text(_from_here(path), overflow="fold"))
     head = Text()
     if result.number:
         head.append(result.number, style=f"bold {colour}")
@@ -259,6 +260,12 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
     outer.add_row(table)
     title = f"{STAGES.get(summary.stage, summary.stage)}: {summary.status}"
     console.print(Panel(outer, title=escape(title), title_align="left", border_style=colour))
+
+
+def _from_here(path: Path) -> str:
+    """Return a path as short as it can be typed: below the working folder without that folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _short(name: str, value: float) -> str:

@@ -15,6 +15,7 @@ from rlhf_lightning.runs.quantities import number, percent, quantity
 COURSE_LENGTH = 16  # characters, one a value or a mean of neighbours
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDE = 76  # below it the course is left out
+_REST = 70  # what the other columns take where they have their widest entries
 _KEPT = 4096
 
 
@@ -48,6 +49,7 @@ def measures_table(history: History, *, width: int) -> Table:
     if width >= _WIDE:
         table.add_column("course", no_wrap=True)
     table.add_column("healthy", no_wrap=True, style="dim")
+    length = min(COURSE_LENGTH, max(width - _REST, 2))
     for name in history.names:
         values = history.values[name]
         if not values:
@@ -60,7 +62,7 @@ def measures_table(history: History, *, width: int) -> Table:
             Text(_short(name, history.first[name])),
         ]
         if width >= _WIDE:
-            cells.append(Text(course(list(values)), style="cyan"))
+            cells.append(Text(course(list(values), length), style="cyan"))
         cells.append(Text(_range(name, healthy)))
         table.add_row(*cells)
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -143,8 +144,9 @@ def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBa
 
 
 def render_table(table: Table) -> str:
-    """Return a rich table as plain text, 100 columns wide."""
-    console = Console(file=io.StringIO(), width=100, color_system=None)
+    """Return a rich table as plain text, as wide as the terminal, at most 100 columns."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
     return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
 

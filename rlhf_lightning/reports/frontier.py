@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlhf_lightning.reports.charts import NUM_COLOURS, Point, nice_ticks
 from rlhf_lightning.reports.markup import text
-from rlhf_lightning.reports.several import COST, Run
+from rlhf_lightning.reports.several import COST, Run, with_effect
 from rlhf_lightning.runs.quantities import number, percent, quantity
 
 _WIDTH, _HEIGHT = 400, 250
@@ -53,7 +53,7 @@ def frontier_chart(runs: Sequence[Run], name: str) -> str:
         parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5}">{percent(tick)}</text>')
     for tick in x_ticks:
         x, _ = place((tick, low))
-        parts.append(_label(x, _HEIGHT - 22, number(tick)))
+        parts.append(_label(x, _HEIGHT - 22, number(tick, like=x_end)))
     parts.append(_label((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 5, "KL from SFT, nats a token"))
     line = " ".join(f"{x},{y}" for x, y in map(place, frontier(list(places.values()))))
     parts.append(f'<polyline class="reference" fill="none" points="{line}"/>')
@@ -76,7 +76,7 @@ def parallel_chart(runs: Sequence[Run]) -> str:
 
     "" where fewer than two axes have a spread.
     """
-    axes = [_setting_axis(runs, key) for key in runs[0].settings][:5]
+    axes = [_setting_axis(runs, key) for key in with_effect(runs[0].settings)][:5]
     axes += [_outcome_axis(runs, name) for name in _OUTCOMES]
     drawn = [axis for axis in axes if axis is not None]
     if len(drawn) < 2:
@@ -89,6 +89,7 @@ def parallel_chart(runs: Sequence[Run]) -> str:
         parts.append(_label(x, 14, title))
         for height, label in labels:
             y = _AXES_BOTTOM - height * (_AXES_BOTTOM - _AXES_TOP)
+            y += {0.0: 12, 1.0: -5}.get(height, 4)  # lines end at the ends of an axis
             parts.append(
                 f'<text class="tick on-axis" style="text-anchor:start" x="{x + 6}" y="{y:.1f}">'
                 f"{text(label)}</text>"

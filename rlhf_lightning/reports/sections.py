@@ -31,7 +31,7 @@ def verdict_section(summary: Summary, folder: RunFolder) -> str:
             f'<p class="caption">{text(result.caption)}</p>'
         )
     facts = "".join(
-        f"<div><dt>{text(f.label)}</dt><dd>{text(f.value)}"
+        f"<div><dt>{text(f.label)}</dt><dd>{_unbroken(f.value)}"
         + (f"<small>{text(f.note)}</small>" if f.note else "")
         + "</dd></div>"
         for f in result.facts
@@ -45,6 +45,11 @@ def verdict_section(summary: Summary, folder: RunFolder) -> str:
         + (f'<dl class="facts">{facts}</dl>' if facts else "")
         + f"</header>{_gates(summary)}"
     )
+
+
+def _unbroken(value: str) -> str:
+    """Keep a number and its percent sign on one line; the arrow may begin another."""
+    return text(value).replace(" %", "&nbsp;%")
 
 
 def _gates_in_short(summary: Summary) -> str:

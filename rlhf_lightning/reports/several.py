@@ -24,6 +24,8 @@ OBJECTIVES: dict[str, tuple[str, bool]] = {
     "base": ("val/loss", False),
 }
 COST = "val/kl_per_token"
+# Settings that change no figure of a run: they neither name it nor have an axis.
+_WITHOUT_EFFECT = ("callbacks.checkpoint.", "callbacks.samples.", "logger.", "resume", "ckpt_path")
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,11 @@ def choose(runs: Sequence[Run]) -> Choice:
     )
 
 
+def with_effect(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that can change the figures of a run."""
+    return {k: v for k, v in settings.items() if not k.startswith(_WITHOUT_EFFECT)}
+
+
 def _value(run: Run, name: str) -> float:
     value = run.metrics[name]
     assert value is not None
@@ -138,6 +145,7 @@ def _in_band(run: Run) -> bool:
 
 
 def _label(folder: RunFolder, settings: Mapping[str, str]) -> str:
+    settings = with_effect(settings)
     if 0 < len(settings) <= 3 and all(len(value) <= 24 for value in settings.values()):
         return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
     parts = folder.path.resolve().parts

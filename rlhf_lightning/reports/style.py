@@ -126,11 +126,12 @@ table { border-collapse: collapse; font-size: 14.5px; font-variant-numeric: tabu
 th, td { text-align: left; padding: 8px 14px; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 td { max-width: 34ch; overflow-wrap: break-word; }
-td.name { white-space: nowrap; }
+td.name { white-space: nowrap; max-width: none; }
 tr:last-child td { border-bottom: 0; }
 th { color: var(--soft); font-weight: 500; font-size: 13px; vertical-align: bottom; }
 td.was { color: var(--soft); }
-td.num, th.num { text-align: right; white-space: nowrap; }
+td.num, th.num { text-align: right; }
+td.num { white-space: nowrap; }
 tr.chosen td { background: var(--new); }
 .empty { color: var(--soft); font-style: italic; }
 .times { display: flex; height: 30px; border-radius: 7px; overflow: hidden; margin-top: 16px;

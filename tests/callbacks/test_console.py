@@ -98,3 +98,16 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(tmp_path):
     assert "[bold]x[/bold] [/nonsense]" in text
     assert "a[b]c" in re.sub(r"[│\s]", "", text)
     assert "gate [/x]" in text
+
+
+def test_places_below_the_working_folder_are_shown_as_one_types_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = fake_ppo_run(tmp_path / "outputs" / "ppo", 3)
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    print_start("ppo", folder, {}, console=console)
+    print_verdict(read_summary(folder), folder, console=console)
+    words = out.getvalue().split()
+    assert "outputs/ppo" in words
+    assert "outputs/ppo/samples.jsonl" in words
+    assert str(tmp_path) not in out.getvalue()

@@ -68,6 +68,18 @@ def test_runs_of_different_stages_are_compared_and_none_is_recommended(tmp_path)
     assert "different stages" in page
 
 
+def test_a_setting_that_changes_no_figure_neither_names_a_run_nor_has_an_axis(tmp_path):
+    folders = sweep(tmp_path)
+    often = folders[0].config.read_text() + "callbacks: {checkpoint: {every_n_iterations: 2}}\n"
+    folders[0].config.write_text(often)
+    runs = read_runs(folders)
+    assert [run.label for run in runs][:2] == ["kl_coef=0.01", "kl_coef=0.05"]
+    page = render_comparison(folders)
+    parallel = next(c for c in re.findall(r"<svg.*?</svg>", page, re.S) if "parallel" in c)
+    assert "every_n_iterations" not in parallel
+    assert "callbacks.checkpoint.every_n_iterations" in page, "it is told among what differs"
+
+
 def test_the_frontier_keeps_what_nothing_beats_in_both():
     points = [(0.1, 0.7), (0.2, 0.83), (0.3, 0.8), (0.4, 0.84), (0.1, 0.6)]
     assert frontier(points) == [(0.1, 0.7), (0.2, 0.83), (0.4, 0.84)]
