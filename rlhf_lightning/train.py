@@ -52,7 +52,7 @@ from rlhf_lightning.runs.resume import (
     newest_complete_checkpoint,
 )
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
-from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
 from rlhf_lightning.saved_config import keep_changes, keep_secrets
 from rlhf_lightning.sweeping import goes_on
 from rlhf_lightning.trial_build import check_composed, check_run
@@ -151,7 +151,7 @@ def _train(
         write_summary(folder, summary)
         write_report(folder)
         finish_tracking(cfg, folder, parts, findings, summary)
-        print_verdict(summary, folder)
+        print_verdict(read_summary(folder), folder)  # with what the doctor said
     return summary
 
 

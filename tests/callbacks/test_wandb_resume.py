@@ -26,7 +26,7 @@ NUM_ITERATIONS, KILLED_AT, CHECKPOINT = 9, 7, 6
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_killed_with_sigkill_and_the_one_that_resumes_it_join_without_a_gap(tmp_path):
     codes = []
     for step in ("killed", "resumed"):
@@ -39,7 +39,7 @@ def test_a_run_killed_with_sigkill_and_the_one_that_resumes_it_join_without_a_ga
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                timeout=140,
+                timeout=280,
                 check=False,
             )
         codes.append(done.returncode)
