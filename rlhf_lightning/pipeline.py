@@ -212,7 +212,9 @@ def _tell(folder: RunFolder, summary: Summary) -> None:
     write_report(folder)
     print_verdict(summary, folder)
     total = duration(summary.seconds.get("total", 0.0))
-    say(f"{summary.cause or 'all gates passed'} ({total} in the stages)")
+    failed = sum(not gate.passed for gate in summary.gates)
+    outcome = f"done, with {failed} gates failed and accepted" if failed else "all gates passed"
+    say(f"{summary.cause or outcome} ({total} in the stages)")
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="pipeline")
