@@ -2,9 +2,8 @@
 
     python -m tests.soak.endurance FOLDER --iterations 500 --minutes 8
 
-runs two: `steady` meets a reward service that fails now and then and scores that are not finite,
-in one process; `killed` meets the same and is killed, stopped and broken besides, and started
-again each time. Run it until it says `done`: it goes on where it stopped.
+runs two, which meet a reward service that fails now and then and scores that are not finite: `steady`
+in one process, `killed` killed, stopped, broken and started again. Call it until it says `done`.
 """
 
 from __future__ import annotations
