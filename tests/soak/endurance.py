@@ -2,8 +2,8 @@
 
     python -m tests.soak.endurance FOLDER --iterations 500 --minutes 8
 
-runs two, which meet a reward service that fails now and then and scores that are not finite: `steady`
-in one process, `killed` killed, stopped, broken and started again. Call it until it says `done`.
+runs two that meet a reward service that fails now and then and scores that are not finite:
+`steady` in one process, `killed` killed, stopped, broken and begun again. Its end is `done`.
 """
 
 from __future__ import annotations
