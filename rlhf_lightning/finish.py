@@ -51,6 +51,7 @@ def finish(
 
     Every rank measures the same; the first alone writes.
     """
+    _let_go(parts)
     with _precision(parts):
         if cfg.stage == "reward":
             findings = _finish_reward(cfg, parts)
@@ -59,7 +60,9 @@ def finish(
     gates = check_gates(plain(cfg.gates), findings.metrics)
     model = _trained(cfg, parts)
     state = full_state(model)  # every rank takes part in gathering it
-    _let_go(parts, model)
+    if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
+        model.base.drop_weights()  # it is about to be read once more
+        release_freed_memory()
     if parts.trainer.is_global_zero:
         _write_samples(folder, current_iteration(parts.trainer), findings)
         outcome = Outcome(folder.name, findings.metrics, gates)
@@ -68,13 +71,11 @@ def finish(
     return findings, gates
 
 
-def _let_go(parts: Parts, model: PolicyModel | ScalarHeadModel) -> None:
-    """Free what only training needed: an adapter's base is about to be read once more."""
+def _let_go(parts: Parts) -> None:
+    """Free what only training needed: measuring may read one more model."""
     for optimizer in parts.trainer.optimizers:
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
-    if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
-        model.base.drop_weights()
     release_freed_memory()
 
 
