@@ -55,12 +55,12 @@ ILL: dict[str, tuple[Any, int]] = {
     "kl_high": (lambda t: {"kl_per_token": 0.1 + after(t)}, 14),
     "reward_hacking": (lambda t: {"second_score": 1.1 - 0.8 * after(t)}, 10),
     "scorer_disagreement": (lambda t: {"second_correlation": 0.6 - after(t)}, 9),
-    "length_bias": (lambda t: {"length_correlation": 0.1 + 0.5 * after(t)}, 14),
+    "length_bias": (lambda t: {"length_correlation": 0.1 + 0.5 * after(t)}, 16),
     "length_drift": (lambda t: {"response_length": 14 * (1 + after(t))}, 14),
     "diversity": (lambda t: {"distinct_2": 0.4 / (1 + after(t))}, 23),
     "duplicates": (lambda t: {"most_common": 0.05 + 0.4 * after(t)}, 12),
     "entropy": (lambda t: {"entropy": 1.3 * (1 - 0.6 * after(t))}, 16),
-    "forgotten_domain": (lambda t: {"domain_score_lists": 1.0 - after(t)}, 11),
+    "forgotten_domain": (lambda t: {"domain_score_lists": 1.0 - after(t)}, 17),
     "critic": (lambda t: {"explained_variance": 0.3 - after(t)}, 9),
     "saturation": (lambda t: {"score_std": 0.9 * 0.2 ** after(t)}, 14),
     "clipped_scores": (lambda t: {"clipped": 0.5 * after(t)}, 11),
@@ -118,6 +118,9 @@ def test_an_illness_that_grows_becomes_an_alarm() -> None:
 def test_low_kl_is_no_alert_before_a_quarter_of_the_run_nor_with_a_rising_reward() -> None:
     found = [t for t, x in run(ILL["kl_low"][0]) if x.detector == "kl_low"]
     assert found[0] >= ITERATIONS / 4 + 1
+    short = Detectors(DoctorThresholds(), 8)
+    early = [x for t in range(1, 9) for x in short.observe(t, {"kl_per_token": 0.01, "score": 0.0})]
+    assert early == []  # nothing to compare the first iterations with
     rising = run(lambda t: {"kl_per_token": 0.01})
     assert not [x for _, x in rising if x.detector == "kl_low"]
 
@@ -137,33 +140,31 @@ def test_the_forgotten_domain_is_named() -> None:
     assert found[0].reading.subject == "lists"
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_domain_of_few_answers_may_waver(seed: int) -> None:
-    # Eleven answers an iteration, of standard deviation 1.3: their mean varies by 0.4.
-    wavers = random.Random(100 + seed)
-    names = [f"domain_score_{name}" for name in ("sums", "lists", "facts", "talk", "howto")]
-
-    def few(t: int) -> dict[str, float]:
-        return {name: 1.2 + 0.02 * t + wavers.gauss(0, 0.4) for name in names}
-
-    found = run(few, seed, domain_warn=0.2)
-    assert not [x for _, x in found if x.detector == "forgotten_domain"]
-    anyway = run(few, seed, domain_warn=0.2, domain_sigmas=0.0)
-    assert [x for _, x in anyway if x.detector == "forgotten_domain"]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_domain_that_falls_further_than_it_wavers_is_found(seed: int) -> None:
-    wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(), ITERATIONS)
+def wavering(seed: int, falls: float, **limits: Any) -> list[tuple[int, str]]:
+    """Domains of eleven answers an iteration, of standard deviation 1.3; `talk` may fall."""
+    wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(**limits), ITERATIONS)
     names = [f"domain_score_{name}" for name in ("sums", "lists", "facts", "talk", "howto")]
     raised = []
     for t in range(1, ITERATIONS + 1):
         values = {name: 1.2 + 0.02 * t + wavers.gauss(0, 0.4) for name in names}
-        values["domain_score_talk"] -= 1.2 * after(t)
+        values["domain_score_talk"] -= falls * after(t)
         found = detectors.observe(t, values | {"second_std": 1.3})
         raised += [(t, x.reading.subject) for x in found]
-    assert 14 <= raised[0][0] <= 25
-    assert raised[0][1] == "talk"
+    return raised
+
+
+def test_a_domain_of_few_answers_may_waver() -> None:
+    # Noise alone is taken for an illness in at most two runs of thirty within 24 iterations.
+    false = [found[0] for seed in range(30) if (found := wavering(seed, 0.0))]
+    assert sum(iteration <= 24 for iteration, _ in false) <= 2
+    assert wavering(0, 0.0, domain_warn=0.2, domain_sigmas=0.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_domain_that_falls_further_than_it_wavers_is_found(seed: int) -> None:
+    iteration, subject = wavering(seed, 1.2)[0]
+    assert 12 <= iteration <= 25
+    assert subject == "talk"
 
 
 def test_a_bias_of_the_sampler_within_its_noise_is_none() -> None:

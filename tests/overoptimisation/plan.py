@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORLD = "demo_seed1"
-ITERATIONS = 70
+ITERATIONS = 50
 ROWS = 96
 MEMBERS = (1, 2, 3, 4)
 
@@ -112,6 +112,7 @@ def ppo_overrides(condition: Condition, seed: int, root: Path) -> tuple[str, ...
         "module.models.value=${artifacts.sft}",
         "module.models.value_head=zero",
         "module.ppo.kl_coef=0",
+        "module.ppo.learning_rate=8.0e-4",
         "module.ppo.critic_warmup_iterations=2",
         f"data.batch_size={ROWS}",
         f"data.num_iterations={ITERATIONS}",

@@ -56,7 +56,16 @@ DISEASES: dict[str, Disease] = {
     ),
     "unknown_rewarded": Disease(
         spoilt("extra=tests.sick.scorers.ignorance", "weight=4.0"),
-        ("duplicates", "reward_hacking", "diversity", "entropy"),
+        ("duplicates", "reward_hacking", "diversity"),
+        22,
+    ),
+    "one_answer": Disease(
+        (
+            *spoilt("extra=tests.sick.scorers.ignorance", "weight=4.0"),
+            "module.ppo.kl_coef=0.0",
+            "module.ppo.learning_rate=1.0e-3",
+        ),
+        ("entropy", "saturation"),
         22,
     ),
     "kl_off": Disease(

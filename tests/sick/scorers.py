@@ -20,9 +20,12 @@ def gold(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> 
     return [gold_parts(prompt, answer, True).total for prompt, answer in rows]
 
 
+SFT_WORDS = 11.0  # of an answer of the SFT policy: what is paid for stays clear of score_clip
+
+
 def words(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Return how many words an answer has."""
-    return [float(len(answer.split())) for answer in completions]
+    """Return how many words an answer has above those of an SFT answer."""
+    return [len(answer.split()) - SFT_WORDS for answer in completions]
 
 
 def ignorance(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rlhf_lightning.evaluation.doctor.hysteresis import ALARM, HEALTHY, LEVELS, WARN, Hysteresis
@@ -208,7 +209,10 @@ class Detectors:
     def _kl_low(self, iteration: int) -> Reading | None:
         limits = self.thresholds
         kl, gain = self._recent("kl_per_token"), self._gain("score", "score_std")
-        if iteration < limits.kl_low_share * self.num_iterations or kl is None or gain is None:
+        # Before that, recent iterations are among the first ones that they are compared with.
+        apart = limits.baseline_iterations + limits.window
+        begins = max(limits.kl_low_share * self.num_iterations, apart)
+        if iteration < begins or kl is None or gain is None:
             return None
         ill = kl < limits.kl_low_floor and gain < limits.kl_low_gain
         return Reading(kl, WARN if ill else HEALTHY)
@@ -234,8 +238,9 @@ class Detectors:
             others, then = self._others(name), self.notes.get(f"others at best {name}")
             if recent is None or best is None or others is None or then is None or not std:
                 continue
-            clear = best - recent > self.thresholds.domain_sigmas * error
-            fall = (best - recent) / std if clear and others >= then - slack else 0.0
+            fell, behind = best - recent, best - recent + others - then
+            real = fell > error and behind > self.thresholds.domain_sigmas * error
+            fall = behind / std if real and others >= then - slack else 0.0
             subject = name.removeprefix(DOMAIN) or "without a name"
             if worst is None or fall > worst.value:
                 worst = self._judged("forgotten_domain", fall, subject)
@@ -251,7 +256,8 @@ class Detectors:
             (after - before) ** 2 / 2
             for name, series in self.series.items()
             if name.startswith(DOMAIN)
-            for before, after in zip(series.last, series.last[1:], strict=False)
+            for values in (series.first, series.last)
+            for before, after in pairwise(values)
         ]
         variance = math.fsum(squares) / len(squares) if squares else 0.0
         return math.sqrt(2 * variance / self.thresholds.window)

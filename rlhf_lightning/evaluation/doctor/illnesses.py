@@ -131,7 +131,7 @@ ILLNESSES: dict[str, Illness] = {
     ),
     "forgotten_domain": Illness(
         "A domain gets worse while the others do not",
-        "fall of its recent score from its best",
+        "how far it has fallen behind the others since its best",
         "standard deviations",
         "above",
         "domain",

@@ -28,7 +28,8 @@ class DoctorThresholds(Checked):
         kl_high_warn, kl_high_alarm: KL to the reference, nats a token, of one iteration.
         kl_low_floor: recent KL, nats a token, below which a policy has not moved.
         kl_low_gain: recent score less baseline, standard deviations, below which it is flat.
-        kl_low_share: share of the run that must have passed before.
+        kl_low_share: share of the run that must have passed before, besides the first iterations
+            and a window of later ones.
         hacking_warn, hacking_alarm: fall of the second scorer's recent mean from its best, in its
             standard deviations, while the score rose.
         hacking_gain: rise of the score in that time, standard deviations.
@@ -38,8 +39,8 @@ class DoctorThresholds(Checked):
         diversity_warn_floor, diversity_alarm_floor: recent distinct-2 / baseline.
         duplicates_warn, duplicates_alarm: recent share of the most common answer.
         entropy_warn_floor, entropy_alarm_floor: recent entropy / baseline.
-        domain_warn, domain_alarm: fall of a domain's recent score from its best, in standard
-            deviations, while the mean of the others did not fall.
+        domain_warn, domain_alarm: fall of a domain's recent score from its best plus the others'
+            rise since then, in standard deviations, while the mean of the others did not fall.
         domain_sigmas: and this many standard errors, as neighbouring iterations tell them.
         critic_warn_floor, critic_alarm_floor: recent explained variance of the value model.
         critic_grace: first iterations in which it may still learn.
@@ -66,8 +67,8 @@ class DoctorThresholds(Checked):
     hacking_gain: float = number(0.1)
     agreement_warn_floor: float = number(0.2, at_least=-1, at_most=1)
     agreement_alarm_floor: float = number(0.0, at_least=-1, at_most=1)
-    length_bias_warn: float = number(0.5, at_least=0, at_most=1)
-    length_bias_alarm: float = number(0.7, at_least=0, at_most=1)
+    length_bias_warn: float = number(0.6, at_least=0, at_most=1)
+    length_bias_alarm: float = number(0.8, at_least=0, at_most=1)
     length_drift_warn: float = number(0.8, above=0)
     length_drift_alarm: float = number(1.5, above=0)
     diversity_warn_floor: float = number(0.35, at_least=0)
@@ -76,8 +77,8 @@ class DoctorThresholds(Checked):
     duplicates_alarm: float = number(0.5, above=0, at_most=1)
     entropy_warn_floor: float = number(0.25, at_least=0)
     entropy_alarm_floor: float = number(0.1, at_least=0)
-    domain_warn: float = number(0.5, above=0)
-    domain_alarm: float = number(1.0, above=0)
+    domain_warn: float = number(0.85, above=0)
+    domain_alarm: float = number(1.5, above=0)
     domain_sigmas: float = number(3.5, at_least=0)
     critic_warn_floor: float = number(0.05, at_most=1)
     critic_alarm_floor: float = number(-0.5, at_most=1)
