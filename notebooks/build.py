@@ -6,7 +6,9 @@ and what they printed and drew.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,6 +26,12 @@ def texts() -> list[Path]:
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 
 
+def copy_texts(folder: Path) -> None:
+    """Copy what a notebook imports, and the texts themselves."""
+    for file in FOLDER.glob("*.py"):
+        shutil.copy(file, folder)
+
+
 def notebook_of(text: Path) -> NotebookNode:
     """Return the cells of a text, without outputs; ids by position, so that diffs stay small."""
     notebook = jupytext.read(text)
@@ -34,7 +42,7 @@ def notebook_of(text: Path) -> NotebookNode:
     return notebook
 
 
-def execute(notebook: NotebookNode, folder: Path, *, timeout: int = 600) -> NotebookNode:
+def execute(notebook: NotebookNode, folder: Path, *, timeout: int = 1800) -> NotebookNode:
     """Run every cell in a kernel that starts in `folder`, and return the notebook.
 
     Raises:
@@ -68,7 +76,9 @@ def main(names: list[str]) -> None:
         if names and not text.stem.startswith(tuple(names)):
             continue
         started = time.perf_counter()
-        notebook = execute(notebook_of(text), FOLDER)
+        with tempfile.TemporaryDirectory() as folder:  # what they train is not kept
+            copy_texts(Path(folder))
+            notebook = execute(notebook_of(text), Path(folder))
         target = text.with_suffix(".ipynb")
         nbformat.write(notebook, target)
         seconds = time.perf_counter() - started

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import shutil
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from notebooks.build import FOLDER, execute, notebook_of, texts
+from notebooks.build import FOLDER, copy_texts, execute, notebook_of, texts
 
 TEXTS = texts()
 CHEAPEST = "01_masks"
@@ -51,7 +50,7 @@ def test_a_notebook_is_small_and_names_no_folder_of_the_machine_that_ran_it(text
 
 
 def run(text: Path, folder: Path) -> None:
-    shutil.copy(text, folder)
+    copy_texts(folder)
     execute(notebook_of(text), folder)
 
 
