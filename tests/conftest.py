@@ -37,7 +37,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files of minutes: begun last, one worker would work on them while the other has nothing left.
+BEGUN_FIRST = ("test_trained_world.py", "test_train.py", "test_peaks.py", "test_memory.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in BEGUN_FIRST)
     if torch.cuda.is_available():
         return
     for item in items:
