@@ -137,6 +137,7 @@ def test_a_process_that_fails_says_what_it_said() -> None:
         run(side)
 
 
+@pytest.mark.slow
 def test_ppo_iteration_runs_the_real_module_and_counts_its_steps(tmp_path: Path) -> None:
     result = measured("ppo_iteration", tmp_path, "--only", "ours", "--precisions", "fp32")
     (lap,) = result["runs"]["ours fp32"][0]["iterations"]

@@ -72,6 +72,7 @@ def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(wrapped) is expected
 
 
+@pytest.mark.slow
 def test_settings_that_are_used_already_are_not_advised(start):
     cfg = configuration("ppo", start, "artifacts.reward=null", "lora=lora")
     OmegaConf.update(cfg, "model.activation_checkpointing", True)

@@ -108,7 +108,9 @@ def fit_one_iteration(module: PPOModule, prompts: PromptBatch, precision: str, r
     trainer.fit(module, DataLoader(Prompts(prompts), batch_size=None))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"]
+)
 def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
     tokenizer, prompts, precision, monkeypatch, tmp_path
 ):
