@@ -19,6 +19,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary, read_summary
 from tests.entry.small_settings import SMALL
 from tests.faults.command_line import command, environment, run_folder
+from tests.faults.troubled_rank import HANGS
 from tests.multiprocess.launch import free_port
 
 pytestmark = pytest.mark.timeout(600)
@@ -190,7 +191,8 @@ def test_lightning_does_not_kill_the_first_process_before_it_has_said_why(tmp_pa
 def test_a_first_process_that_hangs_is_killed_after_the_cause_is_written_down(tmp_path):
     """A GPU's exchange waits for a dead rank in this way."""
     with one_command(tmp_path, *LONG, *trouble(0, "hangs")) as ranks:
-        ranks.wait_for_checkpoint()
+        # Before that it would notice by itself, in the exchange behind the checkpoint.
+        ranks.wait_for(lambda: HANGS in ranks.output(0))
         child = child_of(ranks.processes[0])
         os.kill(child, signal.SIGKILL)
         assert ranks.processes[0].wait(300) == -signal.SIGKILL

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+HANGS = "this rank hangs now"
 
 
 class Trouble(Callback):
@@ -29,5 +32,6 @@ class Trouble(Callback):
         if self.what == "raises":
             raise KeyError("nobody knows this")
         if self.what == "hangs":
+            os.write(1, f"{HANGS}\n".encode())
             time.sleep(600)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
