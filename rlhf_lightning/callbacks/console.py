@@ -25,6 +25,7 @@ from rlhf_lightning.runs.quantities import duration, number, percent, quantity
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import STAGES, verdict
 
+KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and what is said needs the room
 SHOWN_METRICS = (
     "rollout/score",
     "rollout/kl_per_token",
@@ -274,6 +275,6 @@ def _short(name: str, value: float) -> str:
 
 def _grid() -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", overflow="fold", max_width=KEY_WIDTH)
     table.add_column(overflow="fold")
     return table

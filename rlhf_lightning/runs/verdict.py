@@ -96,6 +96,13 @@ def _ppo(metrics: Metrics) -> Verdict:
     return _comparison(metrics, "SFT", "PPO")
 
 
+def _pipeline(metrics: Metrics) -> Verdict:
+    """Return the verdict on the last stage; the figures of all are hundreds."""
+    if "val/accuracy" in metrics:
+        return _reward(metrics)
+    return _comparison(metrics, "its baseline", "the last policy")
+
+
 def _evaluate(metrics: Metrics) -> Verdict:
     result = _comparison(metrics, "the baseline", "the policy")
     others = [
@@ -279,4 +286,11 @@ def _get(metrics: Metrics, name: str) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-_BY_STAGE = {"ppo": _ppo, "reward": _reward, "sft": _sft, "base": _sft, "evaluate": _evaluate}
+_BY_STAGE = {
+    "ppo": _ppo,
+    "reward": _reward,
+    "sft": _sft,
+    "base": _sft,
+    "evaluate": _evaluate,
+    "pipeline": _pipeline,
+}

@@ -100,3 +100,13 @@ def test_numbers_are_short():
     assert number(math.nan) == "not a number"
     assert number(-0.02, like=1.4) == "-0.02"
     assert [duration(s) for s in (0.4, 59.6, 3600, 3725)] == ["0:00", "1:00", "1:00:00", "1:02:05"]
+
+
+def test_a_pipeline_ends_in_the_verdict_on_its_last_stage_not_in_the_figures_of_all():
+    last = ppo(0.8, 0.76, 0.84).metrics
+    every = {f"round_1/ppo/figure_{i}": 0.5 for i in range(300)}
+    result = verdict(Summary("pipeline", "completed", 1, metrics=last | every))
+    assert (result.tone, result.number) == ("good", "80.0 %")
+    assert len(result.facts) < 20
+    stopped = verdict(Summary("pipeline", "stopped", 1, metrics={"val/accuracy": 0.7} | every))
+    assert stopped.number == "70.0 %"
