@@ -249,4 +249,5 @@ def _evaluation(cfg: DictConfig, num_devices: int) -> Evaluation | None:
         tokens = int(cfg.evaluation.max_new_tokens)
     except OmegaConfBaseException as error:
         raise ConfigError("evaluation.max_new_tokens is not set") from error
-    return Evaluation(rows, cfg.evaluation.micro_batch_size, tokens)
+    during = cfg.stage == "ppo" and cfg.evaluation.every_n_iterations is not None
+    return Evaluation(rows, cfg.evaluation.micro_batch_size, tokens, during_training=during)

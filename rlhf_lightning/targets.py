@@ -51,8 +51,8 @@ BASES = frozenset(
 )
 ALLOWED = (*(f"{OWN}.{part}" for part in OWN_PARTS), *LIBRARIES)
 # They return what `path` names without calling it.
-MOST_LISTED = 15
 LOOKUPS = ("hydra.utils.get_method", "hydra.utils.get_class", "hydra.utils.get_object")
+MOST_LISTED = 15  # names in a message
 SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 
 

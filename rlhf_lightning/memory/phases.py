@@ -216,11 +216,15 @@ def evaluation(bench: Workbench) -> Counter[str]:
 
 def _held_by_evaluation(bench: Workbench, held: Counter[str]) -> Counter[str]:
     run = bench.run
+    if run.evaluation is not None and run.evaluation.during_training:
+        return held
     start = 0
     if run.stage != "ppo" and run.style.lora is None:  # the policy that it started from
         start = -(-bench.weights(REFERENCE)[FROZEN] // run.sharded)
-    if run.device == "cpu":
-        return held + Counter({WEIGHTS: start})
+    if run.device == "cpu":  # training's gradients and optimizer state are freed before
+        return Counter({part: n for part, n in held.items() if part != OPTIMIZER}) + Counter(
+            {WEIGHTS: start}
+        )
     # Lightning moves what it trained to the CPU after `fit`; what is compared comes back.
     models = model_bytes(bench)
     models.pop("value model", None)

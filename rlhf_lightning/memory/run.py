@@ -35,17 +35,19 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Answers that are sampled when training is over; None of them where nothing is compared.
+    """Answers that are sampled to measure what was trained.
 
     Args:
         rows: answered at once on each device.
         micro_batch_size: rows in one forward when they are evaluated.
         max_new_tokens: of an answer.
+        during_training: they are sampled between iterations too, beside the optimizer's state.
     """
 
     rows: int
     micro_batch_size: int | None
     max_new_tokens: int
+    during_training: bool = False
 
 
 @dataclass(frozen=True)

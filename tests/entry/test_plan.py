@@ -9,7 +9,7 @@ import pytest
 from rlhf_lightning import plan
 from rlhf_lightning.composition import ConfigError, check_hparams, register
 from rlhf_lightning.memory import phases
-from rlhf_lightning.memory.phases import Plan
+from rlhf_lightning.memory.phases import OPTIMIZER, WEIGHTS, Plan
 from rlhf_lightning.memory.process import KEPT, PROCESS
 from rlhf_lightning.plan_request import read_run
 
@@ -63,6 +63,22 @@ def test_devices_are_planned_in_the_groups_that_share_a_copy():
     assert read_run(*plan.compose_run(four)).run.sharded == 4
     with pytest.raises(ConfigError, match=r"strategy\.shard_over=3 must divide the 4 devices"):
         check_hparams(plan.compose_run([*four, "strategy.shard_over=3"])[0])
+
+
+def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it_does():
+    small = ["+experiment=ppo", "plan.device=cpu"]  # the built-in world's models
+    after, during = (
+        phases.plan(
+            read_run(*plan.compose_run([*small, f"evaluation.every_n_iterations={n}"])).run,
+            kept=1.0,
+        )
+        for n in ("null", 5)
+    )
+    assert after.optimizer == during.optimizer > 0
+    held = [{p.name: p.parts for p in planned.phases}["evaluate"] for planned in (after, during)]
+    assert held[1][OPTIMIZER] == after.optimizer
+    assert held[0].get(OPTIMIZER, 0) == 0
+    assert held[0][WEIGHTS] == held[1][WEIGHTS]
 
 
 def test_a_setting_that_does_not_exist_is_named():

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -19,7 +18,7 @@ from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.folder import RunFolder
 from tests.faults.poison import Poison
-from tests.modules.tiny_ppo import ppo_hparams, prompts, tiny_module
+from tests.modules.tiny_ppo import ppo_hparams, prompts, tiny_module, trainer
 from tests.modules.tiny_stages import preference_batch, sft_batch, tiny_reward, tiny_sft
 from tests.multiprocess.train_stage import ROWS, strategy_of
 from tests.tiny import tiny_tokenizer
@@ -43,15 +42,9 @@ def main(stage: str, strategy: str, out: Path, limit: int) -> None:
     share = ROWS // world_size
     poison = Poison("loss", {2} if rank == world_size - 1 else ())
     folder = RunFolder(out)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    lightning_trainer = trainer(
         devices=world_size,
         strategy=strategy_of(strategy, world_size),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=out,
         callbacks=[poison, SaveFaultyBatch(folder, tiny_tokenizer())],
@@ -59,7 +52,7 @@ def main(stage: str, strategy: str, out: Path, limit: int) -> None:
     loader = DataLoader([b[rank * share : (rank + 1) * share] for b in batches], batch_size=None)
     stopped = ""
     try:
-        trainer.fit(module, loader)
+        lightning_trainer.fit(module, loader)
     except NonFiniteError as error:
         stopped = str(error)
     moved = [poison.moved(i + 1) for i in range(len(poison.after))]

@@ -24,7 +24,7 @@ from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.finish import full_state
 from rlhf_lightning.strategies import FSDP2Strategy
 from tests.modules.test_ppo_resume import InMemorySource
-from tests.modules.tiny_ppo import ppo_hparams, tiny_module
+from tests.modules.tiny_ppo import ppo_hparams, tiny_module, trainer
 from tests.multiprocess.train_stage import leave, strategy_of
 from tests.tiny import tiny_tokenizer
 
@@ -87,25 +87,19 @@ def run(strategy: str, out: Path, checkpoint: str | None = None) -> None:
         max_prompt_length=16,
         seed=5,
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
+    lightning_trainer = trainer(
         devices=WORLD_SIZE,
         strategy=strategy_of(strategy, WORLD_SIZE),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=out,
         plugins=[AtomicCheckpointIO()],
         callbacks=[RandomState(), record],
     )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    assert trainer.fit_loop.epoch_loop.total_batch_idx + 1 == LAST
+    lightning_trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    assert lightning_trainer.fit_loop.epoch_loop.total_batch_idx + 1 == LAST
     assert len(module.rollouts) == (LAST - SAVED if checkpoint else LAST)
-    end = state_of(trainer, module)
-    if trainer.is_global_zero:
+    end = state_of(lightning_trainer, module)
+    if lightning_trainer.is_global_zero:
         name = f"{len(list(out.glob('*.pt')))}.pt"
         torch.save({"start": record.start, "end": end}, out / name)
 

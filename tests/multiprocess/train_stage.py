@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -23,7 +22,7 @@ from rlhf_lightning.finish import full_state
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
 from rlhf_lightning.models.arrangements import ppo_models
 from rlhf_lightning.strategies import FSDP2Strategy
-from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, prompts, tiny_module
+from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, prompts, tiny_module, trainer
 from tests.modules.tiny_stages import preference_batch, sft_batch, tiny_reward, tiny_sft
 
 ROWS = 8
@@ -75,22 +74,16 @@ def main(stage: str, strategy: str, out: Path, model: str = "llama") -> None:
     share = ROWS // world_size
     batches = [b[rank * share : (rank + 1) * share] for b in batches_of(stage)]
     module = module_of(stage, model, out)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    lightning_trainer = trainer(
         devices=world_size,
         strategy=strategy_of(strategy, world_size),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         default_root_dir=out,
     )
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    lightning_trainer.fit(module, DataLoader(batches, batch_size=None))
     state = full_state(module)
     results: dict[str, Any] = {
-        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}
+        "metrics": {k: float(v) for k, v in lightning_trainer.callback_metrics.items()}
     }
     if isinstance(module, RecordedPPO):
         results["sequences"] = [r.sequences for r in module.rollouts]
