@@ -217,7 +217,9 @@ def _hydra_main(cfg: DictConfig) -> float | None:
         summary = run(cfg, folder, overrides)
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
         try:
-            fail(str(error)) if isinstance(error, ConfigError) else exit_with(error)
+            if isinstance(error, ConfigError):
+                fail(str(error))
+            exit_with(error)
         except SystemExit:
             if not goes_on(cfg, folder, error):
                 raise

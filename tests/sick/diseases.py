@@ -61,12 +61,13 @@ DISEASES: dict[str, Disease] = {
     ),
     "one_answer": Disease(
         (
-            *spoilt("extra=tests.sick.scorers.ignorance", "weight=4.0"),
+            *spoilt("factor=0.0", "extra=tests.sick.scorers.words", "weight=-0.3"),
             "module.ppo.kl_coef=0.0",
             "module.ppo.learning_rate=1.0e-3",
         ),
         ("entropy", "saturation"),
-        22,
+        32,
+        36,
     ),
     "kl_off": Disease(
         ("module.ppo.kl_coef=0.0", "module.ppo.learning_rate=1.0e-3"), ("kl_high",), 22

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_lightning.evaluation.doctor.detectors import Detectors, Transition
+from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
 from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
@@ -43,6 +44,39 @@ def replay(
         iteration = int(row["iteration"])
         values = {k.partition("/")[2]: v for k, v in row.items() if k.startswith(PHASES)}
         found += [(iteration, change) for change in detectors.observe(iteration, values)]
+    return found
+
+
+def nearest(
+    rows: Sequence[Mapping[str, float]],
+    thresholds: DoctorThresholds,
+    num_iterations: int | None = None,
+) -> dict[str, float]:
+    """Return how far each detector went towards its warning: the value that it kept farthest out.
+
+    Kept means read in `raise_after` iterations in a row, as an alert asks; a warning at this very
+    value would have been raised. A detector that read nothing is left out.
+
+    Args:
+        rows: of `metrics.csv`.
+        thresholds: of the detectors.
+        num_iterations: that the run was going to have; None: as many as there are rows.
+    """
+    detectors = Detectors(thresholds, num_iterations or len(rows))
+    read: dict[str, list[float]] = {name: [] for name in ILLNESSES}
+    for row in rows:
+        values = {k.partition("/")[2]: v for k, v in row.items() if k.startswith(PHASES)}
+        detectors.observe(int(row["iteration"]), values)
+        for name, reading in detectors.readings.items():
+            if reading is not None:
+                read[name].append(reading.value)
+    found, length = {}, thresholds.raise_after
+    for name, values_read in read.items():
+        windows = [values_read[i : i + length] for i in range(len(values_read) - length + 1)]
+        if windows and ILLNESSES[name].beyond == "above":
+            found[name] = max(min(window) for window in windows)
+        elif windows:
+            found[name] = min(max(window) for window in windows)
     return found
 
 

@@ -178,6 +178,28 @@ def report(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def margins(results: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table: how near healthy runs came to each warning, over all seeds."""
+    from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES, bound_of
+    from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+    from tests.sick.replay import nearest
+
+    limits, healthy = DoctorThresholds(), [r for r in results if r["disease"] == "healthy"]
+    kept = [nearest(r["rows"], limits, DISEASES["healthy"].iterations) for r in healthy]
+    lines = [
+        "| detector | warns | farthest of each run: median | and of all |",
+        "|---|---|---|---|",
+    ]
+    for name, illness in ILLNESSES.items():
+        values = sorted(k[name] for k in kept if name in k)
+        if not values:
+            continue
+        worst = values[-1] if illness.beyond == "above" else values[0]
+        bound = f"{illness.beyond} {bound_of(limits, name, 'warn'):g}"
+        lines.append(f"| {name} | {bound} | {values[len(values) // 2]:.3g} | {worst:.3g} |")
+    return "\n".join(lines)
+
+
 def told_seeds(seeds: Sequence[int]) -> str:
     """Return seeds as `0-4, 7`."""
     parts: list[list[int]] = []
@@ -203,6 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--replay",
         action="store_true",
         help="judge the recorded metrics by the detectors as they are",
+    )
+    parser.add_argument(
+        "--margins", action="store_true", help="how near healthy runs came to each warning"
     )
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -232,6 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.seeds is not None:
         results = [r for r in results if r["seed"] in options.seeds]
     print(report(results))  # noqa: T201
+    if options.margins:
+        print(margins(results))  # noqa: T201
 
 
 if __name__ == "__main__":

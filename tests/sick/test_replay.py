@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder
 from tests.reports.fake_run import fake_ppo_run
-from tests.sick.replay import main
+from tests.sick.replay import main, nearest, replay
 
 
 def test_a_run_that_goes_well_has_no_alert(tmp_path, capsys):
@@ -27,6 +28,25 @@ def test_an_alert_is_told_with_its_iteration_and_thresholds_can_be_tried(tmp_pat
     )
     main([str(tmp_path), "--set", "kl_high_warn=0.5", "raise_after=1"])
     assert capsys.readouterr().out.startswith("iteration 3: ")
+
+
+def test_a_warning_at_the_value_that_was_kept_farthest_out_would_be_raised_and_beyond_it_not():
+    values = [0.1, 0.9, 0.3, 0.6, 0.5, 0.2, 0.2, 0.2]
+    rows = [{"iteration": t, "rollout/kl_per_token": v} for t, v in enumerate(values, start=1)]
+    found = nearest(rows, DoctorThresholds())
+    assert found["kl_high"] == 0.5
+    assert "critic" not in found
+    assert replay(rows, DoctorThresholds(kl_high_warn=0.49))
+    assert not replay(rows, DoctorThresholds(kl_high_warn=0.5))
+
+
+def test_for_a_floor_the_value_that_was_kept_lowest_counts():
+    fractions = [1.0, 0.97, 0.94, 1.0, 0.93, 0.96, 0.97, 1.0]
+    rows = [{"iteration": t, "rollout/eos_fraction": v} for t, v in enumerate(fractions, start=1)]
+    found = nearest(rows, DoctorThresholds())["missing_eos"]
+    assert 0.93 < found < 0.98
+    assert replay(rows, DoctorThresholds(eos_warn_floor=found + 0.001))
+    assert not replay(rows, DoctorThresholds(eos_warn_floor=found))
 
 
 def test_a_folder_without_a_run_is_told(tmp_path):

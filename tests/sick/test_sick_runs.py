@@ -15,6 +15,7 @@ from tests.sick.run import (
     fired,
     judged_again,
     make_artifacts,
+    margins,
     report,
     run_one,
     seeds_of,
@@ -73,6 +74,17 @@ def test_the_table_names_every_detector_that_fired_on_a_healthy_run() -> None:
     assert "| healthy | safety | 3-4 | 1 of 2 | false alarm | 6 (6) |" in table
     assert "| healthy | any | 3-4 | 1 of 2 | | |" in table
     assert "| healthy | any | 3 | 0 of 1 | | |" in report([result("healthy", 3)])
+
+
+def test_the_margins_are_those_of_healthy_runs_over_all_seeds() -> None:
+    def run(name: str, seed: int, kl: float, ends: float = 1.0) -> dict:
+        row = {"rollout/kl_per_token": kl, "rollout/eos_fraction": ends}
+        rows = [{"iteration": t} | row for t in range(1, 9)]
+        return result(name, seed) | {"rows": rows}
+
+    table = margins([run("healthy", 0, 0.2, 0.95), run("healthy", 1, 0.4), run("kl_off", 0, 3)])
+    assert "| kl_high | above 1 | 0.4 | 0.4 |" in table
+    assert "| missing_eos | below 0.9 | 1 | 0.95 |" in table
 
 
 def test_a_recorded_run_is_judged_by_the_thresholds_as_they_are_now() -> None:
