@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.overoptimisation.curves import STEP, binned, bootstrap, points, report
+from tests.overoptimisation.curves import STEP, binned, points, report, t_interval
 from tests.overoptimisation.plan import ENSEMBLES, conditions, reward_models, reward_name
 
 
@@ -47,10 +47,11 @@ def test_the_report_finds_where_gold_turns_and_by_how_much_ensembles_are_nearer(
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_interval_holds_the_mean_and_is_a_point_where_all_agree():
-    low, high = bootstrap([0.1, 0.2, 0.6])
-    assert 0.1 <= low < 0.3 < high <= 0.6
-    assert bootstrap([0.5, 0.5]) == (0.5, 0.5)
+def test_the_interval_of_four_pairs_is_students():
+    # Mean 0.35, standard deviation 0.20817; the 0.975 quantile of t with 3 degrees is 3.18245.
+    low, high = t_interval([0.1, 0.3, 0.4, 0.6])
+    assert (low, high) == pytest.approx((0.35 - 0.33125, 0.35 + 0.33125), abs=1e-4)
+    assert t_interval([0.5, 0.5]) == (0.5, 0.5)
 
 
 def test_every_run_has_the_reward_models_it_is_paid_by():

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
@@ -188,6 +189,18 @@ def pooled_interval(by_seed: Sequence[np.ndarray], *, seed: int = 0) -> tuple[fl
     return float(np.mean([d.mean() for d in by_seed])), float(low), float(high)
 
 
+def interval_over_seeds(by_seed: Sequence[np.ndarray]) -> tuple[float, float] | None:
+    """Return Student's 95 % interval of the mean difference over seeds; None for one seed.
+
+    With three seeds it is wide: what it says is about worlds and trainings that were not run.
+    """
+    means = [float(d.mean()) for d in by_seed]
+    if len(means) < 2:
+        return None
+    reach = stats.t.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / np.sqrt(len(means))
+    return float(np.mean(means) - reach), float(np.mean(means) + reach)
+
+
 def report(out: Path) -> dict[str, Any]:
     """Return what was found: by seed, and pooled."""
     seeds, by_seed = [], []
@@ -219,7 +232,14 @@ def report(out: Path) -> dict[str, Any]:
     if not by_seed:
         raise SystemExit(f"{out} holds no comparison yet")
     mean, low, high = pooled_interval(by_seed)
-    return {"difference": mean, "low": low, "high": high, "seeds": seeds}
+    over_seeds = interval_over_seeds(by_seed)
+    return {
+        "difference": mean,
+        "low": low,
+        "high": high,
+        "interval_over_seeds": over_seeds,
+        "seeds": seeds,
+    }
 
 
 def draw(out: Path, file: Path) -> None:

@@ -11,7 +11,13 @@ import pytest
 
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
-from tests.rounds.compare import Seed, differences, pooled_interval, report
+from tests.rounds.compare import (
+    Seed,
+    differences,
+    interval_over_seeds,
+    pooled_interval,
+    report,
+)
 
 
 def test_gold_is_compared_prompt_by_prompt() -> None:
@@ -31,6 +37,13 @@ def test_the_interval_is_that_of_the_mean_over_seeds_of_means_over_prompts() -> 
 
 def test_a_seed_counts_as_much_as_another_however_many_prompts_it_has() -> None:
     assert pooled_interval([np.ones(10), np.zeros(1000)]) == (0.5, 0.5, 0.5)
+
+
+def test_the_interval_over_seeds_is_students_and_needs_two() -> None:
+    # Means 1, 2, 3: standard error 1 / sqrt(3); the 0.975 quantile of t with 2 degrees is 4.30265.
+    found = interval_over_seeds([np.full(5, mean) for mean in (1.0, 2.0, 3.0)])
+    assert found == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
+    assert interval_over_seeds([np.ones(5)]) is None
 
 
 def test_the_report_reads_what_is_there(tmp_path: Path) -> None:
