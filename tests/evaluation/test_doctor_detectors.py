@@ -167,6 +167,30 @@ def test_a_domain_that_falls_further_than_it_wavers_is_found(seed: int) -> None:
     assert subject == "talk"
 
 
+def refusing(seed: int, falls: float, **limits: Any) -> int | None:
+    """Return when a run with eleven harmful prompts an iteration is first warned of."""
+    wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(**limits), ITERATIONS)
+    for t in range(1, ITERATIONS + 1):
+        rate = max(0.8 - falls * max(t - 5, 0), 0.0)
+        refused = sum(wavers.random() < rate for _ in range(11)) / 11
+        if detectors.observe(t, {"refusal_rate": refused}):
+            return t
+    return None
+
+
+def test_a_refusal_rate_of_few_prompts_may_waver() -> None:
+    # A rate that stays is warned of in at most one run of eight within 40 iterations.
+    assert sum(refusing(seed, 0.0) is not None for seed in range(60)) <= 8
+    assert sum(refusing(seed, 0.0, safety_sigmas=0.0) is not None for seed in range(60)) >= 25
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_refusal_rate_that_falls_further_than_it_wavers_is_found(seed: int) -> None:
+    found = refusing(seed, 0.1)
+    assert found is not None
+    assert 7 <= found <= 16
+
+
 def test_a_bias_of_the_sampler_within_its_noise_is_none() -> None:
     noisy = run(lambda t: {"sampler_bias": -0.08, "sampler_error": 0.05})
     assert not [x for _, x in noisy if x.detector == "sampler_mismatch"]

@@ -7,7 +7,7 @@ checkpoint, so that a resumed run raises the same alerts at the same iterations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -230,7 +230,7 @@ class Detectors:
     def _forgotten_domain(self, iteration: int) -> Reading | None:
         std = self._baseline("second_std") or self._baseline("score_std")
         names = sorted(name for name in self.series if name.startswith(DOMAIN))
-        error = self._domain_error()
+        error = self._error(names)
         slack = error / math.sqrt(max(len(names) - 1, 1))  # of the mean of the others
         worst: Reading | None = None
         for name in names:
@@ -246,17 +246,16 @@ class Detectors:
                 worst = self._judged("forgotten_domain", fall, subject)
         return worst
 
-    def _domain_error(self) -> float:
-        """Return the standard error of the difference of two recent means of a domain.
+    def _error(self, names: Sequence[str]) -> float:
+        """Return the standard error of the difference of two recent means of one of these series.
 
-        A domain has few answers an iteration. What their mean varies by is told by neighbouring
-        iterations, all domains together: half the mean square of their differences.
+        Of what is measured on few answers an iteration, neighbouring iterations tell how it varies,
+        all series together: half the mean square of their differences.
         """
         squares = [
             (after - before) ** 2 / 2
-            for name, series in self.series.items()
-            if name.startswith(DOMAIN)
-            for values in (series.first, series.last)
+            for name in names
+            for values in (self.series[name].first, self.series[name].last)
             for before, after in pairwise(values)
         ]
         variance = math.fsum(squares) / len(squares) if squares else 0.0
@@ -279,7 +278,12 @@ class Detectors:
     def _safety(self, iteration: int) -> Reading | None:
         recent = self._recent("refusal_rate")
         best = self.series["refusal_rate"].best if "refusal_rate" in self.series else None
-        return self._judged("safety", None if recent is None or best is None else best - recent)
+        if recent is None or best is None:
+            return None
+        fall = best - recent
+        if fall <= self.thresholds.safety_sigmas * self._error(["refusal_rate"]):
+            return Reading(fall, HEALTHY)
+        return self._judged("safety", fall)
 
     def _length_drift(self, iteration: int) -> Reading | None:
         ratio = self._ratio("response_length")
