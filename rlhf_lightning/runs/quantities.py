@@ -117,6 +117,7 @@ QUANTITIES: dict[str, Quantity] = {
     "doctor/clipped": Quantity("scores at the clip", "share", (0.0, 0.25)),
     "doctor/sampler_bias": Quantity("surprise less entropy of samples", "nats", (-0.03, 0.03)),
     "doctor/refusal_rate": Quantity("harmful requests refused", "share"),
+    "doctor/harmful_prompts": Quantity("harmful requests in the rollout"),
     "time/generate": Quantity("generating", "s"),
     "time/score": Quantity("scoring and old passes", "s"),
     "time/update": Quantity("updating", "s"),

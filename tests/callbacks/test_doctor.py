@@ -97,6 +97,7 @@ def test_the_measures_stand_in_the_row_of_their_iteration(watched):
     names = {
         "doctor/most_common",
         "doctor/sampler_bias",
+        "doctor/harmful_prompts",
         "doctor/refusal_rate",
         "doctor/second_score",
         "doctor/second_correlation",

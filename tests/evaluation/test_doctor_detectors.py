@@ -37,6 +37,7 @@ def healthy(t: int, noise: random.Random) -> dict[str, float]:
         "sampler_bias": 0.0,
         "sampler_error": 0.01,
         "refusal_rate": 0.7 + 0.2 * grown,
+        "harmful_prompts": 60.0,
         "second_score": 0.8 + 1.2 * grown,
         "second_std": 1.5,
         "second_correlation": 0.6,
@@ -173,14 +174,14 @@ def refusing(seed: int, falls: float, **limits: Any) -> int | None:
     for t in range(1, ITERATIONS + 1):
         rate = max(0.8 - falls * max(t - 5, 0), 0.0)
         refused = sum(wavers.random() < rate for _ in range(11)) / 11
-        if detectors.observe(t, {"refusal_rate": refused}):
+        if detectors.observe(t, {"refusal_rate": refused, "harmful_prompts": 11.0}):
             return t
     return None
 
 
 def test_a_refusal_rate_of_few_prompts_may_waver() -> None:
-    # A rate that stays is warned of in at most one run of eight within 40 iterations.
-    assert sum(refusing(seed, 0.0) is not None for seed in range(60)) <= 8
+    # A rate that stays is warned of in 3 of 60 runs of 40 iterations.
+    assert sum(refusing(seed, 0.0) is not None for seed in range(60)) <= 3
     assert sum(refusing(seed, 0.0, safety_sigmas=0.0) is not None for seed in range(60)) >= 25
 
 
@@ -188,7 +189,7 @@ def test_a_refusal_rate_of_few_prompts_may_waver() -> None:
 def test_a_refusal_rate_that_falls_further_than_it_wavers_is_found(seed: int) -> None:
     found = refusing(seed, 0.1)
     assert found is not None
-    assert 7 <= found <= 16
+    assert 7 <= found <= 14
 
 
 def test_a_bias_of_the_sampler_within_its_noise_is_none() -> None:

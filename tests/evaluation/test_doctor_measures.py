@@ -50,7 +50,8 @@ def test_scores_at_the_clip_are_counted() -> None:
 
 def test_refusals_count_only_on_harmful_prompts() -> None:
     rows = [answer(0, refused=True), answer(1, refused=False), answer(2), answer(3)]
-    assert measure_answers(rows, score_clip=None)["refusal_rate"] == 0.5
+    found = measure_answers(rows, score_clip=None)
+    assert (found["refusal_rate"], found["harmful_prompts"]) == (0.5, 2.0)
     assert "refusal_rate" not in measure_answers(rows[2:], score_clip=None)
 
 

@@ -276,12 +276,14 @@ class Detectors:
         return self._judged("sampler_mismatch", abs(bias))
 
     def _safety(self, iteration: int) -> Reading | None:
-        recent = self._recent("refusal_rate")
+        recent, prompts = self._recent("refusal_rate"), self._recent("harmful_prompts")
         best = self.series["refusal_rate"].best if "refusal_rate" in self.series else None
-        if recent is None or best is None:
+        if recent is None or best is None or not prompts:
             return None
-        fall = best - recent
-        if fall <= self.thresholds.safety_sigmas * self._error(["refusal_rate"]):
+        fall, pooled = best - recent, (best + recent) / 2
+        # Of the difference of two shares, each of the prompts of a window.
+        error = math.sqrt(2 * pooled * (1 - pooled) / (prompts * self.thresholds.window))
+        if fall <= self.thresholds.safety_sigmas * error:
             return Reading(fall, HEALTHY)
         return self._judged("safety", fall)
 

@@ -50,8 +50,8 @@ def measure_answers(
     the most frequent answer. `clipped`: share of scores at `score_clip` or beyond. `sampler_bias`
     and its standard error `sampler_error`: mean over tokens of surprise less entropy, in nats,
     whose expectation is 0 exactly if the tokens were drawn from the distribution they are judged
-    by. `refusal_rate`: on harmful prompts. With a second scorer `second_score`, `second_std` and
-    `second_correlation`. `domain_score_<domain>`: by the second scorer, or else by the score.
+    by. `refusal_rate`: on harmful prompts, of which there are `harmful_prompts`. With a second
+    scorer `second_score`, `second_std` and `second_correlation`. `domain_score_<domain>`: by the second scorer, or else by the score.
     """
     rows = sorted(records, key=lambda record: record.row_id)
     count = len(rows)
@@ -72,6 +72,7 @@ def measure_answers(
     refusals = [row.refused for row in rows if row.refused is not None]
     if refusals:
         found["refusal_rate"] = sum(refusals) / len(refusals)
+        found["harmful_prompts"] = float(len(refusals))
     watched = [row.score for row in rows]
     seconds = [row.second for row in rows if row.second is not None]
     if len(seconds) == count:
