@@ -51,7 +51,8 @@ def measure_answers(
     and its standard error `sampler_error`: mean over tokens of surprise less entropy, in nats,
     whose expectation is 0 exactly if the tokens were drawn from the distribution they are judged
     by. `refusal_rate`: on harmful prompts, of which there are `harmful_prompts`. With a second
-    scorer `second_score`, `second_std` and `second_correlation`. `domain_score_<domain>`: by the second scorer, or else by the score.
+    scorer `second_score`, `second_std` and `second_correlation`. `domain_score_<domain>`: by the
+    second scorer, or else by the score.
     """
     rows = sorted(records, key=lambda record: record.row_id)
     count = len(rows)
