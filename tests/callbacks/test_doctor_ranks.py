@@ -55,3 +55,12 @@ def test_novelty_does_not_depend_on_how_ranks_share_the_answers(whole, monkeypat
     first, second = SimulatedRanks(monkeypatch, 2).run(half)
     assert [*first, *second] == alone
     assert len(set(alone)) > 1
+
+
+def test_a_typographic_apostrophe_refuses_as_a_plain_one_does() -> None:
+    refusals = Refusals(("harmful",), (r"i can't",))
+    judged = [
+        refusals.judge("harmful", text) for text in ("I can\u2019t help.", "I can't.", "Sure.")
+    ]
+    assert judged == [True, True, False]
+    assert refusals.judge("sums", "I can't.") is None

@@ -217,9 +217,30 @@ def test_hysteresis_passes_through_a_warning_that_grows_and_shrinks() -> None:
     assert [h.update(r) for r in (1, 2, 2, 1, 1, 0, 0)] == [0, 1, 2, 2, 1, 1, 0]
 
 
-def test_a_reading_that_is_missing_neither_raises_nor_clears() -> None:
-    h = Hysteresis(raise_after=2, clear_after=2)
-    assert [h.update(r) for r in (1, None, 1, None, None, 0, 0)] == [0, 0, 1, 1, 1, 1, 0]
+def test_an_alarm_that_shrinks_is_a_warning_until_readings_in_a_row_are_healthy() -> None:
+    h = Hysteresis(raise_after=2, clear_after=3)
+    assert [h.update(r) for r in (2, 2, 1, 1, 0, 1, 0, 0, 0)] == [0, 2, 2, 2, 1, 1, 1, 1, 0]
+    h = Hysteresis(raise_after=2, clear_after=3)
+    assert [h.update(r) for r in (2, 2, 0, 0, 0)] == [0, 2, 2, 2, 0]
+
+
+def test_what_an_iteration_did_not_measure_is_not_read_again() -> None:
+    # A second scorer is asked every fifth iteration: one low window of four is one reading.
+    def asked(until: int) -> list[tuple[int, Transition]]:
+        detectors, raised = Detectors(DoctorThresholds(), ITERATIONS), []
+        for t in range(1, until + 1):
+            values = {"second_correlation": 0.1} if t % 5 == 0 else {"score": 1.0}
+            raised += [(t, change) for change in detectors.observe(t, values)]
+        return raised
+
+    assert asked(24) == []
+    assert [(t, change.detector) for t, change in asked(25)] == [(25, "scorer_disagreement")]
+
+
+def test_a_score_that_pays_for_short_answers_is_a_length_bias_too() -> None:
+    found = run(lambda t: {"length_correlation": 0.1 - 0.5 * after(t)})
+    (warned, alarmed) = [t for t, change in found if change.detector == "length_bias"]
+    assert warned < alarmed
 
 
 @pytest.mark.parametrize("name", ["kl_high", "reward_hacking", "forgotten_domain", "entropy"])

@@ -28,6 +28,17 @@ def test_the_most_common_answer_is_counted() -> None:
     assert measure_answers(rows, score_clip=None)["most_common"] == pytest.approx(6 / 8)
 
 
+def test_domains_are_judged_by_the_second_scorer_alone_where_there_is_one() -> None:
+    rows = [answer(i, domain="ab"[i % 2], score=7.0) for i in range(6)]
+    by_score = measure_answers(rows, score_clip=None)
+    assert (by_score["domain_score_a"], by_score["domain_score_b"]) == (7.0, 7.0)
+    not_asked = measure_answers(rows, score_clip=None, second_scorer=True)
+    assert not [name for name in not_asked if name.startswith("domain_score")]
+    asked = [replace(row, second=float(row.row_id % 2)) for row in rows]
+    by_second = measure_answers(asked, score_clip=None, second_scorer=True)
+    assert (by_second["domain_score_a"], by_second["domain_score_b"]) == (0.0, 1.0)
+
+
 def test_lengths_that_differ_between_domains_are_no_correlation() -> None:
     # Long answers score high only because their domain does both.
     rows = [answer(i, domain="talk", length=20, score=5.0) for i in range(4)]

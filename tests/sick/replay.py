@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_lightning.evaluation.doctor.detectors import Detectors, Transition
+from rlhf_lightning.evaluation.doctor.detectors import Detectors, Reading, Transition
 from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
 from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -64,12 +64,14 @@ def nearest(
     """
     detectors = Detectors(thresholds, num_iterations or len(rows))
     read: dict[str, list[float]] = {name: [] for name in ILLNESSES}
+    last: dict[str, Reading] = {}
     for row in rows:
         values = {k.partition("/")[2]: v for k, v in row.items() if k.startswith(PHASES)}
         detectors.observe(int(row["iteration"]), values)
         for name, reading in detectors.readings.items():
-            if reading is not None:
+            if reading is not last.get(name):  # else the iteration did not measure it
                 read[name].append(reading.value)
+        last = dict(detectors.readings)
     found, length = {}, thresholds.raise_after
     for name, values_read in read.items():
         windows = [values_read[i : i + length] for i in range(len(values_read) - length + 1)]

@@ -138,7 +138,11 @@ class Doctor(Callback):
         due = iteration % self.second_every_n_iterations == 0
         seconds = second_scores(self.second_scorer if due else None, answers)
         records = all_records(rollout, answers, self.refusals, seconds)
-        measured = measure_answers(records, score_clip=module.ppo.score_clip)
+        measured = measure_answers(
+            records,
+            score_clip=module.ppo.score_clip,
+            second_scorer=self.second_scorer is not None,
+        )
         logged = {
             name.partition("/")[2]: value
             for name, value in fresh_metrics(trainer).items()
@@ -155,7 +159,7 @@ class Doctor(Callback):
     def _act(self, trainer: Trainer, module: Any, iteration: int) -> None:
         active = self.detectors.active
         readings = self.detectors.readings
-        subjects = {name: r.subject for name in active if (r := readings.get(name)) is not None}
+        subjects = {name: readings[name].subject for name in active if name in readings}
         for treatment in self.practice.treat(iteration, active, subjects, knobs_of(module)):
             self._change(module, treatment, iteration)
         kind, alarm = self.practice.verdict(iteration, active)

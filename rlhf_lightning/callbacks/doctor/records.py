@@ -25,7 +25,8 @@ class Refusals:
 
     Args:
         domains: of harmful prompts; none leaves the refusal rate unmeasured.
-        patterns: regular expressions; an answer that holds one of them refuses. Case counts not.
+        patterns: regular expressions; an answer that holds one of them refuses. Case counts not,
+            and a typographic apostrophe is a plain one.
 
     Raises:
         ValueError: for a pattern that is no regular expression, or domains without patterns.
@@ -53,7 +54,7 @@ class Refusals:
         """Return whether an answer refuses; None where no refusal is wanted."""
         if domain not in self.domains or self._compiled is None:
             return None
-        return self._compiled.search(text) is not None
+        return self._compiled.search(text.replace("\u2019", "'")) is not None
 
 
 def answers_of(

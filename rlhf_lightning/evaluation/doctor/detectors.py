@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -82,7 +82,7 @@ class Detectors:
         }
         self.series: dict[str, Series] = {}
         self.notes: dict[str, float] = {}  # what something was when something else was best
-        self.readings: dict[str, Reading | None] = {}
+        self.readings: dict[str, Reading] = {}  # the last one of each
 
     @property
     def active(self) -> dict[str, int]:
@@ -97,15 +97,19 @@ class Detectors:
             values: of `measure_answers` and, without their phase, of what the module logs; one
                 that is missing or not finite leaves its detectors as they are.
         """
-        best = {name for name, value in values.items() if self._series(name).add(value)}
+        fresh = {name: value for name, value in values.items() if math.isfinite(value)}
+        best = {name for name, value in fresh.items() if self._series(name).add(value)}
         self._note(best)
         transitions = []
         for name, hysteresis in self.levels.items():
-            reading = self._read(name, iteration, values)
+            if not self._measured(name, fresh):
+                continue
+            reading = self._read(name, iteration, fresh)
+            if reading is None:
+                continue
             self.readings[name] = reading
-            before = hysteresis.level
-            after = hysteresis.update(None if reading is None else reading.level)
-            if after != before and reading is not None:
+            before, after = hysteresis.level, hysteresis.update(reading.level)
+            if after != before:
                 bound = self.bound(name, after or before)
                 transitions.append(Transition(name, before, after, reading, bound))
         return transitions
@@ -120,6 +124,7 @@ class Detectors:
             "levels": {name: h.state_dict() for name, h in self.levels.items()},
             "series": {name: series.state_dict() for name, series in self.series.items()},
             "notes": dict(self.notes),
+            "readings": {name: asdict(reading) for name, reading in self.readings.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,6 +136,7 @@ class Detectors:
         for name, saved in state["series"].items():
             self._series(name).load_state_dict(saved)
         self.notes = dict(state["notes"])
+        self.readings = {name: Reading(**saved) for name, saved in state["readings"].items()}
 
     # -- what is remembered --------------------------------------------------------------
 
@@ -163,6 +169,12 @@ class Detectors:
 
     # -- readings ------------------------------------------------------------------------
 
+    def _measured(self, name: str, fresh: Mapping[str, float]) -> bool:
+        """Return whether the iteration has measured what a detector reads."""
+        if name == "forgotten_domain":
+            return any(key.startswith(DOMAIN) for key in fresh)
+        return _READS[name] in fresh
+
     def _read(self, name: str, iteration: int, values: Mapping[str, float]) -> Reading | None:
         special: dict[str, Callable[[int], Reading | None]] = {
             "kl_low": self._kl_low,
@@ -172,12 +184,12 @@ class Detectors:
             "sampler_mismatch": self._sampler_mismatch,
             "safety": self._safety,
             "length_drift": self._length_drift,
+            "length_bias": self._length_bias,
         }
         if name in special:
             return special[name](iteration)
         if name in _OF_ONE_ITERATION:
-            value = values.get(_OF_ONE_ITERATION[name])
-            return None if value is None else self._judged(name, value)
+            return self._judged(name, values[_OF_ONE_ITERATION[name]])
         if name in _RECENT:
             return self._judged(name, self._recent(_RECENT[name]))
         return self._judged(name, self._ratio(_RATIOS[name]))
@@ -226,6 +238,10 @@ class Detectors:
         best = self.series["second_score"].best or 0.0  # never None beside a recent mean
         rose = (score - at_best) / spread >= self.thresholds.hacking_gain
         return self._judged("reward_hacking", (best - second) / std if rose else 0.0)
+
+    def _length_bias(self, iteration: int) -> Reading | None:
+        recent = self._recent("length_correlation")
+        return self._judged("length_bias", None if recent is None else abs(recent))
 
     def _forgotten_domain(self, iteration: int) -> Reading | None:
         std = self._baseline("second_std") or self._baseline("score_std")
@@ -295,9 +311,20 @@ class Detectors:
 _OF_ONE_ITERATION = {"kl_high": "kl_per_token", "update_size": "approx_kl"}
 _RECENT = {
     "scorer_disagreement": "second_correlation",
-    "length_bias": "length_correlation",
     "duplicates": "most_common",
     "clipped_scores": "clipped",
     "missing_eos": "eos_fraction",
 }
 _RATIOS = {"diversity": "distinct_2", "entropy": "entropy", "saturation": "score_std"}
+_READS = {
+    "kl_low": "kl_per_token",
+    "reward_hacking": "second_score",
+    "length_bias": "length_correlation",
+    "length_drift": "response_length",
+    "critic": "explained_variance",
+    "sampler_mismatch": "sampler_bias",
+    "safety": "refusal_rate",
+    **_OF_ONE_ITERATION,
+    **_RECENT,
+    **_RATIOS,
+}

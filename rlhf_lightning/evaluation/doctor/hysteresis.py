@@ -17,7 +17,7 @@ class Hysteresis:
         clear_after: readings in a row at a lower level before it is left.
         level: HEALTHY, WARN or ALARM.
         above_warn, above_alarm: readings in a row at that level or a higher one.
-        below: readings in a row under the present level.
+        below_warn, below_alarm: readings in a row under that level.
     """
 
     raise_after: int
@@ -25,24 +25,26 @@ class Hysteresis:
     level: int = HEALTHY
     above_warn: int = 0
     above_alarm: int = 0
-    below: int = 0
+    below_warn: int = 0
+    below_alarm: int = 0
 
-    def update(self, reading: int | None) -> int:
-        """Take one iteration's reading and return the level; None changes nothing."""
-        if reading is None:
-            return self.level
+    def update(self, reading: int) -> int:
+        """Take one iteration's reading and return the level."""
         self.above_warn = self.above_warn + 1 if reading >= WARN else 0
         self.above_alarm = self.above_alarm + 1 if reading >= ALARM else 0
-        self.below = self.below + 1 if reading < self.level else 0
+        self.below_warn = self.below_warn + 1 if reading < WARN else 0
+        self.below_alarm = self.below_alarm + 1 if reading < ALARM else 0
         reached = HEALTHY
         if self.above_alarm >= self.raise_after:
             reached = ALARM
         elif self.above_warn >= self.raise_after:
             reached = WARN
         if reached > self.level:
-            self.level, self.below = reached, 0
-        elif self.below >= self.clear_after:
-            self.level, self.below = reading, 0
+            self.level = reached
+        elif self.below_warn >= self.clear_after:
+            self.level = HEALTHY
+        elif self.level == ALARM and self.below_alarm >= self.clear_after:
+            self.level = WARN
         return self.level
 
     def state_dict(self) -> dict[str, int]:
@@ -51,5 +53,5 @@ class Hysteresis:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take the counts of a checkpoint; how many are needed stays as it is configured."""
-        for name in ("level", "above_warn", "above_alarm", "below"):
+        for name in ("level", "above_warn", "above_alarm", "below_warn", "below_alarm"):
             setattr(self, name, int(state[name]))

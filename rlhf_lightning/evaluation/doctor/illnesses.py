@@ -82,7 +82,7 @@ ILLNESSES: dict[str, Illness] = {
     ),
     "length_bias": Illness(
         "The score pays for length",
-        "recent correlation of score and response length within a domain",
+        "recent correlation of score and response length within a domain, either sign",
         "correlation",
         "above",
         "length_bias",
@@ -204,7 +204,7 @@ ILLNESSES: dict[str, Illness] = {
     ),
     "update_size": Illness(
         "Updates are too large",
-        "KL from the policy before to the policy after the iteration's updates",
+        "KL from the policy that sampled, before each optimizer step, mean over the steps",
         "nats a token",
         "above",
         "update",

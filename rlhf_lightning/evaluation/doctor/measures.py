@@ -42,7 +42,7 @@ class AnswerRecord:
 
 
 def measure_answers(
-    records: Sequence[AnswerRecord], *, score_clip: float | None
+    records: Sequence[AnswerRecord], *, score_clip: float | None, second_scorer: bool = False
 ) -> dict[str, float]:
     """Return the measures of one iteration by name; what cannot be measured is left out.
 
@@ -52,7 +52,7 @@ def measure_answers(
     whose expectation is 0 exactly if the tokens were drawn from the distribution they are judged
     by. `refusal_rate`: on harmful prompts, of which there are `harmful_prompts`. With a second
     scorer `second_score`, `second_std` and `second_correlation`. `domain_score_<domain>`: by the
-    second scorer, or else by the score.
+    score, or where there is a `second_scorer` by that, in the iterations in which it was asked.
     """
     rows = sorted(records, key=lambda record: record.row_id)
     count = len(rows)
@@ -74,13 +74,13 @@ def measure_answers(
     if refusals:
         found["refusal_rate"] = sum(refusals) / len(refusals)
         found["harmful_prompts"] = float(len(refusals))
-    watched = [row.score for row in rows]
+    watched = [] if second_scorer else [row.score for row in rows]
     seconds = [row.second for row in rows if row.second is not None]
     if len(seconds) == count:
         watched = seconds
         found |= _second(seconds, [row.score for row in rows])
     by_domain: Mapping[str, list[float]] = defaultdict(list)
-    for row, value in zip(rows, watched, strict=True):
+    for row, value in zip(rows if watched else [], watched, strict=True):
         by_domain[row.domain].append(value)
     if len(by_domain) > 1:
         means = {name: math.fsum(v) / len(v) for name, v in sorted(by_domain.items())}

@@ -78,7 +78,7 @@ class DoctorThresholds(Checked):
     duplicates_alarm: float = number(0.5, above=0, at_most=1)
     entropy_warn_floor: float = number(0.25, at_least=0)
     entropy_alarm_floor: float = number(0.1, at_least=0)
-    domain_warn: float = number(0.85, above=0)
+    domain_warn: float = number(1.0, above=0)
     domain_alarm: float = number(1.5, above=0)
     domain_sigmas: float = number(3.5, at_least=0)
     critic_warn_floor: float = number(0.05, at_most=1)
