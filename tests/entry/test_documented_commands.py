@@ -1,7 +1,8 @@
 """Every command of the README and of the docs is one that works.
 
-All are composed and their hyper-parameters built; those that need no data of the user's run with
-`debug=fast`.
+All can be pasted: what stands behind them is a comment. All are composed, their hyper-parameters
+built and the models they start from looked for among those that other commands make; those that
+need no data of the user's run with `debug=fast`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,27 @@ import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
-from rlhf_lightning.composition import check_config, check_hparams, conf_dir, register
+from rlhf_lightning.composition import check_config, check_hparams, choices, conf_dir, register
+from rlhf_lightning.pipeline_plan import as_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.M | re.S)
 ASSIGNMENT = re.compile(r'^([A-Z]+)="([^"]*)"', re.M)
-OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=.*|~[\w./@]+")
+OVERRIDE = re.compile(r"[+~]{0,2}[\w./@:]+=.*|~[\w./@]+")
+OURS = re.compile(r"-m rlhf_lightning\.(\w+)(.*)|^rlhf-(\w+)(.*)")
+PROGRAMS = re.compile(r"(make|pytest|torchrun|srun|wandb|hf|pip|\S*python|/usr/bin/time|rlhf-\w+) ")
+# Behind a program two spaces line a column up; a word there is meant as a comment.
+SET_APART = re.compile(r" {2,}([^\s#+$-].*)")
+TAKES_A_WORD = ("--cfg", "--to", "--push-to-hub")
+TAKES_FOLDERS = ("report", "export")
 BUILT_IN = ("sft", "reward", "ppo")
 
 
@@ -60,29 +70,38 @@ def lines_of(page: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def arguments_of(text: str, variables: dict[str, str]) -> tuple[str, ...]:
-    """Return overrides and options up to the first word that is neither: the comment."""
+    """Return the words of a command line that stand before its comment."""
     for name, value in variables.items():
         text = text.replace(f"${name}", value)
     text = re.sub(r"<(\w+)>", r"\1", text)  # a placeholder
-    kept: list[str] = []
-    for word in shlex.split(text):
-        follows_option = bool(kept) and kept[-1] in ("--cfg", "--to", "--push-to-hub")
-        if not (OVERRIDE.fullmatch(word) or word.startswith("-") or follows_option):
-            break
-        kept.append(word)
-    return tuple(kept)
+    return tuple(word for word in shlex.split(text, comments=True) if word != "...")
+
+
+def stray_words(line: str, variables: dict[str, str]) -> list[str]:
+    """Return what a shell would hand to the command of a line although it is not meant for it."""
+    ours = OURS.search(line)
+    if ours is None:
+        apart = SET_APART.search(line.partition("#")[0]) if PROGRAMS.match(line) else None
+        return [apart.group(1)] if apart else []
+    module = ours.group(1) or ours.group(3)
+    words = arguments_of(ours.group(2) if ours.group(1) else ours.group(4), variables)
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if not (OVERRIDE.fullmatch(word) or word.startswith("-") or before in TAKES_A_WORD)
+        and not (module in TAKES_FOLDERS and ("/" in word or word == "RUN"))
+    ]
 
 
 def commands() -> list[Command]:
     found: dict[tuple[str, tuple[str, ...]], Command] = {}
     for page in PAGES:
         for line, variables in lines_of(page):
-            match = re.search(r"-m rlhf_lightning\.(\w+)(.*)|^rlhf-(\w+)(.*)", line)
+            match = OURS.search(line)
             if match is None:
                 continue
             module = match.group(1) or match.group(3)
-            rest = (match.group(2) if match.group(1) else match.group(4)).strip()
-            rest = re.sub(r"^\.\.\. ", "", rest)
+            rest = match.group(2) if match.group(1) else match.group(4)
             command = Command(page.name, module, arguments_of(rest, variables))
             found.setdefault((module, command.arguments), command)
     return list(found.values())
@@ -114,17 +133,68 @@ def test_the_pages_hold_many_commands_of_every_kind():
     assert {"train", "plan", "report", "export", "collect"} <= {c.module for c in COMMANDS}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_stands_behind_a_documented_command_is_a_comment(page):
+    found = {line: stray for line, values in lines_of(page) if (stray := stray_words(line, values))}
+    assert not found, f"put `# ` before it, or a shell hands it to the command: {found}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python -m rlhf_lightning.train +experiment=ppo seed=1        and seed=2, seed=3",
+        "python -m rlhf_lightning.dashboard dashboard.project=mine make it; needs a login",
+        "python -m rlhf_lightning.report RUN                 write it again",
+        "rlhf-export RUN --to my_model    an older one",
+        "make ppo      installs into .venv",
+        "pytest tests/soak                the same, among the slow tests",
+    ],
+)
+def test_a_bare_comment_behind_a_command_is_noticed(line):
+    assert stray_words(line, {})
+
+
+def composed(command: Command) -> DictConfig:
+    overrides = [o for o in command.overrides if not o.startswith("plan.")]
+    return compose_stage(tuple(first_of_each(overrides) if command.is_sweep else overrides))
+
+
+@cache
+def compose_stage(overrides: tuple[str, ...]) -> DictConfig:
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return compose("train", overrides=list(overrides))
+
+
 @pytest.mark.parametrize("command", TRAINING, ids=str)
 def test_a_documented_training_command_composes_and_its_hyper_parameters_are_built(command):
-    register()
-    overrides = [o for o in command.overrides if not o.startswith("plan.")]
-    overrides = first_of_each(overrides) if command.is_sweep else overrides
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=overrides)
+    cfg = composed(command)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # presets of the articles lie outside the usual ranges
         check_config(cfg)
         check_hparams(cfg)
+
+
+def made_by_default(cfg: DictConfig, kind: str) -> str | None:
+    """Return where the experiment that makes a `kind` model for `cfg` publishes it."""
+    maker = "_".join([kind, *str(cfg.name).split("_")[1:]])
+    known = maker in choices("experiment")
+    return compose_stage((f"+experiment={maker}",)).artifacts.publish if known else None
+
+
+def test_every_model_that_a_documented_command_starts_from_is_made_by_one():
+    stages = [(command, composed(command)) for command in TRAINING if command.module == "train"]
+    made = {cfg.artifacts.publish for _, cfg in stages}
+    looked_at = 0
+    for command, cfg in stages:
+        if str(cfg.world.name).startswith("demo_"):
+            continue  # what is missing there is trained first
+        for kind in ("base", "sft", "reward", "ppo"):
+            source = str(cfg.artifacts[kind])
+            if source.startswith(f"{cfg.paths.artifacts}/") and source not in made:
+                assert source == made_by_default(cfg, kind), f"{command}: nothing makes {source}"
+            looked_at += source.startswith(f"{cfg.paths.artifacts}/")
+    assert looked_at > 20
 
 
 @pytest.mark.parametrize(
@@ -140,7 +210,8 @@ def test_another_documented_command_exists_and_has_the_options_it_is_given(comma
     if file.is_file():
         register()
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            compose(command.module, overrides=command.overrides)
+            # A pipeline's words for one stage, such as `ppo:KEY=VALUE`, are no word of Hydra's.
+            compose(command.module, overrides=as_overrides(command.overrides))
 
 
 def test_every_documented_console_script_and_make_target_exists():
