@@ -115,7 +115,7 @@ def _serve(request: Request, store: LabelStore) -> None:
         from rlhf_lightning.preferences.page.server import PortError, serve
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the page needs {error.name}: pip install 'rlhf-lightning[annotate]'"
+            f"the page needs {error.name}: pip install -e '.[annotate]' in the checkout"
         ) from error
     progress = store.progress()
     if not progress.wanted and next(store.pairs(), None) is None:

@@ -188,7 +188,7 @@ def _libraries() -> tuple[Any, Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the dashboard needs wandb-workspaces ({error}): pip install "
-            "'rlhf-lightning[dashboards]'"
+            "-e '.[dashboards]' in the checkout"
         ) from error
     return workspaces, reports
 

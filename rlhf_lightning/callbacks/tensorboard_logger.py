@@ -44,6 +44,6 @@ def tensorboard_logger(folder: RunFolder) -> IterationTensorBoardLogger:
         return IterationTensorBoardLogger(str(folder.create().path / "tensorboard"), **settings)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "logger=tensorboard needs the package tensorboard: pip install "
-            "'rlhf-lightning[tensorboard]', or use logger=csv"
+            "logger=tensorboard needs the package tensorboard: pip install -e '.[tensorboard]' in "
+            "the checkout, or use logger=csv"
         ) from error

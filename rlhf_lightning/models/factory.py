@@ -127,7 +127,7 @@ def _four_bit() -> dict[str, Any]:
     if not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
             "lora.quantization=nf4 needs a CUDA device and bitsandbytes "
-            "(pip install 'rlhf-lightning[gpu]'): use lora=lora, whose base is in bf16 under "
+            "(pip install -e '.[gpu]' in the checkout): use lora=lora, whose base is in bf16 under "
             "trainer.precision=bf16-mixed"
         )
     config = BitsAndBytesConfig(

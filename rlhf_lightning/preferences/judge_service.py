@@ -115,7 +115,7 @@ class JudgeService:
             import openai
         except ImportError as error:
             raise AnnotationError(
-                "a judge needs the package openai: pip install 'rlhf-lightning[judge]'"
+                "a judge needs the package openai: pip install -e '.[judge]' in the checkout"
             ) from error
         self._openai = openai
         self.hparams = hparams

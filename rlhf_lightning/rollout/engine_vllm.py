@@ -56,7 +56,7 @@ class VllmGenerator:
         except ImportError as error:
             raise ImportError(
                 "rollout=vllm needs vLLM, which is not installed: "
-                "pip install 'rlhf-lightning[vllm]', or use rollout=cached"
+                "pip install -e '.[vllm]' in the checkout, or use rollout=cached"
             ) from error
         self.stop_ids = tuple(stop_ids)
         self.pad_token_id = pad_token_id

@@ -156,5 +156,5 @@ def test_what_is_not_installed_is_named(annotate, tmp_path: Path, monkeypatch):
     result = annotate("annotate.file=in.jsonl")
     assert result.returncode == 2
     assert result.stderr == (
-        "error: the page needs uvicorn: pip install 'rlhf-lightning[annotate]'\n"
+        "error: the page needs uvicorn: pip install -e '.[annotate]' in the checkout\n"
     )
