@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -157,6 +158,14 @@ def test_imports_point_down_and_libraries_stay_in_their_layers() -> None:
         for violation in import_violations(part_of(file), file.read_text())
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_architecture_page_lists_every_part_from_the_bottom_up() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| \d \| ([^|]+) \|", page, re.M)
+    listed = [re.findall(r"`(\w+)`", row) for row in rows]
+    assert sorted(part for row in listed for part in row) == sorted(RANKS)
+    assert [RANKS[part] for row in listed for part in row] == sorted(RANKS.values())
 
 
 @pytest.mark.parametrize(
