@@ -32,9 +32,9 @@ install: $(STAMP) ## make .venv and install everything, with the versions of con
 	@echo "installed in $(VENV)"
 
 .PHONY: sft reward ppo
-ppo: ## train PPO on the built-in world, and first what it needs: no network, no GPU
-sft: ## train the SFT policy only
-reward: ## train the reward model, and first the SFT policy
+ppo: ## train PPO on the built-in world, and first what it needs; needs no network and no GPU
+sft: ## train the SFT policy, and first the base model
+reward: ## train the reward model, and first base model and SFT policy
 ppo sft reward: $(STAMP)
 	$(RUN) -m rlhf_lightning.train +experiment=$@ $(ARGS)
 
