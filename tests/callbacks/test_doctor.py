@@ -22,6 +22,7 @@ from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
+from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.rollout.generate import CachedGenerator
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -46,7 +47,13 @@ def doctor_of(folder: Path, **options: Any) -> Doctor:
 
 
 def fit(
-    folder: Path, doctor: Doctor, *, resume: bool = False, pad: int = PAD, **changes: Any
+    folder: Path,
+    doctor: Doctor,
+    *,
+    resume: bool = False,
+    pad: int = PAD,
+    precision: str = "32-true",
+    **changes: Any,
 ) -> Any:
     """Train the tiny module with the callbacks that a run has, in their order."""
     torch.manual_seed(99 if resume else 1)
@@ -62,6 +69,7 @@ def fit(
     run_folder = RunFolder(folder)
     the_trainer = trainer(
         enable_checkpointing=True,
+        precision=precision,
         plugins=[AtomicCheckpointIO()],
         callbacks=[
             doctor,
@@ -233,6 +241,33 @@ def test_a_sane_run_passes_the_preflight_and_trains_as_without_it(watched, tmp_p
     assert len(module.rollouts) == ITERATIONS + 1, "one more was made to be looked at"
     for name, value in watched[1].state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name
+
+
+def test_the_preflight_looks_at_the_precision_that_trains(tmp_path):
+    def models() -> Any:
+        made = tiny_models()
+        round_frozen_weights(made.reference.model, "bf16-mixed")
+        return made
+
+    dtypes = []
+
+    class Second(TokenScorer):
+        def __call__(self, answers: Any) -> Any:
+            on = torch.is_autocast_enabled("cpu")
+            dtypes.append(torch.get_autocast_dtype("cpu") if on else None)
+            return super().__call__(answers)
+
+    doctor = doctor_of(tmp_path, preflight=True, second_scorer=Second(second))
+    module = fit(tmp_path, doctor, pad=EOS, precision="bf16-mixed", models=models)
+    checks = {e.name: e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"}
+    assert {c.level for c in checks.values()} == {"healthy"}, checks
+    looked, first = module.rollouts[0], module.rollouts[1]
+    assert torch.equal(looked.sequences, first.sequences)
+    assert torch.equal(looked.logprobs, first.logprobs)
+    assert torch.equal(looked.logprobs, looked.ref_logprobs)
+    for name in ("ratio 1", "KL 0"):
+        assert " 0 nats a token" in checks[name].message
+    assert dtypes == [torch.bfloat16] * ITERATIONS
 
 
 def refused(folder: Path, **changes: Any) -> str:

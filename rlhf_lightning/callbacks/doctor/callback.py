@@ -113,7 +113,9 @@ class Doctor(Callback):
         if not self.preflight or current_iteration(trainer) != 1:
             return
         precision = str(trainer.precision)
-        first = first_rollout(pl_module, batch, precision=precision, goes_on=self.goes_on)
+        # Lightning opens the precision's context around training steps alone.
+        with trainer.strategy.precision_plugin.forward_context():
+            first = first_rollout(pl_module, batch, precision=precision, goes_on=self.goes_on)
         checks = check_first_rollout(first)
         for check in checks:
             self.record.note_check(check)
@@ -136,7 +138,8 @@ class Doctor(Callback):
         iteration = current_iteration(trainer)
         answers = answers_of(rollout, batch, module.tokenizer)
         due = iteration % self.second_every_n_iterations == 0
-        seconds = second_scores(self.second_scorer if due else None, answers)
+        with trainer.strategy.precision_plugin.forward_context():
+            seconds = second_scores(self.second_scorer if due else None, answers)
         records = all_records(rollout, answers, self.refusals, seconds)
         measured = measure_answers(
             records,
