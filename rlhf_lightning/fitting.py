@@ -49,7 +49,8 @@ def fit(
                 f"the doctor, after iteration {request.iteration}: {request.reason}"
             )
         checkpoint = folder.checkpoints / f"iteration={request.checkpoint:06d}.ckpt"
-        handover = Handover(tuple(doctor.record.events), doctor.practice.rollbacks)
+        practice = doctor.practice
+        handover = Handover(tuple(doctor.record.events), practice.rollbacks, practice.held)
         logger.warning("doctor: a new fit starts from %s", checkpoint.name)
         parts.trainer = parts.module = None  # type: ignore[assignment]  # their memory is needed
         parts = assemble(cfg, folder)

@@ -118,11 +118,42 @@ def test_what_begins_again_is_held_tighter_and_learns_slower() -> None:
     ]
 
 
+def ladder(knobs_before: list[Knobs]) -> list[dict[str, tuple[float, float]]]:
+    practice = Practice(ActionSettings())
+    return [
+        {c.control: (c.before, c.after) for c in practice.after_rollback(each)}
+        for each in knobs_before
+    ]
+
+
+def test_a_second_rollback_to_the_same_checkpoint_goes_a_step_further() -> None:
+    assert ladder([PLAIN] * 4) == [
+        {"kl_coef": (0.05, 0.1), "learning_rate_factor": (1.0, 0.5)},
+        {"kl_coef": (0.05, 0.2), "learning_rate_factor": (1.0, 0.25)},
+        {"kl_coef": (0.05, 0.2), "learning_rate_factor": (1.0, 0.125)},
+        {"kl_coef": (0.05, 0.2), "learning_rate_factor": (1.0, 0.125)},
+    ]
+
+
+def test_a_rollback_to_a_checkpoint_of_the_fit_before_takes_each_step_once() -> None:
+    later = knobs(kl_coef=0.1, learning_rate_factor=0.5)
+    steps = {"kl_coef": (0.1, 0.2), "learning_rate_factor": (0.5, 0.25)}
+    assert ladder([PLAIN, later])[1] == steps
+    eased = knobs(kl_coef=0.01, learning_rate_factor=0.5)  # as kl_low does
+    assert ladder([PLAIN, eased])[1] == steps | {"kl_coef": (0.01, 0.2)}
+
+
+def test_a_rollback_leaves_a_coefficient_that_follows_a_target() -> None:
+    first, second = (knobs(kl_coef=coef, adapts_kl_coef=True) for coef in (0.07, 0.03))
+    assert [list(changes) for changes in ladder([first, second])] == [["learning_rate_factor"]] * 2
+
+
 def test_the_practice_goes_on_from_its_state() -> None:
     one = Practice(ActionSettings(on_alarm="rollback", alarm_patience=3))
     one.treat(1, {"kl_high": ALARM}, {}, PLAIN)
     one.verdict(1, {"kl_high": ALARM})
     one.rollbacks = 1
+    one.after_rollback(PLAIN)
     other = Practice(one.settings)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert other == one

@@ -96,6 +96,7 @@ class Doctor(Callback):
         handover, start = self.record.taken_over, current_iteration(trainer)
         if handover is not None:
             self.practice.rollbacks, self.request = handover.rollbacks, None
+            self.practice.held = dict(handover.held)
             self.record.events = list(handover.events)
         self.record.open(trainer.is_global_zero, start, list(self.detectors.levels))
         if handover is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,10 +42,12 @@ class Handover:
     Args:
         events: everything so far.
         rollbacks: made so far.
+        held: what the last of them set, by control.
     """
 
     events: tuple[DoctorEvent, ...]
     rollbacks: int
+    held: Mapping[str, float]
 
 
 @dataclass

@@ -6,7 +6,7 @@ Nothing is changed here; the callback makes the changes through `module.controls
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf_lightning.evaluation.doctor.hysteresis import ALARM
@@ -68,12 +68,14 @@ class Practice:
         treated_at: iteration of each detector's last action.
         alarmed_since: iteration at which each serious alarm was raised.
         rollbacks: made so far.
+        held: what the last rollback set, by control.
     """
 
     settings: ActionSettings
     treated_at: dict[str, int] = field(default_factory=dict)
     alarmed_since: dict[str, int] = field(default_factory=dict)
     rollbacks: int = 0
+    held: dict[str, float] = field(default_factory=dict)
 
     def treat(
         self, iteration: int, active: Mapping[str, int], subjects: Mapping[str, str], knobs: Knobs
@@ -114,8 +116,31 @@ class Practice:
         return "go on", ""
 
     def after_rollback(self, knobs: Knobs) -> list[Treatment]:
-        """Return what a fit that starts again from an earlier checkpoint does otherwise."""
-        changes = [self._raise_kl_coef("rollback", knobs), self._slow_down("rollback", knobs)]
+        """Return what a fit that starts again from an earlier checkpoint does otherwise.
+
+        Each rollback goes one step beyond the one before. The controls of the checkpoint, which may
+        be the same again, do not know of that one, and the same changes would be the same fit, bit
+        for bit.
+
+        Args:
+            knobs: the controls of the checkpoint.
+        """
+        coef, factor = knobs.kl_coef, knobs.learning_rate_factor
+        if not knobs.adapts_kl_coef:
+            coef = max(coef, self.held.get("kl_coef", coef))
+        last = replace(
+            knobs,
+            kl_coef=coef,
+            learning_rate_factor=min(factor, self.held.get("learning_rate_factor", factor)),
+        )
+        self.held = {name: getattr(last, name) for name in ("kl_coef", "learning_rate_factor")}
+        for step in (self._raise_kl_coef("rollback", last), self._slow_down("rollback", last)):
+            if step is not None:
+                self.held[step.control] = step.after
+        changes = (
+            _if_changed("rollback", name, getattr(knobs, name), value)
+            for name, value in self.held.items()
+        )
         return [change for change in changes if change is not None]
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,6 +154,7 @@ class Practice:
         self.treated_at = dict(state["treated_at"])
         self.alarmed_since = dict(state["alarmed_since"])
         self.rollbacks = int(state["rollbacks"])
+        self.held = dict(state.get("held", {}))  # a checkpoint of an earlier version has none
 
     def _treatment(self, detector: str, subject: str, knobs: Knobs) -> Treatment | None:
         if detector in _RAISES_KL_COEF:
