@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
+from rlhf_lightning.evaluation.doctor.treatments import SERIOUS
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.rollout.generate import CachedGenerator
 from rlhf_lightning.runs.doctor_log import read_events
@@ -53,6 +56,7 @@ def fit(
     resume: bool = False,
     pad: int = PAD,
     precision: str = "32-true",
+    saves: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
 ) -> Any:
     """Train the tiny module with the callbacks that a run has, in their order."""
@@ -75,7 +79,9 @@ def fit(
             doctor,
             RandomState(),
             MetricsLog(run_folder),
-            IterationCheckpoint(run_folder.checkpoints, every_n_iterations=2, keep_last=5),
+            IterationCheckpoint(
+                run_folder.checkpoints, **({"every_n_iterations": 2, "keep_last": 5} | dict(saves))
+            ),
         ],
     )
     start = run_folder.last_checkpoint if resume else None
@@ -94,7 +100,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         folder,
         second_scorer=TokenScorer(second),
         refusals=Refusals(("a",), (r"\bw2\b",)),
-        limits={"kl_high_warn": 1e-7, "kl_high_alarm": 1e6},
+        limits={
+            "kl_high_warn": 1e-7,
+            "kl_high_alarm": 1e6,
+            "eos_warn_floor": 1.0,
+            "eos_alarm_floor": 1.0,
+            "hacking_warn": 1e6,
+            "hacking_alarm": 1e6,
+        },
     )
     return folder, fit(folder, doctor)
 
@@ -142,6 +155,20 @@ def test_an_alert_is_written_with_value_unit_cause_and_remedy(watched):
     assert alert.cause
     assert alert.remedy
     assert alert.iteration >= 2
+
+
+def test_alerts_make_a_checkpoint_worse_and_only_serious_alarms_worse_than_that(watched):
+    rows = read_metrics(RunFolder(watched[0]).metrics)
+    seconds = [row["doctor/second_score"] for row in rows]
+    alerts = [e for e in read_events(RunFolder(watched[0]).doctor) if e.kind == "alert"]
+    alarms = {e.name for e in alerts if e.level == "alarm"}
+    assert "missing_eos" in alarms
+    assert not alarms & set(SERIOUS)
+    assert rows[-1]["doctor/alarms"] >= 1
+    for before, row, mean in zip(seconds, rows[1:], seconds[1:], strict=False):
+        alert = row["doctor/warnings"] + row["doctor/alarms"] > 0
+        expected = (before + mean) / 2 - 100 * alert
+        assert row["doctor/quality"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_watching_changes_nothing_that_is_trained(watched, tmp_path):
@@ -218,6 +245,20 @@ def test_an_alarm_that_stays_ends_the_fit_and_asks_for_what_comes_next(tmp_path)
     assert doctor.request.kind == "stop"
     assert len(read_metrics(RunFolder(tmp_path).metrics)) == doctor.request.iteration < ITERATIONS
     assert read_events(RunFolder(tmp_path).doctor)[-1].kind == "stop"
+
+
+@pytest.mark.parametrize(("save_every", "kind", "back_to"), [(2, "rollback", 2), (3, "stop", None)])
+def test_training_goes_back_only_to_before_the_alarm(tmp_path, save_every, kind, back_to):
+    # KL is 0 at iteration 1 and never again: the alarm is raised at 3, and has stayed at 5.
+    actions = ActionSettings(on_alarm="rollback", alarm_patience=2)
+    limits = {"kl_high_warn": 1e-9, "kl_high_alarm": 1e-8}
+    doctor = doctor_of(tmp_path, actions=actions, limits=limits)
+    saves = {"every_n_iterations": save_every, "monitor": "doctor/quality", "mode": "max"}
+    fit(tmp_path, doctor, saves=saves)
+    assert doctor.practice.ill == [3, 4, 5]
+    assert doctor.request is not None
+    assert (doctor.request.kind, doctor.request.checkpoint) == (kind, back_to)
+    assert ("no checkpoint from before an alarm" in doctor.request.reason) == (kind == "stop")
 
 
 def test_the_state_is_plain_values(watched, tmp_path):

@@ -54,6 +54,9 @@ def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
     assert doctor.actions.cooldown == 7
     checkpoint = composed("doctor=act").callbacks.checkpoint
     assert (checkpoint.monitor, checkpoint.mode) == ("doctor/quality", "max")
+    assert checkpoint.every_n_iterations < doctor.actions.alarm_patience
+    own = composed("doctor=act", "callbacks.checkpoint.every_n_iterations=9")
+    assert own.callbacks.checkpoint.every_n_iterations == 9
 
 
 def test_the_preflight_is_a_choice_of_its_own_and_a_key(tmp_path):

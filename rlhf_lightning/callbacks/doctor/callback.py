@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -28,15 +28,16 @@ from rlhf_lightning.evaluation.doctor.detectors import Detectors
 from rlhf_lightning.evaluation.doctor.measures import measure_answers
 from rlhf_lightning.evaluation.doctor.preflight import check_first_rollout
 from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
-from rlhf_lightning.evaluation.doctor.treatments import Practice, Treatment
+from rlhf_lightning.evaluation.doctor.treatments import Practice, Treatment, serious_alarms
 from rlhf_lightning.modules.measures import Gaps
 from rlhf_lightning.rollout.score import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-# An alert makes a checkpoint worse than any without one, whatever the score.
-_WARNING_COSTS, _ALARM_COSTS = 100.0, 1000.0
+# An alert makes a checkpoint worse than any without one, whatever the score; an alarm that may end
+# the fit makes it worse than all others.
+_ALERT_COSTS, _SERIOUS_COSTS = 100.0, 1000.0
 
 
 class Doctor(Callback):
@@ -96,7 +97,7 @@ class Doctor(Callback):
         handover, start = self.record.taken_over, current_iteration(trainer)
         if handover is not None:
             self.practice.rollbacks, self.request = handover.rollbacks, None
-            self.practice.held = dict(handover.held)
+            self.practice.held, self.practice.alarmed_since = dict(handover.held), {}
             self.record.events = list(handover.events)
         self.record.open(trainer.is_global_zero, start, list(self.detectors.levels))
         if handover is not None:
@@ -169,7 +170,8 @@ class Doctor(Callback):
         kind, alarm = self.practice.verdict(iteration, active)
         if kind == "go on" or iteration >= self.detectors.num_iterations:
             return
-        self.request = self.record.note_end(iteration, kind, alarm, best_checkpoint(trainer))
+        healthy = best_checkpoint(trainer, self.practice.ill)
+        self.request = self.record.note_end(iteration, kind, alarm, healthy)
         if self.request.kind == "rollback":
             self.practice.rollbacks += 1
         trainer.should_stop = True
@@ -181,7 +183,8 @@ class Doctor(Callback):
     # -- telling ----------------------------------------------------------------------------
 
     def _log(self, module: LightningModule, measured: Mapping[str, float]) -> None:
-        levels = list(self.detectors.active.values())
+        active = self.detectors.active
+        levels = list(active.values())
         warnings, alarms = levels.count(1), levels.count(2)
         series = self.detectors.series
         judged = series.get("score" if self.second_scorer is None else "second_score")
@@ -190,7 +193,7 @@ class Doctor(Callback):
         quality = math.nan
         if judged is not None and judged.last:
             quality = sum(judged.last) / len(judged.last)
-            quality -= _WARNING_COSTS * bool(warnings) + _ALARM_COSTS * bool(alarms)
+            quality -= _ALERT_COSTS * bool(levels) + _SERIOUS_COSTS * bool(serious_alarms(active))
         values["doctor/quality"] = quality
         module.log_dict(self.gaps.filled(values), on_step=True)
 
@@ -214,10 +217,15 @@ class Doctor(Callback):
         self.request = None if request is None else Request(**request)
 
 
-def best_checkpoint(trainer: Trainer) -> int | None:
-    """Return the iteration of the best checkpoint before this one; None if there is none."""
+def best_checkpoint(trainer: Trainer, ill: Collection[int]) -> int | None:
+    """Return the iteration of the best checkpoint before this one; None if there is none.
+
+    Args:
+        trainer: whose checkpoint callback keeps it.
+        ill: iterations to which going back would help nothing.
+    """
     for callback in trainer.checkpoint_callbacks:
         found: int | None = getattr(callback, "best_iteration", None)
         if found is not None and found < current_iteration(trainer):
-            return found
+            return None if found in ill else found
     return None

@@ -129,7 +129,9 @@ class MedicalRecord:
             told = f"{reason}; training goes back to the checkpoint of iteration {checkpoint}"
             event = DoctorEvent(iteration, "rollback", alarm, "alarm", told, value=checkpoint)
         else:
-            missing = "; there is no earlier checkpoint to go back to" if kind == "rollback" else ""
+            missing = ""
+            if kind == "rollback":
+                missing = ", as there is no checkpoint from before an alarm to go back to"
             kind, checkpoint, told = "stop", None, f"{reason}; training stops{missing}"
             event = DoctorEvent(iteration, "stop", alarm, "alarm", told)
         self._tell(False, f"iteration {iteration}: {told}")

@@ -67,6 +67,7 @@ class Practice:
         settings: rungs, steps, limits and patience.
         treated_at: iteration of each detector's last action.
         alarmed_since: iteration at which each serious alarm was raised.
+        ill: iterations at which there was a serious alarm.
         rollbacks: made so far.
         held: what the last rollback set, by control.
     """
@@ -74,6 +75,7 @@ class Practice:
     settings: ActionSettings
     treated_at: dict[str, int] = field(default_factory=dict)
     alarmed_since: dict[str, int] = field(default_factory=dict)
+    ill: list[int] = field(default_factory=list)
     rollbacks: int = 0
     held: dict[str, float] = field(default_factory=dict)
 
@@ -104,8 +106,10 @@ class Practice:
         self, iteration: int, active: Mapping[str, int]
     ) -> tuple[Literal["go on", "stop", "rollback"], str]:
         """Return how the fit goes on, and the alarm that decides it, "" for none."""
-        alarms = [name for name in SERIOUS if active.get(name) == ALARM]
+        alarms = serious_alarms(active)
         self.alarmed_since = {n: self.alarmed_since.get(n, iteration) for n in alarms}
+        if alarms:
+            self.ill.append(iteration)
         patience = self.settings.alarm_patience
         for name, since in self.alarmed_since.items():
             if self.settings.on_alarm != "none" and iteration - since >= patience:
@@ -154,7 +158,9 @@ class Practice:
         self.treated_at = dict(state["treated_at"])
         self.alarmed_since = dict(state["alarmed_since"])
         self.rollbacks = int(state["rollbacks"])
-        self.held = dict(state.get("held", {}))  # a checkpoint of an earlier version has none
+        # A checkpoint of an earlier version has none of these.
+        self.ill = list(state.get("ill", ()))
+        self.held = dict(state.get("held", {}))
 
     def _treatment(self, detector: str, subject: str, knobs: Knobs) -> Treatment | None:
         if detector in _RAISES_KL_COEF:
@@ -192,6 +198,11 @@ class Practice:
         factor, limits = knobs.learning_rate_factor, self.settings
         slower = max(factor * limits.learning_rate_factor, limits.min_learning_rate_factor)
         return _if_changed(detector, "learning_rate_factor", factor, min(slower, factor))
+
+
+def serious_alarms(active: Mapping[str, int]) -> list[str]:
+    """Return the alarms that end a fit if they stay, of the levels of what is not healthy."""
+    return [name for name in SERIOUS if active.get(name) == ALARM]
 
 
 def _if_changed(detector: str, control: str, before: float, after: float) -> Treatment | None:
