@@ -1,96 +1,23 @@
-"""The doctor on tiny real PPO runs: measures, alerts, actions, resume, preflight."""
+"""The doctor on tiny real PPO runs: measures, alerts, actions, resume."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
-from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
-from rlhf_lightning.callbacks.doctor.preflight import PreflightError
 from rlhf_lightning.callbacks.doctor.records import Refusals
-from rlhf_lightning.callbacks.metrics_log import MetricsLog
-from rlhf_lightning.callbacks.random_state import RandomState
-from rlhf_lightning.data.datamodules import PromptDataModule
-from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
 from rlhf_lightning.evaluation.doctor.treatments import SERIOUS
-from rlhf_lightning.models.precision import round_frozen_weights
-from rlhf_lightning.rollout.generate import CachedGenerator
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from tests.modules.tiny_ppo import STOPS, TokenScorer, tiny_models, tiny_module, trainer
-from tests.tiny import EOS, PAD, prompt_rows, tiny_policy, tiny_tokenizer
-
-ITERATIONS = 8
-
-
-class Prompts:
-    def records(self, kind: str, split: str) -> list[PromptRecord]:
-        if split == "validation":
-            return []
-        rows = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
-        texts = (" ".join(f"w{i}" for i in row) for row in rows)
-        return [PromptRecord(text, domain="ab"[i % 2]) for i, text in enumerate(texts)]
-
-
-def doctor_of(folder: Path, **options: Any) -> Doctor:
-    limits = {"window": 2, "baseline_iterations": 2, "raise_after": 2} | options.pop("limits", {})
-    return Doctor(RunFolder(folder), DoctorThresholds(**limits), **options)
-
-
-def fit(
-    folder: Path,
-    doctor: Doctor,
-    *,
-    resume: bool = False,
-    pad: int = PAD,
-    precision: str = "32-true",
-    saves: Mapping[str, Any] = MappingProxyType({}),
-    **changes: Any,
-) -> Any:
-    """Train the tiny module with the callbacks that a run has, in their order."""
-    torch.manual_seed(99 if resume else 1)
-    module = tiny_module(pad=pad, **changes)
-    data = PromptDataModule(
-        Prompts(),
-        tiny_tokenizer(pad_is_eos=pad == EOS),
-        batch_size=8,
-        num_iterations=ITERATIONS,
-        max_prompt_length=16,
-        seed=5,
-    )
-    run_folder = RunFolder(folder)
-    the_trainer = trainer(
-        enable_checkpointing=True,
-        precision=precision,
-        plugins=[AtomicCheckpointIO()],
-        callbacks=[
-            doctor,
-            RandomState(),
-            MetricsLog(run_folder),
-            IterationCheckpoint(
-                run_folder.checkpoints, **({"every_n_iterations": 2, "keep_last": 5} | dict(saves))
-            ),
-        ],
-    )
-    start = run_folder.last_checkpoint if resume else None
-    the_trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
-    return module
-
-
-def second(ids: Tensor, finished: bool) -> float:
-    return float(ids.float().mean())
+from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
+from tests.modules.tiny_ppo import TokenScorer
 
 
 @pytest.fixture(scope="module")
@@ -267,88 +194,3 @@ def test_the_state_is_plain_values(watched, tmp_path):
     assert json.loads(json.dumps(state))["events"] == [
         asdict(event) for event in read_events(RunFolder(watched[0]).doctor)
     ]
-
-
-# -- preflight --------------------------------------------------------------------------------
-
-
-def test_a_sane_run_passes_the_preflight_and_trains_as_without_it(watched, tmp_path):
-    doctor = doctor_of(tmp_path, preflight=True)
-    # Random weights say the pad token as often as any other, unless it is EOS.
-    module = fit(tmp_path, doctor, pad=EOS)
-    checks = [e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"]
-    assert len(checks) == 7
-    assert {c.level for c in checks} == {"healthy"}, checks
-    assert len(module.rollouts) == ITERATIONS + 1, "one more was made to be looked at"
-    for name, value in watched[1].state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), name
-
-
-def test_the_preflight_looks_at_the_precision_that_trains(tmp_path):
-    def models() -> Any:
-        made = tiny_models()
-        round_frozen_weights(made.reference.model, "bf16-mixed")
-        return made
-
-    dtypes = []
-
-    class Second(TokenScorer):
-        def __call__(self, answers: Any) -> Any:
-            on = torch.is_autocast_enabled("cpu")
-            dtypes.append(torch.get_autocast_dtype("cpu") if on else None)
-            return super().__call__(answers)
-
-    doctor = doctor_of(tmp_path, preflight=True, second_scorer=Second(second))
-    module = fit(tmp_path, doctor, pad=EOS, precision="bf16-mixed", models=models)
-    checks = {e.name: e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"}
-    assert {c.level for c in checks.values()} == {"healthy"}, checks
-    looked, first = module.rollouts[0], module.rollouts[1]
-    assert torch.equal(looked.sequences, first.sequences)
-    assert torch.equal(looked.logprobs, first.logprobs)
-    assert torch.equal(looked.logprobs, looked.ref_logprobs)
-    for name in ("ratio 1", "KL 0"):
-        assert " 0 nats a token" in checks[name].message
-    assert dtypes == [torch.bfloat16] * ITERATIONS
-
-
-def refused(folder: Path, **changes: Any) -> str:
-    with pytest.raises(PreflightError) as error:
-        fit(folder, doctor_of(folder, preflight=True), **({"pad": EOS} | changes))
-    failed = [
-        e.name for e in read_events(RunFolder(folder).doctor) if e.kind == "check" and e.remedy
-    ]
-    assert failed
-    assert all(name in str(error.value) for name in failed)
-    assert not RunFolder(folder).metrics.exists()
-    return ", ".join(failed)
-
-
-def test_a_pad_token_that_answers_hold_is_refused(tmp_path):
-    assert refused(tmp_path, pad=PAD) == "padding"
-
-
-def test_a_scorer_that_gives_all_answers_the_same_is_refused(tmp_path):
-    assert refused(tmp_path, scorer=TokenScorer(lambda ids, done: 0.7)) == "scores differ"
-
-
-def test_a_wrong_stop_token_is_refused(tmp_path):
-    assert "answers end" in refused(tmp_path, generator=CachedGenerator((39,), EOS))
-
-
-def test_a_reference_from_other_weights_is_refused(tmp_path):
-    def models() -> Any:
-        return replace(tiny_models(), reference=tiny_policy("gpt2", seed=7))
-
-    assert refused(tmp_path, models=models) == "KL 0"
-    later = tmp_path / "later round"
-    later.mkdir()
-    fit(later, doctor_of(later, preflight=True, goes_on=True), pad=EOS, models=models)
-
-
-def test_a_truncating_sampler_is_refused(tmp_path):
-    class TopK(CachedGenerator):
-        def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
-            least = logits.topk(2).values[:, -1:]
-            return logits.masked_fill(logits < least, -math.inf)
-
-    assert "samples are the policy's" in refused(tmp_path, generator=TopK(STOPS, EOS))

@@ -1,0 +1,83 @@
+"""A tiny real PPO run with the doctor, and the callbacks that a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
+from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.callbacks.metrics_log import MetricsLog
+from rlhf_lightning.callbacks.random_state import RandomState
+from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+from rlhf_lightning.runs.folder import RunFolder
+from tests.modules.tiny_ppo import tiny_module, trainer
+from tests.tiny import EOS, PAD, prompt_rows, tiny_tokenizer
+
+ITERATIONS = 8
+
+
+class Prompts:
+    def records(self, kind: str, split: str) -> list[PromptRecord]:
+        if split == "validation":
+            return []
+        rows = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
+        texts = (" ".join(f"w{i}" for i in row) for row in rows)
+        return [PromptRecord(text, domain="ab"[i % 2]) for i, text in enumerate(texts)]
+
+
+def doctor_of(folder: Path, **options: Any) -> Doctor:
+    limits = {"window": 2, "baseline_iterations": 2, "raise_after": 2} | options.pop("limits", {})
+    return Doctor(RunFolder(folder), DoctorThresholds(**limits), **options)
+
+
+def fit(
+    folder: Path,
+    doctor: Doctor,
+    *,
+    resume: bool = False,
+    pad: int = PAD,
+    precision: str = "32-true",
+    saves: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> Any:
+    """Train the tiny module with the callbacks that a run has, in their order."""
+    torch.manual_seed(99 if resume else 1)
+    module = tiny_module(pad=pad, **changes)
+    data = PromptDataModule(
+        Prompts(),
+        tiny_tokenizer(pad_is_eos=pad == EOS),
+        batch_size=8,
+        num_iterations=ITERATIONS,
+        max_prompt_length=16,
+        seed=5,
+    )
+    run_folder = RunFolder(folder)
+    the_trainer = trainer(
+        enable_checkpointing=True,
+        precision=precision,
+        plugins=[AtomicCheckpointIO()],
+        callbacks=[
+            doctor,
+            RandomState(),
+            MetricsLog(run_folder),
+            IterationCheckpoint(
+                run_folder.checkpoints, **({"every_n_iterations": 2, "keep_last": 5} | dict(saves))
+            ),
+        ],
+    )
+    start = run_folder.last_checkpoint if resume else None
+    the_trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
+    return module
+
+
+def second(ids: Tensor, finished: bool) -> float:
+    return float(ids.float().mean())

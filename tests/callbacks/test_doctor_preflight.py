@@ -1,0 +1,104 @@
+"""The preflight on tiny real PPO runs: what it lets pass, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_lightning.callbacks.doctor.preflight import PreflightError
+from rlhf_lightning.models.precision import round_frozen_weights
+from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.runs.doctor_log import read_events
+from rlhf_lightning.runs.folder import RunFolder
+from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
+from tests.modules.tiny_ppo import STOPS, TokenScorer, tiny_models
+from tests.tiny import EOS, PAD, tiny_policy
+
+
+def test_a_sane_run_passes_the_preflight_and_trains_as_without_it(tmp_path):
+    alone = fit(tmp_path / "alone", doctor_of(tmp_path / "alone"))
+    doctor = doctor_of(tmp_path, preflight=True)
+    # Random weights say the pad token as often as any other, unless it is EOS.
+    module = fit(tmp_path, doctor, pad=EOS)
+    checks = [e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"]
+    assert len(checks) == 7
+    assert {c.level for c in checks} == {"healthy"}, checks
+    assert len(module.rollouts) == ITERATIONS + 1, "one more was made to be looked at"
+    for name, value in alone.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+
+
+def test_the_preflight_looks_at_the_precision_that_trains(tmp_path):
+    def models() -> Any:
+        made = tiny_models()
+        round_frozen_weights(made.reference.model, "bf16-mixed")
+        return made
+
+    dtypes = []
+
+    class Second(TokenScorer):
+        def __call__(self, answers: Any) -> Any:
+            on = torch.is_autocast_enabled("cpu")
+            dtypes.append(torch.get_autocast_dtype("cpu") if on else None)
+            return super().__call__(answers)
+
+    doctor = doctor_of(tmp_path, preflight=True, second_scorer=Second(second))
+    module = fit(tmp_path, doctor, pad=EOS, precision="bf16-mixed", models=models)
+    checks = {e.name: e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"}
+    assert {c.level for c in checks.values()} == {"healthy"}, checks
+    looked, first = module.rollouts[0], module.rollouts[1]
+    assert torch.equal(looked.sequences, first.sequences)
+    assert torch.equal(looked.logprobs, first.logprobs)
+    assert torch.equal(looked.logprobs, looked.ref_logprobs)
+    for name in ("ratio 1", "KL 0"):
+        assert " 0 nats a token" in checks[name].message
+    assert dtypes == [torch.bfloat16] * ITERATIONS
+
+
+def refused(folder: Path, **changes: Any) -> str:
+    with pytest.raises(PreflightError) as error:
+        fit(folder, doctor_of(folder, preflight=True), **({"pad": EOS} | changes))
+    failed = [
+        e.name for e in read_events(RunFolder(folder).doctor) if e.kind == "check" and e.remedy
+    ]
+    assert failed
+    assert all(name in str(error.value) for name in failed)
+    assert not RunFolder(folder).metrics.exists()
+    return ", ".join(failed)
+
+
+def test_a_pad_token_that_answers_hold_is_refused(tmp_path):
+    assert refused(tmp_path, pad=PAD) == "padding"
+
+
+def test_a_scorer_that_gives_all_answers_the_same_is_refused(tmp_path):
+    assert refused(tmp_path, scorer=TokenScorer(lambda ids, done: 0.7)) == "scores differ"
+
+
+def test_a_wrong_stop_token_is_refused(tmp_path):
+    assert "answers end" in refused(tmp_path, generator=CachedGenerator((39,), EOS))
+
+
+def test_a_reference_from_other_weights_is_refused(tmp_path):
+    def models() -> Any:
+        return replace(tiny_models(), reference=tiny_policy("gpt2", seed=7))
+
+    assert refused(tmp_path, models=models) == "KL 0"
+    later = tmp_path / "later round"
+    later.mkdir()
+    fit(later, doctor_of(later, preflight=True, goes_on=True), pad=EOS, models=models)
+
+
+def test_a_truncating_sampler_is_refused(tmp_path):
+    class TopK(CachedGenerator):
+        def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
+            least = logits.topk(2).values[:, -1:]
+            return logits.masked_fill(logits < least, -math.inf)
+
+    assert "samples are the policy's" in refused(tmp_path, generator=TopK(STOPS, EOS))
