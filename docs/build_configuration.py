@@ -34,6 +34,15 @@ TITLES = {
 }
 # Groups whose keys are listed one by one; of the others only the choices are.
 LISTED = ("trainer", "evaluation", "callbacks", "paths", "logger", "strategy", "data", "rollout")
+LISTED += ("scorer", "judge", "doctor", "budget", "safety")
+# Where the keys of the others are explained.
+ELSEWHERE = {
+    "annotator": "What labels pairs: [The preference lab](preferences.md#annotators).",
+    "doctor": "Thresholds of the detectors (`doctor.thresholds.*`): [The doctor](doctor.md).",
+    "gates": "How a threshold is written: [Evaluation](evaluation.md).",
+    "world": "Keys of a world stand in its file in `conf/world`: "
+    "[Your model and data](your_model_and_data.md#the-data).",
+}
 NOT_SHOWN = ("experiment", "model", "module")
 SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 INTRODUCTION = """\
@@ -44,11 +53,14 @@ holds the page against them. `python -m rlhf_lightning.train +experiment=ppo --c
 a run would use, with your own settings on the same line.
 
 - `GROUP=CHOICE` replaces a group: `logger=none`, `scorer=text_reward_model`, `debug=fast`.
-- `KEY=VALUE` sets one value: `module.ppo.kl_coef=0.1`. `null` is none; write `1.0e-5`, as
-  `1e-5` is text to YAML.
+- `KEY=VALUE` sets one value: `module.ppo.kl_coef=0.1`. `null` is none, `???` has to
+  be given; write `1.0e-5`, as `1e-5` is text to YAML.
 - `+experiment=`, `+preset=` and `+sweeps=` take a plus: they are not in the defaults.
 - An unknown key is an error that names the nearest one. A value outside the usual range warns, an
   impossible one is an error.
+- Settings of other commands that are in no group below stand with their meanings in
+  `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`, `conf/pipeline.yaml` and
+  `conf/dashboard.yaml`; `rlhf-report --help` and `rlhf-export --help` list theirs.
 """
 
 
@@ -98,17 +110,27 @@ def hparams_section() -> Iterator[str]:
 
 
 def keys_of(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield key, value and comment of a YAML file; nested keys with their path."""
+    """Yield key, value and comment of a YAML file; nested keys with their path.
+
+    The comment stands behind the key or on the lines above it, those at the top of the file apart.
+    """
     path: list[tuple[int, str]] = []
+    above: list[str] = []
+    top = True
     for line in file.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("#"):
+            above += [] if top else [line.lstrip(" #")]
+            continue
+        top, noted, above = False, " ".join(above), []
         match = re.fullmatch(r"( *)([\w.]+):(?: ([^#]*?))?(?:\s*# (.*))?", line)
         if match is None or match.group(2) == "defaults":
             continue
         indent, key = len(match.group(1)), match.group(2)
         path = [item for item in path if item[0] < indent] + [(indent, key)]
         value = (match.group(3) or "").strip()
-        if value or match.group(4):
-            yield ".".join(name for _, name in path), value, match.group(4) or ""
+        comment = match.group(4) or noted
+        if (value or comment) and not key.startswith("_"):
+            yield ".".join(name for _, name in path), value, comment
 
 
 def described(file: Path) -> str:
@@ -120,6 +142,11 @@ def described(file: Path) -> str:
         if "@package" not in line:
             lines.append(line.lstrip("# ").strip())
     return " ".join(lines)
+
+
+def is_global(file: Path) -> bool:
+    """Return whether a choice sets keys outside of its group."""
+    return file.read_text(encoding="utf-8").startswith("# @package _global_")
 
 
 def cell(text: str) -> str:
@@ -142,14 +169,15 @@ def groups_section() -> Iterator[str]:
         yield f"\n## {group}\n\n| choice | what it is |\n|---|---|"
         for file in files:
             yield f"| `{group}={file.stem}` | {cell(described(file))} |"
+        if group in ELSEWHERE:
+            yield f"\n{ELSEWHERE[group]}"
         if group in LISTED:
             yield "\n| key | default | meaning |\n|---|---|---|"
             for file in files:
                 several = f" ({file.stem})" if len(files) > 1 else ""
-                for key, value, comment in keys_of(file):
-                    if not key.startswith("_"):
-                        written = f"`{cell(value)}`" if value else ""
-                        yield f"| `{group}.{key}`{several} | {written} | {cell(comment)} |"
+                for key, value, comment in keys_of(file) if not is_global(file) else ():
+                    written = f"`{cell(value)}`" if value else ""
+                    yield f"| `{group}.{key}`{several} | {written} | {cell(comment)} |"
 
 
 def page() -> str:

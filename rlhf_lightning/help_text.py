@@ -13,7 +13,7 @@ STAGES = ("sft", "reward", "ppo")
 BUILT_IN = ("base", *STAGES)
 # In the order of how often one chooses in them; the others belong to other commands.
 GROUPS = (
-    ("preset", "published recipes, with a +: +preset=NAME"),
+    ("preset", "recipes often seen in tutorials, with a +: +preset=NAME"),
     ("debug", "look into a run, or only see that it runs"),
     ("lora", "adapters in place of whole models"),
     ("strategy", "how several devices share the work"),

@@ -79,6 +79,22 @@ def test_the_configuration_page_has_every_hyper_parameter_and_every_group():
             assert f"\n## {folder.name}\n" in text
 
 
+def test_every_choice_of_the_configuration_page_says_what_it_is():
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    choices = re.findall(r"^\| `(\w+=\w+)` \| (.*) \|$", text, re.M)
+    assert len(choices) > 50
+    assert not [name for name, meaning in choices if not meaning.strip()]
+
+
+def test_comments_above_a_key_are_its_meaning_and_those_of_the_file_are_not(tmp_path):
+    file = tmp_path / "choice.yaml"
+    file.write_text(
+        "# The file.\na: 1\n# Of b,\n# in two lines.\nb:\n  _target_: x\n  c: 2 # two\n"
+    )
+    keys = list(builder().keys_of(file))
+    assert keys == [("a", "1", ""), ("b", "", "Of b, in two lines."), ("b.c", "2", "two")]
+
+
 def rows(page: str) -> list[list[str]]:
     """Return the cells of a page's tables, headers and rules left out."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
