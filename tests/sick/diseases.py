@@ -86,7 +86,7 @@ DISEASES: dict[str, Disease] = {
     ),
     "noisy_labels": Disease((), ("scorer_disagreement",), 10, FEW_ITERATIONS, noisy_labels=True),
     "forgotten_domain": Disease(
-        spoilt("domain_factors={talk: -1.0}"), ("forgotten_domain",), 30, 32
+        spoilt("domain_factors={talk: -2.0}"), ("forgotten_domain",), 30, 32
     ),
     "high_learning_rate": Disease(
         ("module.ppo.learning_rate=1.0e-2",), ("update_size", "kl_high"), 8, FEW_ITERATIONS
