@@ -26,6 +26,7 @@ help: ## this table
 	@echo "usage: make TARGET [ARGS=...] [PYTHON=python3.11]"
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
 	@echo "example: make ppo ARGS='seed=2 module.ppo.kl_coef=0.1'"
+	@echo "logged in to Weights & Biases, runs are shown there; local: make ppo ARGS=logger=none"
 
 .PHONY: install
 install: $(STAMP) ## make .venv and install everything, with the versions of constraints.txt
