@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_lightning.evaluation.doctor.detectors import Detectors, Transition
+from rlhf_lightning.evaluation.doctor.detectors import Detectors
 from rlhf_lightning.evaluation.doctor.hysteresis import ALARM, HEALTHY, WARN, Hysteresis
 from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES, render_illnesses
+from rlhf_lightning.evaluation.doctor.readings import Transition
 from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
 
 ITERATIONS = 40

@@ -12,8 +12,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_lightning.evaluation.doctor.detectors import Detectors, Reading, Transition
+from rlhf_lightning.evaluation.doctor.detectors import Detectors
 from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
+from rlhf_lightning.evaluation.doctor.readings import Reading, Transition
 from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlhf_lightning.evaluation.doctor.detectors import Transition
 from rlhf_lightning.evaluation.doctor.hysteresis import HEALTHY, LEVELS
 from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
 from rlhf_lightning.evaluation.doctor.preflight import Check
+from rlhf_lightning.evaluation.doctor.readings import Transition
 from rlhf_lightning.evaluation.doctor.treatments import Treatment
 from rlhf_lightning.runs.doctor_log import DoctorEvent, event_from, write_events
 from rlhf_lightning.runs.folder import RunFolder
