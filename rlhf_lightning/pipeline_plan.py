@@ -12,6 +12,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.composition import ConfigError, choices, conf_dir, plain
+from rlhf_lightning.pipeline_carry import (
+    HERE,
+    Lead,
+    collection_words,
+    evaluation_words,
+    quoted,
+)
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.resume import checkpoint_problem
 from rlhf_lightning.settings import TopSettings, build_checked
@@ -79,7 +86,7 @@ def as_overrides(words: Sequence[str]) -> list[str]:
         at, _, stage = place.rpartition("/")
         if colon and stage in ("train", *STAGES) and (not at or _ROUND.fullmatch(at)):
             key = f"+overrides.{at}.{stage}" if at else f"overrides.{stage}"
-            own.setdefault(key, []).append(_quoted(rest))
+            own.setdefault(key, []).append(quoted(rest))
         else:
             others.append(word)
     return others + [f"{key}=[{','.join(found)}]" for key, found in own.items()]
@@ -117,7 +124,7 @@ def check_pipeline(cfg: DictConfig) -> None:
         if name is not None and name not in experiments:
             hint = did_you_mean(str(name), experiments)
             raise ConfigError(f"experiments.{stage}={name} is no experiment{hint}")
-    if cfg.evaluation_gates not in choices("gates"):
+    if cfg.evaluation_gates not in (None, *choices("gates")):
         hint = did_you_mean(str(cfg.evaluation_gates), choices("gates"))
         raise ConfigError(f"evaluation_gates={cfg.evaluation_gates} is none of conf/gates{hint}")
     steps = [*STAGES, *(f"{name}/{stage}" for name in rounds for stage in STAGES)]
@@ -125,6 +132,7 @@ def check_pipeline(cfg: DictConfig) -> None:
         if stage not in steps:
             raise ConfigError(f"accept names {stage!r}{did_you_mean(str(stage), steps)}")
     _check_words(cfg.overrides, list(map(str, written.overrides)))
+    plan(cfg, HERE)
 
 
 def _check_rounds(cfg: DictConfig) -> None:
@@ -166,6 +174,9 @@ def plan(cfg: DictConfig, folder: Path) -> list[Step]:
     Args:
         cfg: of the pipeline.
         folder: of the pipeline, where its models are kept.
+
+    Raises:
+        ConfigError: if what is trained does not compose, or cannot be evaluated or labelled.
     """
     steps = _first_round(cfg, folder)
     for number in range(2, cfg.rounds + 1):
@@ -174,28 +185,33 @@ def plan(cfg: DictConfig, folder: Path) -> list[Step]:
 
 
 def _first_round(cfg: DictConfig, folder: Path) -> list[Step]:
-    first = folder / "round_1"
     steps = []
     for stage in STAGES:
-        own: tuple[str, ...] = ()
         if stage in TRAINED:
             if cfg.experiments[stage] is None:
                 continue
-            if stage == "reward" and cfg.collect:
-                own = (given("data.path", first / "collect" / "data"),)
         elif stage == "adversarial" or not cfg[stage]:
             continue  # there is no policy yet that a reward model has misled
-        steps.append(_step(cfg, folder, 1, stage, own))
+        steps.append(_step(cfg, folder, 1, stage))
     return steps
 
 
 def _later_round(cfg: DictConfig, folder: Path, number: int) -> list[Step]:
-    """Return the steps of a round after the first; see docs/evaluation.md for the choices.
+    left_out = {name for name in ("adversarial", "evaluate") if not cfg[name]}
+    kept = [stage for stage in LATER if stage not in left_out]
+    return [_step(cfg, folder, number, stage) for stage in kept]
 
-    Candidates come from the policy of the round before. The reward model is trained from the SFT
-    policy again, on the pairs of all rounds. PPO goes on from the last policy; its reference and
-    the baseline of the evaluation stay the SFT policy of round 1.
+
+def _own_words(cfg: DictConfig, folder: Path, number: int, stage: str) -> tuple[str, ...]:
+    """Return what a stage gets from the ones before it; see docs/evaluation.md for the choices.
+
+    After round 1 candidates come from the policy of the round before. The reward model is trained
+    from the SFT policy again, on the pairs of all rounds. PPO goes on from the last policy; its
+    reference and the baseline of the evaluation stay the SFT policy of round 1.
     """
+    first_pairs = (given("data.path", folder / "round_1/collect/data"),) if cfg.collect else ()
+    if number == 1:
+        return first_pairs if stage == "reward" else ()
     here, before = folder / f"round_{number}", folder / f"round_{number - 1}"
     rounds = [folder / f"round_{k}" for k in range(2, number + 1)]
     collections = ("collect", "adversarial") if cfg.adversarial else ("collect",)
@@ -219,8 +235,8 @@ def _later_round(cfg: DictConfig, folder: Path, number: int) -> list[Step]:
             "budget.validation_share=0.0",  # what is held out stays what it was
         ),
         "reward": (
-            *((given("data.path", folder / "round_1/collect/data"),) if cfg.collect else ()),
-            f"data.also=[{','.join(map(_quoted, records))}]",
+            *first_pairs,
+            f"data.also=[{','.join(map(quoted, records))}]",
             given("artifacts.publish", reward),
         ),
         "ppo": (
@@ -228,38 +244,44 @@ def _later_round(cfg: DictConfig, folder: Path, number: int) -> list[Step]:
             given("artifacts.ppo", policy),
             given("artifacts.publish", ppo),
         ),
-        "evaluate": (given("artifacts.reward", reward), given("artifacts.ppo", ppo)),
     }
-    left_out = {name for name in ("adversarial", "evaluate") if not cfg[name]}
-    kept = [stage for stage in LATER if stage not in left_out]
-    return [_step(cfg, folder, number, stage, own[stage]) for stage in kept]
+    return own.get(stage, ())
 
 
-def _step(cfg: DictConfig, folder: Path, number: int, stage: str, own: tuple[str, ...]) -> Step:
+def _step(cfg: DictConfig, folder: Path, number: int, stage: str) -> Step:
     """Return a step whose command line has our words, then those of the user, which win."""
     words: Mapping[str, Any] = plain(cfg.overrides)
     here: Mapping[str, Sequence[str]] = words.get(f"round_{number}", {})
+    own = _own_words(cfg, folder, number, stage)
     ours = (f"seed={cfg.seed}", given("paths.artifacts", folder / "round_1" / "artifacts"))
     if stage in TRAINED:
         head = (f"+experiment={cfg.experiments[stage]}", *ours, *own, *words["train"])
         theirs = (*words[stage], *here.get("train", ()), *here.get(stage, ()))
         return Step(number, stage, "rlhf_lightning.train", (*head, *theirs))
-    if stage == "evaluate":
-        own = (f"gates={cfg.evaluation_gates}", *own)
     theirs = (*words[stage], *here.get(stage, ()))
     module = stage
     if stage == "adversarial":  # a collection too, by the same people and judges
         module, theirs = "collect", (*words["collect"], *here.get("collect", ()), *theirs)
-    return Step(number, stage, f"rlhf_lightning.{module}", (*ours, *own, *theirs))
+    lead = _lead(cfg, number, "ppo", "reward", "sft", "base")
+    if lead is None:
+        raise ConfigError(f"{stage} has nothing to go by: name an experiment, such as ppo")
+    if module == "evaluate":
+        carried = evaluation_words(lead, folder, cfg.evaluation_gates, theirs)
+    else:
+        start = _lead(cfg, 1, "sft") if number == 1 else None
+        carried = collection_words(lead, start, folder, theirs)
+    return Step(number, stage, f"rlhf_lightning.{module}", (*ours, *carried, *own, *theirs))
+
+
+def _lead(cfg: DictConfig, number: int, *stages: str) -> Lead | None:
+    """Return the first of these stages that an experiment is named for."""
+    for stage in stages:
+        if cfg.experiments[stage] is not None:
+            step = _step(cfg, HERE, number, stage)
+            return Lead(step.name, step.overrides)
+    return None
 
 
 def given(key: str, path: Path) -> str:
     """Return `key=path` as Hydra reads it, whatever characters are in the path."""
-    return f"{key}={_quoted(str(path))}"
-
-
-def _quoted(text: str) -> str:
-    # Hydra reads a backslash as itself, but before a quote as what escapes it.
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f"'{escaped}'"
+    return f"{key}={quoted(str(path))}"

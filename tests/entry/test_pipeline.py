@@ -78,11 +78,11 @@ def test_the_stages_run_in_order_and_share_one_folder_of_models(tmp_path: Path) 
 
 
 def test_words_for_a_stage_reach_it_as_they_are(tmp_path: Path) -> None:
-    words = ["sft:a='it\\'s'", "sft:+gates.x={metric: val/loss, at_most: 1}", "train:b=[1,2]"]
+    words = ["sft:a='it\\'s'", "sft:+gates.x={metric: val/loss, at_most: 1}", "train:logger=none"]
     cfg = composed(*words, "seed=3")
     steps = {step.stage: step for step in plan(cfg, tmp_path)}
-    assert steps["sft"].overrides[-3:] == ("b=[1,2]", *(w.partition(":")[2] for w in words[:2]))
-    assert steps["ppo"].overrides[-1] == "b=[1,2]"
+    assert steps["sft"].overrides[-3:] == ("logger=none", *(w.partition(":")[2] for w in words[:2]))
+    assert steps["ppo"].overrides[-1] == "logger=none"
     assert "seed=3" in steps["evaluate"].overrides
 
 
@@ -143,6 +143,13 @@ def test_what_stands_in_the_way_is_kept_under_another_name(tmp_path: Path) -> No
         ),
         (["collect=maybe"], "collect=maybe must be true or false"),
         (["seed=-1"], "seed=-1"),
+        (["experiments.ppo=null"], "experiments.ppo=null leaves PPO out: use evaluate=false, or"),
+        (["ppo:module.pp=3"], "round_1/ppo: unknown key module.pp; did you mean module.ppo"),
+        (["ppo:world=files"], "round_1/ppo: world.name is not set"),
+        (
+            ["experiments.ppo=ppo_smollm2_sentiment", "collect=true"],
+            "world=sentiment, and annotator=demo labels .* say who labels with collect:annotator=",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None:

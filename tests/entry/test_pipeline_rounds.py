@@ -46,7 +46,8 @@ def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Pat
     # The SFT policy of round 1 is the start of reward models, the reference and the baseline.
     artifacts = given("paths.artifacts", one / "artifacts")
     assert all(artifacts in step.overrides for step in steps.values())
-    assert not [w for s in steps.values() for w in s.overrides if w.startswith("artifacts.sft")]
+    starts = {w for s in steps.values() for w in s.overrides if w.startswith("artifacts.sft")}
+    assert starts == {given("artifacts.sft", one / "artifacts/demo_seed1/sft")}
     collect = steps["round_3/collect"].overrides
     assert given("+candidates.policies.policy", two / "ppo/export") in collect
     assert "candidates.policies.sft=null" in collect
@@ -99,14 +100,15 @@ def test_words_for_one_round_reach_it_alone_and_come_last(tmp_path: Path) -> Non
     words = [
         "round_2/ppo:module.ppo.kl_coef=0.1",
         "ppo:module.ppo.kl_coef=0.2",
-        "round_2/train:a=1",
+        "round_2/train:logger=none",
     ]
     cfg = composed("rounds=2", "adversarial=false", "collect:x=1", *words)
     check_pipeline(cfg)
     steps = {step.name: step.overrides for step in plan(cfg, tmp_path)}
     assert steps["round_1/ppo"][-1] == "module.ppo.kl_coef=0.2"
-    assert steps["round_2/ppo"][-3:] == ("module.ppo.kl_coef=0.2", "a=1", "module.ppo.kl_coef=0.1")
-    assert steps["round_2/reward"][-1] == "a=1"
+    last = ("module.ppo.kl_coef=0.2", "logger=none", "module.ppo.kl_coef=0.1")
+    assert steps["round_2/ppo"][-3:] == last
+    assert steps["round_2/reward"][-1] == "logger=none"
     assert "round_2/adversarial" not in steps
     assert steps["round_2/collect"][-1] == "x=1"
 
