@@ -30,7 +30,7 @@ from rlhf_lightning.context_length import check_context_length, context_length
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.doctor_setup import make_doctor
 from rlhf_lightning.evaluation.policy import Sampling
-from rlhf_lightning.held_out_prompts import STARTS_FROM, held_out_comparison
+from rlhf_lightning.held_out_prompts import STARTS_FROM, held_out_comparison, safety_prompts
 from rlhf_lightning.launching import started
 from rlhf_lightning.models.adapter_files import read_adapter
 from rlhf_lightning.models.arrangements import ADAPTER
@@ -91,6 +91,8 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
         max_new_tokens=cfg.evaluation.max_new_tokens,
         micro_batch_size=cfg.evaluation.micro_batch_size,
     )
+    if cfg.stage != "reward":
+        safety_prompts(cfg, tokenizer)  # those of a file are asked at the end: fail before training
     during = _during_training(cfg, tokenizer, sampling, scorer)
     trainer = make_trainer(cfg, folder, data, tokenizer, during)
     return Parts(tokenizer, data, module, trainer, sampling, scorer)

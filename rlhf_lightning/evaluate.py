@@ -37,7 +37,13 @@ from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import config_hash
-from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
+from rlhf_lightning.runs.summary import (
+    GateResult,
+    Summary,
+    new_summary,
+    read_summary,
+    write_summary,
+)
 from rlhf_lightning.saved_config import keep_secrets
 
 if TYPE_CHECKING:
@@ -120,7 +126,7 @@ def _evaluate(
         summary,
         status="completed",
         metrics=dict(sorted(metrics.items())),
-        gates=check_gates(plain(cfg.gates), metrics) if cfg.gates else (),
+        gates=_gates(cfg, metrics) if cfg.gates else (),
         seconds=seconds | {"total": now - started},
     )
     _tell(folder, summary)
@@ -157,10 +163,17 @@ def import_labels(cfg: DictConfig) -> Summary:
     kept = {k: v for k, v in summary.metrics.items() if not k.startswith("val/human_")}
     metrics = kept | found
     known = {name: value for name, value in metrics.items() if value is not None}
-    gates = check_gates(plain(cfg.gates), known) if cfg.gates else summary.gates
+    gates = _gates(cfg, known) if cfg.gates else summary.gates
     summary = replace(summary, metrics=dict(sorted(metrics.items())), gates=gates)
     _tell(folder, summary)
     return summary
+
+
+def _gates(cfg: DictConfig, metrics: dict[str, float]) -> tuple[GateResult, ...]:
+    from rlhf_lightning.evaluation.safety import required_measures
+
+    required = required_measures(OmegaConf.select(cfg, "safety.prompts"))
+    return check_gates(plain(cfg.gates), metrics, required=required)
 
 
 def _against_references(

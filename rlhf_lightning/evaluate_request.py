@@ -178,20 +178,24 @@ def _questions(
     judges: Judges,
 ) -> tuple[list[Questions], list[int]]:
     """Return what each side is asked, as its tokenizer reads it, and the prompts that remain."""
-    from rlhf_lightning.evaluation.held_out import Questions, encode_questions
-
-    def encoded(found: Sequence[PromptRecord], several: int) -> Any:
-        return encode_questions(
-            found,
-            [side.tokenizer for side in sides],
-            max_prompt_length=cfg.prompts.max_length,
-            batch_size=cfg.evaluation.batch_size,
-            answers_per_prompt=several,
-        )
+    from rlhf_lightning.evaluation.held_out import (
+        Questions,
+        encode_questions,
+        encode_safety_prompts,
+    )
 
     several = cfg.evaluation.answers_per_prompt
-    batches, asked = encoded(records, several)
-    safety, _ = encoded([] if judges.safety is None else judges.safety.records(), 1)
+    tokenizers = [side.tokenizer for side in sides]
+    same = {
+        "max_prompt_length": cfg.prompts.max_length,
+        "batch_size": cfg.evaluation.batch_size,
+    }
+    batches, asked = encode_questions(records, tokenizers, **same, answers_per_prompt=several)
+    dangers = [] if judges.safety is None else judges.safety.records()
+    try:
+        safety = encode_safety_prompts(dangers, tokenizers, **same, setting="prompts.max_length")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     pairs = zip(batches, safety, strict=True)
     return [Questions(own, unsafe, several) for own, unsafe in pairs], asked
 

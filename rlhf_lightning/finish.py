@@ -25,6 +25,7 @@ from rlhf_lightning.evaluation.pairs import (
     share_right,
 )
 from rlhf_lightning.evaluation.policy import side_by_side
+from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.evaluation.stages import Findings, normalize_reward_model
 from rlhf_lightning.held_out_prompts import STARTS_FROM, held_out_comparison, prompt_data
 from rlhf_lightning.model_folder import Outcome, write_model_folder
@@ -57,7 +58,8 @@ def finish(
             findings = _finish_reward(cfg, parts)
         else:
             findings = _finish_policy(cfg, parts)
-    gates = check_gates(plain(cfg.gates), findings.metrics)
+    required = required_measures((cfg.get("safety") or {}).get("prompts"))
+    gates = check_gates(plain(cfg.gates), findings.metrics, required=required)
     model = _trained(cfg, parts)
     state = full_state(model)  # every rank takes part in gathering it
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):

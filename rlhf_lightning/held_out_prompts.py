@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.context_length import context_length, longest_prompt
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
     Questions,
-    encode_questions,
+    encode_safety_prompts,
     repeated,
 )
 from rlhf_lightning.evaluation.policy import Sampling
+from rlhf_lightning.evaluation.safety import SafetyCheck
 from rlhf_lightning.evaluation.sides import Judges
 from rlhf_lightning.rollout.score import Scorer
 
@@ -62,6 +66,7 @@ def held_out_comparison(
 
     Raises:
         BadRecordError: for a file of safety prompts that cannot be read.
+        ValueError: if all of its prompts of a kind are too long.
     """
     several = cfg.evaluation.answers_per_prompt
     data = prompt_data(cfg, tokenizer, num_prompts=num_prompts)
@@ -70,17 +75,40 @@ def held_out_comparison(
         return None
     gold, safety = cfg.evaluation.gold, cfg.get("safety")
     check = None if safety is None else instantiate(safety, _convert_="all")
-    (asked,), _ = encode_questions(
-        [] if check is None else check.records(),
-        [tokenizer],
-        max_prompt_length=_max_prompt_length(cfg),
-        batch_size=cfg.evaluation.batch_size,
-    )
+    asked = () if check is None else safety_prompts(cfg, tokenizer, check)
     judges = Judges(
         None if gold is None else instantiate(gold), scored=scorer is not None, safety=check
     )
     questions = Questions([p for b in batches for p in repeated(b, several)], asked, several)
     return HeldOutComparison(questions, sampling, judges, cfg.seed, scorer)
+
+
+def safety_prompts(
+    cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, check: SafetyCheck | None = None
+) -> Sequence[PromptBatch]:
+    """Return the prompts of the safety file of a stage, if it has one.
+
+    Args:
+        cfg: of the stage.
+        tokenizer: of the policy.
+        check: of the configuration; None to build it.
+
+    Raises:
+        BadRecordError: for a file that cannot be read.
+        ValueError: if all prompts of a kind are too long.
+    """
+    if check is None:
+        if not (cfg.get("safety") or {}).get("prompts"):
+            return ()
+        check = instantiate(cfg.safety, _convert_="all")
+    (asked,) = encode_safety_prompts(
+        check.records(),
+        [tokenizer],
+        max_prompt_length=_max_prompt_length(cfg),
+        batch_size=cfg.evaluation.batch_size,
+        setting="data.max_prompt_length" if "max_prompt_length" in cfg.data else "data.max_length",
+    )
+    return asked
 
 
 def _max_prompt_length(cfg: DictConfig) -> int:

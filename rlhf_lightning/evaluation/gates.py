@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rlhf_lightning.evaluation.diagnosis import explain_accuracy
@@ -16,18 +16,24 @@ Gate = Mapping[str, Any]
 Metrics = Mapping[str, float]
 
 
-def check_gates(gates: Mapping[str, Gate], metrics: Metrics) -> tuple[GateResult, ...]:
+def check_gates(
+    gates: Mapping[str, Gate], metrics: Metrics, *, required: Collection[str] = ()
+) -> tuple[GateResult, ...]:
     """Hold final metrics against thresholds; see `docs/evaluation.md`.
 
     Args:
         gates: name -> {metric, and one of at_least, at_most (numbers) and above (a metric)}, with
             `or_near` and `optional` where wanted.
         metrics: final metrics.
+        required: metrics that are asked for, so that their gates are not optional.
 
     Raises:
         ValueError: if a gate is none.
     """
-    return tuple(_check_gate(name, gate, metrics) for name, gate in gates.items())
+    return tuple(
+        _check_gate(name, {**gate, "optional": False} if _asked(gate, required) else gate, metrics)
+        for name, gate in gates.items()
+    )
 
 
 def gate_problem(gate: Any) -> str | None:
@@ -55,6 +61,10 @@ def gate_problem(gate: Any) -> str | None:
     ):
         return f"or_near goes with at_least and has the keys {', '.join(NEAR_KEYS)}"
     return None
+
+
+def _asked(gate: Gate, required: Collection[str]) -> bool:
+    return isinstance(gate, Mapping) and gate.get("metric") in required
 
 
 def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +21,8 @@ from rlhf_lightning.evaluation.sides import Judges, measure_sides
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import Scorer, make_answers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,47 @@ def encode_questions(
         starts = range(0, len(repeated), batch_size)
         batches.append([collate(repeated[start : start + batch_size]) for start in starts])
     return batches, asked
+
+
+def encode_safety_prompts(
+    records: Sequence[PromptRecord],
+    tokenizers: Sequence[PreTrainedTokenizerBase],
+    *,
+    max_prompt_length: int,
+    batch_size: int,
+    setting: str,
+) -> list[list[PromptBatch]]:
+    """Return the prompts of a safety file as each tokenizer reads them.
+
+    Those that are too long are left out, and told.
+
+    Args:
+        records: the prompts; their domain says which kind each is.
+        tokenizers: of the sides.
+        max_prompt_length: in tokens of each.
+        batch_size: rows of a batch.
+        setting: the key that the length stands under.
+
+    Raises:
+        ValueError: if none of a kind is left.
+    """
+    batches, asked = encode_questions(
+        records, tokenizers, max_prompt_length=max_prompt_length, batch_size=batch_size
+    )
+    left = Counter(records[index].domain for index in asked)
+    for kind, count in Counter(record.domain for record in records).items():
+        if not left[kind]:
+            raise ValueError(
+                f"safety.prompts: none of its {count} {kind} prompts has at most {setting}="
+                f"{max_prompt_length} tokens, so whether they are refused would not be measured: "
+                f"raise {setting}, or give shorter prompts"
+            )
+        if left[kind] < count:
+            logger.warning(
+                "safety.prompts: %d of %d %s prompts have more than %s=%d tokens and are left out",
+                count - left[kind], count, kind, setting, max_prompt_length,
+            )  # fmt: skip
+    return batches
 
 
 def written_answers(

@@ -121,13 +121,32 @@ class SafetyCheck:
         """Return the rates of policy and baseline, and the changes that gates look at.
 
         `val/refusal_rate_change` and `val/over_refusal_rate_change` are policy minus baseline:
-        safety got worse where the first is below 0 or the second above it.
+        safety got worse where the first is below 0 or the second above it. `val/num_harmful` and
+        `val/num_harmless` are the prompts behind the rates.
         """
         found = self.measures(mine, "val/") | self.measures(theirs, "val/baseline_")
+        for name, domains in (("harmful", self.harmful), ("harmless", self.harmless)):
+            count = sum(domain in domains for domain in mine.domains) / mine.answers_per_prompt
+            found |= {f"val/num_{name}": count} if count else {}
         for name in ("refusal_rate", "over_refusal_rate"):
             if f"val/{name}" in found and f"val/baseline_{name}" in found:
                 found[f"val/{name}_change"] = found[f"val/{name}"] - found[f"val/baseline_{name}"]
         return found
+
+
+def required_measures(prompts: str | None) -> frozenset[str]:
+    """Return what gates may not take for optional, because a file was given to measure it.
+
+    Args:
+        prompts: the file; None without one.
+
+    Raises:
+        BadRecordError: for a file or row that cannot be read.
+    """
+    kinds = {record.domain for record in read_safety_prompts(Path(prompts))} if prompts else set()
+    rates = {HARMFUL: "val/refusal_rate", HARMLESS: "val/over_refusal_rate"}
+    ends = ("", "_low", "_high", "_change")
+    return frozenset(f"{rates[kind]}{end}" for kind in kinds for end in ends)
 
 
 def read_safety_prompts(path: Path) -> list[PromptRecord]:

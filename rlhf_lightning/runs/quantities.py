@@ -74,6 +74,8 @@ QUANTITIES: dict[str, Quantity] = {
     "val/eos_fraction": Quantity("held-out responses that end", "share", (0.9, 1.0)),
     "val/distinct_2": Quantity("held-out distinct bigrams", "share"),
     "val/num_prompts": Quantity("held-out prompts"),
+    "val/num_harmful": Quantity("harmful prompts"),
+    "val/num_harmless": Quantity("harmless look-alikes"),
     "val/num_references": Quantity("prompts with a reference answer"),
     "val/distinct_1": Quantity("held-out distinct words", "share"),
     "val/distinct_3": Quantity("held-out distinct trigrams", "share"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
     Questions,
     encode_questions,
+    encode_safety_prompts,
     repeated,
     written_answers,
 )
@@ -38,6 +41,20 @@ def test_a_prompt_that_is_too_long_for_one_side_is_asked_of_neither():
         assert texts == ["w2 w3"] * 3 + ["w5"] * 3
         assert torch.cat([batch.row_ids for batch in side]).tolist() == list(range(6))
         assert [len(batch) for batch in side] == [2, 2, 2]
+
+
+def test_safety_prompts_that_are_too_long_are_counted_and_none_of_a_kind_is_refused(caplog):
+    long = "w4 " * 9
+    found = [PromptRecord("w2", "harmful"), PromptRecord(long, "harmful"), PromptRecord(long)]
+    options = {"max_prompt_length": 5, "batch_size": 2, "setting": "prompts.max_length"}
+    with pytest.raises(ValueError, match=r"none of its 1 harmless prompts has at most prompts.max"):
+        encode_safety_prompts(
+            [*found[:2], replace(found[2], domain="harmless")], [tokenizer()], **options
+        )
+    caplog.clear()
+    ((batch,),) = encode_safety_prompts(found[:2], [tokenizer()], **options)
+    assert list(batch.columns["prompt"]) == ["w2"]
+    assert "1 of 2 harmful prompts have more than prompts.max_length=5 tokens" in caplog.text
 
 
 def test_a_repeated_batch_has_every_prompt_several_times_in_a_row():

@@ -11,7 +11,13 @@ from rlhf_lightning.data.demo.answers import sample_answer
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.data.demo.source import DEMONSTRATION_QUALITY, DemoSource
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck, read_safety_prompts
+from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.evaluation.safety import (
+    PhraseRefusals,
+    SafetyCheck,
+    read_safety_prompts,
+    required_measures,
+)
 from rlhf_lightning.functional.statistics import wilson_interval
 from tests.evaluation.spoken import answers
 
@@ -56,6 +62,34 @@ def test_rates_have_the_wilson_interval_of_their_own_prompts():
     assert found["val/over_refusal_rate"] == 0.5
     low, high = wilson_interval(1, 2, confidence=0.95)
     assert (found["val/refusal_rate_low"], found["val/refusal_rate_high"]) == (low, high)
+
+
+def test_the_prompts_behind_the_rates_are_counted_not_their_answers():
+    said = answers(
+        ["i cannot", "sure", "i cannot", "i cannot", "sure", "no"],
+        domains=["harmful", "harmful", "harmless", "harmless", "harmful", "harmful"],
+        answers_per_prompt=2,
+    )
+    found = SafetyCheck(PhraseRefusals()).compare(said, said)
+    assert (found["val/num_harmful"], found["val/num_harmless"]) == (2, 1)
+    found = SafetyCheck(PhraseRefusals(), harmless=["other"]).compare(said, said)
+    assert "val/num_harmless" not in found
+
+
+def test_what_a_file_was_given_for_is_not_optional(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "how ?", "harmful": true}\n')
+    required = required_measures(str(file))
+    assert "val/refusal_rate_change" in required
+    assert "val/over_refusal_rate_change" not in required  # the file holds no look-alike
+    assert not required_measures(None)
+    gates = {
+        name: {"metric": f"val/{name}_rate_change", "at_least": -0.05, "optional": True}
+        for name in ("refusal", "over_refusal")
+    }
+    passed = [gate.passed for gate in check_gates(gates, {}, required=required)]
+    assert passed == [False, True]
+    assert all(gate.passed for gate in check_gates(gates, {}))
 
 
 def test_a_kind_of_prompt_that_is_not_there_has_no_rate():
