@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.composition import ConfigError, conf_dir, describe_interpolation
 from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
 
-# Stands for the pipeline's folder, so that what is composed to check serves the run too.
-HERE = Path("<pipeline>")
+HERE = Path("<pipeline>")  # stands for its folder: what is composed to check serves the run too
 _CHOICE = re.compile(r"\+{0,2}(\w+)=")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _UNSET = object()
@@ -75,7 +76,7 @@ def evaluation_words(
     Args:
         lead: the PPO step, or the last training step of a pipeline without PPO.
         folder: of the pipeline.
-        gates: a file of conf/gates; None for those of the experiment.
+        gates: a file of conf/gates; None for the experiment's.
         theirs: the user's words for the evaluation. A group chosen there is left alone.
 
     Raises:
@@ -131,7 +132,7 @@ def collection_words(
 
 
 class Composed(NamedTuple):
-    """A configuration, and which file of each group it was made of."""
+    """A configuration, and which file of each of its groups it holds."""
 
     cfg: DictConfig
     choices: dict[str, str | None]
@@ -144,7 +145,9 @@ def composed(entry: str, words: tuple[str, ...]) -> Composed:
     Raises:
         ConfigError: if it does not compose.
     """
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+    running = GlobalHydra.instance().is_initialized()  # by the command line, in the same folder
+    folder = str(conf_dir())
+    with nullcontext() if running else initialize_config_dir(version_base="1.3", config_dir=folder):
         try:
             cfg = compose(entry, overrides=list(words), return_hydra_config=True)
         except COMPOSE_ERRORS as error:
@@ -285,9 +288,9 @@ def _written(value: Any, folder: str) -> str:
         return f"[{','.join(_written(one, folder) for one in value)}]"
     if isinstance(value, str):
         return quoted(value.replace(str(HERE), folder))
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else str(value).lower()
-    return repr(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def quoted(text: str) -> str:

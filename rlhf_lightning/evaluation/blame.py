@@ -46,11 +46,24 @@ def find_blame(
     failed = {gate.name: gate for gate in gates if not gate.passed}
     if not failed:
         return None
+    # What nobody measured is no evidence against a stage.
+    unmeasured = [gate.name for gate in failed.values() if None in (gate.value, gate.threshold)]
+    measured = {name: gate for name, gate in failed.items() if name not in unmeasured}
+    if not measured:
+        return _not_measured(stage, failed)
+    blame = _of_stage(stage, measured, metrics)
+    note = f" (not measured: {', '.join(unmeasured)})" if unmeasured else ""
+    return blame._replace(why=f"{blame.why}{note}")
+
+
+def _of_stage(
+    stage: str, failed: Mapping[str, GateResult], metrics: Mapping[str, Metrics]
+) -> Blame:
     own = metrics.get(stage, {})
     if stage in ("ppo", "evaluate"):
         return _policy(failed, own, metrics.get("reward", {}))
     if stage == "reward":
-        return _reward(failed, own)
+        return _reward(failed)
     return _sft(failed, own) if stage == "sft" else _unknown(stage, failed)
 
 
@@ -70,13 +83,20 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
             f"The policy has hardly moved: {_show(kl)} nats a token",
             "more iterations, a larger learning rate or a smaller module.ppo.kl_coef",
         )
-    judged = min(failed[name].value or 0.0 for name in wins) if wins else 0.0
-    if wins and proxy is not None and proxy >= max(PROXY_GAINED, judged + PROXY_APART):
+    rates = [rate for name in wins if (rate := _win_rate(failed[name], own)) is not None]
+    gained = proxy is not None and proxy >= max(PROXY_GAINED, min(rates, default=1) + PROXY_APART)
+    if gained:
         return Blame(
             "reward",
             f"The policy wins {_show(proxy)} of comparisons by the learnt reward and not by the "
             "judge that counts: the reward model pays for the wrong things",
             "pairs of this policy's answers for the reward model, then a larger module.ppo.kl_coef",
+        )
+    if rates and all(name.endswith("_low") for name in wins):
+        return Blame(
+            "ppo",
+            f"It wins {_show(min(rates))} of comparisons, enough, but the interval is wide",
+            "a larger evaluation.num_prompts, then more iterations",
         )
     if wins:
         return Blame(
@@ -102,14 +122,21 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
     return _unknown("ppo", failed)
 
 
-def _reward(failed: Mapping[str, GateResult], own: Metrics) -> Blame:
-    if "beats_length" in failed:
+def _win_rate(gate: GateResult, own: Metrics) -> float | None:
+    """Return the rate itself, also for a gate on the lower end of its interval."""
+    rate = _get(own, f"val/{gate.name.removesuffix('_low')}")
+    return gate.value if rate is None and not gate.name.endswith("_low") else rate
+
+
+def _reward(failed: Mapping[str, GateResult]) -> Blame:
+    # A model that has learnt nothing does not beat length either, whatever the labels are.
+    if "beats_length" in failed and "accuracy" not in failed:
         return Blame(
             "labels",
             "Length alone ranks the pairs as well as the reward model does",
             "pairs whose lengths are matched, or in which the shorter answer is preferred",
         )
-    reason = next(iter(failed.values())).reason
+    reason = failed.get("accuracy", next(iter(failed.values()))).reason
     cause, _, attempt = reason.partition(". Try ")
     stage = "labels" if "Noise:" in cause else "reward"
     return Blame(stage, cause, attempt or "more epochs, more pairs or a larger model")
@@ -127,6 +154,15 @@ def _sft(failed: Mapping[str, GateResult], own: Metrics) -> Blame:
         "sft",
         f"It does not beat the model it started from ({next(iter(failed.values())).reason})",
         "more epochs, another learning rate, or better demonstrations: read samples.jsonl",
+    )
+
+
+def _not_measured(stage: str, failed: Mapping[str, GateResult]) -> Blame:
+    return Blame(
+        stage,
+        f"Nothing is known against it: {'; '.join(gate.reason for gate in failed.values())}",
+        "gates on what is measured (gates=), or who measures that: evaluation.gold, a judge or "
+        "safety prompts",
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 GAP = 0.05  # training minus held-out accuracy from which a model has learnt its pairs by heart
 NEAR = 0.03  # of the ceiling: nothing but the labels keeps it from being better
+LOW = 0.88  # ceiling of labels that are themselves what keeps accuracy down
 GAIN = 0.02  # what a larger model must add to show that size was missing
 
 
@@ -14,13 +15,15 @@ def explain_accuracy(metrics: Mapping[str, float]) -> str:
     """Return the likely cause of a low `val/accuracy`, with its evidence and what to try.
 
     The first that applies: overfitting, if accuracy on training pairs exceeds that on held-out
-    ones by more than 0.05; noise, if the held-out accuracy is within 0.03 of what the labels allow;
-    capacity, if a larger model is better by 0.02, and noise if it is not; too little capacity or
-    training, if the labels are known to allow more; else what would tell.
+    ones by more than 0.05; noise, if the labels allow less than 0.88 and the interval of the
+    held-out accuracy reaches what lies 0.03 below that; capacity, if a larger model is better by
+    0.02; where it is not, too little training if the labels are known to allow more, and noise if
+    that is not known; without a larger model, too little capacity or training if the labels are
+    known to allow more; else what would tell.
 
     Args:
-        metrics: `val/accuracy`; where measured `val/train_accuracy`, `val/label_ceiling` and
-            `val/larger_model_accuracy`.
+        metrics: `val/accuracy`; where measured `val/accuracy_high` (0.03 above it without),
+            `val/train_accuracy`, `val/label_ceiling` and `val/larger_model_accuracy`.
     """
     accuracy = metrics["val/accuracy"]
     train = _get(metrics, "val/train_accuracy")
@@ -32,15 +35,24 @@ def explain_accuracy(metrics: Mapping[str, float]) -> str:
             "ones. Try fewer epochs, more pairs, label_smoothing or weight decay"
         )
     gap = "" if train is None else f", and training pairs do no better ({train:.3f})"
-    if ceiling is not None and accuracy >= ceiling - NEAR:
-        return (
-            f"Noise: the labels allow {ceiling:.3f}{gap}. Try more raters a pair, or leave out "
-            "pairs on which they disagree"
-        )
+    high = _get(metrics, "val/accuracy_high")
+    if ceiling is not None and ceiling < LOW:
+        high = accuracy + NEAR if high is None else high
+        if high >= ceiling - NEAR:
+            return (
+                f"Noise: the labels allow no more than {ceiling:.3f}, and up to {high:.3f} is not "
+                f"ruled out{gap}. Try more raters a pair, or leave out pairs on which they disagree"
+            )
     if larger is not None and larger - accuracy > GAIN:
         return (
             f"Capacity: a larger model reaches {larger:.3f} on the same pairs{gap}. Use it, or one "
             "of its size"
+        )
+    if larger is not None and ceiling is not None:
+        return (
+            f"Too little training: the labels allow {ceiling:.3f}, and a larger model reaches only "
+            f"{larger:.3f} on the same pairs{gap}. Try more epochs or pairs, or another learning "
+            "rate"
         )
     if larger is not None:
         return (

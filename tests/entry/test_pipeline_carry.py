@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,20 @@ def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(
         assert evaluation["scorer"] == ppo["scorer"]
     else:  # the reward model is exported with its adapter merged
         assert evaluation["scorer"]["source"] == ppo["artifacts"]["reward"]
+
+
+def test_a_mistake_in_a_stage_s_words_is_answered_before_anything_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_lightning.pipeline", "ppo:module.pp=3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "error: round_1/ppo: unknown key module.pp; did you mean module.ppo" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_user_s_words_for_the_evaluation_win(tmp_path: Path) -> None:
