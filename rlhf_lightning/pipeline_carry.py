@@ -57,12 +57,7 @@ _SINGLE = {  # key of the training stage -> key of the entry point
 
 
 class Lead(NamedTuple):
-    """The training step that the others follow.
-
-    Args:
-        name: such as `round_1/ppo`.
-        overrides: its command line, with `HERE` as the folder of the pipeline.
-    """
+    """The training step that others follow: its name and, with `HERE`, its command line."""
 
     name: str
     overrides: tuple[str, ...]
