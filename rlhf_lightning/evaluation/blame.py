@@ -83,28 +83,10 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
             f"The policy has hardly moved: {_show(kl)} nats a token",
             "more iterations, a larger learning rate or a smaller module.ppo.kl_coef",
         )
-    rates = [rate for name in wins if (rate := _win_rate(failed[name], own)) is not None]
-    gained = proxy is not None and proxy >= max(PROXY_GAINED, min(rates, default=1) + PROXY_APART)
-    if gained:
-        return Blame(
-            "reward",
-            f"The policy wins {_show(proxy)} of comparisons by the learnt reward and not by the "
-            "judge that counts: the reward model pays for the wrong things",
-            "pairs of this policy's answers for the reward model, then a larger module.ppo.kl_coef",
-        )
-    if rates and all(name.endswith("_low") for name in wins):
-        return Blame(
-            "ppo",
-            f"It wins {_show(min(rates))} of comparisons, enough, but the interval is wide",
-            "a larger evaluation.num_prompts, then more iterations",
-        )
     if wins:
-        return Blame(
-            "ppo",
-            f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
-            "comparisons are won: the policy has not gone far enough",
-            "more iterations or a larger learning rate; look at ppo/explained_variance",
-        )
+        rates = [_win_rate(failed[name], own) for name in wins]
+        ends = all(name.endswith("_low") for name in wins)
+        return _not_won([rate for rate in rates if rate is not None], proxy, ends_alone=ends)
     if safety:
         overall, harmful = _get(reward, "val/accuracy"), _get(reward, "val/accuracy_harmful")
         if overall is not None and harmful is not None and harmful < overall - WEAK_DOMAIN:
@@ -120,6 +102,35 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
             "a larger share of such prompts, a larger module.ppo.kl_coef, or fewer iterations",
         )
     return _unknown("ppo", failed)
+
+
+def _not_won(rates: Sequence[float], proxy: float | None, *, ends_alone: bool) -> Blame:
+    """Return what to blame where the judge that counts sees too few wins.
+
+    Args:
+        rates: by that judge, of the gates that failed.
+        proxy: by the learnt score.
+        ends_alone: whether only lower ends of intervals failed.
+    """
+    if proxy is not None and proxy >= max(PROXY_GAINED, min(rates, default=1) + PROXY_APART):
+        return Blame(
+            "reward",
+            f"The policy wins {_show(proxy)} of comparisons by the learnt reward and not by the "
+            "judge that counts: the reward model pays for the wrong things",
+            "pairs of this policy's answers for the reward model, then a larger module.ppo.kl_coef",
+        )
+    if rates and ends_alone:
+        return Blame(
+            "ppo",
+            f"It wins {_show(min(rates))} of comparisons, enough, but the interval is wide",
+            "a larger evaluation.num_prompts, then more iterations",
+        )
+    return Blame(
+        "ppo",
+        f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
+        "comparisons are won: the policy has not gone far enough",
+        "more iterations or a larger learning rate; look at ppo/explained_variance",
+    )
 
 
 def _win_rate(gate: GateResult, own: Metrics) -> float | None:
