@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 
 from rlhf_lightning.assembly import Parts, assemble
 from rlhf_lightning.callbacks.doctor.callback import Doctor
-from rlhf_lightning.callbacks.doctor.chart import Handover
+from rlhf_lightning.callbacks.doctor.chart import Request
+from rlhf_lightning.callbacks.doctor.handover import write_handover
 from rlhf_lightning.lost_ranks import watch_children
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -45,18 +46,25 @@ def fit(
             return parts
         request = doctor.request
         if request.kind == "stop" or request.checkpoint is None:
-            raise RunStoppedError(
-                f"the doctor, after iteration {request.iteration}: {request.reason}"
-            )
+            raise RunStoppedError(_stopped(cfg, folder, request))
         checkpoint = folder.checkpoints / f"iteration={request.checkpoint:06d}.ckpt"
-        practice = doctor.practice
-        handover = Handover(tuple(doctor.record.events), practice.rollbacks, practice.held)
+        if parts.trainer.is_global_zero:
+            write_handover(folder, doctor.hand_over(request.checkpoint))
         logger.warning("doctor: a new fit starts from %s", checkpoint.name)
         parts.trainer = parts.module = None  # type: ignore[assignment]  # their memory is needed
+        del doctor
         parts = assemble(cfg, folder)
-        again = doctor_of(parts.trainer)
-        assert again is not None  # the configuration is the same
-        again.record.taken_over = handover
+
+
+def _stopped(cfg: DictConfig, folder: RunFolder, request: Request) -> str:
+    """Return why the doctor has stopped a run, what helps, and how to go on all the same."""
+    return (
+        f"the doctor, after iteration {request.iteration}: {request.reason}. What helps: "
+        f"{request.remedy}. To go on from here with other settings, give them with "
+        f"ckpt_path={folder.last_checkpoint} (doctor.actions.on_alarm=none goes on whatever the "
+        "alarm); as it is, it goes on too, and stops if the alarm stays for "
+        f"{cfg.doctor.actions.alarm_patience} iterations more"
+    )
 
 
 def doctor_of(trainer: Any) -> Doctor | None:

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -182,8 +182,13 @@ class IterationCheckpoint(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Remember that early stopping has decided; Lightning forgets it."""
-        checkpoint[_SHOULD_STOP] = bool(trainer.should_stop)
+        """Remember that early stopping has decided; Lightning forgets it.
+
+        A callback with `ends_fit`, as the doctor has, decides at a resume by its own state.
+        """
+        callbacks: list[Any] = cast(Any, trainer).callbacks
+        own = any(getattr(callback, "ends_fit", False) for callback in callbacks)
+        checkpoint[_SHOULD_STOP] = bool(trainer.should_stop) and not own
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

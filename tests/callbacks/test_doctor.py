@@ -163,15 +163,23 @@ def test_a_run_resumed_in_the_middle_is_bitwise_the_run_never_stopped(tmp_path):
                 assert a[name] == b[name], (name, a["iteration"])
 
 
-def test_an_alarm_that_stays_ends_the_fit_and_asks_for_what_comes_next(tmp_path):
-    actions = ActionSettings(on_alarm="stop", alarm_patience=2)
-    limits = {"kl_high_warn": 1e-9, "kl_high_alarm": 1e-8}
-    doctor = doctor_of(tmp_path, actions=actions, limits=limits)
-    fit(tmp_path, doctor)
-    assert doctor.request is not None
-    assert doctor.request.kind == "stop"
-    assert len(read_metrics(RunFolder(tmp_path).metrics)) == doctor.request.iteration < ITERATIONS
-    assert read_events(RunFolder(tmp_path).doctor)[-1].kind == "stop"
+def test_an_alarm_that_stays_ends_the_fit_and_a_resumed_one_has_its_patience_again(tmp_path):
+    actions = ActionSettings(on_alarm="stop", alarm_patience=1)
+    limits = {"kl_high_warn": 1e-9, "kl_high_alarm": 1e-8, "clear_after": 9}
+    ends = []
+    for resume in (False, True):
+        doctor = doctor_of(tmp_path, actions=actions, limits=limits)
+        fit(tmp_path, doctor, resume=resume)
+        assert doctor.request is not None
+        assert doctor.request.kind == "stop"
+        ends.append(doctor.request.iteration)
+        assert len(read_metrics(RunFolder(tmp_path).metrics)) == ends[-1]
+        assert read_events(RunFolder(tmp_path).doctor)[-1].kind == "stop"
+    assert ends[1] == ends[0] + 1 + actions.alarm_patience < ITERATIONS
+    watches = doctor_of(tmp_path, limits=limits)
+    fit(tmp_path, watches, resume=True)
+    assert watches.request is None
+    assert len(read_metrics(RunFolder(tmp_path).metrics)) == ITERATIONS
 
 
 @pytest.mark.parametrize(("save_every", "kind", "back_to"), [(2, "rollback", 2), (3, "stop", None)])

@@ -1,8 +1,7 @@
-"""The group `doctor` of a configuration, and a whole run that is rolled back."""
+"""The group `doctor` of a configuration."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ from omegaconf import DictConfig
 
 from rlhf_lightning.composition import ConfigError, check_config, check_hparams, conf_dir, register
 from rlhf_lightning.doctor_setup import make_doctor
-from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.runs.stopping import RunStoppedError
-from tests.entry.small_runs import completed
+from rlhf_lightning.runs.folder import RunFolder
 
 GOLD = "rlhf_lightning.data.demo.gold.gold_scores"
 
@@ -95,43 +92,3 @@ def test_gold_is_refused_as_the_second_scorer(tmp_path):
     second = "{_target_: rlhf_lightning.rollout.score.FunctionScorer, function: " + GOLD + "}"
     with pytest.raises(ConfigError, match="the gold reward, which only evaluation may see"):
         doctors(tmp_path, f"doctor.second_scorer={second}")
-
-
-@pytest.mark.timeout(600)
-def test_a_run_is_rolled_back_to_its_best_checkpoint_and_then_stopped(tmp_path, start):
-    # KL is 0 at iteration 1 and never again, so the alarm comes, and comes again.
-    with pytest.raises(RunStoppedError, match="the doctor, after iteration"):
-        completed(
-            tmp_path / "run",
-            "ppo",
-            start,
-            "doctor=act",
-            "artifacts.reward=null",
-            "trainer.limit_train_batches=7",
-            "doctor.thresholds.kl_high_warn=1e-12",
-            "doctor.thresholds.kl_high_alarm=1e-11",
-            "doctor.thresholds.raise_after=1",
-            "doctor.actions.alarm_patience=2",
-            "doctor.actions.max_rollbacks=1",
-            "callbacks.checkpoint.keep_last=1",
-        )
-    folder = RunFolder(tmp_path / "run")
-    summary = json.loads(folder.summary.read_text())
-    assert summary["status"] == "stopped"
-    assert "has stayed" in summary["cause"]
-    kinds = [action["kind"] for action in summary["actions"]]
-    assert kinds.count("rollback") == kinds.count("stop") == 1
-    assert kinds.index("rollback") < kinds.index("stop")
-    after = [a["changes"] for a in summary["actions"][kinds.index("rollback") + 1 :]]
-    assert {"learning_rate_factor": [1.0, 0.5]} in after
-    assert any("kl_coef" in changes for changes in after)
-    back = next(a for a in summary["actions"] if a["kind"] == "rollback")
-    rows = read_metrics(folder.metrics)
-    iterations = [int(row["iteration"]) for row in rows]
-    assert iterations == list(range(1, len(rows) + 1)), "what was discarded is cut from the table"
-    best = int(back["message"].rpartition(" ")[2])
-    assert best < back["iteration"]
-    coefs = [row["ppo/kl_coef"] for row in rows]
-    assert coefs[best - 1] == pytest.approx(0.05)
-    assert coefs[best] > 0.05, "the second fit trains with the change"
-    assert "training goes back" in folder.report.read_text()

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlhf_lightning.callbacks.doctor.chart import MedicalRecord, Request
 from rlhf_lightning.callbacks.doctor.controls import apply, knobs_of
+from rlhf_lightning.callbacks.doctor.handover import Handover, read_handover
 from rlhf_lightning.callbacks.doctor.preflight import PreflightError, first_rollout
 from rlhf_lightning.callbacks.doctor.records import (
     Refusals,
@@ -77,6 +78,7 @@ class Doctor(Callback):
         self.refusals = refusals or Refusals()
         self.preflight = preflight
         self.goes_on = goes_on
+        self.folder = folder
         self.record = MedicalRecord(folder)
         self.detectors = Detectors(thresholds, 0)
         self.practice = Practice(actions or ActionSettings())
@@ -94,11 +96,14 @@ class Doctor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up the record, and after a rollback make the changes that it was made for."""
         self.detectors.num_iterations = last_iteration(trainer)
-        handover, start = self.record.taken_over, current_iteration(trainer)
+        start = current_iteration(trainer)
+        handover = self._taken_over(trainer, start)
         if handover is not None:
-            self.practice.rollbacks, self.request = handover.rollbacks, None
-            self.practice.held, self.practice.alarmed_since = dict(handover.held), {}
+            self.practice.rollbacks, self.practice.held = handover.rollbacks, dict(handover.held)
+            self.practice.alarmed_since, self.request = {}, None
             self.record.events = list(handover.events)
+        elif self.request is not None:  # a kill came before the rollback
+            trainer.should_stop = True
         self.record.open(trainer.is_global_zero, start, list(self.detectors.levels))
         if handover is not None:
             for change in self.practice.after_rollback(knobs_of(pl_module)):
@@ -159,6 +164,28 @@ class Doctor(Callback):
         if self.actions is not None:
             self._act(trainer, module, iteration)
 
+    # -- going back and ending ----------------------------------------------------------------
+
+    @property
+    def ends_fit(self) -> bool:
+        """Whether it has ended this fit; its own state says whether that holds at a resume."""
+        return self.request is not None
+
+    def hand_over(self, checkpoint: int) -> Handover:
+        """Return what the fit that starts from `checkpoint` has to know of this one."""
+        practice = self.practice
+        return Handover(
+            checkpoint, practice.rollbacks, dict(practice.held), tuple(self.record.events)
+        )
+
+    def _taken_over(self, trainer: Trainer, start: int) -> Handover | None:
+        """Return the rollback to the checkpoint that was loaded; None if that one knows of it."""
+        found = read_handover(self.folder) if trainer.is_global_zero else None
+        handover: Handover | None = trainer.strategy.broadcast(found)
+        if handover is None or self.actions is None or handover.checkpoint != start:
+            return None
+        return handover if handover.rollbacks > self.practice.rollbacks else None
+
     # -- acting -----------------------------------------------------------------------------
 
     def _act(self, trainer: Trainer, module: Any, iteration: int) -> None:
@@ -209,12 +236,23 @@ class Doctor(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds."""
+        """Take over what a checkpoint holds.
+
+        A run that the doctor stopped, and that somebody resumes all the same, goes on: an alarm
+        that is still there has its patience again. A rollback that was asked for is made, unless
+        the settings do not want one any more.
+        """
         self.detectors.load_state_dict(state_dict["detectors"])
         self.practice.load_state_dict(state_dict["practice"])
         self.record.load_state(state_dict["events"])
         request = state_dict["request"]
-        self.request = None if request is None else Request(**request)
+        self.request = None
+        if request is None:
+            return
+        if request["kind"] == "rollback" and self.practice.settings.on_alarm == "rollback":
+            self.request = Request(**request)
+        else:
+            self.practice.alarmed_since = {}
 
 
 def best_checkpoint(trainer: Trainer, ill: Collection[int]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,27 +27,14 @@ class Request:
         iteration: after which.
         reason: one sentence.
         checkpoint: iteration of the checkpoint that a rollback goes back to.
+        remedy: what helps against the alarm.
     """
 
     kind: str
     iteration: int
     reason: str
     checkpoint: int | None = None
-
-
-@dataclass(frozen=True)
-class Handover:
-    """What the doctor of a fit that was rolled back tells the next one.
-
-    Args:
-        events: everything so far.
-        rollbacks: made so far.
-        held: what the last of them set, by control.
-    """
-
-    events: tuple[DoctorEvent, ...]
-    rollbacks: int
-    held: Mapping[str, float]
+    remedy: str = ""
 
 
 @dataclass
@@ -57,12 +44,10 @@ class MedicalRecord:
     Args:
         folder: the run folder.
         events: so far.
-        taken_over: of a fit that was rolled back.
     """
 
     folder: RunFolder
     events: list[DoctorEvent] = field(default_factory=list)
-    taken_over: Handover | None = None
     _writes: bool = False
 
     def open(self, writes: bool, iteration: int, watched: Sequence[str]) -> None:
@@ -124,7 +109,8 @@ class MedicalRecord:
 
     def note_end(self, iteration: int, kind: str, alarm: str, checkpoint: int | None) -> Request:
         """Add how the fit ends, and return it; without a checkpoint to go back to it stops."""
-        reason = f"the alarm {alarm} has stayed: {ILLNESSES[alarm].title.lower()}"
+        illness = ILLNESSES[alarm]
+        reason = f"the alarm {alarm} has stayed: {illness.title.lower()}"
         if kind == "rollback" and checkpoint is not None:
             told = f"{reason}; training goes back to the checkpoint of iteration {checkpoint}"
             event = DoctorEvent(iteration, "rollback", alarm, "alarm", told, value=checkpoint)
@@ -137,7 +123,7 @@ class MedicalRecord:
         self._tell(False, f"iteration {iteration}: {told}")
         self.events.append(event)
         self._write()
-        return Request(kind, iteration, told, checkpoint)
+        return Request(kind, iteration, told, checkpoint, illness.remedy)
 
     def state(self) -> list[dict[str, Any]]:
         """Return the events as plain values."""

@@ -1,0 +1,163 @@
+"""Whole runs that the doctor rolls back and stops: killed, resumed, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_lightning import fitting
+from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.runs.doctor_log import read_events
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.resume import checkpoint_iteration
+from rlhf_lightning.runs.stopping import RunStoppedError
+from rlhf_lightning.train import run
+from tests.entry.small_runs import completed, configuration
+
+pytestmark = pytest.mark.timeout(600)
+
+# The estimate of KL is above 0 for the first time at iteration 3, and the alarm has stayed at 5.
+ILL = (
+    "doctor=act",
+    "artifacts.reward=null",
+    "trainer.limit_train_batches=9",
+    "doctor.thresholds.kl_high_warn=1e-12",
+    "doctor.thresholds.kl_high_alarm=1e-11",
+    "doctor.thresholds.raise_after=1",
+    "doctor.thresholds.clear_after=9",
+    "doctor.actions.alarm_patience=2",
+    "doctor.actions.max_rollbacks=2",
+    "callbacks.checkpoint.keep_last=1",
+)
+BEST, STOPPED = 2, 5
+
+
+def stopped(folder: Path, start: Path) -> tuple[RunFolder, str]:
+    with pytest.raises(RunStoppedError, match="the doctor, after iteration") as error:
+        completed(folder, "ppo", start, *ILL)
+    return RunFolder(folder), str(error.value)
+
+
+def go_on(folder: RunFolder, start: Path, *overrides: str) -> None:
+    """Do what `resume=auto` does, or the user with `ckpt_path`."""
+    newest = f"ckpt_path={folder.last_checkpoint}"
+    run(configuration("ppo", start, *ILL, newest, *overrides), folder, [])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, start: Path) -> tuple[RunFolder, str]:
+    return stopped(tmp_path_factory.mktemp("rolled_back") / "whole", start)
+
+
+def state_of(folder: RunFolder) -> Any:
+    return torch.load(folder.last_checkpoint, weights_only=True)
+
+
+def test_a_run_is_rolled_back_to_its_best_checkpoint_and_then_stopped(whole):
+    folder, _ = whole
+    summary = json.loads(folder.summary.read_text())
+    assert summary["status"] == "stopped"
+    assert "has stayed" in summary["cause"]
+    ends = [a for a in summary["actions"] if a["kind"] in ("rollback", "stop")]
+    assert [a["kind"] for a in ends] == ["rollback", "rollback", "stop"]
+    assert [a["iteration"] for a in ends] == [STOPPED] * 3
+    rows = read_metrics(folder.metrics)
+    iterations = [int(row["iteration"]) for row in rows]
+    assert iterations == list(range(1, STOPPED + 1)), "what was discarded is cut from the table"
+    assert all(a["message"].endswith(f"iteration {BEST}") for a in ends[:2])
+    coefs = [row["ppo/kl_coef"] for row in rows]
+    assert coefs[BEST - 1] == pytest.approx(0.05)
+    assert coefs[BEST] == pytest.approx(0.2), "the last fit trains with the second change"
+    assert "training goes back" in folder.report.read_text()
+
+
+def test_the_second_rollback_to_a_checkpoint_goes_a_step_further_than_the_first(whole):
+    folder, _ = whole
+    changes = [
+        event.changes
+        for event in read_events(folder.doctor)
+        if event.kind == "action" and event.name == "rollback"
+    ]
+    assert changes == [
+        {"kl_coef": [0.05, 0.1]},
+        {"learning_rate_factor": [1.0, 0.5]},
+        {"kl_coef": [0.05, 0.2]},
+        {"learning_rate_factor": [1.0, 0.25]},
+    ]
+    assert state_of(folder)["controls"]["learning_rate_factor"] == 0.25
+
+
+def killed_after(rollbacks: int) -> Any:
+    def hook(doctor: Doctor, trainer: Any, *_: Any) -> None:
+        if doctor.practice.rollbacks == rollbacks and current_iteration(trainer) == BEST + 1:
+            raise KeyError("killed")
+
+    return (Doctor, "on_train_batch_start", hook)
+
+
+def killed_before() -> Any:
+    def write(*_: Any) -> None:
+        raise KeyError("killed")
+
+    return (fitting, "write_handover", write)
+
+
+@pytest.mark.parametrize(
+    ("kill", "newest"),
+    [
+        (killed_after(1), BEST),
+        pytest.param(killed_after(2), BEST, marks=pytest.mark.slow),
+        pytest.param(killed_before(), STOPPED, marks=pytest.mark.slow),
+    ],
+    ids=["after the first", "after the second", "before the first"],
+)
+def test_a_run_killed_around_a_rollback_and_resumed_is_the_run_never_killed(
+    whole, tmp_path, start, monkeypatch, kill, newest
+):
+    folder = RunFolder(tmp_path / "killed")
+    monkeypatch.setattr(*kill)
+    with pytest.raises(KeyError, match="killed"):
+        completed(folder.path, "ppo", start, *ILL)
+    monkeypatch.undo()
+    assert checkpoint_iteration(folder.last_checkpoint) == newest
+    with pytest.raises(RunStoppedError, match="the doctor, after iteration"):
+        go_on(folder, start)
+    ours, theirs = state_of(folder), state_of(whole[0])
+    assert ours["callbacks"]["Doctor"] == theirs["callbacks"]["Doctor"]
+    assert ours["callbacks"]["Doctor"]["practice"]["rollbacks"] == 2
+    assert ours["controls"] == theirs["controls"]
+    assert ours["state_dict"].keys() == theirs["state_dict"].keys()
+    for name, value in theirs["state_dict"].items():
+        assert torch.equal(ours["state_dict"][name], value), name
+    assert folder.doctor.read_bytes() == whole[0].doctor.read_bytes()
+    for a, b in zip(read_metrics(folder.metrics), read_metrics(whole[0].metrics), strict=True):
+        for name in a.keys() | b.keys():
+            if not name.startswith(("time/", "throughput/")):
+                assert a[name] == b[name], (name, a["iteration"])
+
+
+@pytest.mark.slow
+def test_a_run_that_the_doctor_stopped_goes_on_when_it_is_resumed(whole, tmp_path, start):
+    folder = RunFolder(tmp_path / "again")
+    shutil.copytree(whole[0].path, folder.path, symlinks=True)
+    with pytest.raises(RunStoppedError, match="the doctor, after iteration 8"):
+        go_on(folder, start)
+    assert [int(row["iteration"]) for row in read_metrics(folder.metrics)] == list(range(1, 9))
+    kinds = [event.kind for event in read_events(folder.doctor)]
+    assert (kinds.count("rollback"), kinds.count("stop")) == (2, 2)
+    go_on(folder, start, "doctor.actions.on_alarm=none")
+    assert json.loads(folder.summary.read_text())["status"] == "completed"
+    assert len(read_metrics(folder.metrics)) == 9
+
+
+def test_a_stop_says_what_helps_and_how_to_go_on(whole):
+    folder, message = whole
+    assert "raise kl_coef (0.05, 0.1, 0.2), or set kl_target" in message
+    assert f"ckpt_path={folder.last_checkpoint}" in message
+    assert "stops if the alarm stays for 2 iterations more" in message
