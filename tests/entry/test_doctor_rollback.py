@@ -74,6 +74,8 @@ def test_a_run_is_rolled_back_to_its_best_checkpoint_and_then_stopped(whole):
     coefs = [row["ppo/kl_coef"] for row in rows]
     assert coefs[BEST - 1] == pytest.approx(0.05)
     assert coefs[BEST] == pytest.approx(0.2), "the last fit trains with the second change"
+    rates = [row["ppo/learning_rate"] for row in rows]
+    assert rates[BEST] / rates[BEST - 1] < 0.3, "and at a quarter of the rates"
     assert "training goes back" in folder.report.read_text()
 
 

@@ -204,7 +204,7 @@ class Doctor(Callback):
         trainer.should_stop = True
 
     def _change(self, module: Any, treatment: Treatment, iteration: int) -> None:
-        apply(module.controls, treatment)
+        apply(module, treatment)
         self.record.note_action(iteration, treatment)
 
     # -- telling ----------------------------------------------------------------------------
