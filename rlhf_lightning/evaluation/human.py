@@ -17,6 +17,7 @@ from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.evaluation.policy import CONFIDENCE, PolicyAnswers
 from rlhf_lightning.evaluation.reward_check import reward_check
 from rlhf_lightning.evaluation.win_rate import win_rate
+from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.records import Label, Pair, Side
 from rlhf_lightning.preferences.rows import read_records, to_row
 from rlhf_lightning.preferences.store import LabelStore
@@ -175,59 +176,89 @@ def labelling_command(folder: Path) -> str:
 
 
 def human_measures(
-    key: Sequence[KeyRow], labels: Iterable[Label], *, score_scale: float = 1.0
+    key: Sequence[KeyRow], labels: Iterable[Label], *, score_scale: float | None = None
 ) -> dict[str, float]:
     """Return people's win rate, how far they agree, and how a reward model stands up to them.
 
     A pair is won by the side that more of its raters chose; a tie, and `both_bad`, is half a vote
-    for each. Answers that are the same text are ties. `skip` counts nowhere.
+    for each. `skip` counts nowhere. Answers that are the same text are ties, of which there are
+    as many as if the others had all been labelled: while labels are missing, each tie weighs the
+    share of the different pairs that have some.
 
     Args:
         key: of the pairs.
         labels: of people.
         score_scale: by which the difference of two scores is a log-odds, such as the standard
-            deviation by which the reward model's head was normalized.
+            deviation by which the reward model's head was normalized; None where nobody knows.
 
     Returns:
         `val/human_win_rate` with `_low` and `_high` (Wilson 95 %), `val/human_tie_rate`,
-        `val/human_num_pairs`, `val/human_num_labels`, `val/human_agreement` (of two raters of a
-        pair, where there are two) and, with scores, the measures of `reward_check`.
+        `val/human_identical_rate` (the share of prompts that both answered with the same text),
+        `val/human_num_pairs` (that somebody labelled), `val/human_num_labels`,
+        `val/human_agreement` (of two raters of a pair, where there are two) and, with scores, the
+        measures of `reward_check`; its calibration error only with `score_scale`.
 
     Raises:
         ValueError: if no pair of the key was labelled.
     """
     shares, agreement, count = _votes(key, labels)
-    judged = [i for i, share in enumerate(shares) if share is not None]
     if not count:
         raise ValueError("none of the labels is about a pair of this evaluation")
-    policy = [share for share in shares if share is not None]
-    result = win_rate(policy, [1 - share for share in policy], confidence=CONFIDENCE)
-    found = {
-        "val/human_win_rate": result.rate,
-        "val/human_win_rate_low": result.low,
-        "val/human_win_rate_high": result.high,
-        "val/human_tie_rate": result.ties / len(policy),
-        "val/human_num_pairs": float(len(policy)),
-        "val/human_num_labels": float(count),
-    }
+    labelled = {index: share for index, share in enumerate(shares) if share is not None}
+    found = _rates(list(labelled.values()), num_rows=len(key), num_different=len(_different(key)))
+    found["val/human_num_labels"] = float(count)
     if agreement is not None:
         found["val/human_agreement"] = agreement
     gaps, lengths = [], []
-    for index, share in zip(judged, policy, strict=True):
+    for index, share in labelled.items():
         row = key[index]
         if row.policy_score is None or row.baseline_score is None or share == 0.5:
             continue
         sign = 1 if share > 0.5 else -1  # chosen minus rejected
-        gaps.append(sign * (row.policy_score - row.baseline_score) * score_scale)
+        gaps.append(sign * (row.policy_score - row.baseline_score) * (score_scale or 1.0))
         lengths.append(sign * (row.policy_length - row.baseline_length))
-    return found | (reward_check(gaps, lengths, "val/human_reward") if gaps else {})
+    if gaps:
+        known = score_scale is not None
+        found |= reward_check(gaps, lengths, "val/human_reward", log_odds=known)
+    return found
+
+
+def _rates(shares: Sequence[float], *, num_rows: int, num_different: int) -> dict[str, float]:
+    """Return the rates of the labelled pairs and of the ties that nobody is asked about.
+
+    Args:
+        shares: of the policy's votes, of each labelled pair.
+        num_rows: prompts that were drawn.
+        num_different: of them, those with two different answers.
+    """
+    asked = win_rate(shares, [1 - share for share in shares], confidence=CONFIDENCE)
+    identical = (num_rows - num_different) * len(shares) / num_different
+    ties, rows = asked.ties + identical, len(shares) + identical
+    wins = asked.wins + ties / 2
+    low, high = wilson_interval(wins, rows, confidence=CONFIDENCE)
+    return {
+        "val/human_win_rate": wins / rows,
+        "val/human_win_rate_low": low,
+        "val/human_win_rate_high": high,
+        "val/human_tie_rate": ties / rows,
+        "val/human_identical_rate": 1 - num_different / num_rows,
+        "val/human_num_pairs": float(len(shares)),
+    }
+
+
+def _different(key: Sequence[KeyRow]) -> set[str]:
+    """Return the pairs whose answers are not the same text: those that raters see."""
+    return {row.pair_id for row in key if row.pair_id is not None}
 
 
 def _votes(
     key: Sequence[KeyRow], labels: Iterable[Label]
 ) -> tuple[list[float | None], float | None, int]:
-    """Return the policy's share of the votes by row, how often two raters agree, and the labels."""
-    known = {row.pair_id for row in key if row.pair_id is not None}
+    """Return the policy's share of the votes by row, how often two raters agree, and the labels.
+
+    A row without a label, and one that nobody is asked about, has None.
+    """
+    known = _different(key)
     given: dict[str, dict[str, str]] = defaultdict(dict)
     for label in labels:
         if label.pair_id in known and label.choice != "skip":
@@ -236,7 +267,7 @@ def _votes(
     same: list[bool] = []
     for row in key:
         if row.pair_id is None:
-            shares.append(0.5)
+            shares.append(None)
             continue
         votes = [_vote(choice, row) for choice in given[row.pair_id].values()]
         shares.append(sum(votes) / len(votes) if votes else None)

@@ -44,7 +44,7 @@ def explained_variance(
     return torch.where(total > rounding, explained, torch.full_like(total, math.nan))
 
 
-def wilson_interval(successes: float, n: int, *, confidence: float) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float, *, confidence: float) -> tuple[float, float]:
     """Return the Wilson score interval of a fraction.
 
     With `p = successes / n` and the normal quantile z, `(p + z^2/2n +- z sqrt(p(1-p)/n +
@@ -52,7 +52,7 @@ def wilson_interval(successes: float, n: int, *, confidence: float) -> tuple[flo
 
     Args:
         successes: 0 to n; a tie may count one half.
-        n: number of trials.
+        n: number of trials; some may weigh less than one.
         confidence: of the two-sided interval, such as 0.95.
 
     Returns:

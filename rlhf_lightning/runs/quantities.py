@@ -85,6 +85,7 @@ QUANTITIES: dict[str, Quantity] = {
     "val/judge_skipped": Quantity("unreadable replies of the judge"),
     "val/human_win_rate": Quantity("win rate by people", "share", (0.5, 1.0)),
     "val/human_tie_rate": Quantity("ties by people", "share"),
+    "val/human_identical_rate": Quantity("prompts with the same answer twice", "share"),
     "val/human_agreement": Quantity("agreement of people", "share", (0.6, 1.0)),
     "val/human_num_pairs": Quantity("pairs that people compared"),
     "val/human_num_labels": Quantity("labels of people"),

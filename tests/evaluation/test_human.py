@@ -51,16 +51,37 @@ def test_the_win_rate_counts_majorities_ties_and_equal_answers():
     labels += [label(split[0], sides[split[0]], name) for name in ("ann", "bob")]
     labels += [label(split[0], flip[sides[split[0]]], "cy")]
     found = human_measures(key, labels)
-    # won, lost, tied, split (2 of 3 votes) and the pair of equal answers
-    assert found["val/human_win_rate"] == pytest.approx((1 + 0 + 0.5 + 1 + 0.5) / 5)
-    assert found["val/human_tie_rate"] == pytest.approx(2 / 5)
-    assert found["val/human_num_pairs"] == 5
+    # won, lost, tied, split (2 of 3 votes); the pair of equal answers weighs 4 of 7
+    assert found["val/human_win_rate"] == pytest.approx(
+        (1 + 0 + 0.5 + 1 + 0.5 * 4 / 7) / (4 + 4 / 7)
+    )
+    assert found["val/human_tie_rate"] == pytest.approx((1 + 4 / 7) / (4 + 4 / 7))
+    assert found["val/human_identical_rate"] == pytest.approx(1 / 8)
+    assert found["val/human_num_pairs"] == 4
     assert found["val/human_num_labels"] == 6
     assert found["val/human_agreement"] == pytest.approx(1 / 3)
-    low, high = wilson_interval(3.0, 5, confidence=0.95)
+    low, high = wilson_interval(2.5 + 2 / 7, 4 + 4 / 7, confidence=0.95)
     assert found["val/human_win_rate_low"] == pytest.approx(low)
     assert found["val/human_win_rate_high"] == pytest.approx(high)
     assert found["val/human_reward_num_pairs"] == 3
+
+
+def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
+    mine = answers([f"a{i}" if i < 60 else "same" for i in range(100)])
+    theirs = answers([f"b{i}" if i < 60 else "same" for i in range(100)])
+    pairs, key = blind_pairs(mine, theirs, num_pairs=None, scored=False, seed=1)
+    sides = {row.pair_id: row.policy_side for row in key}
+    won = [label(pair.pair_id, sides[pair.pair_id]) for pair in pairs]
+    some, every = human_measures(key, won[:10]), human_measures(key, won)
+    assert len(won) == 60
+    assert some["val/human_win_rate"] == pytest.approx(every["val/human_win_rate"])
+    assert every["val/human_win_rate"] == pytest.approx(0.8)
+    ends = ("val/human_win_rate_low", "val/human_win_rate_high")
+    assert tuple(every[end] for end in ends) == pytest.approx(
+        wilson_interval(80, 100, confidence=0.95)
+    )
+    assert some[ends[0]] < every[ends[0]] < 0.8 < every[ends[1]] < some[ends[1]]
+    assert every["val/human_identical_rate"] == pytest.approx(0.4)
 
 
 def test_without_a_label_about_its_pairs_there_is_nothing_to_say():
