@@ -156,8 +156,7 @@ def import_labels(cfg: DictConfig) -> Summary:
         summary = read_summary(folder)
         where = folder.path / PEOPLE
         key, labels = read_key(where), read_labels(where, file)
-        scale = float(summary.metrics.get(SPREAD) or 1.0)
-        found = human_measures(key, labels, score_scale=scale)
+        found = human_measures(key, labels, score_scale=summary.metrics.get(SPREAD))
     except (OSError, ValueError, BadRecordError, StoreError) as error:
         raise ConfigError(str(error)) from error
     kept = {k: v for k, v in summary.metrics.items() if not k.startswith("val/human_")}

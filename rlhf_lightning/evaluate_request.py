@@ -239,9 +239,15 @@ def _same_vocabulary(first: LoadedPolicy, second: LoadedPolicy) -> bool:
 
 
 def reward_spread(cfg: DictConfig) -> dict[str, float]:
-    """Return what the reward stage divided its scores by: it makes a difference a log-odds."""
+    """Return what the reward stage divided its scores by: it makes a difference a log-odds.
+
+    Nothing where a difference is none: scores of several models, of a function or a service, and
+    those that the scorer scales or turns into probabilities itself.
+    """
     source = OmegaConf.select(cfg, "scorer.source")
     if source is None or not Path(source).is_dir():
+        return {}
+    if cfg.scorer.get("output") == "probability" or cfg.scorer.get("std", 1.0) != 1.0:
         return {}
     try:
         value = read_manifest(source, verify=False).metrics.get(SPREAD)

@@ -12,13 +12,16 @@ from rlhf_lightning.functional.statistics import wilson_interval
 BINS = 10
 
 
-def reward_check(gaps: Sequence[float], lengths: Sequence[int], prefix: str) -> dict[str, float]:
+def reward_check(
+    gaps: Sequence[float], lengths: Sequence[int], prefix: str, *, log_odds: bool = True
+) -> dict[str, float]:
     """Return how a reward model ranks pairs whose better answer is known.
 
     Args:
-        gaps: score of the better answer minus that of the other, as log-odds.
+        gaps: score of the better answer minus that of the other.
         lengths: tokens of the better answer minus those of the other.
         prefix: of the names.
+        log_odds: whether `gaps` are log-odds; without, nothing is said of calibration.
 
     Returns:
         `<prefix>_accuracy` with `_low` and `_high` (Wilson 95 %; equal scores are wrong),
@@ -35,8 +38,9 @@ def reward_check(gaps: Sequence[float], lengths: Sequence[int], prefix: str) -> 
         f"{prefix}_accuracy_low": low,
         f"{prefix}_accuracy_high": high,
         f"{prefix}_num_pairs": float(len(gap)),
-        f"{prefix}_calibration_error": _calibration_error(gap),
     }
+    if log_odds:
+        found[f"{prefix}_calibration_error"] = _calibration_error(gap)
     unequal = longer != 0
     if unequal.any():
         wins = float((longer[unequal] > 0).mean())

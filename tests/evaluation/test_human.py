@@ -112,6 +112,16 @@ def test_the_calibration_error_is_that_of_torchmetrics():
     assert found > 0.01
 
 
+def test_nothing_is_said_of_calibration_where_scores_are_no_log_odds():
+    pairs, key = blind_pairs(*both(), num_pairs=None, scored=True, seed=1)
+    labels = [label(pair.pair_id, "first") for pair in pairs]
+    name = "val/human_reward_calibration_error"
+    unknown, known = human_measures(key, labels), human_measures(key, labels, score_scale=2.0)
+    assert name not in unknown
+    assert known.keys() - unknown.keys() == {name}
+    assert unknown["val/human_reward_accuracy"] == known["val/human_reward_accuracy"]
+
+
 def test_labels_are_read_from_a_file_and_only_those_of_people(tmp_path):
     mine, theirs = both()
     write_blind(tmp_path / "human", *blind_pairs(mine, theirs, num_pairs=4, scored=False, seed=1))
