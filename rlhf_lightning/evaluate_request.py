@@ -125,7 +125,7 @@ def build_sides(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> Sides:
     from rlhf_lightning.evaluation.held_out import HeldOutComparison
 
     source, judges, scorer = _judges(cfg, trusted)
-    records = _prompts(cfg, source)
+    held_out = _prompts(cfg, source)
     policy, baseline = _load(cfg, cfg.policy), _load(cfg, cfg.baseline)
     same = _same_vocabulary(policy, baseline)
     if scorer is not None and not same and "policy" in cfg.scorer:
@@ -136,12 +136,13 @@ def build_sides(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> Sides:
         )
     for model in scorer.build() if scorer is not None else []:
         model.to(policy.model.device)
-    (mine, theirs), asked = _questions(cfg, records, (policy, baseline), judges)
-    if not asked:
+    records = _drawn(cfg, held_out, (policy, baseline))
+    if not records:
         raise ConfigError(
-            f"none of {len(records)} prompts has at most prompts.max_length="
+            f"none of {len(held_out)} prompts has at most prompts.max_length="
             f"{cfg.prompts.max_length} tokens: raise it"
         )
+    mine, theirs = _questions(cfg, records, (policy, baseline), judges)
     return Sides(
         policy,
         baseline,
@@ -149,7 +150,7 @@ def build_sides(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> Sides:
         theirs,
         _sampling(cfg, baseline),
         same,
-        [records[index] for index in asked],
+        records,
     )
 
 
@@ -176,8 +177,8 @@ def _questions(
     records: Sequence[PromptRecord],
     sides: Sequence[LoadedPolicy],
     judges: Judges,
-) -> tuple[list[Questions], list[int]]:
-    """Return what each side is asked, as its tokenizer reads it, and the prompts that remain."""
+) -> list[Questions]:
+    """Return what each side is asked, as its tokenizer reads it."""
     from rlhf_lightning.evaluation.held_out import (
         Questions,
         encode_questions,
@@ -190,23 +191,42 @@ def _questions(
         "max_prompt_length": cfg.prompts.max_length,
         "batch_size": cfg.evaluation.batch_size,
     }
-    batches, asked = encode_questions(records, tokenizers, **same, answers_per_prompt=several)
+    batches, _ = encode_questions(records, tokenizers, **same, answers_per_prompt=several)
     dangers = [] if judges.safety is None else judges.safety.records()
     try:
         safety = encode_safety_prompts(dangers, tokenizers, **same, setting="prompts.max_length")
     except ValueError as error:
         raise ConfigError(str(error)) from error
     pairs = zip(batches, safety, strict=True)
-    return [Questions(own, unsafe, several) for own, unsafe in pairs], asked
+    return [Questions(own, unsafe, several) for own, unsafe in pairs]
 
 
 def _prompts(cfg: DictConfig, source: Any) -> list[PromptRecord]:
-    from rlhf_lightning.data.records import prompt_key
-
-    found = {prompt_key(record): record for record in source.records("prompts", cfg.prompts.split)}
+    found: list[PromptRecord] = source.records("prompts", cfg.prompts.split)
     if not found:
         raise ConfigError(f"world={cfg.world.name} has no prompts in {cfg.prompts.split}")
-    return list(found.values())[: cfg.evaluation.num_prompts]
+    return found
+
+
+def _drawn(
+    cfg: DictConfig, records: Sequence[PromptRecord], sides: Sequence[LoadedPolicy]
+) -> list[PromptRecord]:
+    """Return the prompts that are asked, each once.
+
+    They are drawn as at the end of a stage, from all that are short enough: with its seed, number
+    and length they are the same ones.
+    """
+    from rlhf_lightning.data.encode import encode_prompt
+    from rlhf_lightning.data.record_datamodule import validation_part
+    from rlhf_lightning.data.records import prompt_key
+
+    def fits(record: PromptRecord) -> bool:
+        length = cfg.prompts.max_length
+        return all(encode_prompt(record, s.tokenizer, max_length=length) is not None for s in sides)
+
+    short = [record for record in records if fits(record)]
+    drawn = validation_part(short, cfg.evaluation.num_prompts, cfg.seed)
+    return list({prompt_key(record): record for record in drawn}.values())
 
 
 def _load(cfg: DictConfig, source: str) -> LoadedPolicy:
