@@ -13,6 +13,9 @@ from scipy.special import expit
 from torch import Tensor
 
 from rlhf_lightning.evaluation.win_rate import WinRate, win_rate
+from rlhf_lightning.functional.statistics import wilson_interval
+
+FEW = 10  # prompts, below which a percentile bootstrap is far too narrow
 
 
 class Interval(NamedTuple):
@@ -35,7 +38,9 @@ def bootstrap_win_rate(
     """Return the win rate over all pairs of answers to a prompt, its interval over prompts.
 
     Answers to one prompt are alike, so they are no independent trials: prompts are resampled, each
-    with all its answers. With one answer a prompt use `win_rate`, whose interval is Wilson's.
+    with all its answers. Resampling prompts that agree, or very few, says nothing of the next one:
+    there the interval is Wilson's on the number of prompts, which is never too narrow. With one
+    answer a prompt use `win_rate`, whose interval is always Wilson's.
 
     Args:
         policy_scores: `[N, K]`, K answers to each of N prompts.
@@ -48,7 +53,7 @@ def bootstrap_win_rate(
     Raises:
         ValueError: if the numbers of prompts differ or a score is NaN.
 
-    Source: Efron 1979.
+    Source: Efron 1979; Wilson 1927.
     """
     policy, baseline = policy_scores.double(), baseline_scores.double()
     if policy.ndim != 2 or baseline.ndim != 2 or len(policy) != len(baseline):
@@ -61,6 +66,10 @@ def bootstrap_win_rate(
     difference = policy.unsqueeze(2) - baseline.unsqueeze(1)  # [N, K, L]
     won = (difference > tolerance).double() + 0.5 * (difference.abs() <= tolerance).double()
     by_prompt = won.mean((1, 2)).numpy()
+    count = len(by_prompt)
+    if count and (count < FEW or np.ptp(by_prompt) == 0):
+        mean = float(by_prompt.mean())
+        return Interval(mean, *wilson_interval(mean * count, count, confidence=confidence))
     return bootstrap_mean(by_prompt, confidence=confidence, seed=seed, num_resamples=num_resamples)
 
 

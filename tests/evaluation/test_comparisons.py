@@ -12,6 +12,7 @@ from rlhf_lightning.evaluation.comparisons import (
     length_controlled_win_rate,
     win_rate_by_domain,
 )
+from rlhf_lightning.functional.statistics import wilson_interval
 
 
 def test_every_pair_of_answers_to_a_prompt_is_compared_and_ties_count_one_half():
@@ -20,6 +21,23 @@ def test_every_pair_of_answers_to_a_prompt_is_compared_and_ties_count_one_half()
     result = bootstrap_win_rate(policy, baseline, confidence=0.9, seed=0)
     # First prompt: 1<2, 1<3, 3>2, 3=3 -> 1.5 / 4. Second: 0<1, 0=0, twice -> 1 / 4.
     assert result.mean == pytest.approx((1.5 + 1) / 8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "baseline", "rate"),
+    [
+        (torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), 0.5),  # one prompt
+        (torch.ones(40, 3), torch.zeros(40, 3), 1.0),  # all win
+        (torch.zeros(40, 3), torch.ones(40, 3), 0.0),
+        (torch.tensor([[1.0, 1.0]] * 3 + [[0.0, 0.0]]), torch.full((4, 2), 0.5), 0.75),  # few
+    ],
+)
+def test_prompts_that_agree_or_are_few_have_wilsons_interval(policy, baseline, rate):
+    count = len(policy)
+    result = bootstrap_win_rate(policy, baseline, confidence=0.95, seed=0)
+    assert result.mean == pytest.approx(rate)
+    assert (result.low, result.high) == wilson_interval(rate * count, count, confidence=0.95)
+    assert result.high - result.low > 0.08
 
 
 def test_answers_of_one_prompt_are_no_independent_trials():
