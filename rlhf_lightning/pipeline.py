@@ -35,7 +35,7 @@ from rlhf_lightning.pipeline_state import (
     FAILED_GATE,
     RUNNING,
     Outcome,
-    find_shorter_pipeline,
+    find_begun_pipeline,
     read_state,
     set_aside,
     write_state,
@@ -43,7 +43,7 @@ from rlhf_lightning.pipeline_state import (
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.quantities import duration
-from rlhf_lightning.runs.resume import config_hash, find_unfinished_run
+from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.summary import (
     Status,
     Summary,
@@ -102,11 +102,11 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
 
 
 def _where(cfg: DictConfig, folder: RunFolder, digest: str) -> Path:
-    """Return the folder of the run: one that was begun or has fewer rounds, or the new one."""
+    """Return the folder of the run: the newest if it is unfinished or short of rounds, or a new one."""
     if cfg.resume != "auto":
         return folder.path
     root = Path(cfg.paths.outputs) / cfg.name
-    begun = find_unfinished_run(root, digest) or find_shorter_pipeline(root, digest, cfg.rounds)
+    begun = find_begun_pipeline(root, digest, cfg.rounds)
     if begun is None:
         return folder.path
     say(f"going on with {begun.path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.lock import is_claimed
 from rlhf_lightning.runs.summary import read_summary
 
+logger = logging.getLogger(__name__)
 STATE = "pipeline.json"
 RUNNING, DONE, FAILED_GATE = "running", "passed", "gate failed"
 _ROUND = re.compile(r"round_(\d+)/")
@@ -45,22 +47,32 @@ def read_state(folder: Path) -> dict[str, Outcome]:
     return {outcome.step: outcome for outcome in found}
 
 
-def find_shorter_pipeline(root: Path, config_hash: str, rounds: int) -> RunFolder | None:
-    """Return the newest completed pipeline of this configuration with fewer rounds, or None.
+def find_begun_pipeline(root: Path, config_hash: str, rounds: int) -> RunFolder | None:
+    """Return the newest pipeline of this configuration if there is something left to do, or None.
+
+    What is older than it is left alone: it was given up for the newer one. One that another process
+    is writing is not gone on with either.
 
     Args:
         root: `outputs/<name>`.
         config_hash: of the pipeline; the rounds are no part of it.
         rounds: that are wanted now.
     """
-    for path in sorted(root.glob("*"), reverse=True):
+    for path in sorted((p for p in root.glob("*") if p.is_dir()), reverse=True):
         folder = RunFolder(path)
-        if not (path / STATE).is_file() or not folder.summary.is_file():
+        try:
+            summary = read_summary(folder)
+        except (FileNotFoundError, ValueError):
             continue
-        summary = read_summary(folder)
-        if summary.config_hash == config_hash and summary.status == "completed":
-            done = max(int(_ROUND.match(step)[1]) for step in read_state(path))  # type: ignore[index]
-            return folder if done < rounds and not is_claimed(path) else None
+        if summary.config_hash != config_hash:
+            continue
+        if is_claimed(path):
+            logger.warning("%s is under way in another process: beginning a new one", path)
+            return None
+        if summary.status != "completed":
+            return folder
+        done = max((int(_ROUND.match(step)[1]) for step in read_state(path)), default=0)  # type: ignore[index]
+        return folder if 0 < done < rounds else None
     return None
 
 

@@ -19,10 +19,11 @@ from rlhf_lightning.pipeline_state import (
     DONE,
     FAILED_GATE,
     Outcome,
-    find_shorter_pipeline,
+    find_begun_pipeline,
     write_state,
 )
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
 from rlhf_lightning.trial_build import check_run
 from tests.entry.small_runs import make_start
@@ -167,9 +168,28 @@ def test_a_failed_gate_of_a_later_round_is_blamed_and_accepted_there(working_fol
     assert "<h2>Rounds</h2>" in folder.report.read_text()
     # It is complete now: the same call begins a new pipeline, one for more rounds goes on.
     root, digest = folder.path.parent, found.config_hash
-    assert find_shorter_pipeline(root, digest, 2) is None
-    assert find_shorter_pipeline(root, digest, 3).path == folder.path
-    assert find_shorter_pipeline(root, "another", 3) is None
+    assert find_begun_pipeline(root, digest, 2) is None
+    assert find_begun_pipeline(root, digest, 3).path == folder.path
+    assert find_begun_pipeline(root, "another", 3) is None
+
+
+def test_the_newest_pipeline_decides_what_is_gone_on_with(tmp_path: Path) -> None:
+    made = new_summary("pipeline", seed=1, config_hash="x")
+    steps = {"round_1/ppo": Outcome("round_1/ppo", (), DONE)}
+    days = {"2026-11-02": "failed", "2026-11-03": "completed", "2026-11-04": "failed"}
+    for day, status in days.items():
+        folder = RunFolder(tmp_path / f"{day}_09-00-00").create()
+        digest = "another" if day == "2026-11-04" else "x"
+        write_summary(folder, replace(made, status=status, config_hash=digest))
+        write_state(folder.path, steps)
+    # Monday's failure was given up for Tuesday's success; Wednesday's is of other experiments.
+    assert find_begun_pipeline(tmp_path, "x", 1) is None
+    assert find_begun_pipeline(tmp_path, "x", 3).path.name == "2026-11-03_09-00-00"
+    thursday = RunFolder(tmp_path / "2026-11-05_09-00-00").create()
+    write_summary(thursday, replace(made, status="stopped"))
+    assert find_begun_pipeline(tmp_path, "x", 3).path == thursday.path
+    with claim_run(thursday.path):
+        assert find_begun_pipeline(tmp_path, "x", 3) is None
 
 
 def check_second_round(made: Path, start: Path) -> None:
