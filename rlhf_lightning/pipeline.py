@@ -102,7 +102,7 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
 
 
 def _where(cfg: DictConfig, folder: RunFolder, digest: str) -> Path:
-    """Return the folder of the run: the newest if it is unfinished or short of rounds, or a new one."""
+    """Return the folder of the run: the newest if there is something left to do, or a new one."""
     if cfg.resume != "auto":
         return folder.path
     root = Path(cfg.paths.outputs) / cfg.name

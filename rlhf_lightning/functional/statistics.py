@@ -74,4 +74,5 @@ def wilson_interval(successes: float, n: float, *, confidence: float) -> tuple[f
     centre = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    low, high = (centre - half) / scale, (centre + half) / scale
+    return min(max(0.0, low), p), max(min(1.0, high), p)  # rounding may pass by p at 0 and 1

@@ -12,7 +12,10 @@ from hydra import compose, initialize_config_dir
 
 from rlhf_lightning.assembly import assemble
 from rlhf_lightning.composition import ConfigError, conf_dir
+from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.evaluation.human import KEY, PAIRS, STORE
+from rlhf_lightning.held_out_prompts import prompt_data
 from rlhf_lightning.preferences.annotators import now
 from rlhf_lightning.preferences.records import Label, Pair
 from rlhf_lightning.preferences.rows import read_records
@@ -97,6 +100,17 @@ def test_an_evaluation_leaves_a_run_folder_with_every_measure(evaluated: RunFold
     samples = read_samples(evaluated.samples)
     assert len(samples) == 24
     assert {"prompt", "response", "baseline_response", "score", "domain"} <= set(samples[0])
+
+
+def test_the_prompts_are_those_that_a_stage_asks_at_its_end(
+    evaluated: RunFolder, start: Path
+) -> None:
+    asked = [sample["prompt"] for sample in read_samples(evaluated.samples)]
+    cfg = configuration("ppo", start, "evaluation.num_prompts=24", "evaluation.batch_size=8")
+    batches = prompt_data(cfg, demo_tokenizer(), num_prompts=24).val_dataloader()
+    assert asked == [text for batch in batches for text in batch.columns["prompt"]]
+    first = DemoSource(seed=1).records("prompts", "validation")[:24]
+    assert asked != [record.prompt for record in first]
 
 
 def test_what_raters_see_does_not_tell_who_wrote_it(evaluated: RunFolder) -> None:

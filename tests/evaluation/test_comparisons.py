@@ -37,6 +37,7 @@ def test_prompts_that_agree_or_are_few_have_wilsons_interval(policy, baseline, r
     result = bootstrap_win_rate(policy, baseline, confidence=0.95, seed=0)
     assert result.mean == pytest.approx(rate)
     assert (result.low, result.high) == wilson_interval(rate * count, count, confidence=0.95)
+    assert result.low <= result.mean <= result.high
     assert result.high - result.low > 0.08
 
 
