@@ -217,8 +217,8 @@ def _drawn(
     and length they are the same ones.
     """
     from rlhf_lightning.data.encode import encode_prompt
-    from rlhf_lightning.data.record_datamodule import validation_part
     from rlhf_lightning.data.records import prompt_key
+    from rlhf_lightning.data.sampler import validation_part
 
     def fits(record: PromptRecord) -> bool:
         length = cfg.prompts.max_length

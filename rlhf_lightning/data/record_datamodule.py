@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from lightning import LightningDataModule
@@ -21,12 +21,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
 from rlhf_lightning.data.records import RecordKind, Split
-from rlhf_lightning.data.sampler import SequentialBatchSampler, StreamBatchSampler, stream_generator
+from rlhf_lightning.data.sampler import (
+    SequentialBatchSampler,
+    StreamBatchSampler,
+    stream_generator,
+    validation_part,
+)
 from rlhf_lightning.data.sources import RecordSource
 from rlhf_lightning.data.summary import DataSummary, render_examples, summarize
 
 VALIDATION_BATCH_FACTOR = 2
-RowT = TypeVar("RowT")
 
 
 class _Rows(Dataset[Any]):
@@ -287,20 +291,6 @@ class RecordDataModule(LightningDataModule):
 
     def _part_of(self, rows: list[Any]) -> list[Any]:
         return validation_part(rows, self.max_validation_rows, self.seed)
-
-
-def validation_part(rows: list[RowT], count: int | None, seed: int) -> list[RowT]:
-    """Return a random part of the held-out rows in their order, the same for every caller.
-
-    Args:
-        rows: all that are held out and not too long.
-        count: of the part; None for all.
-        seed: of the drawing.
-    """
-    if count is None or len(rows) <= count:
-        return rows
-    order = torch.randperm(len(rows), generator=stream_generator(seed, "validation rows", 0))
-    return [rows[i] for i in sorted(order[:count].tolist())]
 
 
 def _check_positive(*, or_zero: bool = False, **values: float | None) -> None:

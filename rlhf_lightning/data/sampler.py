@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Sampler
 
 NUM_BATCHES_SORTED_TOGETHER = 16
+RowT = TypeVar("RowT")
 
 
 class StreamBatchSampler(Sampler[list[Any]]):
@@ -210,3 +211,17 @@ def stream_generator(seed: int, purpose: str, number: int) -> torch.Generator:
     """Return a generator that is a function of its arguments only."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{number}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def validation_part(rows: list[RowT], count: int | None, seed: int) -> list[RowT]:
+    """Return a random part of the held-out rows in their order, the same for every caller.
+
+    Args:
+        rows: all that are held out and not too long.
+        count: of the part; None for all.
+        seed: of the drawing.
+    """
+    if count is None or len(rows) <= count:
+        return rows
+    order = torch.randperm(len(rows), generator=stream_generator(seed, "validation rows", 0))
+    return [rows[i] for i in sorted(order[:count].tolist())]
