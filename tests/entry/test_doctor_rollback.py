@@ -111,16 +111,16 @@ def killed_before() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kill", "newest"),
+    ("kill", "newest", "left"),
     [
-        (killed_after(1), BEST),
-        pytest.param(killed_after(2), BEST, marks=pytest.mark.slow),
-        pytest.param(killed_before(), STOPPED, marks=pytest.mark.slow),
+        (killed_after(1), BEST, 1),
+        pytest.param(killed_after(2), BEST, 0, marks=pytest.mark.slow),
+        pytest.param(killed_before(), STOPPED, 2, marks=pytest.mark.slow),
     ],
     ids=["after the first", "after the second", "before the first"],
 )
 def test_a_run_killed_around_a_rollback_and_resumed_is_the_run_never_killed(
-    whole, tmp_path, start, monkeypatch, kill, newest
+    whole, tmp_path, start, monkeypatch, caplog, kill, newest, left
 ):
     folder = RunFolder(tmp_path / "killed")
     monkeypatch.setattr(*kill)
@@ -128,8 +128,11 @@ def test_a_run_killed_around_a_rollback_and_resumed_is_the_run_never_killed(
         completed(folder.path, "ppo", start, *ILL)
     monkeypatch.undo()
     assert checkpoint_iteration(folder.last_checkpoint) == newest
+    caplog.clear()
     with pytest.raises(RunStoppedError, match="the doctor, after iteration"):
         go_on(folder, start)
+    # A run that had forgotten its rollbacks would make all of them again, and end alike.
+    assert sum("a new fit starts" in each.message for each in caplog.records) == left
     ours, theirs = state_of(folder), state_of(whole[0])
     assert ours["callbacks"]["Doctor"] == theirs["callbacks"]["Doctor"]
     assert ours["callbacks"]["Doctor"]["practice"]["rollbacks"] == 2
