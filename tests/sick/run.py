@@ -4,7 +4,8 @@
     python -m tests.sick.run --report --out FOLDER
     python -m tests.sick.run --replay --out FOLDER   the same after a change of a threshold
 
-A result that is in FOLDER is not made again, and a run that was killed goes on. A sick run ends
+A result that is in FOLDER is not made again, several calls may fill it, and a run that was killed
+goes on. A sick run ends
 when all its detectors have fired. The models of the built-in world are looked for in `--artifacts`
 and trained there once where they are missing.
 """
@@ -211,6 +212,23 @@ def told_seeds(seeds: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
+def make_result(disease: str, seed: int, options: argparse.Namespace) -> None:
+    """Make the result of one run if it is not there; a call that makes it already is waited for."""
+    from rlhf_lightning.runs.lock import artifact_lock
+
+    path, runs = options.out / f"{disease}_{seed:02d}.json", options.out / "runs"
+    with artifact_lock(runs / path.stem):
+        if path.exists():
+            return
+        artifacts = options.artifacts.absolute()
+        result = run_one(disease, seed, artifacts, runs, whole=options.whole)
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps(result))
+        unfinished.rename(path)
+    told = f"{disease} seed {seed}: {fired(result)}, {result['cpu_seconds']} s"
+    print(f"{told}, {len(result['rows'])} iterations", flush=True)  # noqa: T201
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -236,21 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_artifacts(options.artifacts.absolute())
         for seed in options.seeds or [0]:
             for disease in options.disease:
-                path = options.out / f"{disease}_{seed:02d}.json"
-                if path.exists() or time.monotonic() > until:
-                    continue
-                result = run_one(
-                    disease,
-                    seed,
-                    options.artifacts.absolute(),
-                    options.out / "runs",
-                    whole=options.whole,
-                )
-                unfinished = path.with_suffix(".part")
-                unfinished.write_text(json.dumps(result))
-                unfinished.rename(path)
-                told = f"{disease} seed {seed}: {fired(result)}, {result['cpu_seconds']} s"
-                print(f"{told}, {len(result['rows'])} iterations", flush=True)  # noqa: T201
+                if time.monotonic() < until:
+                    make_result(disease, seed, options)
     results = read_results(options.out)
     if options.replay:
         results = [judged_again(r) for r in results]

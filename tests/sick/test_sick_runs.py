@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import os
+import threading
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.runs.lock import artifact_lock
 from tests.sick.diseases import DISEASES
 from tests.sick.run import (
     fired,
     judged_again,
     make_artifacts,
+    make_result,
     margins,
     report,
     run_one,
@@ -61,6 +65,23 @@ def test_seeds_are_read_as_ranges() -> None:
 def result(disease: str, seed: int, **raised: int) -> dict:
     alerts = [{"detector": name, "raised_at": t} for name, t in raised.items()]
     return {"disease": disease, "seed": seed, "alerts": alerts}
+
+
+def test_a_run_that_another_call_makes_is_waited_for_and_not_made_again(tmp_path: Path) -> None:
+    begun, result_file = threading.Event(), tmp_path / "healthy_01.json"
+
+    def another_call() -> None:
+        with artifact_lock(tmp_path / "runs" / "healthy_01"):
+            begun.set()
+            threading.Event().wait(0.5)
+            result_file.write_text("theirs")
+
+    other = threading.Thread(target=another_call)
+    other.start()
+    begun.wait()
+    make_result("healthy", 1, Namespace(out=tmp_path, artifacts=tmp_path / "none", whole=False))
+    other.join()
+    assert result_file.read_text() == "theirs"
 
 
 def test_the_table_says_how_many_runs_were_noticed_when_and_how_many_in_time() -> None:
