@@ -118,7 +118,7 @@ def test_validation_may_be_a_part_or_missing(tokenizer):
 
 
 def test_the_summary_and_examples_are_shown_before_training(tokenizer, caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         datamodule = demonstrations(tokenizer, show_examples=2)
         datamodule.setup()
     assert datamodule.summary.num_rows == 23
