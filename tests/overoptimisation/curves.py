@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from scipy import stats
 
 from tests.overoptimisation.plan import ENSEMBLE_OF, ENSEMBLES, PAIRS, SIZES
 
-STEP = 0.25  # width of a bin of sqrt(KL)
+STEP = 0.25  # of sqrt(KL)
 LEAST = 1.0  # below it no run has moved far enough to differ
 SINGLE = "_".join(ENSEMBLE_OF)
 
@@ -47,15 +48,27 @@ def binned(found: Sequence[Point]) -> dict[int, Point]:
     }
 
 
-def common_bins(runs: Sequence[Mapping[int, Point]]) -> list[int]:
-    """Return the bins from `LEAST` on that every run has passed through."""
-    shared = set.intersection(*(set(run) for run in runs)) if runs else set()
-    return sorted(number for number in shared if number * STEP >= LEAST)
+def at_distance(found: Sequence[Point], distance: float) -> Point | None:
+    """Return where a run first passed a sqrt(KL), between two iterations; None if it never did."""
+    for before, after in pairwise(found):
+        if before[0] < distance <= after[0]:
+            share = (distance - before[0]) / (after[0] - before[0])
+            proxy, gold = (before[i] + share * (after[i] - before[i]) for i in (1, 2))
+            return distance, proxy, gold
+    return None
 
 
-def mean_over(run: Mapping[int, Point], bins: Sequence[int]) -> tuple[float, float, float]:
-    """Return mean proxy - gold, proxy and gold over some bins, each bin counting once."""
-    proxy, gold = (statistics.fmean(run[number][axis] for number in bins) for axis in (1, 2))
+def common_distances(runs: Sequence[Sequence[Point]]) -> list[float]:
+    """Return the distances from `LEAST` on, `STEP` apart, that every run has passed."""
+    farthest = min(max(point[0] for point in run) for run in runs)
+    steps = range(math.ceil(LEAST / STEP), math.floor(farthest / STEP) + 1)
+    return [step * STEP for step in steps]
+
+
+def mean_over(run: Sequence[Point], distances: Sequence[float]) -> tuple[float, float, float]:
+    """Return mean proxy - gold, proxy and gold of a run that passed all these distances."""
+    passed = [at_distance(run, distance) for distance in distances]
+    proxy, gold = (statistics.fmean(p[axis] for p in passed if p is not None) for axis in (1, 2))
     return proxy - gold, proxy, gold
 
 
@@ -93,21 +106,22 @@ def grid_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def ensemble_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return how much lower proxy - gold is under an ensemble than under its single members."""
-    by_name: dict[str, dict[int, dict[int, Point]]] = {}
+    by_name: dict[str, dict[int, list[Point]]] = {}
     for result in results:
         if result["condition"] in (SINGLE, *ENSEMBLES):
-            by_name.setdefault(result["condition"], {})[result["seed"]] = binned(points(result))
+            by_name.setdefault(result["condition"], {})[result["seed"]] = points(result)
     if set(by_name) != {SINGLE, *ENSEMBLES}:
         return []
     seeds = sorted(set.intersection(*(set(runs) for runs in by_name.values())))
-    bins = common_bins([by_name[name][seed] for name in by_name for seed in seeds])
-    if not bins or len(seeds) < 2:
-        return ["no sqrt(KL) that every run passed through"]
-    means = {n: {s: mean_over(by_name[n][s], bins) for s in seeds} for n in by_name}
-    low, high = bins[0] * STEP, (bins[-1] + 1) * STEP
+    if len(seeds) < 2:
+        return []
+    passed = common_distances([by_name[name][seed] for name in by_name for seed in seeds])
+    if not passed:
+        return [f"no sqrt(KL) from {LEAST:g} on that every run passed"]
+    means = {n: {s: mean_over(by_name[n][s], passed) for s in seeds} for n in by_name}
     lines = [
-        f"Runs of each: seeds {seeds}; {len(bins)} bins of sqrt(KL) within {low:g} to {high:g} "
-        "that every run passed through.",
+        f"Runs of each: seeds {seeds}; {len(passed)} distances sqrt(KL) from {passed[0]:g} to "
+        f"{passed[-1]:g} that every run passed.",
         "",
         "| paid by | proxy | gold | proxy - gold | less than single: proxy - gold | more than "
         "single: gold |",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.overoptimisation.curves import STEP, binned, points, report, t_interval
+from tests.overoptimisation.curves import STEP, at_distance, binned, points, report, t_interval
 from tests.overoptimisation.plan import ENSEMBLES, conditions, reward_models, reward_name
 
 
@@ -32,12 +32,18 @@ def test_a_bin_is_the_mean_of_the_iterations_inside_it():
     assert inside == {0: pytest.approx((0.015, 2.0, 0.5)), 1: (STEP + 0.01, 5.0, 5.0)}
 
 
+def test_a_distance_is_passed_first_between_two_iterations_and_not_on_the_way_back():
+    run = [(0.0, 0.0, 0.0), (2.0, 1.0, -1.0), (0.5, 9.0, 9.0), (2.0, 8.0, 8.0)]
+    assert at_distance(run, 1.5) == pytest.approx((1.5, 0.75, -0.75))
+    assert at_distance(run, 2.5) is None
+
+
 def test_the_report_finds_where_gold_turns_and_by_how_much_ensembles_are_nearer(tmp_path):
     runs = [recorded("large_few", seed, gold_falls=2.0) for seed in (1, 2, 3)]
     runs += [recorded(how, s, gold_falls=1.0 + 0.1 * s) for how in ENSEMBLES for s in (1, 2, 3)]
     text = report(runs, tmp_path)
     assert "| large, 500 pairs | 0.800 | 1.4" in text
-    assert "seeds [1, 2, 3]; 8 bins of sqrt(KL) within 1 to 3" in text
+    assert "seeds [1, 2, 3]; 8 distances sqrt(KL) from 1 to 2.75" in text
     # Gold falls by 0.7 to 0.9 less a unit beyond 1.5: the gap is smaller by as much.
     row = next(line for line in text.splitlines() if line.startswith("| minimum"))
     less = row.split("|")[5].split()
