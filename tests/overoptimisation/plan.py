@@ -8,7 +8,8 @@ from pathlib import Path
 WORLD = "demo_seed1"
 ITERATIONS = 50
 ROWS = 96
-MEMBERS = (1, 2, 3, 4)
+MEMBERS = (1, 2, 3, 4)  # of an ensemble
+SEEDS = tuple(range(1, 9))  # of runs; each has a single model of its own
 
 # A decoder of this shape, trained on the world's texts first; the large one is the SFT model.
 SMALL_BASE = (
@@ -74,13 +75,13 @@ def reward_overrides(size: str, pairs: str, member: int, root: Path) -> tuple[st
 def reward_models() -> list[tuple[str, str, int]]:
     """Return size, pairs and member of every reward model."""
     cells = [(size, pairs, 1) for size in SIZES for pairs in PAIRS]
-    return cells + [(*ENSEMBLE_OF, member) for member in MEMBERS if member != 1]
+    return cells + [(*ENSEMBLE_OF, seed) for seed in SEEDS if seed != 1]
 
 
 def conditions(seed: int) -> list[Condition]:
     """Return what is run with a seed: the grid with seed 1, single models and ensembles with all.
 
-    Seed s of the single model is paid by member s, the ensembles by all members.
+    Seed s of the single model is paid by model s, the ensembles by models 1 to 4.
     """
     found = []
     if seed == 1:

@@ -1,6 +1,6 @@
 """Train the reward models, run PPO against them, and draw what came out; any part of it.
 
-    python -m tests.overoptimisation.run --out FOLDER [--artifacts FOLDER] [--seeds 1-4]
+    python -m tests.overoptimisation.run --out FOLDER [--artifacts FOLDER] [--seeds 1-8]
     python -m tests.overoptimisation.run --report --out FOLDER [--pictures docs/images]
 
 What is there is not made again, and a run that was killed goes on. `--minutes N` starts nothing new
@@ -22,6 +22,7 @@ from typing import Any
 
 from tests.overoptimisation.curves import report
 from tests.overoptimisation.plan import (
+    SEEDS,
     SMALL_BASE,
     WORLD,
     Condition,
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--artifacts", type=Path, default=Path("artifacts"))
-    parser.add_argument("--seeds", type=seeds_of, default=[1, 2, 3, 4])
+    parser.add_argument("--seeds", type=seeds_of, default=list(SEEDS))
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--report", action="store_true", help="only read what is there")
     parser.add_argument("--pictures", type=Path, help="folder that the pictures are written to")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.overoptimisation.curves import STEP, at_distance, binned, points, report, t_interval
-from tests.overoptimisation.plan import ENSEMBLES, conditions, reward_models, reward_name
+from tests.overoptimisation.plan import ENSEMBLES, SEEDS, conditions, reward_models, reward_name
 
 
 def recorded(condition: str, seed: int, *, gold_falls: float) -> dict:
@@ -62,6 +62,6 @@ def test_the_interval_of_four_pairs_is_students():
 
 def test_every_run_has_the_reward_models_it_is_paid_by():
     made = {reward_name(*cell) for cell in reward_models()}
-    wanted = {name for seed in (1, 2, 3, 4) for c in conditions(seed) for name in c.rewards}
+    wanted = {name for seed in SEEDS for c in conditions(seed) for name in c.rewards}
     assert wanted == made
     assert [c.name for c in conditions(2)] == ["large_few", *ENSEMBLES]
