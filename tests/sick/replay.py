@@ -25,6 +25,7 @@ PANELS = (
     ("rollout/eos_fraction", "share that ends"),
     ("rollout/kl_per_token", "KL, nats a token"),
 )
+TREATED = ("ppo/kl_coef", "kl_coef")  # drawn where the doctor changed it
 
 
 def replay(
@@ -95,8 +96,12 @@ def draw(
     first: dict[str, int] = {}
     for iteration, change in found:
         first.setdefault(change.detector, iteration)
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 3.2), constrained_layout=True)
-    for axis, (metric, label) in zip(axes, PANELS, strict=True):
+    changed = len({row[TREATED[0]] for row in rows if TREATED[0] in row}) > 1
+    panels = (*PANELS, TREATED) if changed else PANELS
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(3 * len(panels), 3.2), constrained_layout=True
+    )
+    for axis, (metric, label) in zip(axes, panels, strict=True):
         axis.plot([row["iteration"] for row in rows], [row[metric] for row in rows], color="C0")
         for iteration in set(first.values()):
             axis.axvline(iteration, color="C3", linewidth=0.8, linestyle=":")
