@@ -15,7 +15,7 @@ ROWS = prompt_rows([3, 8, 5, 6])
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed")
 def test_without_vllm_the_error_says_what_to_install_and_what_to_use_instead():
-    with pytest.raises(ImportError, match=r"rlhf-lightning\[vllm\].*rollout=cached"):
+    with pytest.raises(ImportError, match=r"-e '\.\[vllm\]' in the checkout, or use rollout=cach"):
         VllmGenerator([EOS], PAD)
 
 
