@@ -195,17 +195,19 @@ def global_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def shard(
     model: nn.Module, strategy: Any, *, frozen: bool, compute_dtype: torch.dtype | None
 ) -> None:
-    """Shard `model` in place with FSDP2: one unit a decoder layer, one for the rest.
+    """Shard `model` in place with FSDP2: one unit a decoder layer or head, one for the rest.
+
+    A module that `keeps_dtype` is gathered in the dtype of its weights, whatever others are.
 
     Args:
         model: has its decoder layers in one `nn.ModuleList` (all Hugging Face decoders do).
-        strategy: `strategies.FSDP2Strategy`: its `device_mesh` may have several copies of the
+        strategy: `strategies.FSDP2Strategy`: `mesh_of_shards` may have several copies of the
             model. With `cpu_offload` the shards stay in the memory of the machine.
         frozen: reshard the root after its forward too; nobody will run its backward.
         compute_dtype: dtype of gathered weights and activations; None keeps the parameters'.
     """
     options: dict[str, Any] = {
-        "mesh": _mesh_of_shards(strategy.device_mesh),
+        "mesh": strategy.mesh_of_shards,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
     }
     if getattr(strategy, "cpu_offload", False):
@@ -213,6 +215,9 @@ def shard(
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for layer in max(lists, key=len, default=[]):
         fully_shard(layer, **options)
+    exact = options | {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+    for head in [m for m in model.modules() if getattr(m, "keeps_dtype", False)]:
+        fully_shard(head, **exact)
     # A frozen root would otherwise stay gathered for ever: FSDP2 keeps a root for its backward.
     fully_shard(model, reshard_after_forward=True if frozen else None, **options)
 
@@ -221,10 +226,6 @@ def mesh_in_groups(device_type: str, num_devices: int, shard_over: int) -> Any:
     """Return a mesh of all devices in groups of `shard_over` neighbours; see `shard`."""
     shape = (num_devices // shard_over, shard_over)
     return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
-
-
-def _mesh_of_shards(mesh: Any) -> Any:
-    return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from omegaconf import DictConfig
 from torchmetrics import Metric
 
-from rlhf_lightning.distributed import mesh_in_groups
+from rlhf_lightning.distributed import REPLICATE, SHARD, mesh_in_groups
 from rlhf_lightning.sharded_checkpoint import load_shards, load_whole, save_shards
 
 
@@ -58,6 +58,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._device_mesh = mesh_in_groups(kind, self.num_devices, self.shard_over)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def mesh_of_shards(self) -> Any:
+        """The mesh that a model is sharded over, with its copies where there are several."""
+        mesh: Any = self.device_mesh
+        return mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh[REPLICATE, SHARD]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class Float32Linear(nn.Linear):
         layer: gives the weights, which are not copied.
     """
 
+    keeps_dtype = True  # where the model is sharded
+
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(
             layer.in_features, layer.out_features, layer.bias is not None, device="meta"

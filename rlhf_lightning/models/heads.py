@@ -136,11 +136,11 @@ class ScalarHeadModel(nn.Module):
 
     Args:
         trunk: Hugging Face decoder without a language-model head.
-        head: `Linear(H, 1)` with a bias; computed in its own dtype, forward and backward, also
-            where both run under autocast.
+        head: see `scalar_head`; computed in its own dtype, forward and backward, also under
+            autocast and where the model is sharded.
     """
 
-    def __init__(self, trunk: PreTrainedModel, head: nn.Linear) -> None:
+    def __init__(self, trunk: PreTrainedModel, head: ScalarHead) -> None:
         super().__init__()
         use_short_attention(trunk)
         use_fused_layers(trunk)
@@ -157,10 +157,8 @@ class ScalarHeadModel(nn.Module):
         """Return `[N]` fp32 scalars at `positions` of the flattened `[b * W]` states."""
         asked = in_whole_blocks(positions)
         hidden = hidden_states(self.trunk, input_ids).flatten(0, 1)[asked]  # [N, H]
-        weight = self.head.weight
-        with torch.autocast(hidden.device.type, enabled=False):
-            scalars: Tensor = _Scalars.apply(hidden.to(weight.dtype), weight, self.head.bias)
-        return scalars[: len(positions)].float().clone()
+        scalars: Tensor = self.head(hidden)  # [N, 1]
+        return scalars[: len(positions), 0].float().clone()
 
     @torch.no_grad()
     def normalize(self, mean: float, std: float) -> None:
@@ -171,8 +169,26 @@ class ScalarHeadModel(nn.Module):
         """
         if not std > 0:
             raise ValueError(f"std={std} of the reward model's scores must be positive")
+        if hasattr(self.head, "reshard"):
+            self.head.reshard()  # FSDP2 throws away what is done to weights that it has gathered
         self.head.weight.div_(std)
         self.head.bias.sub_(mean).div_(std)
+
+
+class ScalarHead(nn.Linear):
+    """A `Linear(H, 1)` that is computed in its weights' dtype, forward and backward.
+
+    Sharded, it is a unit of its own, because the others gather their weights in the compute dtype:
+    in bf16 a score of 9 could only be 9 or 9.0625.
+    """
+
+    keeps_dtype = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return `[..., 1]` scalars of states `[..., H]` of any dtype."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            scalars: Tensor = _Scalars.apply(hidden.to(self.weight.dtype), self.weight, self.bias)
+        return scalars
 
 
 class _Scalars(torch.autograd.Function):
@@ -181,22 +197,22 @@ class _Scalars(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        return linear(hidden, weight, bias).squeeze(-1)  # [N]
+        return linear(hidden, weight, bias)  # [..., 1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        grad = grads[0].unsqueeze(-1)  # [N, 1]
+        rows, states = grads[0].reshape(-1, 1), hidden.reshape(-1, hidden.shape[-1])  # [N, H]
         with torch.autocast(hidden.device.type, enabled=False):
-            return grad @ weight, grad.T @ hidden, grad.sum(0)
+            return grads[0] @ weight, rows.T @ states, rows.sum(0)
 
 
-def scalar_head(hidden_size: int, *, init_std: float) -> nn.Linear:
-    """Return a `Linear(hidden_size, 1)` with N(0, init_std) weights (0: all zero), bias 0.
+def scalar_head(hidden_size: int, *, init_std: float) -> ScalarHead:
+    """Return a head with N(0, init_std) weights (0: all zero), bias 0.
 
     Source: Ziegler et al. 2019 use 0 for values and 1 / sqrt(hidden_size + 1) for rewards.
     """
-    head = nn.Linear(hidden_size, 1)
+    head = ScalarHead(hidden_size, 1)
     nn.init.normal_(head.weight, std=init_std) if init_std else nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head

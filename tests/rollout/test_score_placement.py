@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_lightning.distributed import mesh_in_groups, shard
+from rlhf_lightning.distributed import SHARD, mesh_in_groups, shard
 from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
@@ -156,7 +156,7 @@ def test_ranks_that_share_the_model_run_it_equally_often(tmp_path, monkeypatch):
 def one_rank():
     """A process group of this process alone, so that FSDP2 is the real one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield SimpleNamespace(device_mesh=mesh_in_groups("cpu", 1, 1))
+    yield SimpleNamespace(mesh_of_shards=mesh_in_groups("cpu", 1, 1)[SHARD])
     dist.destroy_process_group()
 
 

@@ -1,0 +1,88 @@
+"""What FSDP2 computes and keeps of a scalar model, on a process group of this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_lightning.distributed import SHARD, mesh_in_groups, shard
+from rlhf_lightning.finish import full_state
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.models.lora import AdaptedBase, add_scalar_model
+from tests.tiny import VOCABULARY, tiny_policy, tiny_scalar_model
+
+ROWS, WIDTH = 32, 16
+OFFSET = 9.0  # neighbouring numbers of bf16 are 1 / 16 apart there
+
+
+@pytest.fixture
+def one_rank() -> Iterator[SimpleNamespace]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield SimpleNamespace(mesh_of_shards=mesh_in_groups("cpu", 1, 1)[SHARD])
+    dist.destroy_process_group()
+
+
+def scalar_model(kind: str) -> ScalarHeadModel:
+    if kind == "whole":
+        return tiny_scalar_model("llama", bias=OFFSET)
+    base = AdaptedBase(tiny_policy("llama").model, LoraHparams(r=4, alpha=8))
+    model = add_scalar_model(base, "reward", init_std=0.3, seed=1)
+    torch.nn.init.constant_(model.head.bias, OFFSET)
+    return model
+
+
+def scores(model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, VOCABULARY, (ROWS, WIDTH), generator=generator)
+    result: torch.Tensor = model(ids, torch.arange(ROWS) * WIDTH + WIDTH - 1)
+    return result
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["whole", "lora"])
+def test_a_sharded_scalar_models_head_is_not_rounded_to_the_compute_dtype(kind, frozen, one_rank):
+    expected = scores(scalar_model(kind)).detach()
+    model = scalar_model(kind)
+    shard(model.root, one_rank, frozen=frozen, compute_dtype=torch.bfloat16)
+    got = scores(model)
+    assert len(got.unique()) == len(expected.unique()) == ROWS
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.2)  # the trunk's bf16
+    model.head.zero_grad()
+    (got * torch.arange(ROWS) / 3).sum().backward()
+    grad = model.head.bias.grad.full_tensor()
+    torch.testing.assert_close(grad, (torch.arange(ROWS) / 3).sum()[None])
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["whole", "lora"])
+def test_a_sharded_model_that_was_normalized_after_a_forward_is_saved_so(
+    kind, compute_dtype, one_rank
+):
+    whole, sharded = scalar_model(kind), scalar_model(kind)
+    shard(sharded.root, one_rank, frozen=False, compute_dtype=compute_dtype)
+    with torch.no_grad():
+        scores(sharded)  # the root keeps what it has gathered
+    whole.normalize(7.0, 2.5)
+    sharded.normalize(7.0, 2.5)
+    state = full_state(sharded)
+    assert state.keys() == whole.state_dict().keys()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(state[name], value), name
+    assert state["head.bias"].item() == pytest.approx((OFFSET - 7.0) / 2.5)
+    with torch.no_grad():
+        assert scores(sharded).mean().item() == pytest.approx(scores(whole).mean().item(), abs=0.05)
+
+
+def test_the_head_of_an_adapter_is_saved_as_it_was_trained_after_a_forward_too(one_rank):
+    model = scalar_model("lora")
+    trained = model.head.weight.detach().clone()
+    shard(model.root, one_rank, frozen=False, compute_dtype=torch.bfloat16)
+    with torch.no_grad():
+        scores(model)
+    assert torch.equal(full_state(model)["head.weight"], trained)
