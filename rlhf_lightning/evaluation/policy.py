@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.distributed import unsharded
+from rlhf_lightning.distributed import agreed_max, unsharded
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
@@ -142,7 +142,9 @@ def _sequence_kl(
         kl = kl_k1(new.logprobs, ref.logprobs)  # [B, R]
         return (torch.where(batch.response_mask, kl, 0).sum(-1),)
 
-    (kl,) = by_micro_batch(kl_of_rows, answers.attention_mask, sampling.micro_batch_size)
+    (kl,) = by_micro_batch(
+        kl_of_rows, answers.attention_mask, sampling.micro_batch_size, agree=agreed_max
+    )
     return kl.tolist()
 
 

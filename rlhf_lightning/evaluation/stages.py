@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.distributed import gathered
 from rlhf_lightning.evaluation.policy import Sampling, sample_answers
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.rollout.noise import RowNoise
@@ -42,7 +43,7 @@ def normalize_reward_model(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Fold mean 0 and std 1 over the SFT policy's samples into the reward model's head.
+    """Fold mean 0 and std 1 over all ranks' samples of the SFT policy into the head.
 
     A model that gives all samples one score, or one that is not finite, is left as it is, and a
     warning says so: what it was trained to can still be looked at.
@@ -58,7 +59,8 @@ def normalize_reward_model(
     answers = sample_answers(
         policy, batches, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
     )
-    scores = torch.tensor(answers.scores, dtype=torch.float64)
+    # Each rank folds them into its own share of the head: they must be the same on all.
+    scores = torch.tensor(sum(gathered(answers.scores), []), dtype=torch.float64)
     mean, std = float(scores.mean()), float(scores.std(correction=0))
     model.train(was_training)
     if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):

@@ -1,0 +1,74 @@
+"""Ranks that measure together: the same moments, and every shared model is run equally often."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from rlhf_lightning.evaluation.policy import Sampling, sample_answers
+from rlhf_lightning.evaluation.stages import normalize_reward_model
+from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.noise import RowNoise
+from tests.simulated_ranks import SimulatedRanks
+from tests.tiny import (
+    EOS,
+    PAD,
+    VOCABULARY,
+    prompt_batch,
+    prompt_rows,
+    tiny_policy,
+    tiny_scalar_model,
+    tiny_tokenizer,
+)
+
+PROMPTS = prompt_batch(prompt_rows([4, 6, 5, 3, 8, 7, 2, 5]))
+
+
+def sampling(*stops: int) -> Sampling:
+    return Sampling(CachedGenerator(stops, PAD), tiny_tokenizer(), 1.0, max_new_tokens=40)
+
+
+def test_every_rank_normalizes_with_the_moments_of_all_ranks_samples(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 2)
+    policy, reward = tiny_policy(), tiny_scalar_model(bias=3.0)
+    models = [copy.deepcopy(reward) for _ in range(2)]
+    alone = normalize_reward_model(reward, policy, [PROMPTS], sampling(EOS), seed=3)
+
+    def one(rank: int) -> dict[str, float]:
+        share = PROMPTS[slice(0, 3) if rank == 0 else slice(3, 8)]
+        return normalize_reward_model(
+            models[rank], copy.deepcopy(policy), [share], sampling(EOS), seed=3
+        )
+
+    measured = ranks.run(one)
+    assert measured[0] == measured[1]
+    assert measured[0] == pytest.approx(alone, rel=1e-5)
+    for name, weight in models[0].head.state_dict().items():
+        assert torch.equal(weight, models[1].head.state_dict()[name])
+        torch.testing.assert_close(weight, reward.head.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_sample_other_answers_run_policy_and_reference_equally_often(monkeypatch):
+    ranks = SimulatedRanks(monkeypatch, 2)
+    models = [(tiny_policy(seed=1), tiny_policy(seed=2)) for _ in range(2)]
+    calls = {(rank, side): 0 for rank in range(2) for side in range(2)}
+    # The answers of one rank end after one token, those of the other are of any length.
+    engines = (sampling(*range(VOCABULARY)), sampling(EOS, *range(2, 5)))
+
+    def one(rank: int) -> list[float]:
+        for side, model in enumerate(models[rank]):
+
+            def count(*_: object, key: tuple[int, int] = (rank, side)) -> None:
+                calls[key] += 1
+
+            model.register_forward_hook(count)
+        policy, reference = models[rank]
+        noise = RowNoise(1, "evaluation")
+        return sample_answers(policy, [PROMPTS], engines[rank], noise=noise, reference=reference).kl
+
+    kl = ranks.run(one)
+    assert len(set(calls.values())) == 1, calls
+    assert min(calls.values()) > 1, "the lengths must differ for this test to say anything"
+    assert all(len(values) == len(PROMPTS) for values in kl)
