@@ -60,7 +60,9 @@ def normalize_reward_model(
         policy, batches, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
     )
     # Each rank folds them into its own share of the head: they must be the same on all.
-    scores = torch.tensor(sum(gathered(answers.scores), []), dtype=torch.float64)
+    scores = torch.tensor(
+        [score for scores in gathered(answers.scores) for score in scores], dtype=torch.float64
+    )
     mean, std = float(scores.mean()), float(scores.std(correction=0))
     model.train(was_training)
     if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
