@@ -138,10 +138,15 @@ class ScalarHeadModel(nn.Module):
         trunk: Hugging Face decoder without a language-model head.
         head: see `scalar_head`; computed in its own dtype, forward and backward, also under
             autocast and where the model is sharded.
+
+    Raises:
+        TypeError: for another head, which would be rounded there.
     """
 
     def __init__(self, trunk: PreTrainedModel, head: ScalarHead) -> None:
         super().__init__()
+        if not isinstance(head, ScalarHead):
+            raise TypeError(f"head={type(head).__name__} is no ScalarHead: use scalar_head()")
         use_short_attention(trunk)
         use_fused_layers(trunk)
         use_rows_embedding(trunk)

@@ -111,3 +111,8 @@ def test_a_zero_head_gives_values_of_exactly_0():
     model = ScalarHeadModel(trunk, scalar_head(HIDDEN, init_std=0.0))
     ids = torch.randint(2, VOCABULARY, (2, 8))
     assert (model(ids, torch.arange(16)) == 0).all()
+
+
+def test_a_head_that_autocast_would_round_is_refused():
+    with pytest.raises(TypeError, match=r"head=Linear is no ScalarHead: use scalar_head"):
+        ScalarHeadModel(tiny_policy().model.base_model, nn.Linear(HIDDEN, 1))
