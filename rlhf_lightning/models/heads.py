@@ -174,10 +174,11 @@ class ScalarHeadModel(nn.Module):
         """
         if not std > 0:
             raise ValueError(f"std={std} of the reward model's scores must be positive")
-        if hasattr(self.head, "reshard"):
-            self.head.reshard()  # FSDP2 throws away what is done to weights that it has gathered
-        self.head.weight.div_(std)
-        self.head.bias.sub_(mean).div_(std)
+        head: Any = self.head
+        if hasattr(head, "reshard"):
+            head.reshard()  # FSDP2 throws away what is done to weights that it has gathered
+        head.weight.div_(std)
+        head.bias.sub_(mean).div_(std)
 
 
 class ScalarHead(nn.Linear):
