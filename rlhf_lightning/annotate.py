@@ -38,7 +38,9 @@ The page where people label pairs of answers, one pair at a time.
   annotate.ratings_per_pair=2        different people who rate each pair that is taken in
   annotate.sharing.gold_share=0.1    share of questions whose answer is known
   annotate.labels=raw                export every label instead of one verdict a pair
-  annotate.known=gold                use the preferences of an imported file as known answers
+  annotate.known=labels              keep the preferences of the file as labels; serving leaves
+                                     them out unless told, importing keeps them. gold: use them
+                                     as known answers
   annotate.page.port=8000            annotate.page.host, hosts, title, instructions
 
 Only this machine is let in. With RLHF_ANNOTATE_TOKEN set, annotate.page.host=ADDRESS lets others
@@ -91,10 +93,21 @@ def _import(request: Request, store: LabelStore) -> None:
     pairs = store.add_pairs(found.pairs, ratings_per_pair=request.ratings_per_pair)
     labels = store.add_labels(found.labels)
     gold = sum(pair.gold is not None for pair in found.pairs)
+    again = len(found.labels) - labels
     say(
         f"{request.file}: {pairs} new pairs of {len(found.pairs)} ({gold} with a known answer), "
         f"{labels} new labels of {len(found.labels)}"
+        + (f"; of {again} the annotator has one on that pair already, which stays" if again else "")
     )
+    if found.dropped:
+        say(
+            f"{found.dropped} preferences in {request.file} are left out, and the pairs are "
+            "labelled anew: annotate.known=labels keeps them as labels, annotate.known=gold makes "
+            "them known answers"
+            if request.known == "ignore"
+            else f"{found.dropped} preferences in {request.file} are left out: a known answer is "
+            "one on which all labels of its pair agree"
+        )
 
 
 def _export(request: Request, store: LabelStore) -> None:
@@ -127,6 +140,11 @@ def _serve(request: Request, store: LabelStore) -> None:
             f"{progress.done} of {progress.wanted} labels are there, in {store.path}. "
             "Control-C stops; nothing is lost."
         )
+        if progress.wanted and progress.done >= progress.wanted:
+            say(
+                "Nothing is left to label: every pair has its ratings. Another annotate.store and "
+                "annotate.file=PAIRS begin anew; annotate.action=export writes the labels"
+            )
 
     # A service that is told to stop ends as after Control-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -23,7 +23,7 @@ FORMATS = ("pairs", "labels", "trl", "argilla", "label_studio")
 CHOICES = {
     "action": ACTIONS,
     "format": ("auto", *FORMATS),
-    "known": ("labels", "gold", "ignore"),
+    "known": ("auto", "labels", "gold", "ignore"),
     "labels": ("aggregated", "raw"),
     "method": ("people_first", "majority", "dawid_skene"),
 }
@@ -37,7 +37,7 @@ class AnnotateSettings(Checked):
     action: str = "serve"
     file: str | None = None
     format: str = "auto"
-    known: str = "labels"
+    known: str = "auto"
     labels: str = "aggregated"
     method: str = "people_first"
     ratings_per_pair: int = number(1, at_least=1)
@@ -64,6 +64,14 @@ class AnnotateSettings(Checked):
                 f"{type(self).__name__}.format=labels holds labels of single annotators: add "
                 "annotate.labels=raw"
             )
+
+    @property
+    def known_of_file(self) -> Literal["labels", "gold", "ignore"]:
+        """What becomes of preferences in the file: who serves pairs wants them labelled."""
+        auto = "ignore" if self.action == "serve" else "labels"
+        return cast(
+            Literal["labels", "gold", "ignore"], auto if self.known == "auto" else self.known
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ def read_request(values: Mapping[str, Any]) -> Request:
         store=Path(settings.store),
         file=Path(settings.file) if settings.file else None,
         format=cast(Format, settings.format),
-        known=cast(Literal["labels", "gold", "ignore"], settings.known),
+        known=settings.known_of_file,
         labels=cast(Literal["aggregated", "raw"], settings.labels),
         method=cast(Literal["people_first", "majority", "dawid_skene"], settings.method),
         ratings_per_pair=settings.ratings_per_pair,

@@ -45,10 +45,11 @@ _FOREIGN = {"trl": trl_format, "argilla": argilla_format, "label_studio": label_
 
 @dataclass(frozen=True)
 class Collection:
-    """Pairs, and labels of these or of pairs that are known already."""
+    """Pairs, labels of these or of known pairs, and how many labels of the file were dropped."""
 
     pairs: tuple[Pair, ...]
     labels: tuple[Label, ...]
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def read_collection(
         return found
     gold = unanimous(found.labels) if known == "gold" else {}
     asked = (replace(pair, gold=gold.get(pair.pair_id, pair.gold)) for pair in found.pairs)
-    return Collection(tuple(asked), ())
+    used = sum(label.pair_id in gold for label in found.labels)
+    return Collection(tuple(asked), (), len(found.labels) - used)
 
 
 def unanimous(labels: Iterable[Label]) -> dict[str, Choice]:

@@ -29,7 +29,7 @@ from rlhf_lightning.preferences.label_rows import (
 from rlhf_lightning.preferences.records import Label, Pair
 from rlhf_lightning.preferences.rows import from_row, to_row
 from rlhf_lightning.preferences.sharing import Sharing
-from rlhf_lightning.preferences.tasks import Answer, Outcome, Progress, Task
+from rlhf_lightning.preferences.tasks import Answer, Outcome, Progress, Task, choice_of
 from rlhf_lightning.preferences.writer import Writer
 
 ResultT = TypeVar("ResultT")
@@ -125,14 +125,20 @@ class LabelStore:
         return self._write(lambda db: sum(insert_label(db, label) for label in given))
 
     def sign_in(self, name: str) -> int:
-        """Return the number of the rater of this name, made if there is none; case is ignored.
+        """Return the number of the rater of this name, see `enter`."""
+        return self.enter(name)[0]
+
+    def enter(self, name: str) -> tuple[int, bool]:
+        """Return the number of the one of this name, made if there is none, and whether it is new.
+
+        Case and the number of spaces make no other name.
 
         Raises:
             StoreError: if the name is empty or too long, or that of an annotator who is no person.
         """
         clean = clean_name(name)
 
-        def change(db: sqlite3.Connection) -> int:
+        def change(db: sqlite3.Connection) -> tuple[int, bool]:
             row = db.execute(
                 "SELECT rater_id, kind FROM raters WHERE name = ? COLLATE NOCASE "
                 "ORDER BY name = ? DESC LIMIT 1",
@@ -140,11 +146,9 @@ class LabelStore:
             ).fetchone()
             if row is not None and row["kind"] != "person":
                 raise StoreError(f"{clean} is the name of a {row['kind']}: choose another name")
-            return (
-                cast(int, row[0])
-                if row is not None
-                else insert_rater(db, clean, "person", self._clock())
-            )
+            if row is not None:
+                return cast(int, row[0]), False
+            return insert_rater(db, clean, "person", self._clock()), True
 
         return self._write(change)
 
@@ -178,8 +182,9 @@ class LabelStore:
             reason: in words.
 
         Returns:
-            `kept`; `repeated` if it was labelled before, where the first label stays; `gone` if the
-            lease had ended and others have completed the pair, or it never was this rater's.
+            `kept`; `repeated` if it is there already; `differs` if another answer is there, which
+            stays; `undone` if it was taken back elsewhere; `gone` if the lease had ended and others
+            have completed the pair, or it never was this rater's.
         """
         now = self._clock()
 
@@ -190,8 +195,13 @@ class LabelStore:
             ).fetchone()
             if row is None:
                 return "gone"
-            if row["state"] in ("labelled", "undone"):
-                return "repeated"
+            if row["state"] == "undone":
+                return "undone"
+            if row["state"] == "labelled":
+                given = db.execute(
+                    "SELECT choice FROM labels WHERE assignment_id = ?", (assignment_id,)
+                ).fetchone()[0]
+                return "repeated" if given == choice_of(answer, row["shown_first"]) else "differs"
             if row["state"] != "open" and not rules.renew(db, row, sharing, now):
                 return "gone"
             insert_answer(db, row, answer, seconds, reason, now)

@@ -9,7 +9,7 @@ from rlhf_lightning.preferences.records import Choice, Label, Pair, Side
 
 Answer = Literal["left", "right", "tie", "both_bad", "skip"]
 ANSWERS: tuple[Answer, ...] = ("left", "right", "tie", "both_bad", "skip")
-Outcome = Literal["kept", "repeated", "gone"]
+Outcome = Literal["kept", "repeated", "differs", "undone", "gone"]
 
 
 @dataclass(frozen=True)

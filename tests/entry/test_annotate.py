@@ -125,6 +125,55 @@ def test_preferences_go_in_are_counted_and_come_out_as_reward_training_reads_the
     assert [{key: row[key] for key in ROWS[0]} for row in rows] == ROWS
 
 
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the server end as soon as it is up."""
+    from rlhf_lightning.preferences.page import server
+
+    def serve(store, settings, sharing, *, announce) -> None:
+        announce("http://here/")
+
+    monkeypatch.setattr(server, "serve", serve)
+
+
+def test_served_preferences_are_labelled_anew_unless_they_are_to_be_kept(
+    annotate, announced, tmp_path: Path
+):
+    write_rows(tmp_path / "in.jsonl")
+    served = annotate("annotate.file=in.jsonl")
+    assert served.stdout.splitlines() == [
+        "in.jsonl: 3 new pairs of 3 (0 with a known answer), 0 new labels of 0",
+        "3 preferences in in.jsonl are left out, and the pairs are labelled anew: "
+        "annotate.known=labels keeps them as labels, annotate.known=gold makes them known answers",
+        "http://here/",
+        "0 of 3 labels are there, in outputs/annotate/labels.sqlite. Control-C stops; nothing is "
+        "lost.",
+    ]
+    kept = annotate("annotate.file=in.jsonl", "annotate.known=labels", "annotate.store=x.sqlite")
+    assert "3 new labels of 3\n" in kept.stdout
+    assert "3 of 3 labels are there, in x.sqlite" in kept.stdout
+    assert "Nothing is left to label: every pair has its ratings." in kept.stdout
+    gold = annotate("annotate.file=in.jsonl", "annotate.known=gold", "annotate.store=y.sqlite")
+    assert "(3 with a known answer), 0 new labels of 0\n" in gold.stdout
+    assert "left out" not in gold.stdout
+
+
+def test_preferences_that_disagree_are_no_known_answer_which_is_said(annotate, tmp_path: Path):
+    turned = ROWS[0] | {"chosen": ROWS[0]["rejected"], "rejected": ROWS[0]["chosen"]}
+    rows = [*ROWS, turned | {"annotator": "Bob"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = annotate("annotate.action=import", "annotate.file=in.jsonl", "annotate.known=gold")
+    assert "3 new pairs of 3 (2 with a known answer)" in said.stdout
+    assert "2 preferences in in.jsonl are left out: a known answer is one on which" in said.stdout
+
+
+def test_a_second_label_of_one_annotator_on_one_pair_is_counted_aloud(annotate, tmp_path: Path):
+    turned = ROWS[0] | {"chosen": ROWS[0]["rejected"], "rejected": ROWS[0]["chosen"]}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*ROWS, turned]))
+    said = annotate("annotate.action=import", "annotate.file=in.jsonl")
+    assert "3 new labels of 4; of 1 the annotator has one on that pair already" in said.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_server_ends_when_it_is_told_to_and_says_what_is_kept(tmp_path: Path, number):
     with serving(tmp_path, make_pairs(2)) as server:

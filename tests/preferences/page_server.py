@@ -106,7 +106,7 @@ class Client:
     def sign_in(self, name: str, token: str = "") -> Reply:
         word = word_of(self.get().text)
         reply = self.post("/start", {"word": word, "name": name, "token": token})
-        return self.get() if reply.status == 303 else reply
+        return self.get(reply.headers["Location"]) if reply.status == 303 else reply
 
     def answer(self, page: str, what: str) -> Reply:
         """Answer the pair on this page, and return the next page; as a browser without scripts."""

@@ -197,7 +197,8 @@ def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped
     assert [pair.gold for pair in gold.pairs] == ["second", None, "both_bad"]
     assert gold.labels == ()
     ignored = read_collection(file, format="auto", known="ignore", now=NOW)
-    assert ignored == Collection(tuple(pairs), ())
+    assert ignored == Collection(tuple(pairs), (), dropped=len(found.labels))
+    assert 0 < gold.dropped < len(found.labels)
 
 
 @pytest.mark.parametrize(

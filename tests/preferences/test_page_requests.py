@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,59 @@ TOKEN = "a token of the tests, nobody's"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(tmp_path_factory.mktemp("page"), make_pairs(40)) as running:
         yield running
+
+
+def note_of(page: str) -> str:
+    found = re.search(r'id="note">([^<]*)<', page)
+    assert found is not None, page
+    return found.group(1)
+
+
+def test_who_signs_in_under_a_name_that_is_there_is_told_whose_it_is(tmp_path: Path):
+    with serving(tmp_path, make_pairs(3)) as server:
+        first = Client(server.url)
+        page = first.sign_in("Ann Lee").text
+        assert note_of(page) == ""
+        again = Client(server.url).sign_in("Ann Lee").text
+        assert note_of(again).startswith("Signed in as Ann Lee, who has 0 labels so far. If you")
+        first.answer(page, "tie")
+        for name in ("ann  lee", "ANN LEE "):
+            told = note_of(Client(server.url).sign_in(name).text)
+            assert told.startswith("Signed in as Ann Lee, who has 1 label so far. If you are some")
+
+
+def test_of_two_who_share_a_name_the_second_reads_that_the_answer_was_not_kept(tmp_path: Path):
+    with serving(tmp_path, make_pairs(2)) as server:
+        clients = Client(server.url), Client(server.url)
+        pages = [
+            client.sign_in(name).text for client, name in zip(clients, ("Ann", "ann"), strict=True)
+        ]
+        assert "Not kept" not in clients[0].answer_at_once(pages[0], "tie").text
+        told = note_of(clients[1].answer_at_once(pages[1], "both_bad").text)
+        assert told.startswith("Not kept: as Ann you had given another answer to that pair")
+        assert note_of(clients[1].answer_at_once(pages[1], "tie").text) == (
+            "That answer had arrived already."
+        )
+        assert [label.choice for label in server.labels()] == ["tie"]
+
+
+def test_a_server_that_nobody_asks_sleeps(server: Server):
+    Client(server.url).get()
+    before = wake_ups(server.process.pid)
+    time.sleep(2)
+    assert wake_ups(server.process.pid) - before <= 4  # it was 20: ten a second
+    assert abs(as_time(Client(server.url).get().headers["Date"]) - time.time()) < 3
+
+
+def wake_ups(pid: int) -> int:
+    """Return how often the threads of a process have gone to sleep."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/status")
+    lines = [line for task in tasks for line in task.read_text().splitlines()]
+    return sum(int(x.split()[1]) for x in lines if x.startswith("voluntary_ctxt_switches"))
+
+
+def as_time(date: str) -> float:
+    return parsedate_to_datetime(date).timestamp()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +136,7 @@ def test_a_label_without_signing_in_is_refused(server: Server):
 
 def test_a_form_without_its_word_is_refused_and_so_is_one_with_the_word_of_another(server: Server):
     ann, bob = Client(server.url), Client(server.url)
-    page = ann.sign_in("Ann").text
+    page = ann.sign_in("Ann of the words").text
     theirs = word_of(bob.sign_in("Bob").text)
     for word in ("", "0" * 64, theirs, "\u00e9"):
         for path in ("/label", "/undo", "/leave", "/start"):

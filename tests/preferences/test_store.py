@@ -124,12 +124,17 @@ def test_who_comes_back_after_the_lease_gets_the_same_pair_first(store, clock):
     assert task_of(store, ann).pair == held.pair != first.pair
 
 
-def test_the_same_answer_sent_twice_is_one_label_and_the_first_one_stays(store):
+def test_an_answer_sent_twice_is_one_label_and_another_answer_is_told_apart(store):
     store.add_pairs(make_pairs(2), ratings_per_pair=1)
     ann = store.sign_in("Ann")
-    task = answer(store, ann, "tie")
-    assert store.label(ann, task.assignment_id, "both_bad", NO_GOLD) == "repeated"
-    assert [label.choice for label in store.labels()] == ["tie"]
+    task = answer(store, ann, "left")
+    assert store.label(ann, task.assignment_id, "left", NO_GOLD) == "repeated"
+    for other in ("right", "both_bad", "skip"):
+        assert store.label(ann, task.assignment_id, other, NO_GOLD) == "differs"
+    assert [label.choice for label in store.labels()] == [task.shown_first]
+    assert store.undo(ann, NO_GOLD)
+    assert store.label(ann, task.assignment_id, "left", NO_GOLD) == "undone"
+    assert list(store.labels()) == []
 
 
 def test_nobody_answers_for_another_rater(store):
@@ -252,6 +257,8 @@ def test_labels_from_elsewhere_count_as_ratings_if_a_person_gave_them(store):
 
 
 def test_one_person_is_one_rater_however_the_name_is_written(store):
+    assert store.enter("Ann Lee")[1], "new"
+    assert not store.enter(" ann  lee ")[1]
     assert store.sign_in("Ann  Lee") == store.sign_in(" ann lee ") == store.sign_in("Ann Lee")
     assert store.sign_in("Ann L\u0065\u0301") == store.sign_in("Ann L\u00e9")
     for bad in ("", "   ", "x" * 61, "Ann\u202e", "Ann\x00"):

@@ -93,10 +93,10 @@ class Page:
             await asyncio.sleep(WRONG_TOKEN_SECONDS)
             return self._start_page(request, visitor, "That is not the token.", form, 403)
         try:
-            rater_id = await run_in_threadpool(self._store.sign_in, form.get("name", ""))
+            rater_id, is_new = await run_in_threadpool(self._store.enter, form.get("name", ""))
         except StoreError as error:
             return self._start_page(request, visitor, f"{error}.", form, 422)
-        response = RedirectResponse("/", status_code=303)
+        response = RedirectResponse("/" if is_new else "/?note=again", status_code=303)
         self._identity.sign_in(response, visitor, rater_id, secure=is_secure(request))
         return response
 
@@ -159,11 +159,13 @@ class Page:
 
     def _next_page(self, visitor: Visitor, rater_id: int, note: str) -> Response:
         task = self._store.next_task(rater_id, self._sharing)
+        rater, progress = self._store.rater_name(rater_id), self._store.progress(rater_id)
+        labels = f"{progress.labelled} label{'' if progress.labelled == 1 else 's'}"
         values = {
-            "rater": self._store.rater_name(rater_id),
-            "progress": self._store.progress(rater_id),
+            "rater": rater,
+            "progress": progress,
             "word": self._identity.form_word(visitor),
-            "note": NOTES.get(note),
+            "note": NOTES[note].format(rater=rater, labels=labels) if note in NOTES else None,
         }
         if task is None:
             return self._render("done.html", values)

@@ -7,6 +7,7 @@ rebinding); a foreign `Origin` is another site's form. Both are refused before a
 from __future__ import annotations
 
 from collections.abc import Collection
+from email.utils import formatdate
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -53,6 +54,7 @@ class Guard:
                 for key, value in HEADERS.items():
                     headers[key] = value
                 headers.setdefault("Cache-Control", "no-store")
+                headers["Date"] = formatdate(usegmt=True)
             await send(message)
 
         refusal = self._refusal(scope)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -11,6 +13,27 @@ from rlhf_lightning.preferences.page.app import Page
 from rlhf_lightning.preferences.page.settings import PageSettings
 from rlhf_lightning.preferences.sharing import Sharing
 from rlhf_lightning.preferences.store import LabelStore
+
+
+class QuietServer(uvicorn.Server):
+    """A server that sleeps until somebody asks or it is told to stop.
+
+    Uvicorn's own loop wakes ten times a second, to look for a signal and to renew the `Date`
+    header, which `Guard` writes here.
+    """
+
+    async def main_loop(self) -> None:
+        """Wait for a signal."""
+        self._loop, self._told = asyncio.get_running_loop(), asyncio.Event()
+        await self.on_tick(0)
+        while not self.should_exit:
+            await self._told.wait()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note the signal, and wake the loop."""
+        super().handle_exit(sig, frame)
+        if hasattr(self, "_told"):
+            self._loop.call_soon_threadsafe(self._told.set)
 
 
 class PortError(Exception):
@@ -67,10 +90,11 @@ def serve(
         log_level="warning",
         access_log=False,
         server_header=False,
+        date_header=False,
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=5,
     )
     with listening:
         announce(f"http://{host}:{port}/")
-        uvicorn.Server(config).run(sockets=[listening])
+        QuietServer(config).run(sockets=[listening])

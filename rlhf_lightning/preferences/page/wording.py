@@ -25,7 +25,14 @@ BUTTONS = (
 NOTES = {
     "gone": "That pair has been rated by others meanwhile; your answer was not needed. Here is "
     "the next one.",
-    "repeated": "That pair had your answer already; the first one stays.",
+    "repeated": "That answer had arrived already.",
+    "differs": "Not kept: as {rater} you had given another answer to that pair, in another window "
+    "or on another machine, and the first one stays. Undo takes it back. If somebody else works "
+    "under this name, one of you signs out and takes another.",
+    "undone": "Not kept: as {rater} you had taken that answer back, in another window or on "
+    "another machine. Answer what is shown.",
+    "again": "Signed in as {rater}, who has {labels} so far. If you are somebody else, sign "
+    "out and take another name: one name is one rater, and case and spaces make no other.",
     "nothing": "There is nothing to take back: you have not answered yet, or others have "
     "completed the pair that you skipped.",
 }
