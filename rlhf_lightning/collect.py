@@ -83,7 +83,7 @@ def _collect(
     from rlhf_lightning.reports.page import write_report
 
     quieten()
-    lab = build_lab(cfg, folder.path, trusted)
+    lab = replace(build_lab(cfg, folder.path, trusted), say=say)
     prompts = [] if lab.worst else read_prompts(cfg)
     print_start("collect", folder, _settings(cfg, lab, len(prompts)))
     collection = lab.run(prompts)

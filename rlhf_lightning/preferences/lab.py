@@ -10,7 +10,7 @@ that was killed goes on where it was:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from rlhf_lightning.preferences.budget import (
     route,
 )
 from rlhf_lightning.preferences.candidates import (
+    OVER_LONG,
     Sampling,
     candidate_journal,
     sample_candidates,
@@ -41,6 +42,7 @@ from rlhf_lightning.preferences.near_duplicates import near_duplicates
 from rlhf_lightning.preferences.pairing import PAIRINGS, Pairing, ScoreFunction, make_pairs
 from rlhf_lightning.preferences.people import People
 from rlhf_lightning.preferences.records import Label, Pair, readable
+from rlhf_lightning.preferences.usability import describe_dropped, what_to_change
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Collection:
         labels: all of them.
         people: names of the people.
         dropped: candidates that were dropped, by reason.
-        num_candidates: that were sampled.
+        num_candidates: that were asked for, those of over-long prompts among them.
         near_duplicates: training prompts that were removed.
         before: what labels of people for every pair would cost.
         after: what the labels have cost.
@@ -122,6 +124,7 @@ class Lab:
         hparams: how pairs are made and labels put together.
         score: for best_against_worst.
         worst: of an earlier collection; its pairs take the place of new candidates.
+        say: is told what came of the candidates, before anybody labels.
     """
 
     folder: Path
@@ -132,6 +135,7 @@ class Lab:
     hparams: LabHparams
     score: ScoreFunction | None = None
     worst: WorstSamples | None = None
+    say: Callable[[str], None] | None = None
 
     def run(self, prompts: Sequence[PromptRecord]) -> Collection:
         """Return the preferences, made from these prompts.
@@ -144,6 +148,7 @@ class Lab:
         made, num_candidates, dropped = self._pairs(prompts)
         held_out = choose_validation(made[: self.hparams.num_pairs], self.budget)
         pairs, num_near = self._without_near_duplicates(made, held_out)
+        self._tell(len(pairs), num_candidates, dropped, num_near)
         write_records(self.folder / "pairs.jsonl", pairs)
         journal = record_journal(Label, self.folder / "labels.jsonl")
         automatic = self._automatic(pairs, journal)
@@ -176,6 +181,9 @@ class Lab:
         journal = candidate_journal(self.folder / "candidates.journal.jsonl")
         sampled = sample_candidates(prompts, self.sampling, journal)
         kept, dropped = usable(sampled, keep_unfinished=self.hparams.keep_unfinished)
+        num_asked = self.sampling.per_prompt * len(prompts)
+        if len(sampled) < num_asked:
+            dropped[OVER_LONG] = num_asked - len(sampled)
         write_records(self.folder / "candidates.jsonl", kept)
         method: Pairing = self.hparams.pairing  # type: ignore[assignment]
         pairs = make_pairs(
@@ -188,10 +196,24 @@ class Lab:
         )
         if not pairs:
             raise ValueError(
-                f"no two different answers to one prompt are left of {len(sampled)} candidates "
-                f"(dropped: {dropped}): sample more of them, at a higher temperature, or longer"
+                "no two different answers to one prompt are left: "
+                f"{describe_dropped(num_asked, dropped)}: {what_to_change(dropped, self.sampling)}"
             )
-        return pairs, len(sampled), dropped
+        return pairs, num_asked, dropped
+
+    def _tell(
+        self, num_pairs: int, num_candidates: int, dropped: dict[str, int], num_near: int
+    ) -> None:
+        if self.say is None or self.worst is not None:
+            return
+        self.say(describe_dropped(num_candidates, dropped))
+        wanted = self.hparams.num_pairs
+        if wanted is not None and num_pairs < wanted:
+            near = f" ({num_near} prompts are nearly a held-out one)" if num_near else ""
+            self.say(
+                f"{num_pairs} pairs instead of lab.num_pairs={wanted}{near}. For more: "
+                f"{what_to_change(dropped, self.sampling)}"
+            )
 
     def _adversarial(self, worst: WorstSamples) -> tuple[list[Pair], int, dict[str, int]]:
         pairs, overrated = worst.pairs(seed=self.hparams.seed)

@@ -25,6 +25,7 @@ from rlhf_lightning.preferences.reliability import (
     people_majority,
     verdicts_agree,
 )
+from rlhf_lightning.preferences.usability import METRICS
 from rlhf_lightning.runs.atomic import replace_folder, write_text
 from rlhf_lightning.runs.folder import to_json
 
@@ -78,7 +79,11 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
     others = [x for x in collection.labels if x.annotator not in collection.people]
     automatic = aggregate(routing.validation, others, people=())
     figures: dict[str, Any] = {
-        "candidates": {"sampled": collection.num_candidates, "dropped": collection.dropped},
+        "candidates": {
+            "asked": collection.num_candidates,
+            "usable": collection.num_candidates - sum(collection.dropped.values()),
+            "dropped": collection.dropped,
+        },
         "pairs": {
             "automatic": len(routing.automatic),
             "people": len(routing.people),
@@ -120,7 +125,8 @@ def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
     pairs, cost = figures["pairs"], figures["cost"]
     labelled = sum(pairs[key] for key in ("automatic", "people", "validation"))
     found: dict[str, Any] = {
-        "collect/num_candidates": figures["candidates"]["sampled"],
+        "collect/num_candidates": figures["candidates"]["asked"],
+        "collect/usable_candidates": figures["candidates"]["usable"],
         "collect/num_pairs": labelled,
         "collect/automatic_share": pairs["automatic"] / labelled,
         "collect/train_records": figures["records"]["train"]["kept"],
@@ -136,6 +142,8 @@ def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
         "collect/automatic_agrees_with_people": figures["automatic_agrees_with_people"]["value"],
         "val/label_ceiling": figures["label_ceiling"],
     }
+    dropped = figures["candidates"]["dropped"]
+    found |= {name: dropped.get(reason, 0) for reason, name in METRICS.items()}
     for name, share in (figures.get("gold") or {}).items():
         found[f"collect/gold_{name}"] = share["value"]
     return {name: float(value) for name, value in found.items() if value is not None}
