@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.assembly import origin, source_fingerprint
 from rlhf_lightning.composition import plain
 from rlhf_lightning.held_out_prompts import STARTS_FROM
+from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
+from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
 from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
 from rlhf_lightning.models.arrangements import ADAPTER
 from rlhf_lightning.models.export import export_model, export_tokenizer
@@ -24,12 +27,13 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.tokenizers import as_saved, stop_ids
-from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.atomic import follow_umask, write_text
 from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
-from rlhf_lightning.runs.public_config import public_config
+from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.summary import GateResult, installed_versions
 
+_REWARD_MODELS = ("RewardModelScorer", "RewardAdapterScorer", "TextRewardModelScorer")
 _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -82,14 +86,14 @@ def write_model_folder(
         raise ValueError("the run trained the whole model and no adapter (lora: null)")
     folder.mkdir(parents=True, exist_ok=True)
     if adapted is not None:
-        base, revision = hub_snapshot(str(start)) or (str(start), cfg.model.get("revision"))
+        base, revision = _base_of_adapter(str(start), cfg.model.get("revision"))
         save_adapter(
             adapted,
             folder if adapter_only else folder / ADAPTER,
             state,
             base=base,
             base_fingerprint=source_fingerprint(str(start), cfg.model.get("revision")),
-            base_revision=None if Path(base).is_dir() else revision,
+            base_revision=revision,
         )
         if not adapter_only:
             # The base is read again, as what was trained on may be rounded.
@@ -101,6 +105,19 @@ def write_model_folder(
         stops = stop_ids(tokenizer, start, revision=cfg.model.get("revision"))
         export_model(model, tokenizer, folder, state, stop_ids=stops)
     _describe(cfg, folder, start, outcome, is_adapter=adapter_only)
+    follow_umask(*folder.rglob("*.safetensors"))
+
+
+def _base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]:
+    """Return how an adapter names its base: on the hub with its commit, else a whole path.
+
+    A relative one would lead elsewhere from another working folder.
+    """
+    if found := hub_snapshot(start):
+        return found
+    if Path(start).is_dir():
+        return os.path.abspath(start), None
+    return start, revision
 
 
 def _describe(
@@ -125,8 +142,35 @@ def _describe(
         checkpoint=outcome.checkpoint,
         reward=_reward_facts(folder) if cfg.stage == "reward" and not is_adapter else {},
         is_adapter=is_adapter,
+        against=_against(resolved.get("scorer")),
+        needs=_needs(folder) if is_adapter else None,
     )
     write_model_card(folder, facts)
+
+
+def _against(scorer: Mapping[str, Any] | None) -> str:
+    """Return what the scores of PPO came from."""
+    name = str((scorer or {}).get("_target_", "")).rpartition(".")[2]
+    if name == "FunctionScorer":
+        return f"a reward function ({without_folders(str((scorer or {}).get('function')))})"
+    if name == "RewardEnsembleScorer":
+        return f"{len((scorer or {}).get('sources') or ())} reward models"
+    known = {"HttpScorer": "a reward service", "WeightedScorer": "a weighted sum of rewards"}
+    return known.get(name, "a reward model" if name in _REWARD_MODELS else f"scores of {name}")
+
+
+def _needs(folder: Path) -> str:
+    """Return what an adapter stands on, without folders of the machine."""
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base, revision = config["base_model_name_or_path"], config.get("revision")
+    if not Path(base).is_dir():
+        return f"It needs its base, {base} of the hub" + (f" at {revision}." if revision else ".")
+    found = json.loads((folder / ADAPTER_EXTRA).read_text(encoding="utf-8"))["base_fingerprint"]
+    return (
+        f"It needs its base, the folder {without_folders(base)} (fingerprint {found[:12]}), which "
+        f"`{ADAPTER_CONFIG}` names by its whole path on the machine of the run. Elsewhere, copy "
+        "that folder too and write its place there as `base_model_name_or_path`."
+    )
 
 
 def _reward_facts(folder: Path) -> dict[str, Any]:

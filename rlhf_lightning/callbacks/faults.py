@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_lightning.batches import PreferenceBatch, RolloutBatch, SFTBatch, TensorBatch
 from rlhf_lightning.callbacks.samples import Decoder
 from rlhf_lightning.modules.non_finite import NonFiniteError
-from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.atomic import follow_umask, write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ def save_batch(batch: TensorBatch, stem: Path, tokenizer: Decoder) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.cpu().contiguous().clone() for name, value in _tensors(batch)}
     metadata = {k: str(v) for k, v in vars(batch).items() if isinstance(v, int)}
-    save_file(tensors, stem.with_suffix(".safetensors"), {"type": type(batch).__name__, **metadata})
+    file = stem.with_suffix(".safetensors")
+    save_file(tensors, file, {"type": type(batch).__name__, **metadata})
+    follow_umask(file)
     lines = [to_json(row) + "\n" for row in describe_rows(batch.to("cpu"), tokenizer)]
     write_text(stem.with_suffix(".jsonl"), "".join(lines))
 

@@ -97,6 +97,20 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
+def follow_umask(*paths: Path) -> None:
+    """Give files the mode that a new file gets beside them.
+
+    safetensors and `tempfile` make files that their owner alone may read.
+    """
+    for path in paths:
+        probe = path.with_name(f".{path.name}.mode-{os.getpid()}")
+        probe.touch()  # the process's umask cannot be read without changing it for every thread
+        try:
+            path.chmod(probe.stat().st_mode & 0o777)
+        finally:
+            probe.unlink()
+
+
 def link_atomically(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to `target`; at no instant is there no `link`."""
     temporary = link.with_name(f".{link.name}.tmp-{os.getpid()}")

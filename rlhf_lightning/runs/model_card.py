@@ -19,7 +19,7 @@ _WHAT = {
     "sft": "A causal language model after supervised fine-tuning.",
     "reward": "A reward model: a sequence classifier with one label. Its score is the classifier's "
     "output plus `reward_offset` of config.json, read at the last token (EOS).",
-    "ppo": "A causal language model after PPO against a reward model.",
+    "ppo": "A causal language model after PPO against {against}.",
 }
 _POLICY_USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,6 +65,8 @@ class CardFacts:
         checkpoint: says which checkpoint this is, for one that is not the end of a finished run.
         reward: what config.json says of a reward model: `reward_offset` and the pad token.
         is_adapter: whether the folder holds an adapter alone.
+        against: what scored the answers of PPO.
+        needs: of an adapter: what it stands on.
     """
 
     stage: str
@@ -81,6 +83,8 @@ class CardFacts:
     checkpoint: str | None = None
     reward: Mapping[str, Any] = field(default_factory=dict)
     is_adapter: bool = False
+    against: str = "a reward model"
+    needs: str | None = None
 
 
 def write_model_card(folder: Path, facts: CardFacts) -> Path:
@@ -122,7 +126,7 @@ def _front_matter(facts: CardFacts) -> str:
 
 
 def _what(facts: CardFacts) -> str:
-    what = _WHAT[facts.stage]
+    what = _WHAT[facts.stage].replace("{against}", facts.against)
     if facts.stage == "sft" and facts.base is None:
         what = "A causal language model trained from random weights."
     if "reward/sample_std" in facts.metrics:
@@ -133,6 +137,8 @@ def _what(facts: CardFacts) -> str:
             f" Here `reward_offset` is {offset:.6g}: differences of scores do not need it. Texts "
             f"are padded with `{pad}`, which is not EOS."
         )
+    if facts.needs:
+        what += f" {facts.needs}"
     if facts.checkpoint:
         what += f"\n\n**{facts.checkpoint}**"
     return what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -188,6 +189,42 @@ def test_an_adapter_on_a_model_of_the_hubs_cache_names_it_as_the_hub_does(start,
     written = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
     assert (written["base_model_name_or_path"], written["revision"]) == ("org/tiny", commit)
     assert str(tmp_path) not in (tmp_path / "alone" / "rlhf_lightning.json").read_text()
+
+
+def test_an_adapter_loads_from_another_working_folder_and_says_what_it_needs(
+    start, tmp_path, monkeypatch
+):
+    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copytree(start, work / "artifacts/base")
+    monkeypatch.chdir(work)
+    folder = killed(work / "run", "sft", "artifacts/base", *LORA)
+    run(Request(folder.path, to=tmp_path / "alone", adapter_only=True))
+    made = export(folder.path, tmp_path)
+    monkeypatch.chdir(elsewhere)
+    for adapter in (tmp_path / "alone", made / "adapter"):
+        assert AutoPeftModelForCausalLM.from_pretrained(adapter)
+    said = card(tmp_path / "alone")
+    assert "It needs its base, the folder .../base (fingerprint " in said
+    assert str(tmp_path) not in said
+    assert "It needs its base" not in card(made)
+
+
+def test_exported_files_can_be_read_by_whoever_the_umask_lets_in(sft, reward_lora, tmp_path):
+    former = os.umask(0o027)
+    try:
+        export(sft.path, tmp_path)
+        run(Request(reward_lora.path, to=tmp_path / "reward"))
+    finally:
+        os.umask(former)
+    files = [p for name in ("out", "reward") for p in (tmp_path / name).rglob("*") if p.is_file()]
+    assert {"model.safetensors", "adapter_model.safetensors"} <= {p.name for p in files}
+    assert {oct(p.stat().st_mode & 0o777) for p in files} == {"0o640"}
+
+
+def test_the_card_of_a_policy_names_what_scored_it(start, tmp_path):
+    folder = killed(tmp_path / "run", "ppo", start)
+    assert "after PPO against a reward function (" in card(export(folder.path, tmp_path))
 
 
 def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp_path):
