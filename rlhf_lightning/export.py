@@ -33,7 +33,9 @@ def run(request: Request) -> list[str]:
         folder = find_target(request, run_folder)
         from rlhf_lightning.reexport import reexport
 
-        reexport(run_folder, checkpoint, folder, adapter_only=request.adapter_only)
+        reexport(
+            run_folder, checkpoint, folder, adapter_only=request.adapter_only, dtype=request.dtype
+        )
         places.append(str(folder))
     if request.push_to_hub is not None:
         from rlhf_lightning.runs.hub import HubError, push_folder
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder or checkpoint")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="the new folder")
     parser.add_argument("--adapter-only", action="store_true", help="of LoRA, without its base")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), help="of the weights")
     parser.add_argument("--push-to-hub", metavar="NAME", help="upload, privately unless --public")
     parser.add_argument("--public", action="store_true", help="of a new repository on the hub")
     request = Request(**vars(parser.parse_args()))

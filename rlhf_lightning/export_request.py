@@ -20,6 +20,7 @@ class Request:
     Args:
         run: run folder, checkpoint or exported folder.
         to: the new folder; None for `export/` (`adapter/`) in the run folder.
+        dtype: of the weights: auto, fp32 or bf16; None as the run's configuration says.
         adapter_only: the adapter of a LoRA run without its base.
         push_to_hub: repository to upload to; None uploads nothing.
         public: whether a new repository is public.
@@ -28,6 +29,7 @@ class Request:
     run: Path
     to: Path | None = None
     adapter_only: bool = False
+    dtype: str | None = None
     push_to_hub: str | None = None
     public: bool = False
 

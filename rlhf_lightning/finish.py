@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TypeVar, cast
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.assembly import Parts, origin
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -28,7 +30,7 @@ from rlhf_lightning.evaluation.policy import side_by_side
 from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.evaluation.stages import Findings, normalize_reward_model
 from rlhf_lightning.held_out_prompts import STARTS_FROM, held_out_comparison, prompt_data
-from rlhf_lightning.model_folder import Outcome, write_model_folder
+from rlhf_lightning.model_folder import Outcome, publishes, write_model_folder
 from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
@@ -68,8 +70,7 @@ def finish(
     if parts.trainer.is_global_zero:
         _write_samples(folder, current_iteration(parts.trainer), findings)
         outcome = Outcome(folder.name, findings.metrics, gates)
-        write_model_folder(cfg, folder.export, model, parts.tokenizer, state, outcome)
-        _publish(cfg, folder, outcome)
+        _export(cfg, folder, (model, parts.tokenizer, state), outcome)
     return findings, gates
 
 
@@ -88,13 +89,30 @@ def _write_samples(folder: RunFolder, iteration: int, findings: Findings) -> Non
         samples.append(iteration, findings.samples)
 
 
-def _publish(cfg: DictConfig, folder: RunFolder, outcome: Outcome) -> None:
-    if cfg.artifacts.publish is None or not cfg.paths.publish:
-        return
+def _export(
+    cfg: DictConfig,
+    folder: RunFolder,
+    trained: tuple[PolicyModel | ScalarHeadModel, PreTrainedTokenizerBase, dict[str, Tensor]],
+    outcome: Outcome,
+) -> None:
+    """Write `export/`, and publish the same weights in fp32, which are written once."""
+    full = folder.path / ".full_precision"
+    shutil.rmtree(full, ignore_errors=True)  # of a run that was killed here and resumed
+    try:
+        write_model_folder(
+            cfg, folder.export, *trained, outcome, full=full if publishes(cfg) else None
+        )
+        if publishes(cfg):
+            _publish(cfg, folder, full if full.is_dir() else folder.export, outcome)
+    finally:
+        shutil.rmtree(full, ignore_errors=True)
+
+
+def _publish(cfg: DictConfig, folder: RunFolder, source: Path, outcome: Outcome) -> None:
     target = Path(cfg.artifacts.publish)
     with _publishing(target):
         publish_artifact(
-            folder.export,
+            source,
             target,
             stage=cfg.stage,
             run=str(folder.path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.callbacks.wandb_lineage import Origin, log_lineage, records_fingerprint
 from rlhf_lightning.evaluation.stages import Findings
+from rlhf_lightning.model_folder import publishes
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import fingerprint
+from rlhf_lightning.runs.manifest import ManifestError, fingerprint, read_manifest
 from rlhf_lightning.runs.summary import Summary
 
 
@@ -65,7 +67,17 @@ def made_by(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Iterator[Or
         "metrics": {k: v for k, v in summary.metrics.items() if v is not None},
     }
     name = f"{cfg.world.name}-{cfg.name}" if target is None else artifact_name(target)
-    yield Origin(cfg.name, name, "model", fingerprint(folder.export), metadata)
+    yield Origin(cfg.name, name, "model", _fingerprint(cfg, folder), metadata)
+
+
+def _fingerprint(cfg: DictConfig, folder: RunFolder) -> str:
+    """Return that of what later stages load: an export may be rounded."""
+    if publishes(cfg):
+        with suppress(ManifestError):
+            manifest = read_manifest(cfg.artifacts.publish, verify=False)
+            if manifest.run == str(folder.path):
+                return manifest.fingerprint
+    return fingerprint(folder.export)
 
 
 def artifact_name(source: str) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -21,11 +24,16 @@ from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
 from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
 from rlhf_lightning.models.arrangements import ADAPTER
-from rlhf_lightning.models.export import export_model, export_tokenizer
+from rlhf_lightning.models.export import (
+    export_model,
+    export_tokenizer,
+    weights_by_file_name,
+)
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
+from rlhf_lightning.models.rounding import DTYPES, Rounding, base_dtype, measure_rounding
 from rlhf_lightning.models.tokenizers import as_saved, stop_ids
 from rlhf_lightning.runs.atomic import follow_umask, write_text
 from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
@@ -33,6 +41,8 @@ from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.summary import GateResult, installed_versions
 
+logger = logging.getLogger(__name__)
+LEAST_KEPT = 0.9  # of what training changed, before rounding it away is told
 _REWARD_MODELS = ("RewardModelScorer", "RewardAdapterScorer", "TextRewardModelScorer")
 _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -63,6 +73,8 @@ def write_model_folder(
     outcome: Outcome,
     *,
     adapter_only: bool = False,
+    dtype: str | None = None,
+    full: Path | None = None,
 ) -> None:
     """Write what a run has trained as a Hugging Face folder.
 
@@ -76,6 +88,8 @@ def write_model_folder(
         state: full state dict of `model`, on the CPU.
         outcome: what the card says of it.
         adapter_only: write the adapter and nothing of its base.
+        dtype: of the weights: fp32, bf16 or auto; None takes that of the configuration.
+        full: gets the same in fp32, if `folder` is not.
 
     Raises:
         ValueError: if only an adapter is asked for and none was trained.
@@ -85,6 +99,8 @@ def write_model_folder(
     if adapter_only and adapted is None:
         raise ValueError("the run trained the whole model and no adapter (lora: null)")
     folder.mkdir(parents=True, exist_ok=True)
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()  # of a run that was killed here: an artefact may be the same file
     if adapted is not None:
         base, revision = _base_of_adapter(str(start), cfg.model.get("revision"))
         save_adapter(
@@ -101,11 +117,65 @@ def write_model_folder(
             state = model.state_dict()
     if adapter_only:
         export_tokenizer(model, tokenizer, folder)
+        _describe(cfg, folder, start, outcome, is_adapter=True)
     else:
-        stops = stop_ids(tokenizer, start, revision=cfg.model.get("revision"))
-        export_model(model, tokenizer, folder, state, stop_ids=stops)
-    _describe(cfg, folder, start, outcome, is_adapter=adapter_only)
+        _write_whole(cfg, folder, (model, tokenizer, state), outcome, dtype, full)
     follow_umask(*folder.rglob("*.safetensors"))
+
+
+def _write_whole(
+    cfg: DictConfig,
+    folder: Path,
+    trained: tuple[PolicyModel | ScalarHeadModel, PreTrainedTokenizerBase, dict[str, Tensor]],
+    outcome: Outcome,
+    asked: str | None,
+    full: Path | None,
+) -> None:
+    model, tokenizer, state = trained
+    start, revision = cfg.artifacts[STARTS_FROM[cfg.stage]], cfg.model.get("revision")
+    stops = stop_ids(tokenizer, start, revision=revision)
+    dtype, base_dtype = export_dtypes(cfg, asked)
+    options: dict[str, Any] = {"stop_ids": stops, "base_dtype": base_dtype}
+    export_model(model, tokenizer, folder, state, dtype=dtype, **options)
+    if dtype == torch.float32:
+        _describe(cfg, folder, start, outcome, is_adapter=False)
+        return
+    weights = weights_by_file_name(model, state)
+    cost = measure_rounding(weights, start, dtype, revision=revision)
+    _describe(cfg, folder, start, outcome, is_adapter=False, rounding=cost)
+    if cost.kept is not None and cost.kept < LEAST_KEPT:
+        logger.warning(
+            "%s is rounded to bf16, which keeps %.0f %% of what training changed: "
+            "export.dtype=fp32 keeps all of it",
+            folder,
+            100 * cost.kept,
+        )
+    if full is not None:
+        export_model(model, tokenizer, full, state, dtype=torch.float32, **options)
+        if (folder / ADAPTER).is_dir():
+            shutil.copytree(folder / ADAPTER, full / ADAPTER)
+        _describe(cfg, full, start, outcome, is_adapter=False)
+        follow_umask(*full.rglob("*.safetensors"))
+
+
+def publishes(cfg: DictConfig) -> bool:
+    """Return whether the model is also put where later stages look for it."""
+    return cfg.artifacts.publish is not None and bool(cfg.paths.publish)
+
+
+def export_dtypes(cfg: DictConfig, asked: str | None = None) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype of the exported weights, and that of the model at the root.
+
+    `auto` is the latter, where the fp32 weights are published besides; else fp32.
+    """
+    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    base = torch.float32
+    if start is not None:
+        base = base_dtype(load_config(start, loading_options(start, **origin(cfg))))
+    asked = asked or (cfg.get("export") or {}).get("dtype") or "auto"
+    if asked != "auto":
+        return DTYPES[asked], base
+    return (base if publishes(cfg) else torch.float32), base
 
 
 def _base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]:
@@ -121,7 +191,13 @@ def _base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]
 
 
 def _describe(
-    cfg: DictConfig, folder: Path, start: str | None, outcome: Outcome, *, is_adapter: bool
+    cfg: DictConfig,
+    folder: Path,
+    start: str | None,
+    outcome: Outcome,
+    *,
+    is_adapter: bool,
+    rounding: Rounding | None = None,
 ) -> None:
     resolved = plain(cfg)
     written = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
@@ -144,6 +220,7 @@ def _describe(
         is_adapter=is_adapter,
         against=_against(resolved.get("scorer")),
         needs=_needs(folder) if is_adapter else None,
+        rounding=rounding,
     )
     write_model_card(folder, facts)
 

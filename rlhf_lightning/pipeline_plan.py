@@ -255,7 +255,9 @@ def _step(cfg: DictConfig, folder: Path, number: int, stage: str) -> Step:
     own = _own_words(cfg, folder, number, stage)
     ours = (f"seed={cfg.seed}", given("paths.artifacts", folder / "round_1" / "artifacts"))
     if stage in TRAINED:
-        head = (f"+experiment={cfg.experiments[stage]}", *ours, *own, *words["train"])
+        # The next round loads export/.
+        whole = ("export.dtype=fp32",) if stage in LATER and cfg.rounds > 1 else ()
+        head = (f"+experiment={cfg.experiments[stage]}", *ours, *whole, *own, *words["train"])
         theirs = (*words[stage], *here.get("train", ()), *here.get(stage, ()))
         return Step(number, stage, "rlhf_lightning.train", (*head, *theirs))
     theirs = (*words[stage], *here.get(stage, ()))

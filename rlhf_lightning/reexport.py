@@ -42,7 +42,14 @@ _TOKENIZERS = ("rlhf_lightning.data.demo.vocabulary.demo_tokenizer",)
 Model = PolicyModel | ScalarHeadModel
 
 
-def reexport(folder: RunFolder, checkpoint: Path, target: Path, *, adapter_only: bool) -> None:
+def reexport(
+    folder: RunFolder,
+    checkpoint: Path,
+    target: Path,
+    *,
+    adapter_only: bool,
+    dtype: str | None = None,
+) -> None:
     """Write the model of a checkpoint as a folder, in one step in the place of an earlier one.
 
     Args:
@@ -50,6 +57,7 @@ def reexport(folder: RunFolder, checkpoint: Path, target: Path, *, adapter_only:
         checkpoint: one of its own.
         target: the model folder.
         adapter_only: the adapter of a LoRA run without its base.
+        dtype: of the weights; None as the run's configuration says.
 
     Raises:
         ExportError: if the configuration is not allowed, or if there is no model that the
@@ -73,7 +81,7 @@ def reexport(folder: RunFolder, checkpoint: Path, target: Path, *, adapter_only:
     former: Path | None = None
     try:
         write_model_folder(
-            cfg, staging, model, tokenizer, state, outcome, adapter_only=adapter_only
+            cfg, staging, model, tokenizer, state, outcome, adapter_only=adapter_only, dtype=dtype
         )
         former = replace_folder(staging, target)
     except ValueError as error:

@@ -52,7 +52,19 @@ def check_structure(cfg: DictConfig) -> None:
             f"doctor.{key}: doctor has no such key{did_you_mean(key, sorted(known))}; it has "
             f"{', '.join(sorted(known))}"
         )
+    _check_export(container.get("export"))
     _check_nodes(container)
+
+
+def _check_export(node: Any) -> None:
+    known = ["auto", "fp32", "bf16"]
+    for key in node if isinstance(node, Mapping) else ():
+        if key != "dtype":
+            raise ConfigError(f"unknown key export.{key}; it has one, export.dtype")
+    dtype = node.get("dtype") if isinstance(node, Mapping) else node
+    if dtype not in known:
+        hint = did_you_mean(str(dtype), known)
+        raise ConfigError(f"export.dtype={dtype} must be one of {', '.join(known)}{hint}")
 
 
 def _check_nodes(container: Mapping[str, Any]) -> None:

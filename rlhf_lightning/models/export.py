@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import (
 
 from rlhf_lightning.models.classifier_tokenizer import classifier_tokenizer, with_row_for
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.rounding import BASE_DTYPE, rounded
 
 
 def export_model(
@@ -26,6 +28,8 @@ def export_model(
     state: Mapping[str, Tensor],
     *,
     stop_ids: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    base_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write weights, config, tokenizer with chat template and, for a policy, when to stop.
 
@@ -35,15 +39,40 @@ def export_model(
         folder: created if missing.
         state: full state dict of `model`.
         stop_ids: every id that ends a response.
+        dtype: of the weights; a scalar head stays in fp32.
+        base_dtype: of the model at the root, which config.json then names.
     """
     if isinstance(model, PolicyModel):
-        export_policy(model, folder, state)
+        export_policy(model, folder, state, dtype=dtype)
         generation = generation_settings(model, tokenizer, stop_ids)
         generation.save_pretrained(folder)
         export_tokenizer(model, tokenizer, folder)
     else:
         pad = export_tokenizer(model, tokenizer, folder)
-        export_scalar_model(model, folder, state, pad_token_id=pad)
+        export_scalar_model(model, folder, state, pad_token_id=pad, dtype=dtype)
+    _name_dtypes(folder / "config.json", dtype, base_dtype)
+
+
+def _name_dtypes(file: Path, dtype: torch.dtype, base_dtype: torch.dtype) -> None:
+    """Write into config.json what transformers would take from a model in one dtype."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    named = content | {"dtype": str(dtype).removeprefix("torch.")}
+    if base_dtype != torch.float32:
+        named[BASE_DTYPE] = str(base_dtype).removeprefix("torch.")
+    if named != content:
+        text = json.dumps(named, indent=2, sort_keys=True, ensure_ascii=False)
+        file.write_text(text + "\n", encoding="utf-8")
+
+
+def weights_by_file_name(
+    model: PolicyModel | ScalarHeadModel, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the weights that an export rounds, by their names in its files: no scalar head."""
+    if isinstance(model, PolicyModel):
+        return {k.removeprefix("model."): v for k, v in state.items()}
+    prefix = f"{model.trunk.base_model_prefix}."
+    trunk = {k: v for k, v in state.items() if k.startswith("trunk.")}
+    return {prefix + k.removeprefix("trunk."): v for k, v in trunk.items()}
 
 
 def export_tokenizer(
@@ -58,16 +87,22 @@ def export_tokenizer(
     return int(pad)
 
 
-def export_policy(policy: PolicyModel, folder: Path, state: Mapping[str, Tensor]) -> None:
+def export_policy(
+    policy: PolicyModel,
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Write the policy as a Hugging Face causal LM in safetensors.
 
     Args:
         policy: gives the architecture.
         folder: created if missing.
         state: full state dict of `policy`.
+        dtype: of the weights.
     """
-    prefix = "model."
-    weights = {k.removeprefix(prefix): v for k, v in state.items()}
+    weights = rounded(weights_by_file_name(policy, state), dtype)
     policy.model.save_pretrained(folder, state_dict=weights)
 
 
@@ -88,7 +123,12 @@ def generation_settings(
 
 
 def export_scalar_model(
-    model: ScalarHeadModel, folder: Path, state: Mapping[str, Tensor], *, pad_token_id: int
+    model: ScalarHeadModel,
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    pad_token_id: int,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a reward model as a Hugging Face sequence classifier with one label.
 
@@ -102,6 +142,7 @@ def export_scalar_model(
         pad_token_id: the classifier reads its score at the last token that is not this one, so
             it must not be EOS. The first id behind the vocabulary gets a row of zeros, which only
             padding reads.
+        dtype: of the weights; the head stays in fp32.
 
     Raises:
         ValueError: if `state` is not that of a decoder with a scalar head.
@@ -117,7 +158,7 @@ def export_scalar_model(
         classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     prefix = f"{classifier.base_model_prefix}."
     weights = {
-        prefix + k.removeprefix("trunk."): v.float()
+        prefix + k.removeprefix("trunk."): v.to(dtype)
         for k, v in state.items()
         if k.startswith("trunk.")
     }

@@ -150,8 +150,9 @@ def publish_artifact(
     gates: Sequence[GateResult] = (),
     base: str | None = None,
 ) -> Manifest:
-    """Copy a model folder to where later stages look, in place of what stands there.
+    """Put a model folder where later stages look, in place of what stands there.
 
+    Weights are linked and not written once more, where both folders are on one file system.
     The copy and its manifest are complete before the name changes hands, so a reader or a kill
     at any instant meets the former artefact or the new one. Hold `artifact_lock(target)` if
     others may publish too.
@@ -166,7 +167,7 @@ def publish_artifact(
     shutil.rmtree(staging, ignore_errors=True)
     former: Path | None = None
     try:
-        shutil.copytree(source, staging)
+        shutil.copytree(source, staging, copy_function=_link_or_copy)
         manifest = write_manifest(
             staging, stage=stage, run=run, metrics=metrics, gates=gates, base=base
         )
@@ -175,6 +176,16 @@ def publish_artifact(
     finally:
         shutil.rmtree(former or staging, ignore_errors=True)
     return manifest
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        try:
+            os.link(source, target, follow_symlinks=True)
+            return
+        except OSError:  # another file system, or one without hard links
+            Path(target).unlink(missing_ok=True)
+    shutil.copy2(source, target)
 
 
 def _sync_files(folder: Path) -> None:

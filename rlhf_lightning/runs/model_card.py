@@ -46,6 +46,9 @@ model = AutoPeftModelForSequenceClassification.from_pretrained(FOLDER, num_label
 model.config.pad_token_id = tokenizer.pad_token_id"""
 
 
+RoundingCost = tuple[float, float | None]  # relative error, kept share of what was learnt
+
+
 @dataclass(frozen=True)
 class CardFacts:
     """What a model card says.
@@ -67,6 +70,7 @@ class CardFacts:
         is_adapter: whether the folder holds an adapter alone.
         against: what scored the answers of PPO.
         needs: of an adapter: what it stands on.
+        rounding: what rounding the weights to bf16 has cost; None where they are in fp32.
     """
 
     stage: str
@@ -85,6 +89,7 @@ class CardFacts:
     is_adapter: bool = False
     against: str = "a reward model"
     needs: str | None = None
+    rounding: RoundingCost | None = None
 
 
 def write_model_card(folder: Path, facts: CardFacts) -> Path:
@@ -95,6 +100,7 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
         _what(facts),
         f"```python\n{_use(facts)}\n```",
         _origin(facts),
+        _precision(facts),
         _gates(facts),
         _table("Metrics" if facts.checkpoint else "Final metrics", "metric", facts.metrics),
         _table("Settings", "setting", facts.settings),
@@ -164,6 +170,22 @@ def _origin(facts: CardFacts) -> str:
         software = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
         lines.append(f"* Made with: {software}")
     return "\n".join(lines)
+
+
+def _precision(facts: CardFacts) -> str:
+    if facts.rounding is None:
+        return ""
+    error, kept = facts.rounding
+    text = (
+        "The weights are in bf16, as those of the base; the figures below were measured before "
+        f"they were rounded from fp32. Rounding changed them by {100 * error:.2g} % (norm of the "
+        "difference over that of the weights)"
+    )
+    if kept is not None:
+        text += f" and kept {100 * kept:.1f} % of what training changed"
+    if facts.stage == "reward":
+        text += '. The head is in fp32: `from_pretrained(FOLDER, dtype="float32")` uses it so'
+    return f"{text}."
 
 
 def _gates(facts: CardFacts) -> str:

@@ -23,6 +23,7 @@ _LEFT_OUT = frozenset(
     {
         "resume",
         "ckpt_path",
+        "export",
         "paths",
         "logger",
         "hydra",
