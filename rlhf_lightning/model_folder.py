@@ -42,7 +42,7 @@ from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.summary import GateResult, installed_versions
 
 logger = logging.getLogger(__name__)
-LEAST_KEPT = 0.9  # of what training changed, before rounding it away is told
+LEAST_KEPT = 0.9  # of what training changed, that rounding must keep
 _REWARD_MODELS = ("RewardModelScorer", "RewardAdapterScorer", "TextRewardModelScorer")
 _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -135,21 +135,22 @@ def _write_whole(
     start, revision = cfg.artifacts[STARTS_FROM[cfg.stage]], cfg.model.get("revision")
     stops = stop_ids(tokenizer, start, revision=revision)
     dtype, base_dtype = export_dtypes(cfg, asked)
+    cost: Rounding | None = None
+    if dtype != torch.float32:
+        weights = weights_by_file_name(model, state)
+        cost = measure_rounding(weights, start, dtype, revision=revision)
+        if cost.kept is not None and cost.kept < LEAST_KEPT:
+            lost = f"bf16 keeps {100 * cost.kept:.0f} % of what training changed"
+            if asked_dtype(cfg, asked) == "auto":
+                logger.warning("%s stays in fp32: %s (export.dtype=bf16 insists)", folder, lost)
+                dtype, cost = torch.float32, None
+            else:
+                logger.warning("%s: %s, export.dtype=fp32 keeps all of it", folder, lost)
     options: dict[str, Any] = {"stop_ids": stops, "base_dtype": base_dtype}
     export_model(model, tokenizer, folder, state, dtype=dtype, **options)
-    if dtype == torch.float32:
-        _describe(cfg, folder, start, outcome, is_adapter=False)
-        return
-    weights = weights_by_file_name(model, state)
-    cost = measure_rounding(weights, start, dtype, revision=revision)
     _describe(cfg, folder, start, outcome, is_adapter=False, rounding=cost)
-    if cost.kept is not None and cost.kept < LEAST_KEPT:
-        logger.warning(
-            "%s is rounded to bf16, which keeps %.0f %% of what training changed: "
-            "export.dtype=fp32 keeps all of it",
-            folder,
-            100 * cost.kept,
-        )
+    if dtype == torch.float32:
+        return
     if full is not None:
         export_model(model, tokenizer, full, state, dtype=torch.float32, **options)
         if (folder / ADAPTER).is_dir():
@@ -163,6 +164,11 @@ def publishes(cfg: DictConfig) -> bool:
     return cfg.artifacts.publish is not None and bool(cfg.paths.publish)
 
 
+def asked_dtype(cfg: DictConfig, asked: str | None = None) -> str:
+    """Return fp32, bf16 or auto: as asked, else as the configuration says."""
+    return str(asked or (cfg.get("export") or {}).get("dtype") or "auto")
+
+
 def export_dtypes(cfg: DictConfig, asked: str | None = None) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype of the exported weights, and that of the model at the root.
 
@@ -172,9 +178,9 @@ def export_dtypes(cfg: DictConfig, asked: str | None = None) -> tuple[torch.dtyp
     base = torch.float32
     if start is not None:
         base = base_dtype(load_config(start, loading_options(start, **origin(cfg))))
-    asked = asked or (cfg.get("export") or {}).get("dtype") or "auto"
-    if asked != "auto":
-        return DTYPES[asked], base
+    named = asked_dtype(cfg, asked)
+    if named != "auto":
+        return DTYPES[named], base
     return (base if publishes(cfg) else torch.float32), base
 
 

@@ -62,7 +62,11 @@ def test_an_export_has_the_dtype_of_its_base_and_what_later_stages_load_is_whole
 
 def test_the_next_stage_knows_the_dtype_of_the_root_and_keeps_its_head_in_fp32(bf16, tmp_path):
     folder = completed(
-        tmp_path / "run", "reward", bf16 / "published", f"artifacts.publish={tmp_path}/reward"
+        tmp_path / "run",
+        "reward",
+        bf16 / "published",
+        f"artifacts.publish={tmp_path}/reward",
+        "module.reward.learning_rate=1e-3",
     )
     half = load_file(folder.export / "model.safetensors")
     full = load_file(tmp_path / "reward/model.safetensors")
@@ -94,6 +98,27 @@ def test_the_same_weights_are_written_once_and_a_later_run_leaves_the_artefact_a
     for name in names:
         assert not os.path.samefile(folder.export / name, tmp_path / "published" / name)
     assert read_manifest(tmp_path / "published").fingerprint == before
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16"])
+def test_steps_that_bf16_would_undo_are_kept_in_fp32_unless_bf16_is_insisted_on(
+    bf16, tmp_path, caplog, dtype
+):
+    folder = completed(
+        tmp_path / "run",
+        "sft",
+        bf16 / "start",
+        f"artifacts.publish={tmp_path}/published",
+        f"export.dtype={dtype}",
+        "module.sft.learning_rate=1e-7",
+    )
+    weights = load_file(folder.export / "model.safetensors")
+    wanted = torch.float32 if dtype == "auto" else torch.bfloat16
+    assert {value.dtype for value in weights.values()} == {wanted}
+    assert " % of what training changed" in caplog.text
+    assert ("stays in fp32" in caplog.text) == (dtype == "auto")
+    rounded = "The weights are in bf16" in (folder.export / "README.md").read_text()
+    assert rounded == (dtype == "bf16")
 
 
 def test_a_run_that_publishes_nothing_keeps_its_only_copy_whole(bf16, tmp_path):
