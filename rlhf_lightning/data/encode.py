@@ -4,11 +4,12 @@ r"""Records to token ids: the one place where prompts, answers and EOS meet.
   reward modelling and PPO, so the three never disagree about a boundary.
 * Plain text: special tokens at the front of the prompt only (BOS once, never an EOS); the answer
   without any. Conversations: the chat template is applied once and brings its own special tokens.
-* EOS is appended by its id, once, also where pad == eos. A template that ends the answer with EOS
-  and then white space (ChatML: `<|im_end|>\n`) is cut after that EOS, because generation stops
-  there: nothing after the EOS is learnt or scored.
-* The loss counts on the answer and its EOS; for `text` records on every token but the first, which
-  has nothing before it.
+* An answer ends with its first stop token behind the content, because generation stops there:
+  nothing after it is learnt or scored. That is EOS, appended by its id, also where pad == eos; in a
+  conversation it is what the chat template writes: `<|im_end|>` of ChatML (and not its line
+  break), `<end_of_turn>` of Gemma, `<|end|>` of Phi 3 (and not the EOS behind it).
+* The loss counts on the answer and the token that ends it; for `text` records on every token but
+  the first, which has nothing before it.
 * Over-long records are dropped, or their prompt is cut from the left. An answer is never cut: a
   cut text must not pass for a finished one.
 """

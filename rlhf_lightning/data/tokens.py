@@ -1,4 +1,4 @@
-"""Texts to token ids: prompts, and answers that end with EOS."""
+"""Texts to token ids: prompts, and answers up to and including the token that ends them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rlhf_lightning.data.records import (
     Text,
     TextRecord,
 )
+from rlhf_lightning.models.turn_end import TurnEnd, turn_end
 
 
 class MemoTokenizer:
@@ -37,6 +38,7 @@ class MemoTokenizer:
         # The tokenizer looks its special tokens up by name each time.
         self.bos_token_id = tokenizer.bos_token_id
         self.eos_token_id = tokenizer.eos_token_id
+        self.turn_end = turn_end(tokenizer)
         prompts: list[Text] = []
         answers: list[Text] = []
         for record in records:
@@ -113,9 +115,11 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def answer_ids(prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that follow the prompt's, up to and including one EOS.
+    """Return the ids that follow the prompt's, up to and including the one that ends the answer.
 
-    For a conversation: what the template adds to the rendered prompt. Where the tokenizer would
+    For a conversation: what the template adds to the rendered prompt, up to the first stop token
+    behind the content, where a rollout stops: `<end_of_turn>` and not EOS for Gemma. Where neither
+    the template nor the text has one, EOS is added. Where the tokenizer would
     merge the last characters of the prompt with the first of the answer, the answer is tokenized
     on its own, because that is the boundary at which a policy starts to generate.
 
@@ -138,7 +142,7 @@ def answer_ids(prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase) -
         tail = ids[len(given) :]
     else:
         tail = _tokenize(full[len(start) :], tokenizer)
-    return end_with_eos(_until_eos(tail, tokenizer), tokenizer)
+    return end_with_eos(tail, tokenizer) if (end := _end(tail, tokenizer)) is None else tail[:end]
 
 
 def end_with_eos(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -153,13 +157,18 @@ def end_with_eos(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list
     return list(ids) if ids and ids[-1] == eos else [*ids, int(eos)]
 
 
-def _until_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Cut what a template writes after its last EOS, if that is only white space."""
-    eos = tokenizer.eos_token_id
-    if eos not in ids:
-        return ids
-    end = len(ids) - ids[::-1].index(eos)
-    return ids if str(tokenizer.decode(ids[end:])).strip() else ids[:end]
+def _end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return how many of an answer's ids go up to its first stop token behind the content."""
+    end = _turn_end(tokenizer)
+    if end is None:
+        return None
+    stops = [i for i, token in enumerate(ids) if token in (end.token_id, tokenizer.eos_token_id)]
+    # Counted from the back: of several messages each may end with one.
+    return stops[-end.num_stops] + 1 if len(stops) >= end.num_stops else None
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
+    return tokenizer.turn_end if isinstance(tokenizer, MemoTokenizer) else turn_end(tokenizer)
 
 
 def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

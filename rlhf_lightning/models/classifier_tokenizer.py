@@ -1,20 +1,23 @@
-"""The tokenizer of a sequence classifier: rows that end at EOS, behind which only padding stands.
+"""The tokenizer of a sequence classifier: rows that end where answers do, then only padding.
 
 The classifiers of transformers read a row's score at its last token that is not the pad token.
-That must be EOS, where the reward was trained. It is not where pad == EOS, and it is not where a
-chat template writes something behind EOS, as ChatML does with a newline.
+That must be the one that ends the answer, where the reward was trained. It is not where that is
+the pad token, and it is not where a chat template writes something behind it, as ChatML does with
+a newline and Phi 3 with EOS.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.models.turn_end import turn_end
 
 ADDED = "<|pad|>"
 # Names that tokenizers give to tokens of theirs that no text holds, the best first.
@@ -28,16 +31,15 @@ _UNUSED = (
 _CUT = (
     "{%- set text %}",
     "{% endset -%}"
-    "{{- text if add_generation_prompt or not text.rstrip().endswith(eos_token) "
-    "else text.rstrip() -}}",
+    "{{- text if add_generation_prompt or not text.endswith(ANSWER_END) "
+    "else text[:text | length - BEHIND] -}}",
 )
-_EXCHANGE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def classifier_tokenizer(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int
 ) -> PreTrainedTokenizerBase:
-    """Return a copy with a pad token that is not EOS and a chat template that ends with EOS.
+    """Return a copy with a pad token that is not EOS and a chat template that ends answers.
 
     No id of a token changes. The pad token is the tokenizer's own, else a special token of its
     vocabulary that no text uses, else a new token `<|pad|>`, which may need a row more than the
@@ -50,8 +52,10 @@ def classifier_tokenizer(
     """
     own: Any = copy.deepcopy(tokenizer)
     own.padding_side = "right"
-    _end_template_at_eos(own)
-    if own.pad_token_id is not None and own.pad_token_id != own.eos_token_id:
+    _end_template_at_its_stop(own)
+    end = turn_end(own)
+    ends = {None, own.eos_token_id, None if end is None else end.token_id}
+    if own.pad_token_id not in ends:
         return own
     token = unused_special_token(own, num_embeddings)
     if token is None:
@@ -88,14 +92,12 @@ def with_row_for(embedding: Tensor, token_id: int) -> Tensor:
     return torch.cat([embedding, embedding.new_zeros(missing, embedding.shape[1])])
 
 
-def _end_template_at_eos(tokenizer: Any) -> None:
-    if not isinstance(tokenizer.chat_template, str):
+def _end_template_at_its_stop(tokenizer: Any) -> None:
+    """Let the template leave out what it writes behind the token that ends an answer."""
+    end = turn_end(tokenizer)
+    if not isinstance(tokenizer.chat_template, str) or end is None or not end.behind:
         return
-    try:
-        text = tokenizer.apply_chat_template(_EXCHANGE, tokenize=False)
-    except TemplateError:  # a template for other conversations than this one
-        return
-    if text != text.rstrip() and text.rstrip().endswith(tokenizer.eos_token):
-        # Jinja drops the newline at the end of a template; inside of another it would stay.
-        body = tokenizer.chat_template.removesuffix("\n")
-        tokenizer.chat_template = body.join(_CUT)
+    # Jinja drops the newline at the end of a template; inside of another it would stay.
+    body = tokenizer.chat_template.removesuffix("\n")
+    closing = _CUT[1].replace("ANSWER_END", json.dumps(end.token + end.behind))
+    tokenizer.chat_template = _CUT[0] + body + closing.replace("BEHIND", str(len(end.behind)))

@@ -16,6 +16,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rlhf_lightning.models.loading import loading_options, naming_source
+from rlhf_lightning.models.turn_end import turn_end
 
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -141,15 +142,28 @@ def check_same_tokenizer(
             f"{source} ends texts with {other.eos_token!r}, the policy with "
             f"{tokenizer.eos_token!r}: its score is not read where it was trained to be: {fix}"
         )
+    ends = [turn_end(each) for each in (tokenizer, other)]
+    mine, its = (None if end is None else end.token for end in ends)
+    if mine is not None and its is not None and mine != its:
+        raise ValueError(
+            f"the chat template of {source} ends answers with {its!r}, the policy's with "
+            f"{mine!r}: its score is not read where it was trained to be: {fix}"
+        )
 
 
 def stop_ids(
     tokenizer: PreTrainedTokenizerBase, source: str | Path | None, *, revision: str | None = None
 ) -> tuple[int, ...]:
-    """Return every id that ends a response: the tokenizer's EOS and the checkpoint's own list."""
+    """Return every id that ends a response.
+
+    They are the tokenizer's EOS, the token with which its chat template ends an answer, and the
+    checkpoint's own list.
+    """
+    end = turn_end(tokenizer)
+    template = () if end is None else (end.token_id,)
     eos = None if source is None else _generation_config(source, revision).eos_token_id
     named = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return tuple(sorted({int(tokenizer.eos_token_id), *named}))
+    return tuple(sorted({int(tokenizer.eos_token_id), *template, *named}))
 
 
 def _generation_config(source: str | Path, revision: str | None) -> GenerationConfig:

@@ -27,9 +27,10 @@ class TextRewardModelHparams(Checked):
             sentence pair of a classifier; `completion` is the answer alone.
         chat_template: file of a Jinja template, or `plain`, which writes the turns with an
             empty line between them; None is the tokenizer's own. For conversations only.
-        ending: what follows a finished answer. `eos`: EOS once, and nothing behind it; `template`:
-            what the chat template or the tokenizer writes there; `none`: nothing. None is `eos`
-            where the score is read at the last token, else `template`.
+        ending: what follows a finished answer. `eos`: the first stop token of the chat template,
+            else EOS, and nothing behind it; `template`: what the chat template or the tokenizer
+            writes there; `none`: nothing. None is `eos` where the score is read at the last token,
+            else `template`.
         max_length: longest text in tokens; None is the model's and the tokenizer's own limit.
         label: name or index of the label that is rewarded; needed if there are several.
         output: `log_odds` of the label against all others, its `logit`, or its `probability`. Of a

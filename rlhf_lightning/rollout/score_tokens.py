@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rlhf_lightning.models.turn_end import first_stop
 from rlhf_lightning.rollout.score_rendering import AnswerText, Renderer
 
 
@@ -77,17 +78,16 @@ class LastTokenInputs:
         back = ids[end:] if closed and self.ending == "template" else []
         answer = [*ids[prompt_end:end], *back]
         eos = self.tokenizer.eos_token_id
-        if closed and self.ending == "eos" and (not answer or answer[-1] != eos):
+        ended = parts.after and first_stop(parts.after, self.tokenizer) is not None
+        if closed and self.ending == "eos" and not ended and (not answer or answer[-1] != eos):
             answer.append(int(eos))
         kept, over_long = self._fit(ids[:num_front], ids[num_front:prompt_end], answer)
         return Tokens(kept, [0] * len(kept), over_long)
 
     def _closing(self, after: str) -> str:
-        eos = self.tokenizer.eos_token
-        if self.ending != "eos" or not eos or eos not in after:
-            return after
-        end = after.rindex(eos) + len(eos)
-        return after if after[end:].strip() else after[:end]
+        """Return what the template writes behind the answer, up to its first stop token."""
+        end = first_stop(after, self.tokenizer) if self.ending == "eos" else None
+        return after if end is None else after[: len(after) - len(end.behind)]
 
     def _fit(
         self, front: list[int], prompt: list[int], answer: list[int]

@@ -1,0 +1,74 @@
+"""The token with which a chat template ends an answer, where that is not EOS."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+# Stands where the answer goes; a noncharacter of Unicode, which no text holds.
+_ANSWER = "\ufdd0answer\ufdd0"
+_EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    r"""What a template writes behind the content of an answer.
+
+    Args:
+        token: the first stop token there: `<end_of_turn>` of Gemma, `<|end|>` of Phi 3.
+        token_id: its id.
+        behind: what the template writes after it: a line break, or EOS too.
+        num_stops: stop tokens that it writes behind the content, this one included.
+    """
+
+    token: str
+    token_id: int
+    behind: str
+    num_stops: int
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
+    """Return how the chat template ends an answer; None without a template or a token at the end.
+
+    It is found by rendering an exchange: the first special token behind the answer, or else the
+    first added one.
+    """
+    if not tokenizer.chat_template:
+        return None
+    conversation = [dict(message) for message in _EXCHANGE]
+    try:
+        text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
+    except (TemplateError, TypeError, ValueError, KeyError):  # made for other conversations
+        return None
+    _, found, after = text.rpartition(_ANSWER)
+    return first_stop(after, tokenizer) if found else None
+
+
+def first_stop(text: str, tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
+    """Return the first stop token in what a template writes behind an answer, or None."""
+    added = {t.content: (i, t.special) for i, t in tokenizer.added_tokens_decoder.items()}
+    special = [content for content, (_, special) in added.items() if special]
+    for candidates in (special, list(added)):
+        match = _any_of(candidates, text)
+        if match is not None:
+            stops = {match.group(), str(tokenizer.eos_token)}
+            return TurnEnd(
+                token=match.group(),
+                token_id=int(added[match.group()][0]),
+                behind=text[match.end() :],
+                num_stops=sum(m.group() in stops for m in _all_of(added, text)),
+            )
+    return None
+
+
+def _any_of(contents: list[str], text: str) -> re.Match[str] | None:
+    return next(iter(_all_of(contents, text)), None)
+
+
+def _all_of(contents: object, text: str) -> list[re.Match[str]]:
+    longest_first = sorted(filter(None, contents), key=len, reverse=True)  # type: ignore[call-overload]
+    pattern = "|".join(map(re.escape, longest_first))
+    return list(re.finditer(pattern, text)) if pattern else []

@@ -1,0 +1,109 @@
+"""Where an answer ends: at the token where a rollout stops, in every stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_lightning.data.encode import encode_all, encode_demonstration, encode_preference
+from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+from rlhf_lightning.evaluation.held_out import written_answers
+from rlhf_lightning.models.classifier_tokenizer import classifier_tokenizer
+from rlhf_lightning.models.tokenizers import check_same_tokenizer, stop_ids
+from rlhf_lightning.rollout.score_rendering import AnswerText, Renderer
+from rlhf_lightning.rollout.score_tokens import LastTokenInputs
+from tests.data.families import FAMILIES, family_tokenizer
+
+ASKED = ({"role": "user", "content": "why the end?"},)
+
+
+def said(content):
+    return ({"role": "assistant", "content": content},)
+
+
+def end_of(family):
+    tokenizer = family_tokenizer(family)
+    return tokenizer, tokenizer.convert_tokens_to_ids(FAMILIES[family][-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollout_stops_where_the_template_ends_an_answer(family):
+    tokenizer, end = end_of(family)
+    assert stop_ids(tokenizer, None) == tuple(sorted({end, tokenizer.eos_token_id}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
+    tokenizer, end = end_of(family)
+    stops = stop_ids(tokenizer, None)
+    shown = encode_demonstration(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
+    pair = encode_preference(
+        PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500
+    )
+    written = written_answers(
+        [PromptRecord(ASKED)],
+        [said("so")],
+        tokenizer,
+        max_prompt_length=500,
+        batch_size=1,
+        device=torch.device("cpu"),
+        scorer=None,
+    )
+    answers = [
+        shown.input_ids[shown.loss_mask].tolist(),
+        pair.chosen_input_ids[pair.prompt_length :].tolist(),
+        written.token_ids[0],
+    ]
+    wanted = [*tokenizer("so", add_special_tokens=False)["input_ids"], end]
+    assert answers == [wanted] * 3
+    assert pair.rejected_input_ids[-1] == end
+    assert written.completions == ["so"]
+    for ids in answers:
+        assert [i for i, token in enumerate(ids) if token in stops] == [len(ids) - 1]
+    (together,), _ = encode_all([DemonstrationRecord(ASKED, said("so"))], tokenizer, max_length=500)
+    assert together.input_ids.tolist() == shown.input_ids.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_several_messages_the_last_one_ends_the_answer(family):
+    tokenizer, end = end_of(family)
+    answer = (*said("call"), *said("so"))
+    encoded = encode_demonstration(DemonstrationRecord(ASKED, answer), tokenizer, max_length=500)
+    ids = encoded.input_ids[encoded.loss_mask].tolist()
+    assert (ids.count(end), ids[-1]) == (2, end)
+    assert tokenizer.decode(ids, skip_special_tokens=True).endswith("so")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_reward_model_is_read_where_it_was_trained(family):
+    tokenizer, end = end_of(family)
+    exported = classifier_tokenizer(tokenizer, 600)
+    messages = [*ASKED, *said("so")]
+    ids = exported.apply_chat_template(messages, return_dict=True)["input_ids"]
+    pair = encode_preference(
+        PreferenceRecord(ASKED, said("so"), said("no")), tokenizer, max_length=500
+    )
+    assert ids == pair.chosen_input_ids.tolist()
+    assert exported.pad_token_id not in (end, exported.eos_token_id)
+    row = AnswerText("", [dict(m) for m in ASKED], "so", True)
+    for each in (tokenizer, exported):
+        inputs = LastTokenInputs(Renderer(each, None), ending="eos", max_length=None)
+        assert inputs([row])[0].ids == ids
+
+
+def test_a_template_without_a_token_at_the_end_gets_eos(make_tokenizer):
+    tokenizer = make_tokenizer(template="{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    encoded = encode_demonstration(
+        DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500
+    )
+    assert encoded.input_ids[-1] == tokenizer.eos_token_id
+    assert stop_ids(tokenizer, None) == (tokenizer.eos_token_id,)
+
+
+def test_a_reward_model_whose_template_ends_answers_elsewhere_is_refused(tmp_path):
+    tokenizer = family_tokenizer("gemma")
+    other = family_tokenizer("gemma")
+    other.chat_template = other.chat_template.replace("<end_of_turn>", "<eos>")
+    other.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="ends answers with '<eos>', the policy's with '<end_of"):
+        check_same_tokenizer(tokenizer, tmp_path, fix="export it again")
