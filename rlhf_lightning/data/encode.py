@@ -10,6 +10,8 @@ r"""Records to token ids: the one place where prompts, answers and EOS meet.
   break), `<end_of_turn>` of Gemma, `<|end|>` of Phi 3 (and not the EOS behind it).
 * The loss counts on the answer and the token that ends it; for `text` records on every token but
   the first, which has nothing before it.
+* What a text spells is text: `<|im_end|>` in a message ends no turn. A template's own markers are
+  tokens, and so is what a record spells that says `rendered`.
 * Over-long records are dropped, or their prompt is cut from the left. An answer is never cut: a
   cut text must not pass for a finished one.
 """
@@ -95,11 +97,12 @@ Encoded = EncodedSequence | EncodedPreference | EncodedPrompt
 
 @dataclass
 class EncodingReport:
-    """What became of the records: how many were encoded, cut, and dropped for which reason."""
+    """What became of the records; `num_spelled` spell special tokens, which are kept as text."""
 
     num_records: int = 0
     num_encoded: int = 0
     num_truncated: int = 0
+    num_spelled: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
 
@@ -136,6 +139,7 @@ def encode_all(
             raise ValueError(f"record {number}: {error}") from error
         if row is not None:
             encoded.append(row)
+            report.num_spelled += memo.control.spelled_in_record(record)
     return encoded, report
 
 
@@ -149,7 +153,7 @@ def encode_text(
 ) -> EncodedSequence | None:
     """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
     report = _count(report)
-    ids = end_with_eos(prompt_ids(record.text, tokenizer), tokenizer)
+    ids = end_with_eos(prompt_ids(record.text, tokenizer, rendered=record.rendered), tokenizer)
     if len(ids) > max_length:
         if not _may_cut(over_long):
             report.dropped[OVER_LONG] += 1
@@ -176,8 +180,8 @@ def encode_demonstration(
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
     """
     report = _count(report)
-    prompt = prompt_ids(record.prompt, tokenizer)
-    answer = answer_ids(record.prompt, record.completion, tokenizer)
+    prompt = prompt_ids(record.prompt, tokenizer, rendered=record.rendered)
+    answer = answer_ids(record.prompt, record.completion, tokenizer, rendered=record.rendered)
     fitted = _fit(prompt, len(answer), max_length, over_long, tokenizer, report)
     if fitted is None:
         return None
@@ -199,9 +203,9 @@ def encode_preference(
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
     """
     report = _count(report)
-    prompt = prompt_ids(record.prompt, tokenizer)
-    chosen = answer_ids(record.prompt, record.chosen, tokenizer)
-    rejected = answer_ids(record.prompt, record.rejected, tokenizer)
+    prompt = prompt_ids(record.prompt, tokenizer, rendered=record.rendered)
+    chosen = answer_ids(record.prompt, record.chosen, tokenizer, rendered=record.rendered)
+    rejected = answer_ids(record.prompt, record.rejected, tokenizer, rendered=record.rendered)
     if chosen == rejected:
         report.dropped[IDENTICAL] += 1
         return None
@@ -233,7 +237,7 @@ def encode_prompt(
     Its columns are those of `prompt_columns`.
     """
     report = _count(report)
-    prompt = prompt_ids(record.prompt, tokenizer)
+    prompt = prompt_ids(record.prompt, tokenizer, rendered=record.rendered)
     if not prompt:
         report.dropped[NO_TOKENS] += 1
         return None

@@ -10,7 +10,8 @@
 | preference, prompt implied | `chosen rejected`             | preferences    |
 
 Each is plain (strings) or conversational (lists of `{"role", "content"}`), save `text` (plain) and
-`messages` (conversational). Optional keys: `domain`, `margin`. All rows of a set have one format.
+`messages` (conversational). Optional keys: `domain`, `margin`, and `rendered` (true where the texts
+spell special tokens that are meant as tokens). All rows of a set have one format.
 Source: https://huggingface.co/docs/trl/dataset_formats.
 """
 
@@ -44,7 +45,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "chosen+rejected": ("chosen", "rejected"),
 }
 TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
-KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin")
+KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "rendered")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def parse_rows(
     *,
     columns: Mapping[str, str | None] | None,
     skipped: SkippedRecords,
+    rendered: bool = False,
 ) -> list[ParsedRow]:
     """Return the records of one set, whose format is that of its first good row.
 
@@ -82,6 +84,7 @@ def parse_rows(
         rows: rows with their locations, or the errors that stand in their places.
         columns: our name -> their name; null hides a column of ours that means something else.
         skipped: raises at a bad record or notes it.
+        rendered: of rows that do not say it themselves.
 
     Raises:
         BadRecordError: for a bad record (unless skipped), and if no record is left.
@@ -96,7 +99,7 @@ def parse_rows(
         try:
             if isinstance(row, BadRecordError):
                 raise row
-            found, parsed_row = _parse_row(row, mapping, where, expected)
+            found, parsed_row = _parse_row(row, mapping, where, expected, rendered=rendered)
         except BadRecordError as error:
             skipped.add(error)
             continue
@@ -143,9 +146,9 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
         if not record.prompt:
             found = "the key 'prompt' is empty, so there is nothing to answer"
             raise BadRecordError(parsed.where, found, "fill it, or leave the record out")
-        return PromptRecord(record.prompt, record.domain, parsed.columns)
+        return PromptRecord(record.prompt, record.domain, parsed.columns, record.rendered)
     if kind == "demonstrations" and isinstance(record, PreferenceRecord):
-        return DemonstrationRecord(record.prompt, record.chosen, record.domain)
+        return DemonstrationRecord(record.prompt, record.chosen, record.domain, record.rendered)
     if kind != have:
         keys = " or ".join(f"`{' '.join(FORMATS[name])}`" for name in _FORMATS_OF[kind])
         columns = ", ".join(parsed.columns) or "none"
@@ -166,7 +169,12 @@ _FORMATS_OF: dict[RecordKind, tuple[str, ...]] = {
 
 
 def _parse_row(
-    row: Row, mapping: dict[str, str | None], where: Location, expected: tuple[str, bool] | None
+    row: Row,
+    mapping: dict[str, str | None],
+    where: Location,
+    expected: tuple[str, bool] | None,
+    *,
+    rendered: bool,
 ) -> tuple[tuple[str, bool], ParsedRow]:
     ours = _rename(row, mapping, where)
     name = _checked_format(ours, row, where, expected)
@@ -175,13 +183,23 @@ def _parse_row(
         found = f"the key 'domain' holds {describe(domain)}, expected text"
         raise BadRecordError(where, found, "write the domain's name, or leave the key out")
     record = PARSERS[name](ours, where)
-    record = replace(record, domain=domain)
+    rendered = _parse_rendered(ours.get("rendered", rendered), where)
+    record = replace(record, domain=domain, rendered=rendered)
     conversational = not isinstance(_main_text(record), str)
     if expected is not None and conversational != expected[1]:
         styles = ("plain", "conversational")
         found = f"this record is {styles[conversational]}, the set began {styles[expected[1]]}"
         raise BadRecordError(where, f"mixed formats: {found}", "give each format a set of its own")
     return (name, conversational), ParsedRow(record, where, _other_columns(row, mapping))
+
+
+def _parse_rendered(value: Any, where: Location) -> bool:
+    named = {"true": True, "false": False}.get(str(value).lower())  # a CSV cell is text
+    if named is None:
+        found = f"the key 'rendered' holds {describe(value)}, expected true or false"
+        fix = "write one of them, or hide a column of another meaning with columns={rendered: null}"
+        raise BadRecordError(where, found, fix)
+    return named
 
 
 def _rename(row: Row, mapping: dict[str, str | None], where: Location) -> dict[str, Any]:
@@ -242,7 +260,7 @@ def _main_text(record: Record) -> Text:
 
 
 def _other_columns(row: Row, mapping: dict[str, str | None]) -> dict[str, str]:
-    taken = {mapping.get(key, key) for key in ("prompt", "domain")}
+    taken = {mapping.get(key, key) for key in ("prompt", "domain", "rendered")}
     return {
         str(key): value if isinstance(value, str) else json.dumps(value, default=str)
         for key, value in row.items()

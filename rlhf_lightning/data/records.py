@@ -1,6 +1,8 @@
 """The four kinds of record that data sources yield, in TRL's vocabulary.
 
-A text is plain (`str`) or conversational (a tuple of `{"role", "content"}` mappings).
+A text is plain (`str`) or conversational (a tuple of `{"role", "content"}` mappings). What it
+spells is text, `<|im_end|>` too; `rendered` says that special tokens which it spells are tokens, as
+in a text that a chat template has written.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class TextRecord:
 
     text: str
     domain: str = ""
+    rendered: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,13 @@ class PromptRecord:
         prompt: plain or conversational.
         domain: a name that metrics are split by, "" where there is none.
         columns: further text columns of the row, for reward functions that ask for them.
+        rendered: special tokens that the prompt spells are tokens.
     """
 
     prompt: Text
     domain: str = ""
     columns: Mapping[str, str] = field(default_factory=dict)
+    rendered: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class DemonstrationRecord:
     prompt: Text
     completion: Text
     domain: str = ""
+    rendered: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class PreferenceRecord:
         margin: how much better `chosen` is, in units of the reward; None where not known.
         subsets: names of the subsets of held-out pairs that it belongs to; the final accuracy is
             measured on each.
+        rendered: special tokens that its texts spell are tokens.
     """
 
     prompt: Text
@@ -70,6 +77,7 @@ class PreferenceRecord:
     domain: str = ""
     margin: float | None = None
     subsets: tuple[str, ...] = ()
+    rendered: bool = False
 
 
 Record = TextRecord | PromptRecord | DemonstrationRecord | PreferenceRecord

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
+from rlhf_lightning.data.errors import Location, OnBadRecord
 from rlhf_lightning.data.files import LocatedRow, read_rows, split_files
-from rlhf_lightning.data.formats import ParsedRow, check_columns, parse_rows, to_kind
-from rlhf_lightning.data.records import Record, RecordKind, Split, kind_of, prompt_key
-from rlhf_lightning.data.splits import split_by_key
-
-logger = logging.getLogger(__name__)
+from rlhf_lightning.data.records import Record, RecordKind, Split
+from rlhf_lightning.data.row_source import RowSource
 
 
 class RecordSource(Protocol):
@@ -29,98 +25,7 @@ class RecordSource(Protocol):
         ...
 
 
-class _RowSource:
-    """Parses rows once, splits them by prompt where there is no validation set, and converts."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        columns: Mapping[str, str | None] | None,
-        validation_fraction: float,
-        seed: int,
-        on_bad_record: OnBadRecord,
-    ) -> None:
-        self.name = name
-        self.columns = check_columns(columns)
-        self.validation_fraction = validation_fraction
-        self.seed = seed
-        self._skipped = SkippedRecords(on_bad_record)
-        self._splits: dict[Split, list[ParsedRow]] | None = None
-
-    @property
-    def skipped_records(self) -> tuple[str, ...]:
-        """Messages about the bad records that were left out (of what was read so far)."""
-        return tuple(self._skipped.messages)
-
-    def records(self, kind: RecordKind, split: Split) -> list[Record]:
-        """Return all records of `split` as `kind`, in the order of the source.
-
-        Prompts taken from demonstrations or preferences are made unique: a prompt with ten pairs
-        is one prompt to answer. A set of prompts is kept as it is.
-
-        Raises:
-            BadRecordError: for a bad record unless it is skipped, or if the records cannot be
-                turned into `kind`.
-            ValueError: if `split` is unknown.
-        """
-        if split not in ("train", "validation"):
-            raise ValueError(f"split={split!r} is unknown: use 'train' or 'validation'")
-        if self._splits is None:
-            self._splits = self._load()
-        rows = self._splits[split]
-        if kind == "prompts" and rows and kind_of(rows[0].record) != "prompts":
-            rows = list({prompt_key(row.record): row for row in reversed(rows)}.values())[::-1]
-        return list(self._converted(rows, kind))
-
-    def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
-        for row in rows:
-            try:
-                yield to_kind(row, kind)
-            except BadRecordError as error:
-                # A set of the wrong kind is no bad record, and skipping would hide all of it.
-                if kind != "prompts" or kind_of(row.record) == "texts":
-                    raise
-                if str(error) not in self._skipped.messages:
-                    self._skipped.add(error)
-
-    def _load(self) -> dict[Split, list[ParsedRow]]:
-        train = self._parse(self._rows("train"))
-        validation_rows = self._rows("validation")
-        if validation_rows is not None:
-            validation = self._parse(validation_rows)
-            self._warn_of_shared_prompts(train, validation)
-            return {"train": train, "validation": validation}
-        train, validation = split_by_key(
-            train,
-            lambda row: prompt_key(row.record),
-            validation_fraction=self.validation_fraction,
-            seed=self.seed,
-            name=self.name,
-        )
-        return {"train": train, "validation": validation}
-
-    def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
-        held_out = {prompt_key(row.record) for row in validation}
-        shared = held_out & {prompt_key(row.record) for row in train}
-        if shared:
-            logger.warning(
-                "%s: %d of %d validation prompts are trained on too, so validation says nothing "
-                "about new prompts there, e.g. %r",
-                self.name,
-                len(shared),
-                len(held_out),
-                min(shared)[:60],
-            )
-
-    def _parse(self, rows: Iterable[LocatedRow] | None) -> list[ParsedRow]:
-        return parse_rows(rows or [], columns=self.columns, skipped=self._skipped)
-
-    def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
-        raise NotImplementedError
-
-
-class FileSource(_RowSource):
+class FileSource(RowSource):
     """Records of a .jsonl, .json, .csv or .parquet file, or of a folder with split files.
 
     The first three may be compressed: `.jsonl.gz`.
@@ -133,6 +38,8 @@ class FileSource(_RowSource):
         validation_fraction: that share of prompts; 0 for no validation.
         seed: of the split by prompt; the same seed holds out the same prompts in every stage.
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
+        rendered: a chat template has written the texts already: special tokens that they spell
+            are tokens. A row's own `rendered` comes first.
     """
 
     def __init__(
@@ -144,6 +51,7 @@ class FileSource(_RowSource):
         validation_fraction: float = 0.05,
         seed: int = 0,
         on_bad_record: OnBadRecord = "raise",
+        rendered: bool = False,
     ) -> None:
         """Note where the records are; they are read at the first call of `records`."""
         super().__init__(
@@ -152,6 +60,7 @@ class FileSource(_RowSource):
             validation_fraction=validation_fraction,
             seed=seed,
             on_bad_record=on_bad_record,
+            rendered=rendered,
         )
         self.path = Path(path).expanduser()
         self.validation_path = Path(validation_path).expanduser() if validation_path else None
@@ -167,7 +76,7 @@ class FileSource(_RowSource):
         return (row for file in files for row in read_rows(file)) if files else None
 
 
-class HubSource(_RowSource):
+class HubSource(RowSource):
     """Records of a data set on the Hugging Face hub, through `datasets`.
 
     Code that a data set ships is never run.
@@ -182,6 +91,8 @@ class HubSource(_RowSource):
         validation_fraction: share of prompts held out where there is no `validation_split`.
         seed: of the split by prompt.
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
+        rendered: a chat template has written the texts already: special tokens that they spell
+            are tokens. A row's own `rendered` comes first.
     """
 
     def __init__(
@@ -196,6 +107,7 @@ class HubSource(_RowSource):
         validation_fraction: float = 0.05,
         seed: int = 0,
         on_bad_record: OnBadRecord = "raise",
+        rendered: bool = False,
     ) -> None:
         """Note the name; the set is loaded at the first call of `records`."""
         super().__init__(
@@ -204,6 +116,7 @@ class HubSource(_RowSource):
             validation_fraction=validation_fraction,
             seed=seed,
             on_bad_record=on_bad_record,
+            rendered=rendered,
         )
         self.config = config
         self.hub_splits: dict[Split, str | None] = {"train": split, "validation": validation_split}

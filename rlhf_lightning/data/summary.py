@@ -59,6 +59,7 @@ class DataSummary:
         lengths: token lengths of `prompt`, `response`, or of `chosen` and `rejected`, EOS included.
         num_duplicates: rows whose tokens are those of an earlier row.
         num_truncated: rows whose prompt was cut from the left.
+        num_spelled: rows whose texts spell special tokens, which were encoded as text.
         dropped: records that were left out when encoding, a reason each.
         skipped: messages about bad records that were left out when reading.
     """
@@ -69,6 +70,7 @@ class DataSummary:
     lengths: Mapping[str, LengthSummary]
     num_duplicates: int
     num_truncated: int
+    num_spelled: int
     dropped: Mapping[str, int]
     skipped: tuple[str, ...]
 
@@ -84,6 +86,9 @@ class DataSummary:
         table.add_row("duplicate rows", str(self.num_duplicates))
         if self.num_truncated:
             table.add_row("prompts cut from the left", str(self.num_truncated))
+        if self.num_spelled:
+            name = "rows that spell special tokens, kept as text (rendered: true for tokens)"
+            table.add_row(name, str(self.num_spelled))
         for reason, count in self.dropped.items():
             table.add_row(f"dropped: {reason}", str(count))
         if self.skipped:
@@ -119,6 +124,7 @@ def summarize(
         lengths={part: summary for part, summary in summaries.items() if summary},
         num_duplicates=len(encoded) - len({_identity(row) for row in encoded}),
         num_truncated=report.num_truncated,
+        num_spelled=report.num_spelled,
         dropped=dict(report.dropped),
         skipped=tuple(skipped),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.data.control_tokens import ControlTokens, control_tokens
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     Messages,
@@ -39,6 +40,7 @@ class MemoTokenizer:
         self.bos_token_id = tokenizer.bos_token_id
         self.eos_token_id = tokenizer.eos_token_id
         self.turn_end = turn_end(tokenizer)
+        self.control = control_tokens(tokenizer)
         prompts: list[Text] = []
         answers: list[Text] = []
         for record in records:
@@ -78,17 +80,27 @@ class MemoTokenizer:
             self._known[text, add_special_tokens] = known
 
 
-def prompt_ids(prompt: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prompt_ids(
+    prompt: Text, tokenizer: PreTrainedTokenizerBase, *, rendered: bool = False
+) -> list[int]:
     """Return the ids of a prompt: special tokens at the front only, BOS never twice, no EOS.
 
-    An empty plain prompt is BOS alone, or nothing where the tokenizer has no BOS.
+    An empty plain prompt is BOS alone, or nothing where the tokenizer has no BOS. Special tokens
+    that the prompt spells are text, unless it is `rendered`.
 
     Raises:
         ValueError: if a conversation meets a tokenizer without a chat template.
     """
+    control = _control(tokenizer)
+    guarded = not rendered and control.spelled_in(prompt)
     if not isinstance(prompt, str):
+        if guarded:
+            return control.encode_rendered(render_chat(control.hide(prompt), tokenizer))
         return _tokenize(render_chat(prompt, tokenizer), tokenizer)
-    encoding = tokenizer(prompt, return_special_tokens_mask=True, verbose=False)
+    if guarded:
+        encoding: Any = control.encode(prompt, add_special_tokens=True)
+    else:
+        encoding = tokenizer(prompt, return_special_tokens_mask=True, verbose=False)
     ids, special = list(encoding["input_ids"]), list(encoding["special_tokens_mask"])
     if all(special):
         bos = tokenizer.bos_token_id
@@ -96,7 +108,7 @@ def prompt_ids(prompt: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     num_front = special.index(0)
     num_back = special[::-1].index(0)
     front, text = ids[:num_front], ids[num_front : len(ids) - num_back]
-    # A prompt that spells BOS itself has it already.
+    # A rendered prompt may spell BOS itself.
     return text if text[:num_front] == front else front + text
 
 
@@ -114,34 +126,48 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
     return columns | {"prompt": render_chat(record.prompt, tokenizer)}
 
 
-def answer_ids(prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def answer_ids(
+    prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase, *, rendered: bool = False
+) -> list[int]:
     """Return the ids that follow the prompt's, up to and including the one that ends the answer.
 
     For a conversation: what the template adds to the rendered prompt, up to the first stop token
     behind the content, where a rollout stops: `<end_of_turn>` and not EOS for Gemma. Where neither
     the template nor the text has one, EOS is added. Where the tokenizer would
     merge the last characters of the prompt with the first of the answer, the answer is tokenized
-    on its own, because that is the boundary at which a policy starts to generate.
+    on its own, because that is the boundary at which a policy starts to generate. Special tokens
+    that the texts spell are text, unless they are `rendered`.
 
     Raises:
         ValueError: if the rendered prompt is not the start of the rendered conversation, or the
             tokenizer has no chat template or no EOS token.
     """
+    control = _control(tokenizer)
     if isinstance(answer, str):
-        return end_with_eos(_tokenize(answer, tokenizer), tokenizer)
+        guarded = not rendered and control.spelled_in(answer)
+        return end_with_eos(
+            control.encode(answer, add_special_tokens=False)["input_ids"]
+            if guarded
+            else _tokenize(answer, tokenizer),
+            tokenizer,
+        )
     if isinstance(prompt, str):
         raise TypeError(
             "the prompt is plain text but its answer is a conversation: make them alike"
         )
+    guarded = not rendered and control.spelled_in(prompt, answer)
+    if guarded:
+        prompt, answer = control.hide(prompt), control.hide(answer)
     start = render_chat(prompt, tokenizer)
     full = render_chat((*prompt, *answer), tokenizer, add_generation_prompt=False)
     if not full.startswith(start):
-        raise ValueError(_prefix_message(start, full))
-    given, ids = _tokenize(start, tokenizer), _tokenize(full, tokenizer)
-    if ids[: len(given)] == given:
-        tail = ids[len(given) :]
-    else:
-        tail = _tokenize(full[len(start) :], tokenizer)
+        raise ValueError(_prefix_message(control.reveal(start), control.reveal(full)))
+
+    def encode(text: str) -> list[int]:
+        return control.encode_rendered(text) if guarded else _tokenize(text, tokenizer)
+
+    given, ids = encode(start), encode(full)
+    tail = ids[len(given) :] if ids[: len(given)] == given else encode(full[len(start) :])
     return end_with_eos(tail, tokenizer) if (end := _end(tail, tokenizer)) is None else tail[:end]
 
 
@@ -165,6 +191,11 @@ def _end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
     stops = [i for i, token in enumerate(ids) if token in (end.token_id, tokenizer.eos_token_id)]
     # Counted from the back: of several messages each may end with one.
     return stops[-end.num_stops] + 1 if len(stops) >= end.num_stops else None
+
+
+def _control(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+    known = isinstance(tokenizer, MemoTokenizer)
+    return tokenizer.control if known else control_tokens(tokenizer)
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:

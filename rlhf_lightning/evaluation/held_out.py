@@ -240,7 +240,8 @@ def written_answers(
     for record, completion in zip(records, completions, strict=True):
         row = encode_prompt(record, tokenizer, max_length=max_prompt_length)
         if row is not None:
-            rows.append((row, answer_ids(record.prompt, completion, tokenizer)))
+            answer = answer_ids(record.prompt, completion, tokenizer, rendered=record.rendered)
+            rows.append((row, answer))
     result = PolicyAnswers([], [], [], [], [], [], [])
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]

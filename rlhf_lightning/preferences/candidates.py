@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
+from rlhf_lightning.data.control_tokens import control_tokens
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.records import PromptRecord, text_key
 from rlhf_lightning.models.factory import frozen, load_policy
@@ -161,7 +162,8 @@ def sample_candidates(
         progress: to show; None makes one.
 
     Raises:
-        ValueError: if the journal is that of other prompts or settings.
+        ValueError: if the journal is that of other prompts or settings, or a rendered prompt spells
+            special tokens.
     """
     plan = _plan(prompts, sampling)
     done = {unit.name: unit for unit in journal.read()}
@@ -227,6 +229,13 @@ def _plan(prompts: Sequence[PromptRecord], sampling: Sampling) -> str:
 def _encode(
     prompts: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> list[EncodedPrompt | None]:
+    control = control_tokens(tokenizer)
+    for number, prompt in enumerate(prompts, start=1):
+        if prompt.rendered and control.spelled_in(prompt.prompt):
+            raise ValueError(
+                f"prompt {number} is rendered and spells special tokens, which would be text in "
+                "the collected pairs: give it as a conversation; the chat template writes them"
+            )
     return [
         encode_prompt(prompt, tokenizer, max_length=sampling.max_prompt_length)
         for prompt in prompts

@@ -67,7 +67,7 @@ def test_prompts_are_padded_on_the_left_and_keep_ids_and_columns(tokenizer):
 
 @pytest.mark.parametrize("pad", [0, 7])
 def test_a_real_token_that_is_the_pad_token_stays_attended(tokenizer, pad):
-    prompt = encode_prompt(PromptRecord("ab<|im_end|>c"), tokenizer, **WIDE)
+    prompt = encode_prompt(PromptRecord("ab<|im_end|>c", rendered=True), tokenizer, **WIDE)
     batch = PromptCollator(tokenizer.eos_token_id)([(prompt, pad)])
     assert tokenizer.eos_token_id in batch.input_ids[0].tolist()
     assert batch.attention_mask.all()

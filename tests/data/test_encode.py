@@ -53,8 +53,8 @@ def test_the_answer_and_its_eos_are_learnt_also_where_pad_is_eos(make_tokenizer,
     assert encoded.loss_mask[-1]
 
 
-def test_an_eos_that_the_completion_spells_is_not_doubled(tokenizer):
-    record = DemonstrationRecord("why?", " so<|im_end|>")
+def test_an_eos_that_a_rendered_completion_spells_is_not_doubled(tokenizer):
+    record = DemonstrationRecord("why?", " so<|im_end|>", rendered=True)
     encoded = encode_demonstration(record, tokenizer, **WIDE)
     assert learnt(encoded, tokenizer) == " so<|im_end|>"
 
@@ -68,9 +68,10 @@ def test_an_empty_completion_teaches_to_stop_at_once(tokenizer):
 def test_a_plain_prompt_has_bos_once_and_never_an_eos(make_tokenizer, adds_eos):
     tokenizer = make_tokenizer(adds_bos=True, adds_eos=adds_eos)
     for prompt in ("why?", "<s>why?"):
-        ids = prompt_ids(prompt, tokenizer)
+        ids = prompt_ids(prompt, tokenizer, rendered=True)
         assert tokenizer.decode(ids) == "<s>why?"
-        encoded = encode_demonstration(DemonstrationRecord(prompt, " so"), tokenizer, **WIDE)
+        record = DemonstrationRecord(prompt, " so", rendered=True)
+        encoded = encode_demonstration(record, tokenizer, **WIDE)
         assert tokenizer.decode(encoded.input_ids.tolist()) == "<s>why? so<|im_end|>"
 
 
@@ -231,7 +232,7 @@ def test_an_answer_that_fills_max_length_alone_is_dropped_even_when_cutting(toke
 
 def test_sides_that_differ_in_nothing_the_model_sees_are_dropped(tokenizer):
     report = EncodingReport()
-    record = PreferenceRecord("why?", " so", " so<|im_end|>")
+    record = PreferenceRecord("why?", " so", " so<|im_end|>", rendered=True)
     assert encode_preference(record, tokenizer, **WIDE, report=report) is None
     assert report.dropped == {IDENTICAL: 1}
 

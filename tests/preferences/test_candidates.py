@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.preferences.candidates import (
@@ -141,3 +142,15 @@ def test_settings_that_sample_nothing_are_refused(sampling: Sampling) -> None:
         replace(sampling, num_samples=0)
     with pytest.raises(ValueError, match="at least one policy"):
         replace(sampling, policies={})
+
+
+def test_a_rendered_prompt_is_refused_where_its_pairs_would_lose_that(
+    sampling: Sampling, policy: LoadedPolicy, tmp_path: Path
+) -> None:
+    prompt = PROMPTS[0].prompt
+    assert isinstance(prompt, str)
+    marked = PromptRecord(f"{prompt} {policy.tokenizer.eos_token}", rendered=True)
+    journal = candidate_journal(tmp_path / "c.jsonl")
+    with pytest.raises(ValueError, match="prompt 1 is rendered and spells special tokens"):
+        sample_candidates([marked], sampling, journal)
+    assert sample_candidates([replace(PROMPTS[0], rendered=True)], sampling, journal)
