@@ -16,6 +16,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rlhf_lightning.models.loading import loading_options, naming_source
+from rlhf_lightning.models.template_date import leading_settings, with_fixed_date
 from rlhf_lightning.models.turn_end import turn_end
 
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
@@ -36,7 +37,8 @@ def load_tokenizer(
     Args:
         source: folder or hub name.
         chat_template_arguments: variables that the chat template reads, such as `enable_thinking`
-            of Qwen3; they become part of the template, see `with_template_arguments`.
+            of Qwen3; they become part of the template, see `with_template_arguments`. Of a template
+            that writes the date, `date_string` is it, else `template_date.DATE`: never today.
         revision: branch, tag or commit of a hub name.
         trust_remote_code: run the code beside the weights, see `loading_options`.
 
@@ -46,13 +48,15 @@ def load_tokenizer(
     """
     options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     with naming_source(source):
-        tokenizer = as_saved(str(source), options)
+        tokenizer = _as_saved(str(source), options)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no EOS token: set one before training")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
-    return with_template_arguments(tokenizer, chat_template_arguments or {})
+    arguments = dict(chat_template_arguments or {})
+    _fix_date(tokenizer, arguments.pop("date_string", None))
+    return with_template_arguments(tokenizer, arguments)
 
 
 def with_template_arguments(
@@ -68,7 +72,8 @@ def with_template_arguments(
         arguments: names and plain values (truth values, numbers, texts, null).
 
     Raises:
-        ValueError: if there are arguments and no chat template.
+        ValueError: if there are arguments and no chat template, or the template sets one of them to
+            another value.
     """
     if not arguments:
         return tokenizer
@@ -77,14 +82,22 @@ def with_template_arguments(
             f"model.chat_template_arguments={dict(arguments)} need a chat template, and the "
             "tokenizer has none: take an instruction-tuned checkpoint, or leave them out"
         )
+    known = leading_settings(tokenizer.chat_template)
+    for name, value in arguments.items():
+        if known.get(name, _in_jinja(value)) != _in_jinja(value):
+            raise ValueError(
+                f"model.chat_template_arguments.{name}={value}, but the stage before wrote "
+                f"{known[name]} into the chat template: give the same, or start from the original "
+                "checkpoint"
+            )
+    arguments = {k: v for k, v in arguments.items() if k not in known}
     lines = "".join(f"{{%- set {k} = {_in_jinja(v)} %}}" for k, v in sorted(arguments.items()))
-    if not tokenizer.chat_template.startswith(lines):
-        tokenizer.chat_template = lines + tokenizer.chat_template
+    tokenizer.chat_template = lines + tokenizer.chat_template
     return tokenizer
 
 
 def as_saved(source: str, options: dict[str, Any]) -> Any:
-    """Return the tokenizer that the checkpoint describes.
+    """Return the tokenizer that the checkpoint describes, with a fixed date in its chat template.
 
     For models of type qwen2, AutoTokenizer (transformers 5.23) splits text by Qwen's own rules,
     also where the checkpoint says that all of its tokenizer is in tokenizer.json: text is lost in
@@ -94,12 +107,23 @@ def as_saved(source: str, options: dict[str, Any]) -> Any:
         source: folder or hub name.
         options: of `loading_options`.
     """
+    tokenizer = _as_saved(source, options)
+    _fix_date(tokenizer, None)
+    return tokenizer
+
+
+def _as_saved(source: str, options: dict[str, Any]) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     named = get_tokenizer_config(source, **options).get("tokenizer_class")
     if named in GENERIC_CLASSES and type(tokenizer).__name__ not in GENERIC_CLASSES:
         version = {k: v for k, v in options.items() if k == "revision"}
         return PreTrainedTokenizerFast.from_pretrained(source, **version)
     return tokenizer
+
+
+def _fix_date(tokenizer: Any, date_string: str | None) -> None:
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = with_fixed_date(tokenizer.chat_template, date_string)
 
 
 def _in_jinja(value: Any) -> str:

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.models.template_date import with_fixed_date
 from rlhf_lightning.rollout.score import Answers
 
 PLAIN = "plain"
@@ -66,8 +67,8 @@ class Parts:
 class Renderer:
     """Writes prompts and answers as a reward model's texts.
 
-    Text of an answer that spells one of the tokenizer's special tokens loses it: it would end the
-    text early, or open a turn that nobody has spoken.
+    Text of an answer or a message that spells one of the tokenizer's special tokens loses it: it
+    would end the text early, or open a turn that nobody has spoken.
 
     Args:
         tokenizer: the reward model's.
@@ -138,6 +139,9 @@ class Renderer:
                 "to write the turns with an empty line between them"
             )
         conversation = [dict(message) for message in messages]
+        for message in conversation:
+            if message["content"] != _PLACEHOLDER:
+                message["content"] = self._without_special(message["content"])
         try:
             text = self.tokenizer.apply_chat_template(
                 conversation, chat_template=self.template, tokenize=False
@@ -165,7 +169,7 @@ def _read_template(chat_template: str | None) -> str | None:
             f"scorer.chat_template={chat_template} is neither a file nor 'plain': give the path of "
             "a Jinja template"
         )
-    return file.read_text(encoding="utf-8")
+    return with_fixed_date(file.read_text(encoding="utf-8"))
 
 
 def _turn(content: str) -> dict[str, str]:

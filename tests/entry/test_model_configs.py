@@ -284,4 +284,7 @@ def test_qwen3_answers_without_thinking_aloud(tmp_path):
     assert render_chat(({"role": "user", "content": "why"},), tokenizer) == "quiet"
     files = model_files()
     assert files["qwen3_0_6b"].chat_template_arguments == {"enable_thinking": False}
-    assert not any(f.chat_template_arguments for n, f in files.items() if n != "qwen3_0_6b")
+    others = {n: f.chat_template_arguments for n, f in files.items() if n != "qwen3_0_6b"}
+    dated = {n for n, arguments in others.items() if arguments == {"date_string": "26 Jul 2024"}}
+    assert {"llama3_1_8b", "llama3_2_1b"} <= dated
+    assert not any(arguments for n, arguments in others.items() if n not in dated)

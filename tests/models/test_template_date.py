@@ -1,0 +1,99 @@
+"""Chat templates that write the date: the same tokens on every day."""
+
+from __future__ import annotations
+
+from datetime import date
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhf_lightning.data.tokens import render_chat
+from rlhf_lightning.models.template_date import DATE, with_fixed_date
+from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.rollout.score_rendering import Renderer
+from rlhf_lightning.rollout.score_text import load_fast_tokenizer
+from rlhf_lightning.runs.resume import config_hash
+from tests.data.conftest import CHATML, build_tokenizer
+from tests.entry.test_model_configs import composed
+
+# As Llama 3.2 writes it.
+LLAMA = (
+    "{%- if not date_string is defined %}\n    {%- if strftime_now is defined %}\n"
+    '        {%- set date_string = strftime_now("%d %b %Y") %}\n    {%- else %}\n'
+    '        {%- set date_string = "26 Jul 2024" %}\n    {%- endif %}\n{%- endif %}\n'
+    "{{- 'Today Date: ' + date_string + '\\n' }}" + CHATML
+)
+# As SmolLM3 and gpt-oss write it.
+DIRECT = (
+    "{%- set today = strftime_now('%d-%B-%Y') -%}{{ today }} {{ strftime_now(\"%Y\") }} " + CHATML
+)
+ASKED = ({"role": "user", "content": "why?"},)
+
+
+def saved(folder, template):
+    build_tokenizer(template=template).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "front"),
+    [(LLAMA, "Today Date: 26 Jul 2024\n"), (DIRECT, "26-July-2024 2024 ")],
+)
+def test_a_template_that_writes_the_date_writes_one_that_stays(tmp_path, template, front):
+    build = build_tokenizer(template=template)
+    assert str(date.today().year) in render_chat(ASKED, build), "a premise: it writes today's"
+    for load in (load_tokenizer, lambda folder: load_fast_tokenizer(str(folder), revision=None)):
+        tokenizer = load(saved(tmp_path / "hub", template))
+        assert render_chat(ASKED, tokenizer).startswith(front + "<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "front"),
+    [(LLAMA, "Today Date: 3 May 2025\n"), (DIRECT, "03-May-2025 2025 ")],
+)
+def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path, template, front):
+    folder = saved(tmp_path / "hub", template)
+    arguments = {"date_string": "3 May 2025", "enable_thinking": False}
+    tokenizer = load_tokenizer(folder, chat_template_arguments=arguments)
+    tokenizer.save_pretrained(tmp_path / "sft")
+    for given in (None, arguments, {"enable_thinking": False}):
+        later = load_tokenizer(tmp_path / "sft", chat_template_arguments=given)
+        assert render_chat(ASKED, later).startswith(front)
+        assert later.chat_template == tokenizer.chat_template
+    with pytest.raises(ValueError, match=r'"3 May 2025" into the chat template: give the same'):
+        load_tokenizer(tmp_path / "sft", chat_template_arguments={"date_string": DATE})
+    with pytest.raises(ValueError, match="enable_thinking=True, but the stage before wrote false"):
+        load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": True})
+
+
+def test_another_date_is_another_configuration():
+    hashes = []
+    for day in ("26 Jul 2024", "3 May 2025"):
+        cfg = composed(
+            "+experiment=sft_llama3_2_1b", f"model.chat_template_arguments.date_string='{day}'"
+        )
+        hashes.append(config_hash(OmegaConf.to_container(cfg, resolve=False)))
+    default = composed("+experiment=sft_llama3_2_1b")
+    assert config_hash(OmegaConf.to_container(default, resolve=False)) == hashes[0] != hashes[1]
+
+
+def test_a_template_without_a_date_stays_as_it_is(tmp_path):
+    arguments = {"date_string": DATE}
+    tokenizer = load_tokenizer(saved(tmp_path, CHATML), chat_template_arguments=arguments)
+    assert tokenizer.chat_template == CHATML
+    without = load_tokenizer(saved(tmp_path / "plain", None), chat_template_arguments=arguments)
+    assert without.chat_template is None
+
+
+def test_a_reward_models_template_of_a_file_has_the_fixed_date_too(tmp_path):
+    (tmp_path / "turns.jinja").write_text(LLAMA)
+    renderer = Renderer(build_tokenizer(), str(tmp_path / "turns.jinja"))
+    assert renderer._render(ASKED).startswith("Today Date: 26 Jul 2024\n")
+
+
+def test_a_date_that_cannot_be_written_is_refused():
+    with pytest.raises(ValueError, match="date_string='tomorrow' is no date: write it as '26 Jul"):
+        with_fixed_date(DIRECT, "tomorrow")
+    assert "tomorrow" in with_fixed_date("{{ date_string }}", "tomorrow")
+    with pytest.raises(ValueError, match="asks strftime_now for today's date in a format"):
+        with_fixed_date("{{ strftime_now(form) }}")
