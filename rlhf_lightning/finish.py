@@ -18,6 +18,7 @@ from rlhf_lightning.assembly import Parts, origin
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.composition import plain
 from rlhf_lightning.data.encode import EncodedPreference
+from rlhf_lightning.data.summary import data_counts
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.pairs import (
     ScoredPair,
@@ -60,6 +61,7 @@ def finish(
             findings = _finish_reward(cfg, parts)
         else:
             findings = _finish_policy(cfg, parts)
+    findings.metrics.update(data_counts(list(parts.data.summaries.values())))
     required = required_measures((cfg.get("safety") or {}).get("prompts"))
     gates = check_gates(plain(cfg.gates), findings.metrics, required=required)
     model = _trained(cfg, parts)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from rlhf_lightning.data.dialogues import ANSWER_MARK, is_transcript
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.records import ROLES, Messages, Text
 
@@ -94,8 +95,8 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
     """Check that an answer fits its prompt.
 
     Raises:
-        BadRecordError: if one is plain and the other conversational, if both are empty, or if the
-            answer has messages of others than the assistant.
+        BadRecordError: if one is plain and the other conversational, if the answer is empty, or if
+            it has messages of others than the assistant.
     """
     if isinstance(prompt, str) != isinstance(answer, str):
         styles = [
@@ -104,9 +105,8 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
         found = f"'prompt' is {styles[0]} but {key!r} is {styles[1]}"
         raise BadRecordError(where, found, "write both as text or both as lists of messages")
     if isinstance(answer, str):
-        if not prompt and not answer:
-            fix = "fill them, or leave the record out"
-            raise BadRecordError(where, f"'prompt' and {key!r} are both empty", fix)
+        if not answer.strip():
+            raise _empty(key, where)
         return
     if not prompt:
         found = f"no message comes before {key!r}, so it answers nothing"
@@ -121,6 +121,13 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
         found = f"{key!r} {got}, expected only the assistant's answer"
         fix = "move the earlier messages to 'prompt', or hide a prompt that the sides repeat"
         raise BadRecordError(where, found, f"{fix} with columns={{prompt: null}}")
+    if not answer[-1]["content"].strip():
+        raise _empty(key, where)
+
+
+def _empty(key: str, where: Location) -> BadRecordError:
+    found = f"the answer of {key!r} is empty: it would teach to say nothing"
+    return BadRecordError(where, found, "fill it, or leave the record out")
 
 
 def implied_prompt(
@@ -164,8 +171,15 @@ def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _shared_words(first: str, second: str) -> int:
-    """Return the length of the common prefix that ends with a whole word in both."""
+    """Return the length of the common prefix that ends with a whole word in both.
+
+    Of transcripts it ends where the last shared turn of the assistant begins.
+    """
     cut = _num_shared(first, second)
+    if is_transcript(first) and is_transcript(second):
+        # Never inside an answer: two answers may begin alike.
+        turn = first[:cut].rfind(ANSWER_MARK)
+        return turn + len(ANSWER_MARK) if turn >= 0 else 0
     ends = all(cut == len(text) or text[cut].isspace() for text in (first, second))
     if not ends:
         while cut > 0 and not first[cut - 1].isspace():

@@ -25,6 +25,10 @@ LONGEST_CELL = 2**31 - 1
 GZIP = ".gz"
 
 
+class RepeatedKeys(dict[str, Any]):
+    """A row of JSON in which a key stands twice, in itself or inside; the last one counts."""
+
+
 def read_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield every row of a file with its location; a line that cannot be read yields its error.
 
@@ -113,9 +117,24 @@ def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
                 yield where, _parse_line(line, where)
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    repeated = len(found) < len(pairs) or any(_repeats(value) for value in found.values())
+    return RepeatedKeys(found) if repeated else found
+
+
+def _repeats(value: Any) -> bool:
+    return isinstance(value, RepeatedKeys) or (
+        isinstance(value, list) and any(_repeats(item) for item in value)
+    )
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _parse_line(line: bytes, where: Location) -> Row | BadRecordError:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = _DECODER.decode(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return BadRecordError(where, f"it is not UTF-8 ({error.reason})", "save the file as UTF-8")
     except json.JSONDecodeError as error:
@@ -144,7 +163,7 @@ def _as_object(row: Any, where: Location) -> Row | BadRecordError:
 def _read_json(path: Path) -> Iterator[LocatedRow]:
     where = Location(str(path))
     try:
-        rows = json.loads(_read_text(path))
+        rows = _DECODER.decode(_read_text(path))
     except UnicodeDecodeError as error:
         found = f"it is not UTF-8 ({error.reason})"
         raise BadRecordError(where, found, "save the file as UTF-8") from error
@@ -169,6 +188,10 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
     with io.TextIOWrapper(_open(path), newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
         try:
+            names = list(reader.fieldnames or ())
+            if twice := [name for name in names if names.count(name) > 1]:
+                found = f"the header names the column {twice[0]!r} twice"
+                raise BadRecordError(where, found, "rename one of them, or take it out")
             for row in reader:
                 located = Location(str(path), reader.line_num)
                 yield located, _check_cells(row, located)

@@ -11,7 +11,8 @@
 
 Each is plain (strings) or conversational (lists of `{"role", "content"}`), save `text` (plain) and
 `messages` (conversational). Optional keys: `domain`, `margin`, and `rendered` (true where the texts
-spell special tokens that are meant as tokens). All rows of a set have one format.
+spell special tokens that are meant as tokens). All rows of a set have one format. Sides that are
+transcripts, as in Anthropic/hh-rlhf, are read as conversations unless they are `rendered`.
 Source: https://huggingface.co/docs/trl/dataset_formats.
 """
 
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_lightning.data.dialogues import SIDES, is_transcript, parse_transcript
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
 from rlhf_lightning.data.files import LocatedRow, Row
 from rlhf_lightning.data.parsers import PARSERS
@@ -177,13 +179,15 @@ def _parse_row(
     rendered: bool,
 ) -> tuple[tuple[str, bool], ParsedRow]:
     ours = _rename(row, mapping, where)
+    rendered = _parse_rendered(ours.get("rendered", rendered), where)
+    if not rendered and all(is_transcript(ours.get(side)) for side in SIDES):
+        ours |= {side: parse_transcript(ours[side], side, where) for side in SIDES}
     name = _checked_format(ours, row, where, expected)
     domain = ours.get("domain", "")
     if not isinstance(domain, str):
         found = f"the key 'domain' holds {describe(domain)}, expected text"
         raise BadRecordError(where, found, "write the domain's name, or leave the key out")
     record = PARSERS[name](ours, where)
-    rendered = _parse_rendered(ours.get("rendered", rendered), where)
     record = replace(record, domain=domain, rendered=rendered)
     conversational = not isinstance(_main_text(record), str)
     if expected is not None and conversational != expected[1]:

@@ -34,6 +34,11 @@ class JoinedSource:
         """Messages about the bad records that the sources left out."""
         return tuple(m for s in self.sources for m in getattr(s, "skipped_records", ()))
 
+    @property
+    def num_repeated_keys(self) -> int:
+        """Rows of JSON in the sources that have a key twice."""
+        return sum(getattr(source, "num_repeated_keys", 0) for source in self.sources)
+
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return the records of a split, source after source."""
         pools = [source.records(kind, split) for source in self.sources]

@@ -62,6 +62,7 @@ def _parse_messages_row(row: OurRow, where: Location) -> DemonstrationRecord:
     if all(message["role"] != "user" for message in messages):
         found = "'messages' has no message from 'user'"
         raise BadRecordError(where, found, "put the question before the answer")
+    check_answer(messages[:-1], messages[-1:], "messages", where)
     return DemonstrationRecord(messages[:-1], messages[-1:])
 
 

@@ -28,7 +28,7 @@ from rlhf_lightning.data.sampler import (
     validation_part,
 )
 from rlhf_lightning.data.sources import RecordSource
-from rlhf_lightning.data.summary import DataSummary, render_examples, summarize
+from rlhf_lightning.data.summary import DataSummary, render_examples, source_notes, summarize
 
 VALIDATION_BATCH_FACTOR = 2
 
@@ -174,11 +174,11 @@ class RecordDataModule(LightningDataModule):
             rows[split], report = encode_all(
                 records, self.tokenizer, max_length=self.max_length, over_long=self.over_long
             )
-            skipped = getattr(self.source, "skipped_records", ()) if split == "train" else ()
+            notes = source_notes(self.source) if split == "train" else {}
             if hasattr(self.source, "left_out"):
                 report.dropped.update(self.source.left_out(self.kind, split))
             self.summaries[split] = summarize(
-                rows[split], name=f"{split} {self.kind}", report=report, skipped=skipped
+                rows[split], name=f"{split} {self.kind}", report=report, **notes
             )
         if not rows["train"]:
             raise ValueError(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rlhf_lightning.data.errors import BadRecordError, OnBadRecord, SkippedRecords
-from rlhf_lightning.data.files import LocatedRow
+from rlhf_lightning.data.files import LocatedRow, RepeatedKeys
 from rlhf_lightning.data.formats import ParsedRow, check_columns, parse_rows, to_kind
 from rlhf_lightning.data.records import Record, RecordKind, Split, kind_of, prompt_key
 from rlhf_lightning.data.splits import split_by_key
@@ -41,6 +41,7 @@ class RowSource:
         self.validation_fraction = validation_fraction
         self.seed = seed
         self.rendered = rendered
+        self.num_repeated_keys = 0  # rows of JSON with a key twice, of what was read so far
         self._skipped = SkippedRecords(on_bad_record)
         self._splits: dict[Split, list[ParsedRow]] | None = None
 
@@ -111,8 +112,16 @@ class RowSource:
 
     def _parse(self, rows: Iterable[LocatedRow] | None) -> list[ParsedRow]:
         return parse_rows(
-            rows or [], columns=self.columns, skipped=self._skipped, rendered=self.rendered
+            self._counted(rows or []),
+            columns=self.columns,
+            skipped=self._skipped,
+            rendered=self.rendered,
         )
+
+    def _counted(self, rows: Iterable[LocatedRow]) -> Iterator[LocatedRow]:
+        for where, row in rows:
+            self.num_repeated_keys += isinstance(row, RepeatedKeys)
+            yield where, row
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
         raise NotImplementedError

@@ -127,6 +127,11 @@ class HubSource(RowSource):
         return None if hub_split is None else self._load_split(hub_split)
 
     def _load_split(self, hub_split: str) -> Iterator[LocatedRow]:
+        if Path(self.name).expanduser().is_file():
+            raise ValueError(
+                f"the data set {self.name!r} is a file here and no name on the hub: read it with "
+                f"world=files world.path={self.name} world.name=NAME (in Python FileSource)"
+            )
         from datasets import load_dataset  # seconds to import: only those who ask pay
 
         try:
@@ -180,6 +185,11 @@ class MixedSource:
     def skipped_records(self) -> tuple[str, ...]:
         """Messages about the bad records that the sources left out."""
         return tuple(m for s in self.sources for m in getattr(s, "skipped_records", ()))
+
+    @property
+    def num_repeated_keys(self) -> int:
+        """Rows of JSON in the sources that have a key twice."""
+        return sum(getattr(source, "num_repeated_keys", 0) for source in self.sources)
 
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return the mixed records, source after source.

@@ -58,6 +58,8 @@ class DataSummary:
         domains: rows a domain; "" where a row has none.
         lengths: token lengths of `prompt`, `response`, or of `chosen` and `rejected`, EOS included.
         num_duplicates: rows whose tokens are those of an earlier row.
+        num_contradictions: preferences that another row of the same prompt turns round.
+        num_repeated_keys: rows of JSON with a key twice, of which the last one counts.
         num_truncated: rows whose prompt was cut from the left.
         num_spelled: rows whose texts spell special tokens, which were encoded as text.
         dropped: records that were left out when encoding, a reason each.
@@ -69,6 +71,8 @@ class DataSummary:
     domains: Mapping[str, int]
     lengths: Mapping[str, LengthSummary]
     num_duplicates: int
+    num_contradictions: int
+    num_repeated_keys: int
     num_truncated: int
     num_spelled: int
     dropped: Mapping[str, int]
@@ -84,6 +88,12 @@ class DataSummary:
         for name, lengths in self.lengths.items():
             table.add_row(f"{name} tokens, min / median / 95 % / max", str(lengths))
         table.add_row("duplicate rows", str(self.num_duplicates))
+        if self.num_contradictions:
+            name = "pairs that another one contradicts (A > B and B > A)"
+            table.add_row(name, str(self.num_contradictions))
+        if self.num_repeated_keys:
+            name = "rows with a key twice, the last one counts"
+            table.add_row(name, str(self.num_repeated_keys))
         if self.num_truncated:
             table.add_row("prompts cut from the left", str(self.num_truncated))
         if self.num_spelled:
@@ -102,6 +112,7 @@ def summarize(
     name: str,
     report: EncodingReport | None = None,
     skipped: Sequence[str] = (),
+    num_repeated_keys: int = 0,
 ) -> DataSummary:
     """Return the summary of encoded rows.
 
@@ -110,6 +121,7 @@ def summarize(
         name: the title.
         report: what `encode_all` said about them.
         skipped: messages about bad records that were left out.
+        num_repeated_keys: rows of JSON with a key twice.
     """
     report = report or EncodingReport()
     lengths: dict[str, list[int]] = {}
@@ -117,17 +129,46 @@ def summarize(
         for part, length in _lengths(row).items():
             lengths.setdefault(part, []).append(length)
     summaries = {part: LengthSummary.of(values) for part, values in lengths.items()}
+    identities = {_identity(row) for row in encoded}
     return DataSummary(
         name=name,
         num_rows=len(encoded),
         domains=dict(Counter(row.domain for row in encoded).most_common()),
         lengths={part: summary for part, summary in summaries.items() if summary},
-        num_duplicates=len(encoded) - len({_identity(row) for row in encoded}),
+        num_duplicates=len(encoded) - len(identities),
+        num_contradictions=sum(
+            isinstance(row, EncodedPreference) and _identity(row)[::-1] in identities
+            for row in encoded
+        ),
+        num_repeated_keys=num_repeated_keys,
         num_truncated=report.num_truncated,
         num_spelled=report.num_spelled,
         dropped=dict(report.dropped),
         skipped=tuple(skipped),
     )
+
+
+def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:
+    """Return what is odd in the splits of a run's data as metrics, `data/*`; nothing where it is 0.
+
+    Args:
+        summaries: one a split.
+    """
+    counts = {
+        "data/contradicting_pairs": sum(s.num_contradictions for s in summaries),
+        "data/repeated_keys": sum(s.num_repeated_keys for s in summaries),
+        "data/spelled_special_tokens": sum(s.num_spelled for s in summaries),
+        "data/bad_records_skipped": sum(len(s.skipped) for s in summaries),
+    }
+    return {name: float(count) for name, count in counts.items() if count}
+
+
+def source_notes(source: Any) -> dict[str, Any]:
+    """Return what a source has to say of what it read, as arguments of `summarize`."""
+    return {
+        "skipped": getattr(source, "skipped_records", ()),
+        "num_repeated_keys": getattr(source, "num_repeated_keys", 0),
+    }
 
 
 def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase, n: int) -> str:

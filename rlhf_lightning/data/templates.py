@@ -12,7 +12,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
-from rlhf_lightning.data.files import LocatedRow, read_rows
+from rlhf_lightning.data.files import LocatedRow, RepeatedKeys, read_rows
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PromptRecord,
@@ -114,6 +114,7 @@ class TemplateSource:
         self.remove = None if remove is None else _compiled(remove)
         self.max_completion_chars = max_completion_chars
         self.unseen_completions = unseen_completions
+        self.num_repeated_keys = 0  # rows of JSON with a key twice, of what was read so far
         self._skipped = SkippedRecords(on_bad_record)
         self._splits: dict[Split, _Part] | None = None
 
@@ -179,6 +180,7 @@ class TemplateSource:
             try:
                 if isinstance(row, BadRecordError):
                     raise row
+                self.num_repeated_keys += isinstance(row, RepeatedKeys)
                 parsed.append(self._parse_row(row, where))
             except BadRecordError as error:
                 self._skipped.add(error)

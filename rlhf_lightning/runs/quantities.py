@@ -65,6 +65,10 @@ QUANTITIES: dict[str, Quantity] = {
     "val/longer_wins_accuracy": Quantity(
         "accuracy of choosing the longer one", "share", (0.5, 0.65)
     ),
+    "data/contradicting_pairs": Quantity("pairs that another one contradicts"),
+    "data/repeated_keys": Quantity("rows with a key twice"),
+    "data/spelled_special_tokens": Quantity("rows that spell special tokens"),
+    "data/bad_records_skipped": Quantity("bad records skipped"),
     "val/label_ceiling": Quantity("ceiling set by the labels", "share"),
     "val/score": Quantity("held-out score"),
     "val/score_win_rate": Quantity("win rate by the learnt score", "share"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_lightning.runs.quantities import FAMILIES, QUANTITIES, bands, bands_table, is_known
 
 METRICS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-NAME = re.compile(r"`((?:rollout|ppo|sft|reward|val|doctor|time|throughput)/[a-z0-9_<>]+)`")
+NAME = re.compile(r"`((?:data|rollout|ppo|sft|reward|val|doctor|time|throughput)/[a-z0-9_<>]+)`")
 
 
 def documented() -> set[str]:

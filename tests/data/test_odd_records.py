@@ -1,0 +1,116 @@
+"""Empty completions, keys that stand twice, and pairs that contradict each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.data.datamodules import PreferenceDataModule
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.joined import JoinedSource
+from rlhf_lightning.data.sources import FileSource, MixedSource
+from rlhf_lightning.data.summary import data_counts
+from rlhf_lightning.data.templates import TemplateSource
+
+ASKED = [{"role": "user", "content": "why?"}]
+
+
+def said(content):
+    return [{"role": "assistant", "content": content}]
+
+
+@pytest.mark.parametrize("empty", ["", " \n"])
+@pytest.mark.parametrize(
+    ("key", "row"),
+    [
+        ("completion", {"prompt": "why?", "completion": " so"}),
+        ("completion", {"prompt": ASKED, "completion": said("so")}),
+        ("messages", {"messages": [*ASKED, *said("so")]}),
+        ("chosen", {"prompt": "why?", "chosen": " so", "rejected": " no"}),
+        ("rejected", {"prompt": ASKED, "chosen": said("so"), "rejected": said("no")}),
+    ],
+)
+def test_an_empty_completion_is_an_error_that_names_file_and_line(write_jsonl, key, row, empty):
+    whole = row[key]
+    hollow = empty if isinstance(whole, str) else [*whole[:-1], *said(empty)]
+    path = write_jsonl([row, {**row, key: hollow}])
+    kind = "preferences" if "chosen" in row else "demonstrations"
+    with pytest.raises(BadRecordError, match=r"data\.jsonl, line 2: .*is empty") as error:
+        FileSource(path, validation_fraction=0).records(kind, "train")
+    assert "leave the record out" in str(error.value)
+    source = FileSource(path, validation_fraction=0, on_bad_record="skip")
+    assert len(source.records(kind, "train")) == 1
+    assert len(source.skipped_records) == 1
+
+
+TWICE = '{"prompt": "why?", "completion": " a", "completion": " b"}'
+INSIDE = '{"prompt": [{"role": "user", "content": "a", "content": "b"}], "completion": %s}'
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_rows_with_a_key_twice_are_counted(tmp_path, name):
+    good = '{"prompt": "how?", "completion": " so"}'
+    rows = [good, TWICE, TWICE, good]
+    path = tmp_path / name
+    path.write_text("\n".join(rows) if name == "rows.jsonl" else f"[{', '.join(rows)}]")
+    source = FileSource(path, validation_fraction=0)
+    records = source.records("demonstrations", "train")
+    assert [record.completion for record in records] == [" so", " b", " b", " so"]
+    assert source.num_repeated_keys == 2
+    assert JoinedSource([source]).num_repeated_keys == 2
+    assert MixedSource([source], [1]).num_repeated_keys == 2
+    template = TemplateSource(path, prompt="{prompt}", validation_fraction=0)
+    assert len(template.records("demonstrations", "train")) == 4
+    assert template.num_repeated_keys == 2
+
+
+def test_a_key_that_stands_twice_inside_a_row_is_counted_too(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(INSIDE % '[{"role": "assistant", "content": "so"}]')
+    source = FileSource(path, validation_fraction=0)
+    assert source.records("demonstrations", "train")[0].prompt[0]["content"] == "b"
+    assert source.num_repeated_keys == 1
+
+
+def test_a_column_that_a_csv_header_names_twice_is_an_error(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion,prompt\na,b,c\n")
+    with pytest.raises(BadRecordError, match="the header names the column 'prompt' twice"):
+        FileSource(path).records("demonstrations", "train")
+
+
+def pairs_module(path, tokenizer):
+    return PreferenceDataModule(
+        FileSource(path, validation_fraction=0),
+        tokenizer,
+        batch_size=1,
+        max_length=99,
+        seed=0,
+        num_epochs=1,
+    )
+
+
+def test_pairs_that_contradict_each_other_are_counted_and_shown(write_jsonl, tokenizer):
+    def pair(prompt, chosen, rejected):
+        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+    rows = [
+        pair("why?", " so", " no"),
+        pair("why?", " no", " so"),
+        pair("why?", " so", " never"),
+        pair("how?", " no", " so"),
+    ]
+    data = pairs_module(write_jsonl(rows), tokenizer)
+    assert "pairs that another one contradicts (A > B and B > A)" in data.render_summary()
+    assert data.summary.num_contradictions == 2
+    assert data_counts([data.summary]) == {"data/contradicting_pairs": 2.0}
+    alone = pairs_module(write_jsonl(rows[1:], "others.jsonl"), tokenizer)
+    assert "contradicts" not in alone.render_summary()
+    assert data_counts([alone.summary]) == {}
+
+
+def test_keys_that_stand_twice_are_shown(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "chosen": " b", "rejected": " c", "rejected": " d"}\n')
+    data = pairs_module(path, tokenizer)
+    assert "rows with a key twice, the last one counts" in data.render_summary()
+    assert data_counts([data.summary]) == {"data/repeated_keys": 1.0}
