@@ -29,7 +29,7 @@ from rlhf_lightning.pipeline_plan import as_overrides
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.M | re.S)
-ASSIGNMENT = re.compile(r'^([A-Z]+)="([^"]*)"', re.M)
+ASSIGNMENT = re.compile(r"^([A-Z]+)=\(([^)]*)\)", re.M)
 OVERRIDE = re.compile(r"[+~]{0,2}[\w./@:]+=.*|~[\w./@]+")
 OURS = re.compile(r"-m rlhf_lightning\.(\w+)(.*)|^rlhf-(\w+)(.*)")
 PROGRAMS = re.compile(r"(make|pytest|torchrun|srun|wandb|hf|pip|\S*python|/usr/bin/time|rlhf-\w+) ")
@@ -72,7 +72,7 @@ def lines_of(page: Path) -> Iterator[tuple[str, dict[str, str]]]:
 def arguments_of(text: str, variables: dict[str, str]) -> tuple[str, ...]:
     """Return the words of a command line that stand before its comment."""
     for name, value in variables.items():
-        text = text.replace(f"${name}", value)
+        text = text.replace(f'"${{{name}[@]}}"', value)
     text = re.sub(r"<(\w+)>", r"\1", text)  # a placeholder
     return tuple(word for word in shlex.split(text, comments=True) if word != "...")
 
