@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +25,8 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
         overrides: of the command line.
         config_name: what was composed.
     """
+    if (file := _a_file(overrides)) is not None:
+        return file
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         known = sorted(error.options or choices(group))
@@ -41,6 +44,18 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
     if isinstance(error, OmegaConfBaseException):
         return describe_interpolation(error)
     return text.splitlines()[0]
+
+
+def _a_file(overrides: list[str]) -> str | None:
+    """Say how a file of records is given, where one stands in the place of a data set's name."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in ("dataset", "world") and Path(value).is_file():
+            return (
+                f"{override}: a file of records is given by world=files world.path={value} "
+                "world.name=NAME, where NAME is what its models are kept under"
+            )
+    return None
 
 
 def _unreadable(override: str, text: str) -> str:

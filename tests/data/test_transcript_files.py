@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources import FileSource, HubSource
+from rlhf_lightning.override_errors import explain
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
 HH = Path(os.environ.get("RLHF_DATA", BESIDE)) / "hh_harmless" / "pairs.jsonl.gz"
@@ -58,6 +59,15 @@ def test_no_prompt_of_the_real_set_ends_inside_an_answer(rendered):
             assert pair.prompt.endswith("\n\nAssistant:")
         else:
             assert pair.prompt[-1]["role"] == "user"
+
+
+@pytest.mark.parametrize("key", ["dataset", "world"])
+def test_a_file_in_the_place_of_a_data_set_is_told_where_it_belongs(write_jsonl, key):
+    path = write_jsonl([ROW])
+    given = f"{key}={path}"
+    told = explain(ValueError("unknown"), ["+experiment=reward", given])
+    assert told.startswith(f"{given}: a file of records is given by world=files world.path={path}")
+    assert "a file of records" not in explain(ValueError("unknown"), [f"{key}=nosuch.jsonl"])
 
 
 def test_a_file_is_not_looked_for_on_the_hub(write_jsonl):
