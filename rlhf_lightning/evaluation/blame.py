@@ -88,7 +88,7 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
         ends = all(name.endswith("_low") for name in wins)
         return _not_won([rate for rate in rates if rate is not None], proxy, ends_alone=ends)
     if safety:
-        overall, harmful = _get(reward, "val/accuracy"), _get(reward, "val/accuracy_harmful")
+        overall, harmful = _get(reward, "val/accuracy"), _get(reward, "val/accuracy/domain/harmful")
         if overall is not None and harmful is not None and harmful < overall - WEAK_DOMAIN:
             return Blame(
                 "reward",

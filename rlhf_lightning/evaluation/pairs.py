@@ -17,6 +17,7 @@ from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.runs.quantities import part_key
 
 CONFIDENCE = 0.95
 MATCHED = 0.1
@@ -96,7 +97,8 @@ def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     (`_length_matched`), where the preferred answer is the shorter one (`_chosen_shorter`), where it
     is the longer one (`_chosen_longer`). For each subset also all of it, with a Wilson interval and
     "the longer one wins" beside it (which leaves out equal lengths); and the accuracy in each
-    domain. Equal scores are wrong. An empty part gives no measure.
+    domain. Equal scores are wrong. An empty part gives no measure. The name of a subset or a domain
+    stands behind a whole key: `val/accuracy_low/subset/<name>`, `val/accuracy/domain/<name>`.
 
     The interval takes pairs to be independent; pairs that share answers make it too narrow.
     """
@@ -104,19 +106,21 @@ def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     names = sorted({name for pair in pairs for name in pair.subsets})
     for name in ("", *names):
         part = [pair for pair in pairs if not name or name in pair.subsets]
-        suffix = f"_{name}" if name else ""
+        of = ("subset", name) if name else None
         if name:
-            measures |= _accuracy(part, suffix, interval=True)
+            measures |= _accuracy(part, "", of, interval=True)
             unequal = [p for p in part if p.chosen_length != p.rejected_length]
             if unequal:
                 longer = sum(p.chosen_length > p.rejected_length for p in unequal)
-                measures[f"val/longer_wins_accuracy{suffix}"] = longer / len(unequal)
+                key = part_key("val/longer_wins_accuracy", "subset", name)
+                measures[key] = longer / len(unequal)
         for cut, belongs in LENGTH_CUTS.items():
             cut_pairs = [pair for pair in part if belongs(pair)]
-            measures |= _accuracy(cut_pairs, f"{suffix}_{cut}", interval=cut == "length_matched")
+            interval = cut == "length_matched"
+            measures |= _accuracy(cut_pairs, f"_{cut}", of, interval=interval)
     for domain in sorted({pair.domain for pair in pairs} - {""}):
         rows = [pair for pair in pairs if pair.domain == domain]
-        measures |= _accuracy(rows, f"_{domain}", interval=False)
+        measures |= _accuracy(rows, "", ("domain", domain), interval=False)
     return measures
 
 
@@ -152,15 +156,17 @@ LENGTH_CUTS: Mapping[str, Callable[[ScoredPair], bool]] = {
 }
 
 
-def _accuracy(pairs: Sequence[ScoredPair], suffix: str, *, interval: bool) -> dict[str, float]:
+def _accuracy(
+    pairs: Sequence[ScoredPair], cut: str, of: tuple[str, str] | None, *, interval: bool
+) -> dict[str, float]:
     if not pairs:
         return {}
     right = sum(pair.chosen > pair.rejected for pair in pairs)
     measures = {
-        f"val/accuracy{suffix}": right / len(pairs),
-        f"val/num_pairs{suffix}": float(len(pairs)),
+        f"val/accuracy{cut}": right / len(pairs),
+        f"val/num_pairs{cut}": float(len(pairs)),
     }
     if interval:
         low, high = wilson_interval(right, len(pairs), confidence=CONFIDENCE)
-        measures |= {f"val/accuracy{suffix}_low": low, f"val/accuracy{suffix}_high": high}
-    return measures
+        measures |= {f"val/accuracy{cut}_low": low, f"val/accuracy{cut}_high": high}
+    return measures if of is None else {part_key(k, *of): v for k, v in measures.items()}

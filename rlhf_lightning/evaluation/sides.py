@@ -35,11 +35,15 @@ from rlhf_lightning.functional.diversity import (
     self_bleu,
     unique_fraction,
 )
+from rlhf_lightning.runs.quantities import part_key
 
 BLEU_ORDER = 4
 BLEU_REFERENCES = 32  # self-BLEU grows with their number: never change it alone
 REPEATED = 4  # seq-rep-4
 MINE, THEIRS = "val/", "val/baseline_"
+# Details of this project's own gold rewards. Any other name has a level of its own, where it cannot
+# overwrite what else is measured.
+OWN_DETAILS = ("exact_match", "first_word_match", "solved", "answered")
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ def _gold_measures(
     metrics["val/gold"] = sum(my_gold) / len(my_gold)
     metrics["val/baseline_gold"] = sum(their_gold) / len(their_gold)
     for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
-        details = gold_details(gold, answers)
-        metrics |= {f"{prefix}{name}": value for name, value in details.items()}
+        for name, value in gold_details(gold, answers).items():
+            metrics[f"{prefix}{name if name in OWN_DETAILS else f'gold/{name}'}"] = value
     return metrics
 
 
@@ -108,6 +112,9 @@ def wins(
     seed: int,
 ) -> dict[str, float]:
     """Return `val/<name>_win_rate` with its interval, ties, at equal length, and by domain.
+
+    A domain stands behind a whole key, `val/<name>_win_rate_low/domain/<domain>`, so that its name
+    can be any: `low` is not the lower end of the interval.
 
     Every answer of the policy meets every answer of the baseline to the same prompt. With one of
     each the interval is Wilson's, else that of a bootstrap over prompts; both at 95 %.
@@ -137,7 +144,7 @@ def wins(
     for domain in sorted(set(domains) - {""}):
         index = [i for i, each in enumerate(domains) if each == domain]
         part = rate_of(first[index], second[index], seed=seed)
-        metrics |= _with_interval(f"{key}_{domain}", part)
+        metrics |= _with_interval(key, part, domain)
     return metrics
 
 
@@ -191,5 +198,6 @@ def _by_prompt(values: Sequence[float], count: int) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).view(count, -1)
 
 
-def _with_interval(key: str, interval: Interval) -> dict[str, float]:
-    return {key: interval.mean, f"{key}_low": interval.low, f"{key}_high": interval.high}
+def _with_interval(key: str, interval: Interval, domain: str = "") -> dict[str, float]:
+    found = {key: interval.mean, f"{key}_low": interval.low, f"{key}_high": interval.high}
+    return {part_key(k, "domain", domain) if domain else k: v for k, v in found.items()}

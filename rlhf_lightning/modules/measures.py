@@ -118,5 +118,5 @@ def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
     components = rollout.score_components
     if len(components) > 1:
         for name, value in components.items():
-            measures[f"rollout/score_{name}"] = float(global_sum(value.sum())) / rows
+            measures[f"rollout/score/{name}"] = float(global_sum(value.sum())) / rows
     return measures

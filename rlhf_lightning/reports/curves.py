@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rlhf_lightning.reports.charts import Reference, Series, latest, line_chart
 from rlhf_lightning.reports.markup import text
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.quantities import QUANTITIES, number, percent, quantity
+from rlhf_lightning.runs.quantities import QUANTITIES, bound_keys, number, percent, quantity
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -44,7 +44,6 @@ _REFERENCES = {
     )
 }
 _ELSEWHERE = ("time/", "throughput/")
-_BOUNDS = ("_low", "_high")
 
 
 def curves_section(rows: Rows) -> str:
@@ -53,7 +52,7 @@ def curves_section(rows: Rows) -> str:
     inside = {held for name, held in _TOGETHER.items() if name in names and held in names}
     inside |= {n for name in names for n, _ in _REFERENCES.get(name, ())}
     # An interval without its value says nothing.
-    inside |= {n for n in names if n.endswith(_BOUNDS) and n.rpartition("_")[0] in names}
+    inside |= {bound for name in names for bound in bound_keys(name)}
     shown = [n for n in names if n not in inside and not n.startswith(_ELSEWHERE)]
     first = [n for n in FIRST if n in shown]
     rest = sorted((n for n in shown if n not in first), key=_order)

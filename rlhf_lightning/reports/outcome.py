@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_lightning.reports.charts import Point, Series, line_chart
 from rlhf_lightning.reports.markup import text
-from rlhf_lightning.runs.quantities import percent
+from rlhf_lightning.runs.quantities import bound_keys, part_key, percent
 
 Metrics = Mapping[str, float | None]
 Rows = Sequence[Mapping[str, float]]
@@ -17,9 +17,6 @@ _JUDGES = (
     ("val/score_win_rate", "learnt score"),
     ("val/accuracy", "held-out pairs"),
 )
-_BOUNDS = ("_low", "_high")
-# Other measures whose names begin as a domain's would.
-_NO_DOMAINS = ("length_", "chosen_", "ties_")
 
 
 def domains_section(metrics: Metrics) -> str:
@@ -43,15 +40,13 @@ def domains_section(metrics: Metrics) -> str:
 def domain_rates(
     metrics: Metrics, prefix: str
 ) -> dict[str, tuple[float, float | None, float | None]]:
-    """Return domain -> rate and its interval, of the metrics `<prefix>_<domain>`."""
+    """Return domain -> rate and its interval, of the metrics `<prefix>/domain/<domain>`."""
     found = {}
     for name, value in metrics.items():
-        domain = name.removeprefix(f"{prefix}_")
-        if domain == name or domain.endswith(_BOUNDS) or domain in ("low", "high"):
+        domain = name.removeprefix(part_key(prefix, "domain", ""))
+        if domain == name or value is None:
             continue
-        if value is None or not 0 <= value <= 1 or domain.startswith(_NO_DOMAINS):
-            continue
-        low, high = (metrics.get(f"{name}{bound}") for bound in _BOUNDS)
+        low, high = (metrics.get(bound) for bound in bound_keys(name))
         found[domain] = (value, low, high)
     return found
 

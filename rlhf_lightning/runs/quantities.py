@@ -133,24 +133,57 @@ QUANTITIES: dict[str, Quantity] = {
     "throughput/pairs_per_second": Quantity("pairs a second"),
 }
 
-# Names that a run makes up: domains, subsets, parts of a score. `*` stands for the rest of a name.
+PARTS = ("domain", "subset")
+# Names that a run makes up: parts of a score, of gold. `*` stands for the rest of a name. What is
+# measured of a domain or a subset besides has the name of the whole in front; see `part_key`.
 FAMILIES = (
-    "rollout/score_*",
-    "val/accuracy_*",
+    "rollout/score/*",
     "val/num_pairs_*",
-    "val/gold_win_rate_*",
-    "val/score_win_rate_*",
+    "val/num_pairs/*",
+    "val/gold/*",
     "val/baseline_*",
     "val/*_win_rate_length_controlled",
     "val/*_tie_rate",
-    "doctor/domain_score_*",
+    "doctor/domain_score/*",
 )
 
 
 def is_known(name: str) -> bool:
     """Return whether docs/metrics.md explains a metric of this name."""
-    plain = name.removesuffix("_low").removesuffix("_high")
+    plain = whole_key(name)
+    if plain != name and is_known(plain):
+        return True
+    plain = plain.removesuffix("_low").removesuffix("_high")
     return plain in QUANTITIES or any(fnmatchcase(name, family) for family in FAMILIES)
+
+
+def part_key(key: str, kind: str, name: str) -> str:
+    """Return the name of a metric of a part, such as a domain, of what `key` is measured on.
+
+    The part's name comes last, behind a slash that no key has: whatever it is, it makes no other
+    metric's name.
+
+    Args:
+        key: `phase/quantity`, with `_low` or `_high` for a bound of an interval.
+        kind: one of `PARTS`.
+        name: as the data has it.
+    """
+    if kind not in PARTS:
+        raise ValueError(f"kind={kind!r} must be one of {', '.join(PARTS)}")
+    return f"{key}/{kind}/{name}"
+
+
+def whole_key(name: str) -> str:
+    """Return the metric of the whole that `name` measures a part of; `name` itself for others."""
+    pieces = name.split("/", 3)
+    return "/".join(pieces[:2]) if len(pieces) == 4 and pieces[2] in PARTS else name
+
+
+def bound_keys(name: str) -> tuple[str, str]:
+    """Return the names of the lower and the upper end of the interval of `name`."""
+    whole = whole_key(name)
+    low, high = (whole + end + name.removeprefix(whole) for end in ("_low", "_high"))
+    return low, high
 
 
 def bands() -> dict[str, tuple[float, float]]:
@@ -167,7 +200,14 @@ def bands_table() -> str:
 
 
 def quantity(name: str) -> Quantity:
-    """Return how to show `name`; an unknown metric is called by the last part of its name."""
+    """Return how to show `name`; an unknown metric is called by the last part of its name.
+
+    That of a domain or a subset is shown as that of the whole, with its name behind.
+    """
+    whole = whole_key(name)
+    if whole != name:
+        about = quantity(whole)
+        return Quantity(f"{about.label}: {name.split('/', 3)[3]}", about.unit, about.healthy)
     return QUANTITIES.get(name) or Quantity(name.rpartition("/")[2].replace("_", " "))
 
 

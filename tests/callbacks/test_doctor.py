@@ -49,8 +49,8 @@ def test_the_measures_stand_in_the_row_of_their_iteration(watched):
         "doctor/refusal_rate",
         "doctor/second_score",
         "doctor/second_correlation",
-        "doctor/domain_score_a",
-        "doctor/domain_score_b",
+        "doctor/domain_score/a",
+        "doctor/domain_score/b",
         "doctor/warnings",
         "doctor/alarms",
         "doctor/quality",
@@ -69,7 +69,7 @@ def test_the_measures_are_those_of_the_rollout(watched):
     scores = [second(ids[m], True) for ids, m in zip(rollout.response_tensors, mask, strict=True)]
     assert row["doctor/second_score"] == pytest.approx(sum(scores) / len(scores), rel=1e-5)
     mine = [s for s, d in zip(scores, rollout.domains, strict=True) if d == "a"]
-    assert row["doctor/domain_score_a"] == pytest.approx(sum(mine) / len(mine), rel=1e-5)
+    assert row["doctor/domain_score/a"] == pytest.approx(sum(mine) / len(mine), rel=1e-5)
 
 
 def test_an_alert_is_written_with_value_unit_cause_and_remedy(watched):

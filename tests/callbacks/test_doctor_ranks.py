@@ -31,7 +31,7 @@ def measured(rollout: RolloutBatch, batch: PromptBatch) -> dict[str, float]:
 def test_every_rank_measures_exactly_what_one_rank_would(whole, monkeypatch) -> None:
     rollout, batch = whole
     alone = measured(rollout, batch)
-    assert {"refusal_rate", "second_correlation", "domain_score_b"} <= set(alone)
+    assert {"refusal_rate", "second_correlation", "domain_score/b"} <= set(alone)
 
     def half(rank: int) -> dict[str, float]:
         return measured(rollout[HALVES[rank]], batch[HALVES[rank]])

@@ -85,8 +85,8 @@ def test_an_evaluation_leaves_a_run_folder_with_every_measure(evaluated: RunFold
         low, rate, high = (found[f"val/{name}_win_rate{end}"] for end in ("_low", "", "_high"))
         assert 0 <= low <= rate <= high <= 1
         assert f"val/{name}_win_rate_length_controlled" in found
-        assert f"val/{name}_win_rate_sums" in found
-        assert f"val/{name}_win_rate_sums_high" in found
+        assert f"val/{name}_win_rate/domain/sums" in found
+        assert f"val/{name}_win_rate_high/domain/sums" in found
     assert found["val/kl_per_token"] > 0
     assert found["val/num_prompts"] == 24
     for side in ("", "baseline_"):

@@ -106,10 +106,10 @@ def test_a_reward_model_of_argument_pairs_reports_strict_and_length_matched_accu
         *SMALL,
     )
     metrics = summary(tmp_path, "reward_smollm2_arguments")["metrics"]
-    assert metrics["val/num_pairs_strict"] == 4
-    assert metrics["val/num_pairs_cats-or-dogs_cats"] == 4
-    assert 0 <= metrics["val/accuracy_strict"] <= 1
-    assert "val/longer_wins_accuracy_strict" in metrics
+    assert metrics["val/num_pairs/subset/strict"] == 4
+    assert metrics["val/num_pairs/domain/cats-or-dogs_cats"] == 4
+    assert 0 <= metrics["val/accuracy/subset/strict"] <= 1
+    assert "val/longer_wins_accuracy/subset/strict" in metrics
     assert metrics["val/num_pairs_chosen_longer"] + metrics["val/num_pairs_chosen_shorter"] == 8
     assert "tie: people found neither more convincing" in done.stdout
 

@@ -42,8 +42,8 @@ def healthy(t: int, noise: random.Random) -> dict[str, float]:
         "second_score": 0.8 + 1.2 * grown,
         "second_std": 1.5,
         "second_correlation": 0.6,
-        "domain_score_sums": 0.8 + 1.0 * grown,
-        "domain_score_lists": 0.7 + 1.4 * grown,
+        "domain_score/sums": 0.8 + 1.0 * grown,
+        "domain_score/lists": 0.7 + 1.4 * grown,
     }
     return {name: value * (1 + noise.gauss(0, 0.01)) for name, value in values.items()}
 
@@ -62,7 +62,7 @@ ILL: dict[str, tuple[Any, int]] = {
     "diversity": (lambda t: {"distinct_2": 0.4 / (1 + after(t))}, 23),
     "duplicates": (lambda t: {"most_common": 0.05 + 0.4 * after(t)}, 12),
     "entropy": (lambda t: {"entropy": 1.3 * (1 - 0.6 * after(t))}, 16),
-    "forgotten_domain": (lambda t: {"domain_score_lists": 1.0 - after(t)}, 17),
+    "forgotten_domain": (lambda t: {"domain_score/lists": 1.0 - after(t)}, 17),
     "critic": (lambda t: {"explained_variance": 0.3 - after(t)}, 9),
     "saturation": (lambda t: {"score_std": 0.9 * 0.2 ** after(t)}, 14),
     "clipped_scores": (lambda t: {"clipped": 0.5 * after(t)}, 11),
@@ -133,7 +133,7 @@ def test_the_second_scorer_falling_with_the_score_is_no_reward_hacking() -> None
 
 
 def test_domains_that_all_fall_are_no_forgotten_domain() -> None:
-    fall = run(lambda t: {f"domain_score_{d}": 1.0 - after(t) for d in ("sums", "lists")})
+    fall = run(lambda t: {f"domain_score/{d}": 1.0 - after(t) for d in ("sums", "lists")})
     assert not [x for _, x in fall if x.detector == "forgotten_domain"]
 
 
@@ -145,11 +145,11 @@ def test_the_forgotten_domain_is_named() -> None:
 def wavering(seed: int, falls: float, **limits: Any) -> list[tuple[int, str]]:
     """Domains of eleven answers an iteration, of standard deviation 1.3; `talk` may fall."""
     wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(**limits), ITERATIONS)
-    names = [f"domain_score_{name}" for name in ("sums", "lists", "facts", "talk", "howto")]
+    names = [f"domain_score/{name}" for name in ("sums", "lists", "facts", "talk", "howto")]
     raised = []
     for t in range(1, ITERATIONS + 1):
         values = {name: 1.2 + 0.02 * t + wavers.gauss(0, 0.4) for name in names}
-        values["domain_score_talk"] -= falls * after(t)
+        values["domain_score/talk"] -= falls * after(t)
         found = detectors.observe(t, values | {"second_std": 1.3})
         raised += [(t, x.reading.subject) for x in found]
     return raised

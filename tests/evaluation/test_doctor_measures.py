@@ -31,12 +31,12 @@ def test_the_most_common_answer_is_counted() -> None:
 def test_domains_are_judged_by_the_second_scorer_alone_where_there_is_one() -> None:
     rows = [answer(i, domain="ab"[i % 2], score=7.0) for i in range(6)]
     by_score = measure_answers(rows, score_clip=None)
-    assert (by_score["domain_score_a"], by_score["domain_score_b"]) == (7.0, 7.0)
+    assert (by_score["domain_score/a"], by_score["domain_score/b"]) == (7.0, 7.0)
     not_asked = measure_answers(rows, score_clip=None, second_scorer=True)
     assert not [name for name in not_asked if name.startswith("domain_score")]
     asked = [replace(row, second=float(row.row_id % 2)) for row in rows]
     by_second = measure_answers(asked, score_clip=None, second_scorer=True)
-    assert (by_second["domain_score_a"], by_second["domain_score_b"]) == (0.0, 1.0)
+    assert (by_second["domain_score/a"], by_second["domain_score/b"]) == (0.0, 1.0)
 
 
 def test_lengths_that_differ_between_domains_are_no_correlation() -> None:
@@ -69,9 +69,9 @@ def test_refusals_count_only_on_harmful_prompts() -> None:
 def test_domains_are_judged_by_the_second_scorer_where_there_is_one() -> None:
     rows = [answer(i, domain="ab"[i % 2], score=1.0, second=float(i)) for i in range(4)]
     found = measure_answers(rows, score_clip=None)
-    assert (found["domain_score_a"], found["domain_score_b"]) == (1.0, 2.0)
+    assert (found["domain_score/a"], found["domain_score/b"]) == (1.0, 2.0)
     alone = measure_answers([replace(r, second=None) for r in rows], score_clip=None)
-    assert alone["domain_score_a"] == 1.0
+    assert alone["domain_score/a"] == 1.0
     assert "second_score" not in alone
 
 

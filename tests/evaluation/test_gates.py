@@ -142,13 +142,13 @@ def failed(**values):
         (
             "ppo",
             {"still_refuses": -0.3},
-            {"ppo": {}, "reward": {"val/accuracy": 0.9, "val/accuracy_harmful": 0.7}},
+            {"ppo": {}, "reward": {"val/accuracy": 0.9, "val/accuracy/domain/harmful": 0.7}},
             "reward",
         ),
         (
             "ppo",
             {"still_refuses": -0.3},
-            {"ppo": {}, "reward": {"val/accuracy": 0.9, "val/accuracy_harmful": 0.9}},
+            {"ppo": {}, "reward": {"val/accuracy": 0.9, "val/accuracy/domain/harmful": 0.9}},
             "ppo",
         ),
         (  # the lower end of the interval is no win rate

@@ -75,23 +75,39 @@ PAIRS = [
 def test_accuracy_is_measured_on_each_part_beside_its_number_of_pairs():
     measures = pair_measures(PAIRS)
     expected = {
-        "length_matched": (2 / 3, 3),
-        "chosen_shorter": (1 / 2, 2),
-        "chosen_longer": (1 / 2, 2),
-        "strict": (2 / 3, 3),
-        "strict_length_matched": (1 / 2, 2),
-        "strict_chosen_shorter": (1 / 2, 2),
-        "strict_chosen_longer": (1.0, 1),
-        "a": (1 / 2, 2),
-        "b": (2 / 3, 3),
+        "_length_matched": (2 / 3, 3),
+        "_chosen_shorter": (1 / 2, 2),
+        "_chosen_longer": (1 / 2, 2),
+        "/subset/strict": (2 / 3, 3),
+        "_length_matched/subset/strict": (1 / 2, 2),
+        "_chosen_shorter/subset/strict": (1 / 2, 2),
+        "_chosen_longer/subset/strict": (1.0, 1),
+        "/domain/a": (1 / 2, 2),
+        "/domain/b": (2 / 3, 3),
     }
     for part, (accuracy, number) in expected.items():
-        assert measures[f"val/accuracy_{part}"] == pytest.approx(accuracy), part
-        assert measures[f"val/num_pairs_{part}"] == number, part
-    assert measures["val/longer_wins_accuracy_strict"] == pytest.approx(1 / 3)
+        assert measures[f"val/accuracy{part}"] == pytest.approx(accuracy), part
+        assert measures[f"val/num_pairs{part}"] == number, part
+    assert measures["val/longer_wins_accuracy/subset/strict"] == pytest.approx(1 / 3)
     low, high = wilson_interval(2, 3, confidence=0.95)
-    assert measures["val/accuracy_strict_low"] == pytest.approx(low)
-    assert measures["val/accuracy_strict_high"] == pytest.approx(high)
+    assert measures["val/accuracy_low/subset/strict"] == pytest.approx(low)
+    assert measures["val/accuracy_high/subset/strict"] == pytest.approx(high)
+
+
+def test_no_name_of_a_domain_or_a_subset_touches_another_figure():
+    alone = pair_measures([pair._replace(subsets=(), domain="") for pair in PAIRS])
+    names = ("low", "high", "length_matched", "chosen_longer", "ties_half", "strict_low")
+    pairs = [
+        ScoredPair(*pair[:4], subsets=names, domain=name)
+        for pair, name in zip(PAIRS, names, strict=False)
+    ]
+    found = pair_measures(pairs)
+    assert {name: found[name] for name in alone} == alone
+    assert not {"val/accuracy_low", "val/accuracy_high", "val/accuracy_ties_half"} & set(found), (
+        "the figures of all pairs are measured elsewhere"
+    )
+    assert found["val/accuracy/domain/low"] == 1.0
+    assert found["val/accuracy/subset/low"] == pytest.approx(3 / 5)
 
 
 def test_lengths_match_up_to_ten_per_cent_of_the_longer_one():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate
@@ -47,9 +49,51 @@ def test_each_domain_has_its_own_win_rate_and_interval():
     mine = answers(["a"] * 4, domains=["x", "x", "y", "y"])
     theirs = answers(["b"] * 4, domains=["x", "x", "y", "y"])
     found = wins("gold", mine, theirs, [1, 1, 0, 0], [0, 0, 1, 0], seed=1)
-    assert found["val/gold_win_rate_x"] == 1.0
-    assert found["val/gold_win_rate_y"] == 0.25
-    assert found["val/gold_win_rate_y_low"] == wilson_interval(0.5, 2, confidence=0.95)[0]
+    assert found["val/gold_win_rate/domain/x"] == 1.0
+    assert found["val/gold_win_rate/domain/y"] == 0.25
+    low, high = wilson_interval(0.5, 2, confidence=0.95)
+    assert found["val/gold_win_rate_low/domain/y"] == low
+    assert found["val/gold_win_rate_high/domain/y"] == high
+
+
+def test_no_name_of_a_domain_touches_the_figures_of_all_prompts_or_of_another_domain():
+    names = ["low", "high", "length_controlled", "x", "x_low", "domain/x", "", "x"]
+    mine = answers(["a"] * 8)
+    theirs = answers(["b"] * 8)
+    scores = [1, 1, 1, 0, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0, 0, 0]
+    alone = wins("gold", mine, theirs, *scores, seed=1)
+    found = wins(
+        "gold", replace(mine, domains=names), replace(theirs, domains=names), *scores, seed=1
+    )
+    assert {name: found[name] for name in alone} == alone
+    assert found["val/gold_win_rate/domain/low"] == 1.0
+    assert found["val/gold_win_rate/domain/x"] == 0.25
+    assert found["val/gold_win_rate_low/domain/x"] < 0.25
+    assert found["val/gold_win_rate/domain/x_low"] == 1.0
+    assert len(found) == len(alone) + 3 * 6, "each domain has a rate and two bounds of its own"
+
+
+class Rubric:
+    """A gold reward whose details are called as other figures are."""
+
+    columns = ()
+
+    def __call__(self, prompts, completions, finished):
+        return words_gold(prompts, completions, finished)
+
+    def details(self, prompts, completions, finished):
+        names = ("score", "gold", "gold_win_rate_low", "baseline_score", "num_prompts", "solved")
+        return dict.fromkeys(names, [7.0] * len(prompts))
+
+
+def test_no_detail_of_a_gold_reward_overwrites_another_figure():
+    mine, theirs = answers(["a b"], scores=[1.0]), answers(["a"], scores=[0.0])
+    alone = measure_sides(mine, theirs, Judges(words_gold, scored=True), seed=1)
+    found = measure_sides(mine, theirs, Judges(Rubric(), scored=True), seed=1)
+    assert {name: found[name] for name in alone} == alone
+    for name in ("score", "gold", "gold_win_rate_low", "baseline_score", "num_prompts"):
+        assert found[f"val/gold/{name}"] == found[f"val/baseline_gold/{name}"] == 7.0
+    assert found["val/solved"] == found["val/baseline_solved"] == 7.0, "one of ours"
 
 
 def test_with_several_answers_every_answer_meets_every_other_of_its_prompt():

@@ -274,7 +274,9 @@ def test_several_components_of_the_score_are_logged_by_name():
     module = built(tiny_module())
     rollout = rollout_of(module)
     assert not any("score_tokens" in name for name in rollout_measures(rollout))
-    two = {"style": torch.full((16,), 2.0), "truth": torch.full((16,), -1.0)}
+    two = {"style": torch.full((16,), 2.0), "std": torch.full((16,), -1.0)}
     measures = rollout_measures(replace(rollout, score_components=two))
-    assert measures["rollout/score_style"] == 2.0
-    assert measures["rollout/score_truth"] == -1.0
+    assert measures["rollout/score/style"] == 2.0
+    assert measures["rollout/score/std"] == -1.0
+    spread = float(rollout.scores.std(correction=0))
+    assert measures["rollout/score_std"] == pytest.approx(spread, rel=1e-4), "of the total"

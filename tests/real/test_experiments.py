@@ -50,9 +50,14 @@ def test_a_reward_model_of_arguments(tmp_path):
     )
     # One model measured twice: by pairs in Lightning's loop, and with each answer scored once.
     pairs = world("arguments").records("preferences", "validation")
-    names = [name for name in {pair.domain for pair in pairs} if f"val/accuracy_{name}" in metrics]
-    right = [metrics[f"val/accuracy_{name}"] * metrics[f"val/num_pairs_{name}"] for name in names]
-    assert sum(metrics[f"val/num_pairs_{name}"] for name in names) == 6
+    names = [
+        name for name in {pair.domain for pair in pairs} if f"val/accuracy/domain/{name}" in metrics
+    ]
+    right = [
+        metrics[f"val/accuracy/domain/{name}"] * metrics[f"val/num_pairs/domain/{name}"]
+        for name in names
+    ]
+    assert sum(metrics[f"val/num_pairs/domain/{name}"] for name in names) == 6
     assert sum(right) / 6 == pytest.approx(metrics["val/accuracy"])
 
 

@@ -8,11 +8,11 @@ METRICS = {
     "val/gold_win_rate": 0.7,
     "val/gold_win_rate_low": 0.65,
     "val/gold_win_rate_high": 0.75,
-    "val/gold_win_rate_sums": 0.8,
-    "val/gold_win_rate_sums_low": 0.7,
-    "val/gold_win_rate_sums_high": 0.9,
-    "val/gold_win_rate_talk": 0.3,
-    "val/gold_win_rate_how_to": None,
+    "val/gold_win_rate/domain/sums": 0.8,
+    "val/gold_win_rate_low/domain/sums": 0.7,
+    "val/gold_win_rate_high/domain/sums": 0.9,
+    "val/gold_win_rate/domain/talk": 0.3,
+    "val/gold_win_rate/domain/how_to": None,
     "val/kl_per_response": 4.0,
     "val/score": 1.5,
     "val/baseline_score": 0.0,
@@ -42,6 +42,15 @@ def test_without_domains_there_is_no_section():
     assert domains_section({"val/gold_win_rate": 0.7, "val/gold_win_rate_low": 0.6}) == ""
     lengths = {"val/accuracy_length_matched": 0.5, "val/accuracy_chosen_longer": 0.6}
     assert domains_section(lengths | {"val/accuracy_ties_half": 0.5}) == ""
+
+
+def test_a_domain_that_is_called_as_a_bound_has_its_bar():
+    names = ("low", "high", "length_matched", "x", "x_low")
+    metrics = {f"val/accuracy/domain/{name}": 0.75 for name in names}
+    bounds = {"val/accuracy_low": 0.1, "val/accuracy_length_matched": 0.2}
+    assert set(domain_rates(metrics | bounds, "val/accuracy")) == set(names)
+    section = domains_section(metrics | bounds)
+    assert section.count("75.0 %") == 5
 
 
 def test_reward_is_drawn_over_the_root_of_kl_from_the_sft_policy_to_the_end():

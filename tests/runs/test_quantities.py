@@ -3,10 +3,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_lightning.runs.quantities import FAMILIES, QUANTITIES, bands, bands_table, is_known
+from rlhf_lightning.runs.quantities import (
+    FAMILIES,
+    QUANTITIES,
+    Quantity,
+    bands,
+    bands_table,
+    bound_keys,
+    is_known,
+    quantity,
+    whole_key,
+)
 
 METRICS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-NAME = re.compile(r"`((?:data|rollout|ppo|sft|reward|val|doctor|time|throughput)/[a-z0-9_<>]+)`")
+NAME = re.compile(r"`((?:data|rollout|ppo|sft|reward|val|doctor|time|throughput)/[a-z0-9_<>/]+)`")
 
 
 def documented() -> set[str]:
@@ -29,6 +39,22 @@ def test_every_band_is_on_the_page_as_it_is_drawn():
 
 
 def test_an_unknown_name_is_not_known():
-    assert is_known("val/gold_win_rate_sums")
+    assert is_known("val/gold_win_rate/domain/sums")
+    assert is_known("val/gold_win_rate_low/domain/sums")
+    assert not is_known("val/gold_win_rate_sums")
+    assert not is_known("val/nonsense/domain/sums")
     assert not is_known("val/gold_reward")
     assert not is_known("rollout/nonsense")
+
+
+def test_a_domain_is_shown_as_the_whole_with_its_name_whatever_it_is_called():
+    assert quantity("val/gold_win_rate/domain/a/b") == Quantity(
+        "gold win rate: a/b", "share", (0.5, 1.0)
+    )
+    assert whole_key("val/accuracy_low/subset/low") == "val/accuracy_low"
+    assert whole_key("val/gold_win_rate_low") == "val/gold_win_rate_low"
+    assert bound_keys("val/gold_win_rate/domain/low") == (
+        "val/gold_win_rate_low/domain/low",
+        "val/gold_win_rate_high/domain/low",
+    )
+    assert bound_keys("val/accuracy") == ("val/accuracy_low", "val/accuracy_high")

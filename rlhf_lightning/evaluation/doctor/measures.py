@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-DOMAIN = "domain_score_"
+DOMAIN = "domain_score/"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def measure_answers(
     and its standard error `sampler_error`: mean over tokens of surprise less entropy, in nats,
     whose expectation is 0 exactly if the tokens were drawn from the distribution they are judged
     by. `refusal_rate`: on harmful prompts, of which there are `harmful_prompts`. With a second
-    scorer `second_score`, `second_std` and `second_correlation`. `domain_score_<domain>`: by the
+    scorer `second_score`, `second_std` and `second_correlation`. `domain_score/<domain>`: by the
     score, or where there is a `second_scorer` by that, in the iterations in which it was asked.
     """
     rows = sorted(records, key=lambda record: record.row_id)
