@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
 from rlhf_lightning.reports.markup import text
-from rlhf_lightning.runs.doctor_log import DoctorEvent, actions_of, alerts_of
+from rlhf_lightning.runs.doctor_log import DoctorEvent, actions_of, alerts_of, coverage_of
 
 _TONES = {"warn": "neutral", "alarm": "bad"}
 
@@ -21,21 +21,28 @@ def doctor_section(events: Sequence[DoctorEvent]) -> str:
     rows = [_check(check) for check in checks]
     rows += [_alert(alert) for alert in alerts]
     rows += [_action(action) for action in actions]
+    coverage = coverage_of(events)
+    rows += [_idle(why, names) for why, names in (coverage.idle if coverage else {}).items()]
     listed = f'<ul class="gates">{"".join(rows)}</ul>' if rows else ""
     lead = text(_lead(events, alerts))
     return f'<section><h2>Doctor</h2><p class="lead">{lead}</p>{listed}</section>'
 
 
 def _lead(events: Sequence[DoctorEvent], alerts: Sequence[Mapping[str, Any]]) -> str:
-    watched = [event for event in events if event.kind == "watch"]
-    if not watched:
+    coverage = coverage_of(events)
+    if coverage is None:
         return "The run did not begin."
-    count = len(watched[0].name.split(","))
+    told = coverage.describe()
     if not alerts:
-        return f"{count} detectors watched, none found anything."
+        found = "." if told.startswith("None") else ", none of them found anything."
+        return f"{told}{found}" if coverage.idle else f"{told}, none found anything."
     ill = sorted({str(alert["detector"]) for alert in alerts})
     names = ", ".join(ILLNESSES[name].title.lower() if name in ILLNESSES else name for name in ill)
-    return f"{count} detectors watched; {len(ill)} found something: {names}."
+    return f"{told}; {len(ill)} found something: {names}."
+
+
+def _idle(why: str, names: Sequence[str]) -> str:
+    return _row("not watched", "neutral", ", ".join(names), [f"{why[:1].upper()}{why[1:]}."])
 
 
 def _check(check: DoctorEvent) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import to_json
 
-Kind = Literal["watch", "check", "alert", "action", "stop", "rollback"]
+Kind = Literal["watch", "check", "alert", "action", "stop", "rollback", "idle"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class DoctorEvent:
     Args:
         iteration: at whose end, from 1; 0 before the first.
         kind: `watch` (what is watched), `check` (of the preflight), `alert` (raised, changed or
-            cleared), `action`, `stop` or `rollback`.
+            cleared), `action`, `stop`, `rollback`, or `idle`: a detector that has had too little to
+            watch so far, with why. These stand behind `watch`.
         name: the detector or check.
         level: `warn`, `alarm`, or `healthy` for an alert that was cleared and a check that passed.
         message: one sentence with value, unit and threshold.
@@ -71,6 +72,40 @@ def event_from(content: Mapping[str, Any]) -> DoctorEvent:
     return DoctorEvent(
         **{f.name: content[f.name] for f in fields(DoctorEvent) if f.name in content}
     )
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which detectors could have raised an alert.
+
+    Args:
+        total: detectors.
+        idle: why -> those that could not, for that reason.
+    """
+
+    total: int
+    idle: Mapping[str, tuple[str, ...]]
+
+    def describe(self) -> str:
+        """Return how many watched, as the beginning of a sentence."""
+        watched = self.total - sum(len(names) for names in self.idle.values())
+        if watched == self.total:
+            return f"{self.total} detectors watched"
+        few = "None" if watched == 0 else str(watched)
+        return f"{few} of {self.total} detectors had enough to watch"
+
+
+def coverage_of(events: Iterable[DoctorEvent]) -> Coverage | None:
+    """Return which detectors watched, None where the run had no doctor, or did not begin."""
+    events = list(events)
+    watched = [event for event in events if event.kind == "watch"]
+    if not watched:
+        return None
+    idle: dict[str, tuple[str, ...]] = {}
+    for event in events:
+        if event.kind == "idle":
+            idle[event.message] = (*idle.get(event.message, ()), event.name)
+    return Coverage(len(watched[0].name.split(",")), idle)
 
 
 def alerts_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ def after(t: int, since: int = 10) -> float:
 
 # What an illness changes from iteration 11 on, and how many iterations later it is noticed.
 ILL: dict[str, tuple[Any, int]] = {
+    "constant_score": (lambda t: {"score_std": 0.0}, 1),
     "kl_high": (lambda t: {"kl_per_token": 0.1 + after(t)}, 14),
     "reward_hacking": (lambda t: {"second_score": 1.1 - 0.8 * after(t)}, 10),
     "scorer_disagreement": (lambda t: {"second_correlation": 0.6 - after(t)}, 9),

@@ -24,6 +24,17 @@ def test_a_healthy_run_says_that_somebody_watched():
     assert "<li>" not in page
 
 
+def test_a_detector_that_had_too_little_to_watch_is_named_with_why():
+    short = DoctorEvent(2, "idle", "safety", "", "not enough iterations: 2 of 5")
+    page = doctor_section([WATCH, short])
+    assert "1 of 2 detectors had enough to watch, none of them found anything." in page
+    assert "<b>safety</b><p>Not enough iterations: 2 of 5.</p>" in page
+    never = [DoctorEvent(0, "idle", name, "", "0 of 5") for name in ("safety", "kl_high")]
+    page = doctor_section([WATCH, *never])
+    assert "None of 2 detectors had enough to watch." in page
+    assert "found" not in page
+
+
 def test_an_alert_stands_there_with_cause_and_remedy_and_nothing_of_it_is_markup():
     page = doctor_section([WATCH, ALERT, ACTION])
     for part in ("iterations 12 to the end", "too loose", "hold", "kl_coef from 0.05 to 0.1"):

@@ -104,7 +104,8 @@ class Doctor(Callback):
             self.record.events = list(handover.events)
         elif self.request is not None:  # a kill came before the rollback
             trainer.should_stop = True
-        self.record.open(trainer.is_global_zero, start, list(self.detectors.levels))
+        watched = list(self.detectors.levels)
+        self.record.open(trainer.is_global_zero, start, watched, self.detectors.idle)
         if handover is not None:
             for change in self.practice.after_rollback(knobs_of(pl_module)):
                 self._change(pl_module, change, start)
@@ -160,6 +161,7 @@ class Doctor(Callback):
         }
         for transition in self.detectors.observe(iteration, logged | measured):
             self.record.note_alert(iteration, transition, trainer.loggers)
+        self.record.note_idle(iteration, self.detectors.idle)
         self._log(pl_module, measured)
         if self.actions is not None:
             self._act(trainer, module, iteration)

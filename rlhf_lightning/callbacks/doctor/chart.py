@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -44,19 +44,32 @@ class MedicalRecord:
     Args:
         folder: the run folder.
         events: so far.
+        idle: one for each detector that has had too little to watch so far. They are written
+            behind the first event, which says what is watched.
     """
 
     folder: RunFolder
     events: list[DoctorEvent] = field(default_factory=list)
+    idle: list[DoctorEvent] = field(default_factory=list)
     _writes: bool = False
 
-    def open(self, writes: bool, iteration: int, watched: Sequence[str]) -> None:
+    def open(
+        self, writes: bool, iteration: int, watched: Sequence[str], idle: Mapping[str, str]
+    ) -> None:
         """Begin to write, on the first rank alone; what a kill left behind is replaced."""
         self._writes = writes
         if not any(event.kind == "watch" for event in self.events):
             told = f"{len(watched)} detectors watch from iteration {iteration + 1}"
             self.events.insert(0, DoctorEvent(iteration, "watch", ",".join(watched), "", told))
+        self.idle = _idle_events(iteration, idle)
         self._write()
+
+    def note_idle(self, iteration: int, idle: Mapping[str, str]) -> None:
+        """Replace what is said of detectors that have had too little to watch: name -> why."""
+        before = {event.name: event.message for event in self.idle}
+        if before != dict(idle):
+            self.idle = _idle_events(iteration, idle)
+            self._write()
 
     def note_check(self, check: Check) -> None:
         """Add a check of the preflight."""
@@ -139,4 +152,8 @@ class MedicalRecord:
 
     def _write(self) -> None:
         if self._writes:
-            write_events(self.folder.doctor, self.events)
+            write_events(self.folder.doctor, [*self.events[:1], *self.idle, *self.events[1:]])
+
+
+def _idle_events(iteration: int, idle: Mapping[str, str]) -> list[DoctorEvent]:
+    return [DoctorEvent(iteration, "idle", name, "", why) for name, why in idle.items()]

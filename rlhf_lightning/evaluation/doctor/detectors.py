@@ -7,17 +7,28 @@ checkpoint, so that a resumed run raises the same alerts at the same iterations.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+from rlhf_lightning.evaluation.doctor.coverage import (
+    OF_ONE_ITERATION,
+    RATIOS,
+    READS,
+    RECENT,
+    idle_detectors,
+    raise_after,
+)
 from rlhf_lightning.evaluation.doctor.hysteresis import ALARM, HEALTHY, LEVELS, WARN, Hysteresis
 from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES, bound_of
-from rlhf_lightning.evaluation.doctor.measures import DOMAIN
+from rlhf_lightning.evaluation.doctor.measures import DOMAIN, all_equal
 from rlhf_lightning.evaluation.doctor.readings import Reading, Transition
 from rlhf_lightning.evaluation.doctor.series import Series
 from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+
+_SAME = "iterations in a row with one score"
 
 
 class Detectors:
@@ -32,16 +43,25 @@ class Detectors:
         self.thresholds = thresholds
         self.num_iterations = num_iterations
         self.levels = {
-            name: Hysteresis(thresholds.raise_after, thresholds.clear_after) for name in ILLNESSES
+            name: Hysteresis(raise_after(thresholds, name), thresholds.clear_after)
+            for name in ILLNESSES
         }
         self.series: dict[str, Series] = {}
         self.notes: dict[str, float] = {}  # what something was when something else was best
         self.readings: dict[str, Reading] = {}  # the last one of each
+        # Iterations: all, by detector those that measured what it reads, and those that it read.
+        self.iterations, self.measured, self.read = 0, Counter[str](), Counter[str]()
 
     @property
     def active(self) -> dict[str, int]:
         """Level of each detector that is not healthy."""
         return {name: h.level for name, h in self.levels.items() if h.level}
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Why each detector that could not have raised an alert so far could not."""
+        counts = (self.iterations, self.measured, self.read)
+        return idle_detectors(self.thresholds, self.num_iterations, *counts)
 
     def observe(self, iteration: int, values: Mapping[str, float]) -> list[Transition]:
         """Take one iteration's measures and return the alerts that changed.
@@ -55,12 +75,15 @@ class Detectors:
         best = {name for name, value in fresh.items() if self._series(name).add(value)}
         self._note(best)
         transitions = []
+        self.iterations += 1
         for name, hysteresis in self.levels.items():
             if not self._measured(name, fresh):
                 continue
+            self.measured[name] += 1
             reading = self._read(name, iteration, fresh)
             if reading is None:
                 continue
+            self.read[name] += 1
             self.readings[name] = reading
             before, after = hysteresis.level, hysteresis.update(reading.level)
             if after != before:
@@ -79,6 +102,9 @@ class Detectors:
             "series": {name: series.state_dict() for name, series in self.series.items()},
             "notes": dict(self.notes),
             "readings": {name: asdict(reading) for name, reading in self.readings.items()},
+            "iterations": self.iterations,
+            "measured": dict(self.measured),
+            "read": dict(self.read),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -91,6 +117,9 @@ class Detectors:
             self._series(name).load_state_dict(saved)
         self.notes = dict(state["notes"])
         self.readings = {name: Reading(**saved) for name, saved in state["readings"].items()}
+        # A checkpoint of an earlier version has none of these.
+        self.iterations = int(state.get("iterations", 0))
+        self.measured, self.read = (Counter(state.get(key, {})) for key in ("measured", "read"))
 
     # -- what is remembered --------------------------------------------------------------
 
@@ -127,10 +156,11 @@ class Detectors:
         """Return whether the iteration has measured what a detector reads."""
         if name == "forgotten_domain":
             return any(key.startswith(DOMAIN) for key in fresh)
-        return _READS[name] in fresh
+        return READS[name] in fresh
 
     def _read(self, name: str, iteration: int, values: Mapping[str, float]) -> Reading | None:
         special: dict[str, Callable[[int], Reading | None]] = {
+            "constant_score": self._constant_score,
             "kl_low": self._kl_low,
             "reward_hacking": self._reward_hacking,
             "forgotten_domain": self._forgotten_domain,
@@ -142,11 +172,11 @@ class Detectors:
         }
         if name in special:
             return special[name](iteration)
-        if name in _OF_ONE_ITERATION:
-            return self._judged(name, values[_OF_ONE_ITERATION[name]])
-        if name in _RECENT:
-            return self._judged(name, self._recent(_RECENT[name]))
-        return self._judged(name, self._ratio(_RATIOS[name]))
+        if name in OF_ONE_ITERATION:
+            return self._judged(name, values[OF_ONE_ITERATION[name]])
+        if name in RECENT:
+            return self._judged(name, self._recent(RECENT[name]))
+        return self._judged(name, self._ratio(RATIOS[name]))
 
     def _judged(self, name: str, value: float | None, subject: str = "") -> Reading | None:
         if value is None or not math.isfinite(value):
@@ -171,6 +201,12 @@ class Detectors:
         if recent is None or baseline is None or not std:
             return None
         return (recent - baseline) / std
+
+    def _constant_score(self, iteration: int) -> Reading | None:
+        mean, std = (self._series(name).latest or 0.0 for name in ("score", "score_std"))
+        count = self.notes.get(_SAME, 0.0) + 1 if all_equal(mean, std) else 0.0
+        self.notes[_SAME] = count
+        return self._judged("constant_score", count)
 
     def _kl_low(self, iteration: int) -> Reading | None:
         limits = self.thresholds
@@ -260,25 +296,3 @@ class Detectors:
     def _length_drift(self, iteration: int) -> Reading | None:
         ratio = self._ratio("response_length")
         return self._judged("length_drift", None if ratio is None else abs(ratio - 1))
-
-
-_OF_ONE_ITERATION = {"kl_high": "kl_per_token", "update_size": "approx_kl"}
-_RECENT = {
-    "scorer_disagreement": "second_correlation",
-    "duplicates": "most_common",
-    "clipped_scores": "clipped",
-    "missing_eos": "eos_fraction",
-}
-_RATIOS = {"diversity": "distinct_2", "entropy": "entropy", "saturation": "score_std"}
-_READS = {
-    "kl_low": "kl_per_token",
-    "reward_hacking": "second_score",
-    "length_bias": "length_correlation",
-    "length_drift": "response_length",
-    "critic": "explained_variance",
-    "sampler_mismatch": "sampler_bias",
-    "safety": "refusal_rate",
-    **_OF_ONE_ITERATION,
-    **_RECENT,
-    **_RATIOS,
-}

@@ -36,6 +36,17 @@ class Illness:
 
 
 ILLNESSES: dict[str, Illness] = {
+    "constant_score": Illness(
+        "Every answer gets the same score",
+        "iterations in a row in which all scores were the same",
+        "count",
+        "above",
+        "constant",
+        "the reward function returns a constant: it reads a wrong column, finds no answer in the "
+        "form that it looks for, or the task is too hard, or solved",
+        "score a few answers of samples.jsonl by hand; a reward of 0 and 1 needs prompts that are "
+        "sometimes solved; there is nothing to learn before scores differ",
+    ),
     "kl_high": Illness(
         "The policy has left the reference",
         "KL to the reference",

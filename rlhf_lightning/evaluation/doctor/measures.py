@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf_lightning.evaluation.doctor.preflight import EQUAL_SCORES
+
 DOMAIN = "domain_score/"
 
 
@@ -86,6 +88,11 @@ def measure_answers(
         means = {name: math.fsum(v) / len(v) for name, v in sorted(by_domain.items())}
         found |= {f"{DOMAIN}{name}": value for name, value in means.items()}
     return found
+
+
+def all_equal(mean: float, std: float) -> bool:
+    """Return whether values of this mean and standard deviation are one value, but for rounding."""
+    return std <= EQUAL_SCORES * max(1.0, abs(mean))
 
 
 def _second(seconds: Sequence[float], scores: Sequence[float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlhf_lightning.evaluation.doctor.hysteresis import LEVELS
 from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
 
-_BARE = ("share", "ratio", "correlation")  # units that a sentence leaves out
+_BARE = ("share", "ratio", "correlation", "count")  # units that a sentence leaves out
 
 
 @dataclass(frozen=True)

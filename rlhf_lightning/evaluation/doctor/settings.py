@@ -21,10 +21,12 @@ class DoctorThresholds(Checked):
     the mean over the last ones, "standard deviation" that of the scores in the first iterations.
 
     Args:
-        raise_after: iterations in a row beyond a bound before an alert is raised.
+        raise_after: iterations in a row beyond a bound before an alert is raised; where a detector
+            counts iterations itself, one is enough.
         clear_after: iterations in a row within it before it is cleared.
         baseline_iterations: at the start of the run, that others are compared with.
         window: iterations of a recent mean.
+        constant_warn, constant_alarm: iterations in a row in which all scores were the same.
         kl_high_warn, kl_high_alarm: KL to the reference, nats a token, of one iteration.
         kl_low_floor: recent KL, nats a token, below which a policy has not moved.
         kl_low_gain: recent score less baseline, standard deviations, below which it is flat.
@@ -58,6 +60,8 @@ class DoctorThresholds(Checked):
     clear_after: int = number(3, at_least=1)
     baseline_iterations: int = number(4, at_least=1)
     window: int = number(4, at_least=1)
+    constant_warn: int = number(0, at_least=0)
+    constant_alarm: int = number(2, at_least=0)
     kl_high_warn: float = number(1.0, above=0)
     kl_high_alarm: float = number(2.0, above=0)
     kl_low_floor: float = number(0.05, at_least=0)
