@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,12 @@ from rlhf_lightning.evaluation.pairs import (
 )
 from rlhf_lightning.evaluation.policy import side_by_side
 from rlhf_lightning.evaluation.safety import required_measures
-from rlhf_lightning.evaluation.stages import Findings, normalize_reward_model
+from rlhf_lightning.evaluation.stages import (
+    Findings,
+    held_out_loss,
+    normalize_reward_model,
+    score_spread,
+)
 from rlhf_lightning.held_out_prompts import STARTS_FROM, held_out_comparison, prompt_data
 from rlhf_lightning.model_folder import Outcome, publishes, write_model_folder
 from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
@@ -38,7 +44,7 @@ from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.models.tokenizers import check_same_tokenizer
-from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import publish_artifact
 from rlhf_lightning.runs.summary import GateResult
@@ -56,12 +62,16 @@ def finish(
     Every rank measures the same; the first alone writes.
     """
     _let_go(parts)
+    begun = time.perf_counter()
     with _precision(parts):
         if cfg.stage == "reward":
             findings = _finish_reward(cfg, parts)
         else:
             findings = _finish_policy(cfg, parts)
     findings.metrics.update(data_counts(list(parts.data.summaries.values())))
+    if cfg.stage == "ppo" and parts.trainer.is_global_zero:
+        findings.metrics |= score_spread(read_metrics(folder.metrics))
+    measured = time.perf_counter()
     required = required_measures((cfg.get("safety") or {}).get("prompts"))
     gates = check_gates(plain(cfg.gates), findings.metrics, required=required)
     model = _trained(cfg, parts)
@@ -73,6 +83,7 @@ def finish(
         _write_samples(folder, current_iteration(parts.trainer), findings)
         outcome = Outcome(folder.name, findings.metrics, gates)
         _export(cfg, folder, (model, parts.tokenizer, state), outcome)
+    findings.seconds = {"measure": measured - begun, "export": time.perf_counter() - measured}
     return findings, gates
 
 
@@ -165,10 +176,17 @@ def _finish_policy(cfg: DictConfig, parts: Parts) -> Findings:
     """Compare the policy with the one it started from, on held-out prompts."""
     metrics = _validation(parts) if cfg.stage == "sft" else {}
     start = cfg.artifacts[STARTS_FROM[cfg.stage]]
-    if start is None or (cfg.stage == "sft" and cfg.evaluation.gold is None):
-        return Findings(metrics)  # nothing to compare with, or nobody to judge
+    if start is None:
+        return Findings(metrics)  # nothing to compare with
     module = parts.module
+    if cfg.stage == "sft" and cfg.evaluation.gold is None and module.device_mesh is not None:
+        return Findings(metrics)  # nobody to judge, and no room for a second model that is whole
     baseline = module.reference if cfg.stage == "ppo" else _start(cfg, module.policy)
+    if cfg.stage == "sft" and metrics:
+        loader = parts.data.val_dataloader()
+        metrics["val/baseline_loss"] = held_out_loss(module, _placed(parts, baseline), loader)
+        if cfg.evaluation.gold is None:
+            return Findings(metrics)  # nobody to judge
     comparison = held_out_comparison(
         cfg,
         parts.tokenizer,

@@ -138,6 +138,7 @@ def _train(
         "setup": assembled - started,
         "fit": fitted - assembled,
         "finish": time.perf_counter() - fitted,
+        **findings.seconds,
         "total": time.perf_counter() - started,
     }
     summary = replace(

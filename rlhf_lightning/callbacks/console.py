@@ -20,6 +20,7 @@ from rich.text import Text
 
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
 from rlhf_lightning.callbacks.live_table import History, measures_table
+from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.quantities import duration, number, percent, quantity
 from rlhf_lightning.runs.summary import Summary
@@ -58,7 +59,7 @@ _NAMES = {
     "val/loss": "held-out loss",
     "val/accuracy": "held-out accuracy",
 }
-_COLOURS = {"good": "green", "bad": "red", "neutral": "yellow"}
+_COLOURS = {"good": "green", "bad": "red", "neutral": "yellow", "undecided": "bright_black"}
 
 
 class ProgressBar(LightningProgressBar):
@@ -218,9 +219,9 @@ def print_start(
     table = _grid()
     for name, value in settings.items():
         table.add_row(Text(str(name)), Text(str(value)))
-    table.add_row("run folder", Text(_from_here(folder.path)))
     title = STAGES.get(stage, stage)
     console.print(Panel(table, title=escape(title), title_align="left", border_style="dim"))
+    _print_place("run folder", folder.path, console)
 
 
 def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | None = None) -> None:
@@ -235,6 +236,11 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
     for gate in summary.gates:
         word = "passed" if gate.passed else "NOT PASSED"
         table.add_row(Text(f"gate {gate.name}"), Text(f"{word}  {gate.reason}".rstrip()))
+    coverage = coverage_of(read_events(folder.doctor))
+    if coverage is not None:
+        table.add_row("doctor", Text(f"{coverage.describe()}, {len(summary.alerts)} alerts"))
+        for why, names in coverage.idle.items():
+            table.add_row("doctor not watched", Text(f"{', '.join(names)}: {why}"))
     for alert in summary.alerts:
         until = "" if alert["cleared_at"] is None else f" to {alert['cleared_at']}"
         told = f"iteration {alert['raised_at']}{until}  {alert['message']}"
@@ -242,6 +248,16 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
     for action in summary.actions:
         told = f"iteration {action['iteration']}  {action['message']}"
         table.add_row(Text(f"doctor {action['kind']}"), Text(told))
+    head = Text()
+    if result.number:
+        head.append(result.number, style=f"bold {_COLOURS[result.number_tone]}")
+        head.append(f" {result.caption}\n")
+    head.append(f"{result.sentence}\n")
+    outer = Table.grid()
+    outer.add_row(head)
+    outer.add_row(table)
+    title = f"{STAGES.get(summary.stage, summary.stage)}: {summary.status}"
+    console.print(Panel(outer, title=escape(title), title_align="left", border_style=colour))
     for name, path in (
         ("report", folder.report),
         ("samples", folder.samples),
@@ -250,17 +266,15 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
         ("profile", folder.profile / "table.txt"),
     ):
         if path.exists():
-            table.add_row(name, Text(_from_here(path), overflow="fold"))
-    head = Text()
-    if result.number:
-        head.append(result.number, style=f"bold {colour}")
-        head.append(f" {result.caption}\n")
-    head.append(f"{result.sentence}\n")
-    outer = Table.grid()
-    outer.add_row(head)
-    outer.add_row(table)
-    title = f"{STAGES.get(summary.stage, summary.stage)}: {summary.status}"
-    console.print(Panel(outer, title=escape(title), title_align="left", border_style=colour))
+            _print_place(name, path, console)
+
+
+def _print_place(name: str, path: Path, console: Console) -> None:
+    """Print a path on a line of its own that no box breaks.
+
+    A terminal that is too narrow wraps such a line itself, and copies it as one.
+    """
+    console.print(Text.assemble((f"{name:<16}", "dim"), _from_here(path)), soft_wrap=True)
 
 
 def _from_here(path: Path) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.distributed import gathered
+from rlhf_lightning.batches import PromptBatch, SFTBatch
+from rlhf_lightning.distributed import gathered, global_sum
+from rlhf_lightning.evaluation.doctor.measures import all_equal
 from rlhf_lightning.evaluation.policy import Sampling, sample_answers
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import RewardModelScorer
 
@@ -28,10 +30,48 @@ class Findings:
     Args:
         metrics: flat, final.
         samples: rows for samples.jsonl.
+        seconds: wall-clock seconds by phase: `measure`, `export`.
     """
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def score_spread(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return `rollout/score_std_max`: how far the scores of one rollout were apart at the most.
+
+    0 where they never were, but for rounding: then there was nothing to learn.
+
+    Args:
+        rows: of metrics.csv.
+    """
+    spreads = [
+        0.0 if all_equal(row["rollout/score"], std) else std
+        for row in rows
+        if math.isfinite(std := row.get("rollout/score_std", math.nan))
+    ]
+    return {"rollout/score_std_max": max(spreads)} if spreads else {}
+
+
+@torch.no_grad()
+def held_out_loss(module: SFTModule, policy: PolicyModel, batches: Iterable[SFTBatch]) -> float:
+    """Return the mean token loss of another policy on held-out demonstrations, nats.
+
+    Args:
+        module: computes it, as in a validation.
+        policy: whole on every rank.
+        batches: of this rank.
+    """
+    device = next(policy.root.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+    for cpu_batch in batches:
+        batch = cpu_batch.to(device)
+        num_tokens = batch.loss_mask.sum()
+        loss = module.loss(batch, num_tokens, policy)
+        sums += torch.stack([loss * num_tokens, num_tokens]).double()
+    loss, tokens = global_sum(sums).tolist()
+    return loss / max(tokens, 1)
 
 
 @torch.no_grad()

@@ -75,6 +75,7 @@ class RewardModule(L.LightningModule):
         names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
         self.sums: Any = torch.nn.ModuleDict({name: SumMetric() for name in names})
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
+        self.validation_started = 0.0
 
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
@@ -145,6 +146,10 @@ class RewardModule(L.LightningModule):
         chosen, rejected = sequence_scores(self.model, ids, mask).chunk(2)
         return chosen, rejected
 
+    def on_validation_start(self) -> None:
+        """Start the clock."""
+        self.validation_started = time.perf_counter()
+
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Add the held-out pairs to the measures."""
         chosen, rejected = self.scores(batch)
@@ -181,6 +186,8 @@ class RewardModule(L.LightningModule):
             "val/calibration_error": float(self.calibration.compute()),
             "val/longer_wins_accuracy": total["longer_right"] / max(total["unequal"], 1.0),
         }
+        if self.trainer.state.fn == "fit":  # not of a validation by itself
+            measures["time/validate"] = time.perf_counter() - self.validation_started
         self.log_dict(measures)
         for metric in (*self.sums.values(), self.calibration):
             metric.reset()

@@ -67,6 +67,7 @@ class SFTModule(L.LightningModule):
         self.skipped = SkippedSteps(sft.max_skipped_steps, "module.sft.max_skipped_steps")
         self.policy: PolicyModel | None = None
         self.validation_loss = MeanMetric()
+        self.validation_started = 0.0
 
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
@@ -116,14 +117,27 @@ class SFTModule(L.LightningModule):
         }
         self.log_dict(self.gaps.filled(measures))
 
-    def loss(self, batch: SFTBatch, num_tokens: Tensor) -> Tensor:
-        """Return the sum of the rows' token losses over `num_tokens`, nats per token."""
+    def loss(
+        self, batch: SFTBatch, num_tokens: Tensor, policy: PolicyModel | None = None
+    ) -> Tensor:
+        """Return the sum of the rows' token losses over `num_tokens`, nats per token.
+
+        Args:
+            batch: of demonstrations.
+            num_tokens: what the sum is divided by.
+            policy: another model than the one that is trained.
+        """
         packed = pack_right(batch.input_ids, batch.attention_mask)  # [B, W]
         labels = next_token_labels(batch.input_ids, batch.loss_mask)  # [B, T]
         row, column = (labels >= 0).nonzero(as_tuple=True)
         positions, tokens = row * packed.shape[1] + column, labels[row, column]  # [N]
-        statistics = self.policy(packed, positions, tokens, 1.0, False)
+        model = self.policy if policy is None else policy
+        statistics = model(packed, positions, tokens, 1.0, False)
         return -statistics.logprobs.sum() / num_tokens.clamp(min=1)
+
+    def on_validation_start(self) -> None:
+        """Start the clock."""
+        self.validation_started = time.perf_counter()
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Add the batch to the held-out loss."""
@@ -133,6 +147,8 @@ class SFTModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the token mean over all held-out rows of all ranks."""
         self.log("val/loss", self.validation_loss.compute(), prog_bar=True)
+        if self.trainer.state.fn == "fit":  # not of a validation by itself
+            self.log("time/validate", time.perf_counter() - self.validation_started)
         self.validation_loss.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -32,7 +32,8 @@ def domains_section(metrics: Metrics) -> str:
     what = "Accuracy" if prefix == "val/accuracy" else "Win rate against the policy before"
     return (
         '<section><h2>By domain</h2><p class="lead">'
-        f"{what}, by {judge}. The line in the middle is 50 %, what chance would give.</p>"
+        f"{what}, by {judge}. The line in the middle is 50 %, what chance would "
+        "give; a bar is grey where the interval holds it: undecided.</p>"
         f'<dl class="domains">{bars}</dl></section>'
     )
 
@@ -54,6 +55,8 @@ def domain_rates(
 def rate_bar(name: str, rate: float, low: float | None, high: float | None) -> str:
     """Return a rate as a bar with its interval over it, for a list of class `domains`."""
     tone = "" if rate >= 0.5 else " class='bad'"
+    if low is not None and high is not None and low <= 0.5 <= high:
+        tone = " class='undecided'"
     interval = ""
     if low is not None and high is not None:
         width = 100 * max(high - low, 0)

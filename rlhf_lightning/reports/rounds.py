@@ -46,7 +46,8 @@ def rounds_section(metrics: Metrics) -> str:
     return (
         '<section><h2>Rounds</h2><p class="lead">'
         f"Win rate against the SFT policy of round 1, by {name}, with its 95 % interval. The line "
-        f'in the middle is 50 %, what chance would give.</p><dl class="domains">{bars}</dl>'
+        f"in the middle is 50 %, what chance would give; a grey bar is undecided.</p>"
+        f'<dl class="domains">{bars}</dl>'
         f"{_table(rounds)}</section>"
     )
 

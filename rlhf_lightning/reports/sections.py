@@ -14,6 +14,16 @@ from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import STAGES, verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
+# Of `seconds` of a summary, what is outside of the iterations.
+_PHASES = {
+    "setup": "loading",
+    "measure": "final evaluation",
+    "export": "exporting",
+    "answers": "answering",
+    "judges": "judging",
+}
+_OTHER = "everything else"
+_MOST_PARTS, _LEAST_SHARE = 6, 0.005
 _SECRET = re.compile(
     r"(?im)^(\s*(?:-\s+)?[\w.]*(?:api_?key|secret|password|access_token|auth_token)[\w.]*\s*[:=]\s*)\S.*$"
 )
@@ -79,24 +89,29 @@ def _gates(summary: Summary) -> str:
 
 def times_section(rows: Sequence[Mapping[str, float]], summary: Summary | None) -> str:
     """Return where the time went, "" if no phase was timed."""
-    phases: dict[str, float] = {}
+    seconds_of = summary.seconds if summary else {}
+    times: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
             if name.startswith("time/") and math.isfinite(value):
-                phases[name] = phases.get(name, 0.0) + value
-    total = sum(phases.values())
-    if total <= 0:
+                label = quantity(name).label
+                times[label] = times.get(label, 0.0) + value
+    times |= {label: seconds_of[key] for key, label in _PHASES.items() if key in seconds_of}
+    known = sum(times.values())
+    if known <= 0:
         return ""
-    parts = [(quantity(name).label, seconds) for name, seconds in phases.items()]
-    parts = sorted(parts, key=lambda part: -part[1])[:3]
-    whole = max(total, (summary.seconds if summary else {}).get("total", 0.0))
-    rest = whole - sum(seconds for _, seconds in parts)
-    if rest > 0.005 * whole:
-        parts.append(("everything else", rest))
+    # A run that was resumed has the iterations of every process, and the clock of the last one.
+    whole = max(known, seconds_of.get("total", 0.0))
+    parts = sorted(times.items(), key=lambda part: -part[1])
+    shown = [part for part in parts[:_MOST_PARTS] if part[1] > _LEAST_SHARE * whole]
+    rest = whole - sum(seconds for _, seconds in shown)
+    rest_label = "reading data, checkpoints, logs" if "fit" in seconds_of else _OTHER
+    if rest > _LEAST_SHARE * whole:
+        shown.append((rest_label, rest))
     bars, keys = [], []
-    for index, (label, seconds) in enumerate(parts):
+    for index, (label, seconds) in enumerate(shown):
         share = seconds / whole
-        css = "t3" if label == "everything else" else f"t{index}"
+        css = "rest" if label == rest_label else f"t{index}"
         bars.append(f'<i class="{css}" style="width:{100 * share:.2f}%"></i>')
         keys.append(
             f'<li><i class="{css}"></i>{text(label)} <span>{duration(seconds)} · {percent(share)}'

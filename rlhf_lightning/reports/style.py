@@ -42,6 +42,7 @@ code, pre, .mono {
 .sentence { font-size: 23px; font-weight: 500; line-height: 1.35; margin-top: 20px; max-width: 34em;
   letter-spacing: -0.01em; text-wrap: balance; }
 .good { color: var(--good); } .bad { color: var(--bad); } .neutral { color: var(--neutral); }
+.undecided { color: var(--soft); }
 p.figure.neutral { color: var(--ink); }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(172px, 1fr));
   margin-top: 32px; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
@@ -116,7 +117,7 @@ del { background: var(--gone); } ins { background: var(--new); }
 .bar { position: relative; height: 16px; background: var(--quote); border-radius: 5px; }
 .bar i { position: absolute; inset: 0 auto 0 0; border-radius: 5px; background: var(--good);
   opacity: 0.78; }
-.bar i.bad { background: var(--bad); } .bar i.neutral { background: var(--neutral); }
+.bar i.bad { background: var(--bad); } .bar i.undecided { background: var(--soft); }
 .bar b { position: absolute; top: -3px; bottom: -3px; left: 50%; width: 1px;
   background: var(--soft); }
 .bar u { position: absolute; top: 7px; height: 2px; background: var(--ink); opacity: 0.75; }
@@ -138,7 +139,8 @@ tr.chosen td { background: var(--new); }
   gap: 2px; }
 .times i { display: block; min-width: 2px; }
 .t0 { background: var(--s0); } .t1 { background: var(--s1); } .t2 { background: var(--s2); }
-.t3 { background: var(--soft); opacity: 0.45; }
+.t3 { background: var(--s3); } .t4 { background: var(--s4); } .t5 { background: var(--s5); }
+.times .rest, .key-list .rest { background: var(--soft); opacity: 0.45; }
 .key-list { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 26px; margin: 11px 0 0;
   padding: 0; font-size: 15px; }
 .key-list i { display: inline-block; width: 11px; height: 11px; border-radius: 3px;

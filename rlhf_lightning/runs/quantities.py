@@ -24,6 +24,7 @@ class Quantity:
 QUANTITIES: dict[str, Quantity] = {
     "rollout/score": Quantity("score"),
     "rollout/score_std": Quantity("spread of the score"),
+    "rollout/score_std_max": Quantity("widest spread of the score"),
     "rollout/kl_per_token": Quantity("KL from SFT, per token", "nats", (0.05, 1.0)),
     "rollout/kl_per_response": Quantity("KL from SFT, per response", "nats"),
     "rollout/response_length": Quantity("response length", "tokens"),
@@ -129,6 +130,7 @@ QUANTITIES: dict[str, Quantity] = {
     "time/score": Quantity("scoring and old passes", "s"),
     "time/update": Quantity("updating", "s"),
     "time/evaluate": Quantity("evaluating", "s"),
+    "time/validate": Quantity("validating", "s"),
     "throughput/tokens_per_second": Quantity("tokens a second"),
     "throughput/pairs_per_second": Quantity("pairs a second"),
 }

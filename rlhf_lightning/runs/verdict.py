@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from rlhf_lightning.runs.quantities import duration, number, percent, show
 from rlhf_lightning.runs.summary import Summary
-
-Metrics = Mapping[str, float | None]
-Tone = Literal["good", "bad", "neutral"]
+from rlhf_lightning.runs.verdict_parts import (
+    Fact,
+    Metrics,
+    Tone,
+    Verdict,
+    against,
+    change,
+    changes,
+    get,
+    interval,
+)
+from rlhf_lightning.runs.verdict_policy import compared, gold_win_rate
 
 STAGES = {
     "base": "Base model",
@@ -22,42 +29,6 @@ STAGES = {
     "evaluate": "Evaluation",
     "pipeline": "Pipeline",
 }
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One figure beside the verdict.
-
-    Args:
-        label: what was measured.
-        value: the figure as text.
-        note: what to hold it against, or "".
-    """
-
-    label: str
-    value: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of a run.
-
-    Args:
-        tone: whether it is what one hoped for, gates and ending included.
-        number_tone: the same of the one figure alone.
-        number: the one figure that says most, as text; "" if nothing was measured.
-        caption: what that figure is.
-        sentence: what it means.
-        facts: the other figures.
-    """
-
-    tone: Tone
-    number: str
-    caption: str
-    sentence: str
-    facts: tuple[Fact, ...]
-    number_tone: Tone = "neutral"
 
 
 def verdict(summary: Summary) -> Verdict:
@@ -93,23 +64,23 @@ def _status(summary: Summary) -> str:
 
 
 def _ppo(metrics: Metrics) -> Verdict:
-    return _comparison(metrics, "SFT", "PPO")
+    return compared(metrics, "SFT", "PPO")
 
 
 def _pipeline(metrics: Metrics) -> Verdict:
     """Return the verdict on the last stage; the figures of all are hundreds."""
     if "val/accuracy" in metrics:
         return _reward(metrics)
-    return _comparison(metrics, "its baseline", "the last policy")
+    return compared(metrics, "its baseline", "the last policy")
 
 
 def _evaluate(metrics: Metrics) -> Verdict:
-    result = _comparison(metrics, "the baseline", "the policy")
+    result = compared(metrics, "the baseline", "the policy")
     others = [
         Fact(
             f"win rate by {label}",
             percent(rate),
-            _interval(metrics, f"val/{name}_win_rate").strip(" ()"),
+            interval(metrics, f"val/{name}_win_rate").strip(" ()"),
         )
         for name, label in (
             ("score", "score"),
@@ -117,173 +88,79 @@ def _evaluate(metrics: Metrics) -> Verdict:
             ("human", "people"),
             ("gold_reference", "gold, against references"),
         )
-        if (rate := _get(metrics, f"val/{name}_win_rate")) is not None
+        if (rate := get(metrics, f"val/{name}_win_rate")) is not None
     ]
-    rate = _get(metrics, "val/human_reward_accuracy")
+    rate = get(metrics, "val/human_reward_accuracy")
     if rate is not None:
-        note = "of people's choices" + _interval(metrics, "val/human_reward_accuracy")
+        note = "of people's choices" + interval(metrics, "val/human_reward_accuracy")
         others.append(Fact("reward model agrees with", percent(rate), note))
     return replace(result, facts=(*others, *result.facts))
 
 
-def _comparison(metrics: Metrics, rival: str, name: str) -> Verdict:
-    facts = _changes(metrics, rival)
-    kl = _get(metrics, "val/kl_per_token")
-    if kl is not None:
-        facts.insert(1, Fact(f"KL from {rival}", number(kl), "nats a token"))
-    win = _win_rate(metrics, rival, name, facts)
-    if win is None:
-        win = _score_win_rate(metrics, rival, name, facts)
-    if win is not None:
-        return win
-    score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
-    if score is None:
-        return Verdict("neutral", "", "", "No evaluation was recorded.", tuple(facts))
-    if before is None:
-        caption = "mean score on held-out prompts"
-        return Verdict("neutral", number(score), caption, "", tuple(facts))
-    better = score > before
-    sentence = f"The score {'rose' if better else 'did not rise'}; no gold reward says if rightly."
-    gain = number(score - before)
-    number_text = f"+{gain}" if better else gain
-    tone: Tone = "neutral" if better else "bad"
-    caption = f"change of the mean score, {rival} to {name}"
-    return Verdict(tone, number_text, caption, sentence, tuple(facts))
-
-
 def _sft(metrics: Metrics) -> Verdict:
-    facts = _changes(metrics, "base")
-    loss, before = _get(metrics, "val/loss"), _get(metrics, "val/baseline_loss")
+    facts = changes(metrics, "base")
+    loss, before = get(metrics, "val/loss"), get(metrics, "val/baseline_loss")
     if loss is not None:
-        facts.insert(0, _change("held-out loss", loss, before, "base", "nats a token"))
-    train = _get(metrics, "sft/loss")
+        facts.insert(0, change("held-out loss", loss, before, "base", "nats a token"))
+    train = get(metrics, "sft/loss")
     if train is not None:
         facts.insert(1, Fact("training loss", number(train), "nats a token"))
-    win = _win_rate(metrics, "base", "SFT", facts)
+    win = gold_win_rate(metrics, "base", "SFT", facts)
     if win is not None:
         return win
     if loss is None:
         return Verdict("neutral", "", "", "No held-out loss was recorded.", tuple(facts))
-    choices = number(math.exp(min(loss, 50.0)))
-    sentence = f"It is as unsure as between {choices} equally likely next tokens."
+    choices = number(_perplexity(loss))
+    sentence = f"It is as unsure as between {choices} equally likely next tokens"
+    if before is not None:
+        facts.insert(1, change("perplexity", _perplexity(loss), _perplexity(before), "base", ""))
+        sentence += f", before training as between {number(_perplexity(before))}"
+    sentence += "."
     caption = "nats a token, loss on held-out answers"
     return Verdict("neutral", number(loss), caption, sentence, tuple(facts))
 
 
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 50.0))
+
+
 def _reward(metrics: Metrics) -> Verdict:
     facts = []
-    ceiling, longer = _get(metrics, "val/label_ceiling"), _get(metrics, "val/longer_wins_accuracy")
+    ceiling, longer = get(metrics, "val/label_ceiling"), get(metrics, "val/longer_wins_accuracy")
     if ceiling is not None:
         facts.append(Fact("ceiling set by the labels", percent(ceiling), "the best anybody can do"))
     if longer is not None:
         facts.append(Fact("“the longer one wins”", percent(longer), "what length alone reaches"))
-    matched = _get(metrics, "val/accuracy_length_matched")
+    matched = get(metrics, "val/accuracy_length_matched")
     if matched is not None:
-        note = "lengths within 10 %" + _interval(metrics, "val/accuracy_length_matched")
+        note = "lengths within 10 %" + interval(metrics, "val/accuracy_length_matched")
         facts.append(Fact("accuracy on pairs of one length", percent(matched), note))
     for name in ("val/calibration_error", "val/margin", "val/loss"):
-        value = _get(metrics, name)
+        value = get(metrics, name)
         if value is not None:
             label = name.partition("/")[2].replace("_", " ")
             facts.append(Fact(label, show(name, value)))
-    accuracy = _get(metrics, "val/accuracy")
+    accuracy = get(metrics, "val/accuracy")
     if accuracy is None:
         return Verdict("neutral", "", "", "No held-out accuracy was recorded.", tuple(facts))
-    low = _get(metrics, "val/accuracy_low")
     rival = max(0.5, longer or 0.0)
     known = "chance" if rival == 0.5 else "length alone"
     tone: Tone
-    if (accuracy if low is None else low) > rival:
+    side = against(metrics, "val/accuracy", rival)
+    if side == "above":
         tone, sentence = "good", f"It ranks answers better than {known} does."
+    elif side == "below":
+        tone, sentence = "bad", f"It ranks answers worse than {known} does."
     else:
-        tone, sentence = "bad", f"It is not shown to rank answers better than {known} does."
-    caption = "of held-out pairs ranked as labelled" + _interval(metrics, "val/accuracy")
+        tone = "undecided"
+        sentence = f"Undecided: it is not shown to rank answers better than {known} does."
+    caption = "of held-out pairs ranked as labelled" + interval(metrics, "val/accuracy")
     return Verdict(tone, percent(accuracy), caption, sentence, tuple(facts))
 
 
 def _other(metrics: Metrics) -> Verdict:
     facts = [Fact(name, show(name, value)) for name, value in metrics.items() if value is not None]
     return Verdict("neutral", "", "", "", tuple(facts))
-
-
-def _win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict | None:
-    rate = _get(metrics, "val/gold_win_rate")
-    if rate is None:
-        return None
-    low, high = (_get(metrics, f"val/gold_win_rate_{end}") for end in ("low", "high"))
-    tone: Tone
-    if (rate if low is None else low) > 0.5:
-        tone = "good"
-        sentence = f"{name[0].upper()}{name[1:]} answers better than {rival}, by the gold reward."
-    elif (rate if high is None else high) < 0.5:
-        tone = "bad"
-        sentence = f"{name[0].upper()}{name[1:]} answers worse than {rival}, by the gold reward."
-    else:
-        tone, sentence = "neutral", f"No difference between {name} and {rival} is shown."
-    caption = f"of comparisons won against {rival}" + _interval(metrics, "val/gold_win_rate")
-    return Verdict(tone, percent(rate), caption, sentence, tuple(facts))
-
-
-def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict | None:
-    rate = _get(metrics, "val/score_win_rate")
-    if rate is None:
-        return None
-    low = _get(metrics, "val/score_win_rate_low")
-    better = (rate if low is None else low) > 0.5
-    known = "scores higher" if better else "is not shown to score higher"
-    sentence = (
-        f"{name} {known} than {rival} by the reward it was trained on; read the samples to see if "
-        "rightly."
-    )
-    sentence = sentence[0].upper() + sentence[1:]
-    caption = f"of comparisons won against {rival}" + _interval(metrics, "val/score_win_rate")
-    # Never "good": that the trained reward rises is what over-optimisation looks like, too.
-    return Verdict("neutral" if better else "bad", percent(rate), caption, sentence, tuple(facts))
-
-
-def _changes(metrics: Metrics, rival: str) -> list[Fact]:
-    facts = []
-    for key, label, unit in (
-        ("score", "score", ""),
-        ("gold", "gold reward", ""),
-        ("exact_match", "exact matches", "share"),
-        ("first_word_match", "right first words", "share"),
-        ("solved", "right numbers", "share"),
-        ("answered", "answers with a number", "share"),
-        ("response_length", "response length", "tokens"),
-        ("distinct_2", "distinct bigrams", "share"),
-        ("refusal_rate", "harmful prompts refused", "share"),
-        ("over_refusal_rate", "harmless look-alikes refused", "share"),
-    ):
-        value = _get(metrics, f"val/{key}")
-        if value is not None:
-            before = _get(metrics, f"val/baseline_{key}")
-            facts.append(_change(label, value, before, rival, unit))
-    return facts
-
-
-def _change(label: str, value: float, before: float | None, rival: str, unit: str) -> Fact:
-    plain = "" if unit == "share" else unit
-    if before is None:
-        return Fact(label, percent(value) if unit == "share" else number(value), plain)
-    if unit == "share":
-        change = f"{percent(before)} → {percent(value)}"
-    else:
-        like = max(abs(before), abs(value))  # both with the digits that the larger one deserves
-        change = f"{number(before, like=like)} → {number(value, like=like)}"
-    return Fact(label, change, f"{rival} → now" + (f", {plain}" if plain else ""))
-
-
-def _interval(metrics: Metrics, name: str) -> str:
-    low, high = _get(metrics, f"{name}_low"), _get(metrics, f"{name}_high")
-    if low is None or high is None:
-        return ""
-    return f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
-
-
-def _get(metrics: Metrics, name: str) -> float | None:
-    value = metrics.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 _BY_STAGE = {

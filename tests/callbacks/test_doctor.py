@@ -12,9 +12,11 @@ import torch
 
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.records import Refusals
+from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
 from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
 from rlhf_lightning.evaluation.doctor.treatments import SERIOUS
-from rlhf_lightning.runs.doctor_log import read_events
+from rlhf_lightning.evaluation.stages import score_spread
+from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
 from tests.modules.tiny_ppo import TokenScorer
@@ -70,6 +72,34 @@ def test_the_measures_are_those_of_the_rollout(watched):
     assert row["doctor/second_score"] == pytest.approx(sum(scores) / len(scores), rel=1e-5)
     mine = [s for s, d in zip(scores, rollout.domains, strict=True) if d == "a"]
     assert row["doctor/domain_score/a"] == pytest.approx(sum(mine) / len(mine), rel=1e-5)
+
+
+def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path):
+    fit(tmp_path, doctor_of(tmp_path), scorer=TokenScorer(lambda ids, finished: 1.0))
+    rows = read_metrics(RunFolder(tmp_path).metrics)
+    assert {row["rollout/score_std"] for row in rows} == {0.0}
+    events = [e for e in read_events(RunFolder(tmp_path).doctor) if e.name == "constant_score"]
+    assert [(e.iteration, e.kind, e.level) for e in events] == [
+        (1, "alert", "warn"),
+        (3, "alert", "alarm"),
+    ]
+    assert "scores were the same 3, above 2" in events[1].message
+    assert score_spread(rows) == {"rollout/score_std_max": 0.0}
+    idle = {e.name: e.message for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "idle"}
+    assert "nothing to compare with" in idle["saturation"]
+    assert idle["reward_hacking"] == "no second scorer"
+    assert "missing_eos" not in idle
+
+
+def test_a_run_that_fails_before_its_first_iteration_has_watched_nothing(tmp_path):
+    def breaks(ids: Any, finished: bool) -> float:
+        raise KeyError("broken reward")
+
+    with pytest.raises(KeyError, match="broken reward"):
+        fit(tmp_path, doctor_of(tmp_path), scorer=TokenScorer(breaks))
+    coverage = coverage_of(read_events(RunFolder(tmp_path).doctor))
+    assert coverage is not None
+    assert coverage.describe() == f"None of {len(ILLNESSES)} detectors had enough to watch"
 
 
 def test_an_alert_is_written_with_value_unit_cause_and_remedy(watched):
@@ -204,5 +234,7 @@ def test_the_state_is_plain_values(watched, tmp_path):
     checkpoint = torch.load(RunFolder(watched[0]).last_checkpoint, weights_only=True)
     state = checkpoint["callbacks"]["Doctor"]
     assert json.loads(json.dumps(state))["events"] == [
-        asdict(event) for event in read_events(RunFolder(watched[0]).doctor)
+        asdict(event)
+        for event in read_events(RunFolder(watched[0]).doctor)
+        if event.kind != "idle"  # which follows from the state of the detectors
     ]

@@ -133,7 +133,7 @@ def test_it_learns_demonstrations_and_validates_by_the_token():
         float(expected), abs=1e-5
     )
     names = {"sft/loss", "sft/grad_norm", "sft/learning_rate", "time/update", "val/loss"}
-    names |= {"sft/skipped_steps"}
+    names |= {"sft/skipped_steps", "time/validate"}
     assert names | {"throughput/tokens_per_second"} == set(the_trainer.callback_metrics)
 
 

@@ -23,8 +23,8 @@ def ppo(rate: float, low: float, high: float) -> Summary:
     [
         (0.8, 0.76, 0.84, "good", "better than SFT"),
         (0.2, 0.16, 0.24, "bad", "worse than SFT"),
-        (0.52, 0.47, 0.57, "neutral", "No difference"),
-        (0.48, 0.43, 0.53, "neutral", "No difference"),
+        (0.52, 0.47, 0.57, "undecided", "no difference"),
+        (0.48, 0.43, 0.53, "undecided", "no difference"),
     ],
 )
 def test_ppo_is_better_only_if_the_whole_interval_says_so(rate, low, high, tone, words):
@@ -41,7 +41,15 @@ def test_without_a_gold_reward_the_verdict_rests_on_the_score_and_is_never_good(
     assert (result.tone, result.number) == ("neutral", "90.0 %")
     assert "reward it was trained on" in result.sentence
     lost = metrics | {"val/score_win_rate_low": 0.45}
-    assert "not shown" in verdict(Summary("ppo", "completed", 1, metrics=lost)).sentence
+    open_ = verdict(Summary("ppo", "completed", 1, metrics=lost | {"val/score_win_rate_high": 1.0}))
+    assert open_.tone == open_.number_tone == "undecided"
+    assert "not shown" in open_.sentence
+    worse = {
+        "val/score_win_rate": 0.4,
+        "val/score_win_rate_low": 0.35,
+        "val/score_win_rate_high": 0.45,
+    }
+    assert verdict(Summary("ppo", "completed", 1, metrics=worse)).number_tone == "bad"
     rise = verdict(
         Summary("ppo", "completed", 1, metrics={"val/score": 1.5, "val/baseline_score": 0.5})
     )
@@ -50,9 +58,14 @@ def test_without_a_gold_reward_the_verdict_rests_on_the_score_and_is_never_good(
 
 def test_a_reward_model_must_beat_length_alone():
     metrics = {"val/accuracy": 0.62, "val/accuracy_low": 0.59, "val/longer_wins_accuracy": 0.6}
-    bad = verdict(Summary("reward", "completed", 1, metrics=metrics))
-    assert bad.tone == "bad"
-    assert "not shown" in bad.sentence
+    interval = metrics | {"val/accuracy_high": 0.65}
+    unsure = verdict(Summary("reward", "completed", 1, metrics=interval))
+    assert unsure.tone == unsure.number_tone == "undecided"
+    assert "not shown" in unsure.sentence
+    longer = interval | {"val/longer_wins_accuracy": 0.7}
+    bad = verdict(Summary("reward", "completed", 1, metrics=longer))
+    assert (bad.tone, bad.number_tone) == ("bad", "bad")
+    assert "worse than length alone" in bad.sentence
     good = verdict(Summary("reward", "completed", 1, metrics=metrics | {"val/accuracy_low": 0.61}))
     assert good.tone == "good"
     assert {fact.value for fact in good.facts} >= {"60.0 %"}
@@ -63,7 +76,30 @@ def test_sft_shows_the_held_out_loss_against_the_base():
     result = verdict(Summary("sft", "completed", 1, metrics=metrics))
     assert result.number == "0.70"
     assert "2.25 → 0.70" in {fact.value for fact in result.facts}
-    assert number(math.exp(0.7)) in result.sentence
+    assert f"{number(math.exp(0.7))} equally likely" in result.sentence
+    assert f"before training as between {number(math.exp(2.25))}." in result.sentence
+    assert "9.49 → 2.01" in {fact.value for fact in result.facts if fact.label == "perplexity"}
+    alone = verdict(Summary("sft", "completed", 1, metrics={"val/loss": 0.7}))
+    assert alone.sentence.endswith("equally likely next tokens.")
+
+
+@pytest.mark.parametrize("judge", ["gold", "score"])
+def test_a_run_whose_score_never_varied_has_no_win_rate_for_a_headline(judge):
+    metrics = {f"val/{judge}_win_rate": 0.7, f"val/{judge}_win_rate_low": 0.6}
+    flat = metrics | {"rollout/score_std_max": 0.0}
+    result = verdict(Summary("ppo", "completed", 1, metrics=flat))
+    assert (result.number, result.tone) == ("", "bad")
+    assert "did not vary" in result.sentence
+    assert "70.0 %" in {fact.value for fact in result.facts}, "it is among the other figures"
+    varied = metrics | {"rollout/score_std_max": 0.1}
+    assert verdict(Summary("ppo", "completed", 1, metrics=varied)).number == "70.0 %"
+
+
+def test_a_score_that_ties_on_every_held_out_prompt_is_no_win_rate_of_one_half():
+    metrics = {"val/score_win_rate": 0.5, "val/score_tie_rate": 1.0}
+    result = verdict(Summary("evaluate", "completed", 1, metrics=metrics))
+    assert result.number == ""
+    assert "No win rate" in result.sentence
 
 
 def test_a_failed_gate_and_a_failed_run_are_said():
