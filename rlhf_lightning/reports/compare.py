@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.reports.charts import NUM_COLOURS, Series, line_chart
+from rlhf_lightning.reports.choice import Choice, choose
 from rlhf_lightning.reports.curves import FIRST
 from rlhf_lightning.reports.frontier import frontier_chart, parallel_chart
 from rlhf_lightning.reports.markup import text
 from rlhf_lightning.reports.page import document
 from rlhf_lightning.reports.samples import answer, figures
-from rlhf_lightning.reports.several import Choice, Run, choose, read_runs
+from rlhf_lightning.reports.several import Run, read_runs
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import ITERATION, RunFolder
 from rlhf_lightning.runs.quantities import duration, quantity, show
@@ -67,11 +68,13 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
 def _head(runs: Sequence[Run], choice: Choice, stages: Sequence[str]) -> str:
     ended = sum(run.summary.status == "completed" for run in runs)
     left = "" if ended == len(runs) else f"<span>{len(runs) - ended} did not end</span>"
-    result = '<h1 class="sentence">No setting is recommended.</h1>'
-    if choice.run is not None:
+    result = '<h1 class="sentence">No setting is shown to be better than all others.</h1>'
+    if choice.run is None:
+        result = '<h1 class="sentence">No setting is recommended.</h1>'
+    elif choice.caption:
         result = (
             f'<p class="figure small">{text(choice.run.label)}</p>'
-            '<p class="caption">the setting to take</p>'
+            f'<p class="caption">{text(choice.caption)}</p>'
         )
     return (
         f'<header><div class="overline"><strong>{text(", ".join(stages))}</strong>'
@@ -83,8 +86,9 @@ def _head(runs: Sequence[Run], choice: Choice, stages: Sequence[str]) -> str:
 def _table(runs: Sequence[Run], choice: Choice) -> str:
     names = [n for n in COLUMNS if any(run.metrics.get(n) is not None for run in runs)]
     head = "".join(f'<th class="num">{text(quantity(name).label)}</th>' for name in names)
+    ahead = choice.run if choice.caption else None
     rows = "".join(
-        f"<tr{' class=chosen' if run is choice.run else ''}><td class='name'>{_name(runs, i)}"
+        f"<tr{' class=chosen' if run is ahead else ''}><td class='name'>{_name(runs, i)}"
         f"</td><td>{_ended(run)}</td>"
         + "".join(f'<td class="num">{_value(run, name)}</td>' for name in names)
         + f'<td class="num">{duration(run.summary.seconds.get("total", 0.0))}</td></tr>'

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.report import run
+from rlhf_lightning.reports.choice import AHEAD, TAKE, choose
 from rlhf_lightning.reports.compare import render_comparison
 from rlhf_lightning.reports.frontier import frontier
-from rlhf_lightning.reports.several import choose, read_runs
+from rlhf_lightning.reports.several import read_runs
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Status, read_summary, write_summary
 from tests.reports.fake_run import fake_ppo_run, fake_reward_run
@@ -39,14 +40,51 @@ def sweep(folder: Path) -> list[RunFolder]:
     ]
 
 
-def test_the_setting_to_take_is_the_one_nearest_to_sft_of_those_as_good_as_the_best(tmp_path):
+def test_of_settings_that_cannot_be_told_apart_none_is_recommended_and_the_nearest_to_sft_is_named(
+    tmp_path,
+):
     runs = read_runs(sweep(tmp_path))
     assert [r.label for r in runs] == ["kl_coef=0.01", "kl_coef=0.05", "kl_coef=0.1", "kl_coef=0.2"]
     choice = choose(runs)
     # 0.90 has left the band of KL; 0.83 reaches 0.84 by its interval and has half the KL.
-    assert choice.run is runs[2]
-    assert "83.0 %" in choice.reason
-    assert "84.0 %" in choice.reason
+    assert (choice.run, choice.caption) == (runs[2], "")
+    assert "84.0 %, is that of kl_coef=0.05" in choice.reason
+    assert "cannot be told from that of kl_coef=0.1 (83.0 %)" in choice.reason
+    assert "One seed a setting and 8 iterations" in choice.reason
+    page = render_comparison([run.folder for run in runs])
+    assert "No setting is shown to be better than all others." in page
+    assert "class=chosen" not in page
+    assert TAKE not in page
+
+
+def test_a_setting_is_ahead_where_intervals_are_apart_and_to_take_only_with_several_seeds(tmp_path):
+    apart = [job(tmp_path / "a", 0.05, 0.84, 0.4), job(tmp_path / "b", 0.2, 0.7, 0.1)]
+    choice = choose(read_runs(apart))
+    assert (choice.run.label, choice.caption) == ("kl_coef=0.05", AHEAD)
+    assert AHEAD in render_comparison(apart)
+
+    def again(name: str, kl_coef: float, rate: float) -> RunFolder:
+        folder = job(tmp_path / name, kl_coef, rate, 0.3)
+        folder.config.write_text(folder.config.read_text().replace("seed: 1", "seed: 2"))
+        return folder
+
+    better, worse = again("c", 0.05, 0.86), again("d", 0.2, 0.72)
+    choice = choose(read_runs([*apart, better, worse]))
+    assert (choice.run.folder, choice.caption) == (better, TAKE)
+    assert "class=chosen" in render_comparison([*apart, better, worse])
+    crossing = again("e", 0.2, 0.85)  # beats the first seed of the better setting
+    assert choose(read_runs([*apart, better, crossing])).caption == ""
+
+
+def test_runs_whose_score_never_varied_are_not_compared(tmp_path):
+    folders = [job(tmp_path / "a", 0.05, 0.9, 0.2), job(tmp_path / "b", 0.2, 0.7, 0.1)]
+    for folder in folders:
+        summary = read_summary(folder)
+        flat = dict(summary.metrics) | {"rollout/score_std_max": 0.0}
+        write_summary(folder, replace(summary, metrics=flat))
+    choice = choose(read_runs(folders))
+    assert choice.run is None
+    assert "score that varied" in choice.reason
 
 
 def test_runs_that_failed_are_shown_and_never_chosen(tmp_path):
