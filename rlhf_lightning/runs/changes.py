@@ -11,7 +11,8 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.public_config import public_config
 
-ABSENT = "(absent)"
+ABSENT = "not set"
+_ABSENT_BEFORE = "(absent)"  # in files of earlier versions
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,28 @@ def find_changes(default: Mapping[str, Any], config: Mapping[str, Any]) -> list[
     old, new = (dict(flatten(public_config(c, c))) for c in (default, config))
     keys = [key for key in (*new, *(k for k in old if k not in new)) if key != "seed"]
     return [
-        Change(key, show(old.get(key, ABSENT)), show(new.get(key, ABSENT)))
+        Change(key, show(before), show(after))
         for key in keys
-        if old.get(key, ABSENT) != new.get(key, ABSENT)
+        if (before := _value(old, key)) != (after := _value(new, key))
+        and not (_says_nothing(before) and _says_nothing(after))
+        # A group in place of a value, or the other way round: its keys, or that key, say it.
+        and not (_is_group(old, key) or _is_group(new, key))
     ]
+
+
+def _value(flat: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key, or of the group around it where that is one value, as null is."""
+    while key not in flat and "." in key:
+        key = key.rpartition(".")[0]
+    return flat.get(key, ABSENT)
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or value == ABSENT
+
+
+def _is_group(flat: Mapping[str, Any], key: str) -> bool:
+    return any(other.startswith(f"{key}.") for other in flat)
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -71,6 +90,7 @@ def read_changes(folder: RunFolder) -> list[Change] | None:
     if not path.is_file():
         return None
     try:
-        return [Change(**item) for item in json.loads(path.read_text("utf-8"))]
+        items = json.loads(path.read_text("utf-8").replace(f'"{_ABSENT_BEFORE}"', f'"{ABSENT}"'))
+        return [Change(**item) for item in items]
     except (ValueError, TypeError):
         return None

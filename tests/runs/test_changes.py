@@ -1,0 +1,46 @@
+"""In what a run differs from its experiment as it is shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_lightning.runs.changes import Change, find_changes, read_changes, write_changes
+from rlhf_lightning.runs.folder import RunFolder
+
+SHIPPED = {
+    "seed": 1,
+    "scorer": {"_target_": "reward_model", "source": "artifacts/reward", "mean": None},
+    "judge": None,
+    "doctor": {"actions": {"cooldown": 4}},
+    "data": {"batch_size": 64},
+}
+
+
+def test_each_changed_value_is_told_with_what_it_was():
+    changed = SHIPPED | {"seed": 2, "data": {"batch_size": 8}}
+    assert find_changes(SHIPPED, changed) == [Change("data.batch_size", "64", "8")]
+    assert find_changes(SHIPPED, SHIPPED) == []
+
+
+def test_a_group_in_place_of_nothing_is_told_key_by_key_and_the_other_way_round():
+    changed = SHIPPED | {"judge": {"url": "http://judge"}, "doctor": {"actions": None}}
+    assert find_changes(SHIPPED, changed) == [
+        Change("judge.url", "null", "http://judge"),
+        Change("doctor.actions.cooldown", "4", "null"),
+    ]
+
+
+def test_a_key_that_only_one_of_them_has_is_not_set_in_the_other():
+    changed = SHIPPED | {"scorer": {"_target_": "function", "function": "f.py:score"}}
+    assert find_changes(SHIPPED, changed) == [
+        Change("scorer._target_", "reward_model", "function"),
+        Change("scorer.function", "not set", "f.py:score"),
+        Change("scorer.source", "artifacts/reward", "not set"),
+    ], "that mean was null says nothing"
+
+
+def test_a_file_of_an_earlier_version_says_it_in_the_same_words(tmp_path: Path):
+    folder = RunFolder(tmp_path).create()
+    folder.config.parent.mkdir(exist_ok=True)
+    write_changes(folder, [Change("a", "(absent)", "1")])
+    assert read_changes(folder) == [Change("a", "not set", "1")]
