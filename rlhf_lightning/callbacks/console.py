@@ -238,9 +238,11 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
         table.add_row(Text(f"gate {gate.name}"), Text(f"{word}  {gate.reason}".rstrip()))
     coverage = coverage_of(read_events(folder.doctor))
     if coverage is not None:
-        table.add_row("doctor", Text(f"{coverage.describe()}, {len(summary.alerts)} alerts"))
+        alerts = len(summary.alerts)
+        told = f"{coverage.describe()}, {alerts} alert{'s' * (alerts != 1)}"
+        table.add_row("doctor", Text(told))
         for why, names in coverage.idle.items():
-            table.add_row("doctor not watched", Text(f"{', '.join(names)}: {why}"))
+            table.add_row("doctor idle", Text(f"{', '.join(names)}: {why}"))
     for alert in summary.alerts:
         until = "" if alert["cleared_at"] is None else f" to {alert['cleared_at']}"
         told = f"iteration {alert['raised_at']}{until}  {alert['message']}"

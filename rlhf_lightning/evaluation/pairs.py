@@ -97,8 +97,9 @@ def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     (`_length_matched`), where the preferred answer is the shorter one (`_chosen_shorter`), where it
     is the longer one (`_chosen_longer`). For each subset also all of it, with a Wilson interval and
     "the longer one wins" beside it (which leaves out equal lengths); and the accuracy in each
-    domain. Equal scores are wrong. An empty part gives no measure. The name of a subset or a domain
-    stands behind a whole key: `val/accuracy_low/subset/<name>`, `val/accuracy/domain/<name>`.
+    domain, with its interval. Equal scores are wrong. An empty part gives no measure. The name of a
+    subset or a domain stands behind a whole key: `val/accuracy_low/subset/<name>`,
+    `val/accuracy/domain/<name>`.
 
     The interval takes pairs to be independent; pairs that share answers make it too narrow.
     """
@@ -120,7 +121,7 @@ def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
             measures |= _accuracy(cut_pairs, f"_{cut}", of, interval=interval)
     for domain in sorted({pair.domain for pair in pairs} - {""}):
         rows = [pair for pair in pairs if pair.domain == domain]
-        measures |= _accuracy(rows, "", ("domain", domain), interval=False)
+        measures |= _accuracy(rows, "", ("domain", domain), interval=True)
     return measures
 
 

@@ -42,7 +42,7 @@ def _lead(events: Sequence[DoctorEvent], alerts: Sequence[Mapping[str, Any]]) ->
 
 
 def _idle(why: str, names: Sequence[str]) -> str:
-    return _row("not watched", "neutral", ", ".join(names), [f"{why[:1].upper()}{why[1:]}."])
+    return _row("idle", "undecided", ", ".join(names), [f"{why[:1].upper()}{why[1:]}."])
 
 
 def _check(check: DoctorEvent) -> str:

@@ -101,10 +101,14 @@ def _sft(metrics: Metrics) -> Verdict:
     facts = changes(metrics, "base")
     loss, before = get(metrics, "val/loss"), get(metrics, "val/baseline_loss")
     if loss is not None:
-        facts.insert(0, change("held-out loss", loss, before, "base", "nats a token"))
+        known = None if before is None else _perplexity(before)
+        facts[:0] = [
+            change("held-out loss", loss, before, "base", "nats a token"),
+            change("perplexity", _perplexity(loss), known, "base", ""),
+        ]
     train = get(metrics, "sft/loss")
     if train is not None:
-        facts.insert(1, Fact("training loss", number(train), "nats a token"))
+        facts.insert(min(2, len(facts)), Fact("training loss", number(train), "nats a token"))
     win = gold_win_rate(metrics, "base", "SFT", facts)
     if win is not None:
         return win
@@ -113,7 +117,6 @@ def _sft(metrics: Metrics) -> Verdict:
     choices = number(_perplexity(loss))
     sentence = f"It is as unsure as between {choices} equally likely next tokens"
     if before is not None:
-        facts.insert(1, change("perplexity", _perplexity(loss), _perplexity(before), "base", ""))
         sentence += f", before training as between {number(_perplexity(before))}"
     sentence += "."
     caption = "nats a token, loss on held-out answers"

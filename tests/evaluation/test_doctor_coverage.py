@@ -81,7 +81,7 @@ def test_what_is_not_measured_and_what_cannot_be_compared_is_said_as_such() -> N
     assert detectors.idle == {
         "kl_low": "the first iterations give nothing to compare with",
         "reward_hacking": "no second scorer",
-        "scorer_disagreement": "no second scorer, or one of the two scores does not vary",
+        "scorer_disagreement": "no second scorer",
         "forgotten_domain": "fewer than two domains",
         "saturation": "the first iterations give nothing to compare with",
         "safety": "no prompt of doctor.harmful_domains",

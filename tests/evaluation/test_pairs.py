@@ -107,6 +107,7 @@ def test_no_name_of_a_domain_or_a_subset_touches_another_figure():
         "the figures of all pairs are measured elsewhere"
     )
     assert found["val/accuracy/domain/low"] == 1.0
+    assert found["val/accuracy_low/domain/low"] == wilson_interval(1, 1, confidence=0.95)[0]
     assert found["val/accuracy/subset/low"] == pytest.approx(3 / 5)
 
 

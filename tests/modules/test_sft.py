@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import encode_demonstration
 from rlhf_lightning.data.records import DemonstrationRecord
+from rlhf_lightning.evaluation.stages import held_out_loss
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import sft
@@ -132,6 +133,14 @@ def test_it_learns_demonstrations_and_validates_by_the_token():
     assert float(the_trainer.callback_metrics["val/loss"]) == pytest.approx(
         float(expected), abs=1e-5
     )
+    assert held_out_loss(module, module.policy, held_out) == pytest.approx(
+        float(expected), abs=1e-5
+    )
+    other = load_policy(from_scratch=config_fields("gpt2"))
+    with torch.no_grad():
+        others = float(module.loss(whole, whole.loss_mask.sum(), other))
+    assert abs(others - float(expected)) > 0.05
+    assert held_out_loss(module, other, held_out) == pytest.approx(others, abs=1e-5)
     names = {"sft/loss", "sft/grad_norm", "sft/learning_rate", "time/update", "val/loss"}
     names |= {"sft/skipped_steps", "time/validate"}
     assert names | {"throughput/tokens_per_second"} == set(the_trainer.callback_metrics)

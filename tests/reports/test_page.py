@@ -145,3 +145,31 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path):
     folder.summary.unlink()
     MetricsAppender(folder.metrics).append(2, {"rollout/score": 0.5})
     assert "Curves" in Outline(render_report(folder)).text
+
+
+def test_the_time_of_a_run_is_named_and_adds_up(tmp_path):
+    folder = fake_reward_run(tmp_path / "run", 10)
+    MetricsAppender(folder.metrics).append(11, {"time/update": 10.0, "time/validate": 30.0})
+    seconds = {"setup": 5.0, "fit": 45.0, "finish": 50.0, "measure": 40.0, "export": 10.0}
+    write_summary(folder, replace(read_summary(folder), seconds=seconds | {"total": 100.0}))
+    page = render_report(folder)
+    named = re.findall(r"</i>([\w ,]+) <span>\d+:\d\d · ([\d.]+) %", page)
+    assert dict(named) == {
+        "final evaluation": "40.0",
+        "validating": "30.0",
+        "updating": "10.0",
+        "exporting": "10.0",
+        "loading": "5.0",
+        "reading data, checkpoints, logs": "5.0",
+    }
+    assert "everything else" not in page
+
+
+def test_a_figure_whose_interval_holds_one_half_is_undecided_and_not_red(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 5)
+    rate = "val/score_win_rate"
+    open_ = {rate: 0.7, f"{rate}_low": 0.4, f"{rate}_high": 0.9}
+    write_summary(folder, replace(read_summary(folder), metrics=open_, gates=()))
+    page = render_report(folder)
+    assert '<p class="figure undecided">70.0 %</p>' in page
+    assert "Undecided" in page

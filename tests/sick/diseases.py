@@ -101,5 +101,11 @@ DISEASES: dict[str, Disease] = {
         FEW_ITERATIONS,
     ),
     "no_learning": Disease(("module.ppo.learning_rate=1.0e-7",), ("kl_low",), 12, FEW_ITERATIONS),
+    "constant_reward": Disease(
+        ("scorer=function", "scorer.function=tests.sick.scorers.constant"),
+        ("constant_score",),
+        1,
+        FEW_ITERATIONS,
+    ),
     "unnormalised": Disease(spoilt("factor=10.0"), ("clipped_scores",), 8, FEW_ITERATIONS),
 }

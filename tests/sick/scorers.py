@@ -28,6 +28,11 @@ def words(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     return [len(answer.split()) - SFT_WORDS for answer in completions]
 
 
+def constant(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    """Return 1 for every answer, as a reward function does that reads a wrong column."""
+    return [1.0] * len(completions)
+
+
 def ignorance(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """Return 1 for an answer that says it does not know."""
     return [float("i do not know" in answer) for answer in completions]

@@ -38,7 +38,7 @@ READS = {
 AT_ONCE = ("constant_score",)
 _NOT_MEASURED = {
     "reward_hacking": "no second scorer",
-    "scorer_disagreement": "no second scorer, or one of the two scores does not vary",
+    "scorer_disagreement": "one of the two scores does not vary",
     "length_bias": "within a domain, score or length does not vary",
     "forgotten_domain": "fewer than two domains",
     "critic": "all returns are equal",
@@ -101,7 +101,9 @@ def idle_detectors(
         if read.get(name, 0) >= raise_after(thresholds, name):
             continue
         if iterations and not count:
-            found[name] = _NOT_MEASURED.get(name, f"{READS.get(name)} was not measured")
+            alone = name == "scorer_disagreement" and not measured.get("reward_hacking")
+            key = "reward_hacking" if alone else name  # both read the second scorer
+            found[name] = _NOT_MEASURED.get(key, f"{READS.get(name)} was not measured")
         elif count < needed:
             found[name] = f"not enough iterations: {count} of {needed}"
         else:
