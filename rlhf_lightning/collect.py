@@ -5,7 +5,6 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,12 @@ from rlhf_lightning.failures import exit_with, record_failure
 from rlhf_lightning.launching import agree_on, launch_time
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.process_settings import prepare_process
+from rlhf_lightning.run_claim import check_folder
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
 from rlhf_lightning.runs.resume import config_hash, find_unfinished_run
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+from rlhf_lightning.runs.taken import drop_unused
 from rlhf_lightning.saved_config import keep_secrets
 
 register()
@@ -52,12 +53,13 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     """
     trusted = trusted_targets()
     check_collection(cfg, trusted)
+    check_folder(cfg, folder)
     keep_secrets(cfg, folder)
     prepare_inputs(cfg, overrides)
     digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
     folder = _start(cfg, folder, digest)
     summary = new_summary("collect", seed=cfg.seed, config_hash=digest)
-    with claim_run(folder.create().path):
+    with claim_run(folder.path, lambda: check_folder(cfg, folder)):
         try:
             write_summary(folder, summary)
             return _collect(cfg, folder, summary, trusted)
@@ -116,9 +118,7 @@ def _start(cfg: DictConfig, folder: RunFolder, digest: str) -> RunFolder:
     unfinished = find_unfinished_run(Path(cfg.paths.outputs) / cfg.name, digest)
     if unfinished is None:
         return folder
-    made = {path.name for path in folder.path.glob("*")}
-    if folder.path != unfinished.path and made <= {".hydra", "collect.log"}:
-        shutil.rmtree(folder.path, ignore_errors=True)
+    drop_unused(folder, unfinished)
     return unfinished
 
 

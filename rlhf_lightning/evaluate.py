@@ -34,6 +34,7 @@ from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.failures import exit_with, record_failure
 from rlhf_lightning.launching import agree_on, launch_time
 from rlhf_lightning.process_settings import prepare_process
+from rlhf_lightning.run_claim import check_folder
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import config_hash
@@ -72,11 +73,12 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     check_evaluation(cfg, trusted)
     if cfg.human == "import":
         return import_labels(cfg)
+    check_folder(cfg, folder)
     keep_secrets(cfg, folder)
     prepare_sides(cfg, overrides)
     digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
     summary = new_summary("evaluate", seed=cfg.seed, config_hash=digest)
-    with claim_run(folder.create().path):
+    with claim_run(folder.path, lambda: check_folder(cfg, folder)):
         try:
             write_summary(folder, summary)
             return _evaluate(cfg, folder, summary, trusted)

@@ -6,7 +6,6 @@ or in a random state does not reach the next one.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -19,11 +18,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from rlhf_lightning.command_line import compose_and_check, fail, say
-from rlhf_lightning.composition import ConfigError, conf_dir, plain, register
+from rlhf_lightning.composition import ConfigError, conf_dir, register
 from rlhf_lightning.evaluation.blame import Blame, find_blame
 from rlhf_lightning.launching import agree_on, launch_time, own_environment
 from rlhf_lightning.pipeline_plan import (
     LATER,
+    TRAINED,
     Step,
     accepted,
     as_overrides,
@@ -36,14 +36,15 @@ from rlhf_lightning.pipeline_state import (
     RUNNING,
     Outcome,
     find_begun_pipeline,
+    pipeline_hash,
     read_state,
     set_aside,
     write_state,
 )
+from rlhf_lightning.run_claim import check_folder
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.quantities import duration
-from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.summary import (
     Status,
     Summary,
@@ -51,6 +52,7 @@ from rlhf_lightning.runs.summary import (
     read_summary,
     write_summary,
 )
+from rlhf_lightning.runs.taken import drop_unused, summary_or_none
 from rlhf_lightning.saved_config import keep_secrets
 
 register()
@@ -83,11 +85,12 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
         StageEndedError: if a stage fails or has to wait.
     """
     check_pipeline(cfg)
+    check_folder(cfg, folder)
     keep_secrets(cfg, folder)
-    digest = config_hash({key: plain(cfg)[key] for key in ("name", "seed", "experiments")})
+    digest = pipeline_hash(cfg)
     folder = RunFolder(_where(cfg, folder, digest).resolve())  # command lines are compared
     summary = new_summary("pipeline", seed=cfg.seed, config_hash=digest)
-    with claim_run(folder.create().path):
+    with claim_run(folder.path, lambda: check_folder(cfg, folder)):
         write_summary(folder, summary)
         try:
             summary = _run_steps(cfg, folder, summary)
@@ -110,9 +113,7 @@ def _where(cfg: DictConfig, folder: RunFolder, digest: str) -> Path:
     if begun is None:
         return folder.path
     say(f"going on with {begun.path}")
-    made = {path.name for path in folder.path.glob("*")}
-    if folder.path.resolve() != begun.path.resolve() and made <= {".hydra", "pipeline.log"}:
-        shutil.rmtree(folder.path, ignore_errors=True)
+    drop_unused(folder, begun)
     return begun.path
 
 
@@ -147,6 +148,9 @@ def _run_steps(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Summary:
 
 
 def _run_step(step: Step, folder: RunFolder) -> None:
+    begun = summary_or_none(RunFolder(folder.path / step.name))
+    if step.stage not in TRAINED and begun is not None and begun.status == "completed":
+        return  # the pipeline was killed before it had noted that
     command = step.command(folder.path)
     code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code:

@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_lightning.composition import ConfigError
+from omegaconf import DictConfig
+
+from rlhf_lightning.composition import ConfigError, plain
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.lock import is_claimed
+from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.summary import read_summary
 
 logger = logging.getLogger(__name__)
@@ -69,11 +72,22 @@ def find_begun_pipeline(root: Path, config_hash: str, rounds: int) -> RunFolder 
         if is_claimed(path):
             logger.warning("%s is under way in another process: beginning a new one", path)
             return None
-        if summary.status != "completed":
-            return folder
-        done = max((int(_ROUND.match(step)[1]) for step in read_state(path)), default=0)  # type: ignore[index]
-        return folder if 0 < done < rounds else None
+        return folder if has_more_to_do(folder, rounds) else None
     return None
+
+
+def has_more_to_do(folder: RunFolder, rounds: int) -> bool:
+    """Return whether the pipeline in a folder is unfinished, or has fewer rounds than wanted."""
+    if read_summary(folder).status != "completed":
+        return True
+    done = max((int(_ROUND.match(step)[1]) for step in read_state(folder.path)), default=0)  # type: ignore[index]
+    return 0 < done < rounds
+
+
+def pipeline_hash(cfg: DictConfig) -> str:
+    """Return what is equal for pipelines that go on with each other: name, seed, experiments."""
+    own = {"name": cfg.name, "seed": cfg.seed, "experiments": plain(cfg.experiments)}
+    return config_hash(own)
 
 
 def write_state(folder: Path, outcomes: Mapping[str, Outcome]) -> None:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from rlhf_lightning.failures import record_failure
 from rlhf_lightning.launching import RANK_VARIABLES, global_rank
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.summary import new_summary, read_summary
 
@@ -49,7 +50,8 @@ def goes_on(
     if not (in_sweep() and isinstance(error, Exception)):
         return False
     first = global_rank(environment) == 0
-    if first and not folder.summary.is_file():  # its configuration was refused
+    mine = not isinstance(error, FolderTakenError)
+    if first and mine and not folder.summary.is_file():  # its configuration was refused
         begun = new_summary(cfg.stage, seed=cfg.seed, config_hash=None)
         record_failure(folder.create(), begun, error)
     return not any(name in environment for name in RANK_VARIABLES)

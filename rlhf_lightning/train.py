@@ -6,7 +6,6 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 import warnings
@@ -43,6 +42,7 @@ from rlhf_lightning.lost_ranks import explain_lost_rank
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.quiet import quieten
+from rlhf_lightning.run_claim import check_folder
 from rlhf_lightning.runs.checkpoint_files import check_checkpoint
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
@@ -53,6 +53,7 @@ from rlhf_lightning.runs.resume import (
 )
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
+from rlhf_lightning.runs.taken import drop_unused
 from rlhf_lightning.saved_config import keep_changes, keep_secrets
 from rlhf_lightning.sweeping import goes_on
 from rlhf_lightning.trial_build import check_composed, check_run
@@ -80,6 +81,8 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     """
     check_run(cfg, trusted_targets())
     first = global_rank() == 0
+    if first:
+        check_folder(cfg, folder)
     keep_secrets(cfg, folder if first else None)
 
     def prepared() -> str:
@@ -91,7 +94,8 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     folder, checkpoint = _agreed_start(cfg, folder, digest)
     summary = new_summary(cfg.stage, seed=cfg.seed, config_hash=digest)
     # The first rank alone writes.
-    with claim_run(folder.create().path) if first else nullcontext():
+    mine = claim_run(folder.path, lambda: check_folder(cfg, folder)) if first else nullcontext()
+    with mine:
         try:
             if first:
                 write_summary(folder, summary)
@@ -185,11 +189,7 @@ def _where_to_start(
     checkpoint = newest_complete_checkpoint(unfinished) if unfinished is not None else None
     if unfinished is None or checkpoint is None:
         return folder, None
-    if folder.path != unfinished.path and {p.name for p in folder.path.glob("*")} <= {
-        ".hydra",
-        "train.log",
-    }:
-        shutil.rmtree(folder.path, ignore_errors=True)
+    drop_unused(folder, unfinished)
     return unfinished, checkpoint
 
 

@@ -15,6 +15,7 @@ from typing import IO
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
+_taken: dict[Path, IO[str]] = {}  # run folders, with their locks
 
 
 @contextmanager
@@ -55,30 +56,45 @@ def artifact_lock(
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+class FolderTakenError(RuntimeError):
+    """A run folder belongs to another run; nothing in it was touched."""
+
+
 @contextmanager
-def claim_run(folder: Path | str) -> Iterator[None]:
+def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Mark a run folder as being written by this process, until the block or the process ends.
 
+    What `take_run` has taken is taken over.
+
+    Args:
+        folder: made if it is missing.
+        check: raises where the folder is not free; called before anything is written, and again
+            once the lock is held.
+
     Raises:
-        RuntimeError: if a living process writes into the folder.
+        FolderTakenError: if a living process writes into the folder.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as file:
-        if not _try_lock(file):
-            raise RuntimeError(
-                f"the run folder {folder} is in use by {_holder(file)}: wait for it to end, "
-                "end it, or start a new run with resume=never"
-            )
-        _sign(file)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
+    file = _taken.pop(Path(folder).resolve(), None) or _claim(Path(folder), check)
+    try:
+        yield
+    finally:
+        file.close()  # which drops the lock
+
+
+def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> None:
+    """Take a run folder for this process before the run begins, until `claim_run` takes it over.
+
+    The arguments and what is raised are those of `claim_run`.
+    """
+    key = Path(folder).resolve()
+    if key not in _taken:
+        _taken[key] = _claim(Path(folder), check)
 
 
 def is_claimed(folder: Path | str) -> bool:
-    """Return whether a living process writes into the run folder."""
+    """Return whether a living process writes into the run folder; `take_run` is no writing."""
+    if Path(folder).resolve() in _taken:
+        return False
     try:
         with (Path(folder) / ".lock").open("r+") as file:
             if not _try_lock(file):
@@ -87,6 +103,24 @@ def is_claimed(folder: Path | str) -> bool:
     except OSError:
         return False
     return False
+
+
+def _claim(folder: Path, check: Callable[[], None]) -> IO[str]:
+    check()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("a+")
+    try:
+        if not _try_lock(file):
+            raise FolderTakenError(
+                f"the run folder {folder} is in use by {_holder(file)}: wait for it to end, "
+                "end it, or choose another folder with hydra.run.dir="
+            )
+        check()  # another run may have begun and ended in between
+        _sign(file)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _try_lock(file: IO[str]) -> bool:

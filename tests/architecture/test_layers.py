@@ -37,7 +37,7 @@ LAYERS = (
     | {"evaluate_request", "pipeline_plan", "pipeline_state"},
     {"finish", "lineage", "reexport", "failures", "start_screen"},
     {"lost_ranks", "quiet", "command_line", "sweeping"},
-    {"fitting"},
+    {"fitting", "run_claim"},
     {"train", "collect", "annotate", "evaluate", "export", "plan", "report", "dashboard"},
     {"pipeline"},
 )

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from rlhf_lightning.collect_request import check_collection
 from rlhf_lightning.composition import ConfigError, conf_dir
 from rlhf_lightning.evaluate_request import check_evaluation
-from rlhf_lightning.pipeline import run
-from rlhf_lightning.pipeline_plan import check_pipeline, given, plan
+from rlhf_lightning.pipeline import StageEndedError, _run_step, run
+from rlhf_lightning.pipeline_plan import Step, check_pipeline, given, plan
 from rlhf_lightning.pipeline_state import (
     DONE,
     FAILED_GATE,
@@ -257,3 +257,16 @@ def test_a_second_round_goes_on_from_the_first_and_its_changed_step_runs_anew_al
 
 def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_step_whose_end_the_pipeline_did_not_note_is_not_run_again(tmp_path):
+    """Killed between the two; the step itself would refuse the folder of a finished run."""
+    step = Step("collect", 1, "rlhf_lightning.collect", ("no_such_key=1",))
+    folder = RunFolder(tmp_path / "pipeline")
+    where = RunFolder(folder.path / step.name).create()
+    begun = new_summary("collect", seed=1, config_hash="x")
+    write_summary(where, begun)
+    with pytest.raises(StageEndedError):
+        _run_step(step, folder)
+    write_summary(where, replace(begun, status="completed"))
+    _run_step(step, folder)
