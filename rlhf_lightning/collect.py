@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf_lightning.collect_request import build_lab, check_collection, read_prompts
 from rlhf_lightning.command_line import compose_and_check, fail, say
 from rlhf_lightning.composition import ConfigError, conf_dir, register, trusted_targets
-from rlhf_lightning.failures import exit_with, record_failure
+from rlhf_lightning.failures import exit_with, exits_are_failures, record_failure
 from rlhf_lightning.launching import agree_on, launch_time
 from rlhf_lightning.prerequisites import prepare_inputs
 from rlhf_lightning.process_settings import prepare_process
@@ -36,6 +36,7 @@ WAITING = "PeopleNeededError"  # by name: what raises it is imported late
 DATA = "data"
 
 
+@exits_are_failures()
 def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     """Collect preferences from the configuration to the published records.
 
@@ -71,6 +72,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
             raise
 
 
+@exits_are_failures()
 def _collect(
     cfg: DictConfig, folder: RunFolder, summary: Summary, trusted: tuple[str, ...]
 ) -> Summary:

@@ -31,7 +31,7 @@ from rlhf_lightning.evaluate_request import (
     reward_spread,
 )
 from rlhf_lightning.evaluation.gates import check_gates
-from rlhf_lightning.failures import exit_with, record_failure
+from rlhf_lightning.failures import exit_with, exits_are_failures, record_failure
 from rlhf_lightning.launching import agree_on, launch_time
 from rlhf_lightning.process_settings import prepare_process
 from rlhf_lightning.run_claim import check_folder
@@ -55,6 +55,7 @@ prepare_process()
 PEOPLE = "human"  # folder of what raters see, and of its key
 
 
+@exits_are_failures()
 def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     """Evaluate from the configuration to the report.
 
@@ -90,6 +91,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
             raise
 
 
+@exits_are_failures()
 def _evaluate(
     cfg: DictConfig, folder: RunFolder, summary: Summary, trusted: tuple[str, ...]
 ) -> Summary:

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
 
@@ -61,6 +62,26 @@ def explain_failure(
         known = next((e for e in _chain(error) if isinstance(e, DiskFullError)), None)
         return RunFailedError(str(known or describe_full_disk(number, folder.path)))
     return None
+
+
+@contextmanager
+def exits_are_failures() -> Iterator[None]:
+    """Raise an error where what a run calls ends the process, as `sys.exit(0)` would in silence.
+
+    Raises:
+        RunFailedError: that names the place.
+        KeyboardInterrupt: where it is what Lightning makes of an interrupt.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise RunFailedError(
+            f"sys.exit({error.code!r}) was called in {place.name} ({place.filename}, line "
+            f"{place.lineno}), which would end the run in silence: raise an error there instead"
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -146,6 +167,8 @@ def is_expected(error: BaseException) -> bool:
     if type(error).__module__.partition(".")[0] == PACKAGE:
         return True
     modules = list(_modules_passed(error))
+    if type(error).__name__ == "MisconfigurationException":  # Lightning's word for it
+        return True
     ours = bool(modules) and modules[-1].partition(".")[0] == PACKAGE
     return ours and isinstance(error, _EXPECTED)
 

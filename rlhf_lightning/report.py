@@ -25,6 +25,7 @@ def run(folders: Sequence[Path], output: Path | None = None) -> list[Path]:
 
     Raises:
         FileNotFoundError: if a folder holds no summary.json.
+        ValueError: if a file of a run is damaged.
     """
     from rlhf_lightning.reports.compare import write_comparison
     from rlhf_lightning.reports.page import write_report
@@ -69,8 +70,8 @@ def main() -> None:
     try:
         for path in run(arguments.runs, arguments.output):
             sys.stdout.write(f"{path}\n")
-    except FileNotFoundError as error:
-        parser.error(str(error))
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":

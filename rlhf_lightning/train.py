@@ -26,7 +26,7 @@ from rlhf_lightning.composition import (
     register,
     trusted_targets,
 )
-from rlhf_lightning.failures import exit_with, explain_failure, record_failure
+from rlhf_lightning.failures import exit_with, exits_are_failures, explain_failure, record_failure
 from rlhf_lightning.help_text import register_help
 from rlhf_lightning.launching import (
     adopt_rank,
@@ -56,13 +56,14 @@ from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, writ
 from rlhf_lightning.runs.taken import drop_unused
 from rlhf_lightning.saved_config import keep_changes, keep_secrets
 from rlhf_lightning.sweeping import goes_on
-from rlhf_lightning.trial_build import check_composed, check_run
+from rlhf_lightning.trial_build import check_composed, check_devices, check_run
 
 register()
 register_help()
 prepare_process()
 
 
+@exits_are_failures()
 @stopping_on_signals()
 def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     """Train a stage from its configuration to its report.
@@ -80,6 +81,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
         RunFailedError: if memory or disk ran out, with what to change.
     """
     check_run(cfg, trusted_targets())
+    check_devices(cfg)
     first = global_rank() == 0
     if first:
         check_folder(cfg, folder)
@@ -114,6 +116,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
             forget_agreements()
 
 
+@exits_are_failures()
 def _train(
     cfg: DictConfig, folder: RunFolder, checkpoint: Path | None, summary: Summary
 ) -> Summary:

@@ -62,6 +62,31 @@ def check_run(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> None:
     check_buildable(trial)
 
 
+def check_devices(cfg: DictConfig) -> None:
+    """Check that this machine has the accelerator that is asked for.
+
+    Raises:
+        ConfigError: if it has none, or fewer devices.
+    """
+    import torch
+
+    kind, count = cfg.trainer.accelerator, cfg.trainer.devices
+    found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    found["gpu"] = max(found.values())
+    if kind not in found:
+        return
+    if not found[kind]:
+        raise ConfigError(
+            f"trainer.accelerator={kind}, but torch finds none on this machine: use "
+            "trainer.accelerator=cpu or auto, or install the driver and the build of torch for it"
+        )
+    if isinstance(count, int) and count > found[kind]:
+        raise ConfigError(
+            f"trainer.devices={count}, but torch finds {found[kind]} of kind {kind} on this "
+            f"machine: use trainer.devices={found[kind]}"
+        )
+
+
 def check_buildable(cfg: DictConfig) -> None:
     """Build data module, optimizer, schedule and sample log once, and a scorer without a model.
 

@@ -146,8 +146,9 @@ def read_key(folder: Path) -> list[KeyRow]:
             f"{path} is missing: give the folder of an evaluation that ran with human=export"
         )
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [KeyRow(**json.loads(line)) for line in lines]
+        # Not splitlines: it also breaks at characters that JSON leaves inside a string.
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [KeyRow(**json.loads(line)) for line in lines if line.strip()]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or export again") from error
 

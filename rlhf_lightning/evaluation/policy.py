@@ -150,9 +150,9 @@ def _sequence_kl(
 
 def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
     """Return the gold reward of each answer."""
-    return gold(
-        answers.prompts, answers.completions, answers.finished, **gold_columns(gold, answers)
-    )
+    # Copies, which the function may change.
+    texts = list(answers.prompts), list(answers.completions), list(answers.finished)
+    return gold(*texts, **gold_columns(gold, answers))
 
 
 def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:

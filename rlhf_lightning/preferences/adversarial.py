@@ -73,8 +73,9 @@ class WorstSamples:
 
     def _defeats(self) -> list[Defeat]:
         asked = {p.pair_id: p for p in record_journal(Pair, self.run / "pairs.jsonl").read()}
-        lines = (self.run / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines()
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        # Not splitlines: it also breaks at characters that JSON leaves inside a string.
+        lines = (self.run / "data" / "train.jsonl").read_text(encoding="utf-8").split("\n")
+        rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
         labelled = [(asked[r["pair_id"]], _said(r["chosen"]), _said(r["rejected"])) for r in rows]
         answers = {(p.prompt_id, t): (p.prompt, t) for p, *texts in labelled for t in texts}
         scores = dict(zip(answers, self.score(list(answers.values())), strict=True))

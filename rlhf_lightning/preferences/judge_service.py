@@ -211,6 +211,11 @@ class JudgeService:
                 f"{self._where} refused the request: {self._shown(error)}. Check judge.base_url "
                 "(it ends with /v1) and judge.model"
             ) from error
+        except (ValueError, RecursionError) as error:  # no JSON, or too deep a one
+            raise AnnotationError(
+                f"{self._where} answered with something that is no JSON: {self._shown(error)}. "
+                "Check judge.base_url"
+            ) from error
         return self._reply(answer, logprobs, retries)
 
     def _reply(self, answer: Any, logprobs: bool, retries: int) -> Reply:

@@ -173,18 +173,21 @@ class FunctionScorer:
             ValueError: if it returns the wrong count, or something that is not a finite number.
         """
         hidden = ("prompt", CONVERSATION)
+        # Copies, which the function may change.
         columns = {k: list(v) for k, v in answers.prompts.columns.items() if k not in hidden}
         prompts = list(answers.prompts.columns["prompt"])
+        names = sorted(columns)
         try:
             values = list(self.function(prompts, list(answers.completions), **columns))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RuntimeError(
                 f"reward function {self.name} raised {type(error).__name__}: {error}; it was "
-                f"called with prompts, completions and the columns {sorted(columns)}"
+                f"called with prompts, completions and the columns {names}"
             ) from error
-        if len(values) != len(prompts):
+        count = len(answers.completions)
+        if len(values) != count:
             raise ValueError(
-                f"reward function {self.name} returned {len(values)} scores for {len(prompts)} "
+                f"reward function {self.name} returned {len(values)} scores for {count} "
                 "completions: return one number a completion"
             )
         for row, value in enumerate(values):
@@ -281,5 +284,9 @@ def _load_file(file: Path) -> Any:
         raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise ImportError(f"{type(error).__name__} while it was read: {error}") from error
     return module

@@ -135,7 +135,13 @@ class HttpScorer:
         Raises:
             ServiceError: if they are not there, not that many, or not finite numbers.
         """
-        found = self._find(answer, self.path)
+        try:
+            found = self._find(answer, self.path)
+        except RecursionError as error:
+            raise ServiceError(
+                f"{self.hparams.url} answered with lists within lists, too deep to walk: it must "
+                f"return a list with one number an answer{self._where()}"
+            ) from error
         if not isinstance(found, list) or len(found) != count:
             got = f"{len(found)} scores" if isinstance(found, list) else type(found).__name__
             raise ServiceError(

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from rlhf_lightning.rollout.score_settings import HttpScorerHparams
 
 NUM_SHOWN = 200  # characters of an answer in an error
+MOST_BYTES = 32 * 2**20  # of an answer: scores of some thousand answers are a hundredth of it
 
 
 class ServiceError(RuntimeError):
@@ -118,7 +119,7 @@ class RewardService:
             )
         try:
             return json.loads(answer.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServiceError(
                 f"{self.url} answered HTTP {answer.status} with something that is not JSON: "
                 f"{self._shown(answer.body)}. Check that scorer.url is the path that scores"
@@ -140,9 +141,8 @@ class RewardService:
             try:
                 connection.request("POST", self._path(), payload, self._headers())
                 response = connection.getresponse()
-                answer = _Answer(
-                    response.status, _seconds(response.headers["Retry-After"]), response.read()
-                )
+                body = response.read(MOST_BYTES + 1)
+                answer = _Answer(response.status, _seconds(response.headers["Retry-After"]), body)
             finally:
                 timer.cancel()
         except (OSError, http.client.HTTPException) as error:
@@ -153,6 +153,12 @@ class RewardService:
             connection.close()
         if expired.is_set():  # what was read may have been cut off
             raise TimeoutError
+        if len(body) > MOST_BYTES:
+            raise ServiceError(
+                f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
+                f"{self._shown(body[: 4 * NUM_SHOWN])}. It must return scores only; fewer answers "
+                "a request are scorer.batch_size"
+            )
         return answer
 
     def _connection(self, seconds: float) -> http.client.HTTPConnection:

@@ -59,12 +59,21 @@ def write_events(path: Path | str, events: Iterable[DoctorEvent]) -> None:
 
 
 def read_events(path: Path | str) -> list[DoctorEvent]:
-    """Return the events of a run; none where there is no file."""
+    """Return the events of a run; none where there is no file.
+
+    Raises:
+        ValueError: if it is not what `write_events` writes.
+    """
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [event_from(json.loads(line)) for line in lines if line.strip()]
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [event_from(json.loads(line)) for line in lines if line.strip()]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read as what the doctor said ({error}): restore it, or move it away"
+        ) from error
 
 
 def event_from(content: Mapping[str, Any]) -> DoctorEvent:

@@ -217,21 +217,30 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
 
     Lines that do not have the width of the header, as a kill in the middle of a write leaves
     them, are left out. A missing file has no rows.
+
+    Raises:
+        ValueError: if it is not what `MetricsAppender` writes.
     """
     path = Path(path)
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]  # a line counts when its end was written
-    lines = list(csv.reader(io.StringIO(complete)))
-    if not lines:
-        return []
-    header = lines[0]
-    return [
-        {name: float(cell) for name, cell in zip(header, line, strict=True) if cell != ""}
-        for line in lines[1:]
-        if len(line) == len(header)
-    ]
+    try:
+        text = path.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1]  # a line counts when its end was written
+        lines = list(csv.reader(io.StringIO(complete)))
+        header = lines[0] if lines else [ITERATION]
+        rows = [
+            {name: float(cell) for name, cell in zip(header, line, strict=True) if cell != ""}
+            for line in lines[1:]
+            if len(line) == len(header)
+        ]
+        if header[:1] != [ITERATION] or not all(ITERATION in row for row in rows):
+            raise ValueError("not each row begins with its iteration")
+    except (ValueError, csv.Error) as error:
+        raise ValueError(
+            f"{path} cannot be read as the metrics of a run ({error}): restore it, or move it away"
+        ) from error
+    return rows
 
 
 def read_samples(path: Path | str) -> list[dict[str, Any]]:
@@ -241,10 +250,10 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
         return []
     samples = []
     # Not splitlines: it also breaks at characters that JSON leaves inside a string.
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+    for line in path.read_bytes().split(b"\n")[:-1]:
         try:
-            sample = json.loads(line)
-        except ValueError:
+            sample = json.loads(line.decode())
+        except (ValueError, RecursionError):
             continue
         if isinstance(sample, dict) and ITERATION in sample:
             samples.append(sample)

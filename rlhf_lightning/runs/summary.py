@@ -130,11 +130,22 @@ def read_summary(folder: RunFolder) -> Summary:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         for key, value in (("cause", None), ("alerts", ()), ("actions", ())):
             content.setdefault(key, value)  # summaries had none at first
-        return Summary(**{f.name: content[f.name] for f in fields(Summary)})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        summary = Summary(**{f.name: content[f.name] for f in fields(Summary)})
+        _check_figures(summary)
+        return summary
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read as a run summary ({error!r}): delete it, or restore it"
         ) from error
+
+
+def _check_figures(summary: Summary) -> None:
+    for key in ("metrics", "seconds", "versions"):
+        if not isinstance(getattr(summary, key), Mapping):
+            raise TypeError(f"{key} is no JSON object")
+    for name, value in (*summary.metrics.items(), *summary.seconds.items()):
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"{name}={value!r} is no number")
 
 
 def installed_versions() -> dict[str, str]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torchmetrics.classification import BinaryCalibrationError
 
-from rlhf_lightning.evaluation.human import blind_pairs, human_measures, read_labels, write_blind
+from rlhf_lightning.evaluation.human import (
+    blind_pairs,
+    human_measures,
+    read_key,
+    read_labels,
+    write_blind,
+)
 from rlhf_lightning.evaluation.judged import judge_measures
 from rlhf_lightning.evaluation.reward_check import reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
@@ -38,6 +46,13 @@ def test_the_same_seed_asks_the_same_and_another_one_something_else():
     assert len(first[0]) == 7  # equal answers are not asked about
     assert [row.pair_id for row in first[1]].count(None) == 1
     assert len(blind_pairs(mine, theirs, num_pairs=3, scored=True, seed=1)[1]) == 3
+
+
+def test_a_key_is_read_line_by_line_whatever_its_texts_hold(tmp_path):
+    pairs, key = blind_pairs(*both(), num_pairs=None, scored=True, seed=1)
+    odd = [replace(row, domain="one\u2028two\x85three\x0bfour") for row in key]
+    write_blind(tmp_path, pairs, odd)
+    assert read_key(tmp_path) == odd
 
 
 def test_the_win_rate_counts_majorities_ties_and_equal_answers():

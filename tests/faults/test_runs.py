@@ -52,6 +52,7 @@ def reward_file(folder: Path, body: str) -> str:
             "return [math.nan for _ in prompts]",
             "reward function score returned nan for completion 0",
         ),
+        ("raise SystemExit(0)", "reward function score raised SystemExit: 0; it was called"),
         pytest.param(
             "return ['good' for _ in prompts]",
             "reward function score returned 'good' for completion 0",

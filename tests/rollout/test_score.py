@@ -103,6 +103,44 @@ def test_a_function_that_raises_is_named_with_its_columns():
         FunctionScorer(broken)(answers(answer=["a", "b"]))
 
 
+def test_a_function_that_ends_the_process_has_failed():
+    def leaving(prompts, completions):
+        raise SystemExit(0)
+
+    with pytest.raises(RuntimeError, match="reward function leaving raised SystemExit: 0; it was"):
+        FunctionScorer(leaving)(answers())
+
+
+def test_a_function_may_do_with_its_lists_what_it_likes():
+    given = answers(answer=["a", "b"])
+
+    def emptying(prompts, completions, answer):
+        for texts in (prompts, completions, answer):
+            texts.clear()
+        return [1, 2]
+
+    both = WeightedScorer({"one": FunctionScorer(emptying), "two": FunctionScorer(emptying)})
+    assert both(given).total.tolist() == [2.0, 4.0]
+    assert given.completions == ("w7 w8", "w9 w9 w10")
+    assert list(given.prompts.columns["answer"]) == ["a", "b"]
+    with pytest.raises(ValueError, match="returned 1 scores for 2 completions"):
+        FunctionScorer(lambda p, c: [p.clear(), c.clear(), 1.0][2:])(answers())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys\nsys.exit(0)\n", "SystemExit while it was read: 0"),
+        ("def score(:\n", "SyntaxError while it was read"),
+        ("1 / 0\n", "ZeroDivisionError while it was read: division by zero"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=rf"mine\.py:score': {message}"):
+        FunctionScorer(f"{tmp_path}/mine.py:score")
+
+
 def test_a_function_is_found_by_file_and_by_dotted_name(tmp_path):
     file = tmp_path / "rewards.py"
     file.write_text("def short(prompts, completions):\n    return [-len(c) for c in completions]\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.rollout.score_http import HttpScorer
-from rlhf_lightning.rollout.score_service import ServiceError
+from rlhf_lightning.rollout.score_service import MOST_BYTES, ServiceError
 from tests.rollout.reward_server import failing, serving
 from tests.rollout.test_score_http import answers, scorer
 
@@ -77,3 +77,39 @@ def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         HttpScorer(**({"url": "http://127.0.0.1:1/"} | settings))
     assert "pw" not in str(caught.value)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (failing(200, DEEP), r"not JSON: '\[\[\["),
+        (failing(200, '{"scores": [' + "[" * 400 + "]" * 400 + ", 1, 2]}"), r"\[\[.* of answer 0"),
+        (failing(200, '{"data": ' + "[" * 400 + "]" * 400 + "}"), "returned 1 scores for 3"),
+        (
+            failing(200, '{"scores": "' + "x" * MOST_BYTES + '"}'),
+            r"more than 32 MiB: .*'\{\"scores",
+        ),
+        (failing(503, "x" * (MOST_BYTES + 1)), "more than 32 MiB"),
+    ],
+)
+def test_an_answer_that_is_too_deep_or_too_long_is_an_error_at_once(reply, message):
+    with serving(reply) as server, pytest.raises(ServiceError, match=message) as caught:
+        scorer(server.url, response="data.score" if "returned 1" in message else "scores")(
+            answers()
+        )
+    assert len(str(caught.value)) < 1000
+    assert len(server.requests) == 1
+
+
+def test_an_answer_without_an_end_is_read_to_the_limit():
+    def endless(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        while True:
+            handler.wfile.write(b"[" * 2**20)
+
+    with serving(lambda body: endless) as server, pytest.raises(ServiceError, match="than 32 MiB"):
+        scorer(server.url, timeout=60)(answers())

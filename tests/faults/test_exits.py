@@ -1,0 +1,61 @@
+"""What a run calls may not end it in silence; a machine without the accelerator is told early."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhf_lightning.composition import ConfigError
+from rlhf_lightning.failures import RunFailedError, cause_of, exits_are_failures, is_expected
+from rlhf_lightning.trial_build import check_devices
+
+
+@pytest.mark.parametrize("code", [0, None, 3, "done"])
+def test_leaving_the_process_is_a_failure_that_names_the_place(code):
+    def impatient_callback():
+        sys.exit(code)
+
+    @exits_are_failures()
+    def run():
+        impatient_callback()
+
+    with pytest.raises(RunFailedError) as caught:
+        run()
+    text = cause_of(caught.value)
+    assert text.startswith(
+        f"sys.exit({code!r}) was called in impatient_callback ({__file__}, line "
+    )
+    assert is_expected(caught.value)
+
+
+def test_an_interrupt_that_lightning_makes_an_exit_of_is_an_interrupt():
+    @exits_are_failures()
+    def run():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cuda", "mps"])
+def test_an_accelerator_that_is_not_there_is_refused(kind, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    cfg = OmegaConf.create({"trainer": {"accelerator": kind, "devices": 1}})
+    with pytest.raises(ConfigError, match=rf"^trainer\.accelerator={kind}, but torch finds none"):
+        check_devices(cfg)
+
+
+def test_more_devices_than_there_are_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for devices in (1, 2):
+        check_devices(OmegaConf.create({"trainer": {"accelerator": "gpu", "devices": devices}}))
+    cfg = OmegaConf.create({"trainer": {"accelerator": "gpu", "devices": 3}})
+    with pytest.raises(ConfigError, match=r"^trainer\.devices=3, but torch finds 2 of kind gpu"):
+        check_devices(cfg)
+    check_devices(OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 8}}))
