@@ -66,6 +66,11 @@ def extension(path: Path) -> str:
     return Path(path.stem).suffix.lower() + last if last == GZIP else last
 
 
+def is_data_file(path: Path) -> bool:
+    """Return whether `read_rows` knows the format of a file, by its name."""
+    return extension(path) in _READERS
+
+
 def _open(path: Path) -> IO[bytes]:
     zipped = path.suffix.lower() == GZIP
     return cast("IO[bytes]", gzip.open(path)) if zipped else path.open("rb")

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
+from rlhf_lightning.data.identity import FILES, check_same_data, data_digests
 from rlhf_lightning.data.records import RecordKind, Split
 from rlhf_lightning.data.sampler import (
     SequentialBatchSampler,
@@ -124,7 +125,8 @@ class RecordDataModule(LightningDataModule):
         self._num_iterations = num_iterations
         self._num_epochs = num_epochs
         self._rows: dict[Split, list[Any]] = {}
-        self._restored: dict[str, int] = {}
+        self._restored: dict[str, Any] = {}
+        self._digests: dict[str, str] = {}
 
     @property
     def num_iterations(self) -> int:
@@ -187,6 +189,7 @@ class RecordDataModule(LightningDataModule):
                 "Raise max_length, or set over_long='truncate_left'"
             )
         rows["validation"] = self._part_of(rows["validation"])
+        self._digests = data_digests(self.source, self.kind)
         self._rows = rows
         rank_zero_info(self.render_summary())
 
@@ -232,13 +235,13 @@ class RecordDataModule(LightningDataModule):
         )
         return self._loader(_Rows(rows, with_row_ids=self._with_row_ids), sampler)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands, and what it is a stream of."""
         return {"consumed": self.consumed, **self._identity(len(self.rows("train")))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batches that the checkpoint was trained on."""
-        self._restored = {key: int(value) for key, value in state_dict.items()}
+        self._restored = dict(state_dict)
         if self._sampler is not None:  # FSDP2 asks for the loader before it reads the checkpoint
             self._check_restored(self._sampler.num_rows)
             self._sampler.consumed = self._restored["consumed"]
@@ -277,17 +280,12 @@ class RecordDataModule(LightningDataModule):
     def _world_size(self) -> int:
         return self.trainer.world_size if self.trainer is not None else 1
 
-    def _identity(self, num_rows: int) -> dict[str, int]:
-        return {"num_rows": num_rows, "batch_size": self.batch_size, "seed": self.seed}
+    def _identity(self, num_rows: int) -> dict[str, Any]:
+        numbers = {"num_rows": num_rows, "batch_size": self.batch_size, "seed": self.seed}
+        return {**numbers, FILES: self._digests}
 
     def _check_restored(self, num_rows: int) -> None:
-        for name, value in self._identity(num_rows).items():
-            saved = self._restored.get(name, value)
-            if saved != value:
-                raise ValueError(
-                    f"the checkpoint was made with data {name}={saved}, this run has {value}: the "
-                    "remaining batches would be others. Resume with the same data, or start anew"
-                )
+        check_same_data(self._restored, self._identity(num_rows))
 
     def _part_of(self, rows: list[Any]) -> list[Any]:
         return validation_part(rows, self.max_validation_rows, self.seed)

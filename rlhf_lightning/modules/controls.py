@@ -8,6 +8,9 @@ from typing import Any, Self
 
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.modules.resuming import say_changed
+
+ASKED = "asked"  # in a checkpoint: what the run that wrote it began with
 
 
 @dataclass
@@ -31,10 +34,19 @@ class Controls:
     diversity_bonus: float = 0.0
     domain_weights: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Ask for nothing: `from_hparams` does."""
+        self._asked: dict[str, float] = {}
+
     @classmethod
     def from_hparams(cls, ppo: PPOHparams, sampling: SamplingHparams) -> Self:
         """Return the controls that a run starts with."""
-        return cls(kl_coef=ppo.kl_coef, temperature=sampling.temperature)
+        controls = cls(kl_coef=ppo.kl_coef, temperature=sampling.temperature)
+        controls._asked = {
+            "module.ppo.kl_coef": ppo.kl_coef,
+            "module.sampling.temperature": sampling.temperature,
+        }
+        return controls
 
     def adapt_kl_coef(
         self, observed_kl: float | None, ppo: PPOHparams, *, num_episodes: int
@@ -58,13 +70,22 @@ class Controls:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
-        return asdict(self)
+        return asdict(self) | {ASKED: dict(self._asked)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a checkpoint.
+        """Take the values of a checkpoint, but for those that are asked for anew.
+
+        A run that asks for another `kl_coef` than the checkpoint's run did gets it, and says so;
+        one that asks for the same goes on with what the KL controller and the doctor made of it.
 
         Raises:
             KeyError: if a value is missing.
         """
         for item in fields(self):
             setattr(self, item.name, state[item.name])
+        before = state.get(ASKED, {})
+        for key, value in self._asked.items():
+            name = key.rpartition(".")[2]
+            if before.get(key, value) != value:
+                say_changed(key, value, getattr(self, name))
+                setattr(self, name, value)

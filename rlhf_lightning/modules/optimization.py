@@ -19,6 +19,7 @@ from rlhf_lightning.distributed import (
     world_size,
 )
 from rlhf_lightning.models.rounded_weights import keeping_rounded_weights
+from rlhf_lightning.modules.iteration_schedule import IterationSchedule
 from rlhf_lightning.modules.schedules import Schedule
 
 Measured = dict[str, Tensor]
@@ -112,7 +113,7 @@ def with_schedule(
 ) -> dict[str, Any]:
     """Return what `configure_optimizers` returns: the schedule counts iterations."""
     total = int(module.trainer.estimated_stepping_batches)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
+    scheduler = IterationSchedule(
         optimizer, lambda iteration: schedule.factor(iteration, total) * extra_factor()
     )
     return {"optimizer": optimizer, "lr_scheduler": scheduler}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol
 
+from rlhf_lightning.distributed import rank
+
+logger = logging.getLogger(__name__)
 KEY = "reference_fingerprint"
 
 
@@ -15,6 +19,14 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take them back."""
+
+
+def say_changed(key: str, value: object, saved: object) -> None:
+    """Say on the screen that a resumed run goes on with another value than the checkpoint's."""
+    if rank() == 0:
+        logger.warning(
+            "%s=%s is asked for: it takes the place of the checkpoint's %s", key, value, saved
+        )
 
 
 def save_states(checkpoint: dict[str, Any], fingerprint: str, **parts: Stateful) -> None:

@@ -1,9 +1,23 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from lightning import Callback
 
+from rlhf_lightning.data.demo.source import DemoSource
+from rlhf_lightning.data.first_records import FirstRecords
+from rlhf_lightning.data.identity import data_digests
+from rlhf_lightning.data.joined import JoinedSource
+from rlhf_lightning.data.lab_folder import PreferenceFolder
+from rlhf_lightning.data.labelled_text import LabelledTextSource
+from rlhf_lightning.data.questions import QuestionSource
+from rlhf_lightning.data.sources import FileSource, MixedSource
+from rlhf_lightning.data.templates import TemplateSource
 from tests.data.stages import STAGES, CountingSource, content, contents, fit, prompts
+
+HOOK = "on_train_batch_end"
 
 
 class SaveAt(Callback):
@@ -102,3 +116,68 @@ def test_a_resume_with_other_data_is_an_error(tokenizer, tmp_path, options, name
     fit(prompts(tokenizer), callback=SaveAt(path, 5, "on_train_batch_end"))
     with pytest.raises(ValueError, match=name):
         fit(prompts(tokenizer, **options), ckpt_path=path)
+
+
+def write_prompts(path, changed=None):
+    letter = "q" if "held_out" in path.name else "p"
+    rows = [{"prompt": f"{letter}{i}" + "a" * (i % 5)} for i in range(23)]
+    if changed is not None:
+        rows[changed] = {"prompt": f"{letter} other"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def of_file(path, validation):
+    return FileSource(path, validation_path=validation)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        of_file,
+        lambda path, validation: JoinedSource([of_file(path, validation)]),
+        lambda path, validation: MixedSource([of_file(path, validation), CountingSource()], [2, 1]),
+        lambda path, validation: FirstRecords(
+            of_file(path, validation), num_records=9, num_copies=3
+        ),
+    ],
+)
+@pytest.mark.parametrize("edited", ["train.jsonl", "held_out.jsonl"])
+def test_a_resume_after_a_file_was_edited_is_refused_with_its_name(
+    tokenizer, tmp_path, make, edited
+):
+    """The number of rows is the same, and nothing else tells."""
+    paths = [write_prompts(tmp_path / name) for name in ("train.jsonl", "held_out.jsonl")]
+    path = tmp_path / "a.ckpt"
+    whole = fit(prompts(tokenizer, source=make(*paths)), callback=SaveAt(path, 5, HOOK))
+    resumed = fit(prompts(tokenizer, source=make(*paths)), ckpt_path=path)
+    assert contents(resumed.seen) == contents(whole.seen)[5:]
+    write_prompts(tmp_path / edited, changed=20)
+    with pytest.raises(ValueError, match=rf"other data: \S*{edited} has changed since"):
+        fit(prompts(tokenizer, source=make(*paths)), ckpt_path=path)
+    moved = [p.rename(tmp_path / f"moved_{p.name}") for p in paths]
+    write_prompts(tmp_path / f"moved_{edited}")
+    again = fit(prompts(tokenizer, source=make(*moved)), ckpt_path=path)
+    assert contents(again.seen) == contents(whole.seen)[5:]
+
+
+def test_each_source_of_files_names_those_that_it_reads(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("train.jsonl", "validation.jsonl", "notes.txt"):
+        write_prompts(folder / name)
+    for name in ("positive.txt", "negative.txt"):
+        (folder / name).write_text(f"{name}\n")
+    labelled = LabelledTextSource(str(folder / "positive.txt"), str(folder / "negative.txt"))
+    template = TemplateSource(folder / "train.jsonl", prompt="{prompt}", completion="{prompt}")
+    for source, names in (
+        (FileSource(folder), {"train.jsonl", "validation.jsonl"}),
+        (PreferenceFolder(folder), {"train.jsonl", "validation.jsonl"}),
+        (QuestionSource(folder), {"train.jsonl", "validation.jsonl"}),
+        (labelled, {"positive.txt", "negative.txt"}),
+        (template, {"train.jsonl"}),
+        (DemoSource(seed=1), set()),
+    ):
+        digests = data_digests(source, "prompts")
+        assert {Path(name).name for name in digests} == names, source
+        assert all(len(digest) == 64 for digest in digests.values())

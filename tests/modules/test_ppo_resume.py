@@ -14,6 +14,7 @@ from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, tiny_module, trainer
 from tests.tiny import prompt_rows, tiny_tokenizer
 
@@ -56,11 +57,13 @@ def run(
     resume: bool = False,
     die_at: int | None = None,
     fingerprint: str = "sft",
+    callback: L.Callback | None = None,
     **changes: Any,
 ) -> tuple[L.Trainer, RecordedPPO, list[torch.Tensor]]:
     torch.manual_seed(99 if resume else 1)
     seen: list[torch.Tensor] = []
-    hparams = ppo_hparams(num_minibatches=2, kl_target=2.0, kl_horizon=20)
+    own = {name: changes.pop(name) for name in [*changes] if name in PPOHparams.__annotations__}
+    hparams = ppo_hparams(num_minibatches=2, kl_target=2.0, kl_horizon=20, **own)
     module = tiny_module(ppo=hparams, fingerprint=fingerprint, **changes)
     data = PromptDataModule(
         InMemorySource(),
@@ -84,6 +87,7 @@ def run(
             IterationCheckpoint(folder, every_n_iterations=2),
             RandomState(),
             Events(die_at),
+            *([] if callback is None else [callback]),
         ],
     )
     checkpoint = folder / "last.ckpt" if resume else None
@@ -138,6 +142,7 @@ def test_the_checkpoint_holds_the_controls_and_no_frozen_model(killed):
         "learning_rate_factor",
         "diversity_bonus",
         "domain_weights",
+        "asked",
     }
     assert checkpoint["controls"]["domain_weights"] == {"": 0.9}
     assert checkpoint["reference_fingerprint"] == "sft"
@@ -178,3 +183,59 @@ def test_the_loader_yields_every_prompt_once_a_pass_and_numbers_the_rows(whole):
     ]
     for first in (0, 10, 20):
         assert len(set(prompts[first : first + 10])) == 10
+
+
+def test_a_run_resumed_with_other_settings_gets_them_and_says_so(killed, caplog):
+    """What the KL controller made of the others stays, as do the moments of the optimizer."""
+    saved = torch.load(killed / "last.ckpt", weights_only=True)
+    before = saved["optimizer_states"][0]["param_groups"]
+    trainer, module, _ = run(
+        killed,
+        resume=True,
+        learning_rate=3e-3,
+        optimizer=lambda groups: torch.optim.AdamW(
+            groups, weight_decay=0.25, betas=(0.8, 0.9), eps=1e-5
+        ),
+        sampling=SamplingHparams(temperature=0.5, max_new_tokens=8),
+    )
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    policy, value = trainer.optimizers[0].param_groups
+    assert scheduler.base_lrs == [3e-3, before[1]["initial_lr"]]
+    assert before[0]["initial_lr"] not in scheduler.base_lrs
+    factor = 0.5 * module.schedule.factor(ITERATIONS, ITERATIONS)
+    assert policy["lr"] == pytest.approx(3e-3 * factor)
+    assert value["lr"] == pytest.approx(before[1]["initial_lr"] * factor)
+    assert (policy["weight_decay"], policy["betas"]) == (0.25, (0.8, 0.9))
+    assert module.controls.temperature == 0.5
+    assert module.controls.learning_rate_factor == saved["controls"]["learning_rate_factor"]
+    said = [record.getMessage() for record in caplog.records if "is asked for" in record.msg]
+    assert len(said) == 6  # temperature, one rate, decay and betas of two groups
+    assert "module.sampling.temperature=0.5 is asked for: it takes the place of" in said[0]
+    assert any(text.startswith("learning_rate of group 1=0.003 is asked for") for text in said)
+
+
+def test_the_learning_rate_that_is_asked_for_is_that_of_the_next_step(killed):
+    rates: list[float] = []
+
+    class Rates(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *rest: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    the_trainer, _, _ = run(killed, resume=True, learning_rate=3e-3, callback=Rates())
+    schedule = the_trainer.lightning_module.schedule
+    assert rates[0] == pytest.approx(3e-3 * 0.5 * schedule.factor(2, ITERATIONS))
+
+
+@pytest.mark.parametrize("kl_coef", [None, 0.7])
+def test_a_kl_coef_takes_the_place_of_the_adapted_one_only_where_it_is_another(killed, kl_coef):
+    saved = torch.load(killed / "last.ckpt", weights_only=True)["controls"]
+    assert saved["kl_coef"] != saved["asked"]["module.ppo.kl_coef"]  # it has been adapted
+    first: list[float] = []
+
+    class First(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            first.append(module.controls.kl_coef)
+
+    changed = {} if kl_coef is None else {"kl_coef": kl_coef}
+    run(killed, resume=True, callback=First(), **changed)
+    assert first == [saved["kl_coef"] if kl_coef is None else 0.7]

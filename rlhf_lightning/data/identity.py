@@ -1,0 +1,91 @@
+"""What a checkpoint remembers of the data, so that a resumed run goes on with the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.data.files import is_data_file, split_files
+from rlhf_lightning.data.records import RecordKind
+from rlhf_lightning.data.sources import FileSource, HubSource, RecordSource
+
+FILES = "files"
+_CHUNK_BYTES = 1 << 22
+
+
+def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
+    """Return a SHA-256 of the content of each file that a source reads, by its path.
+
+    A set of the hub has one of its records, by its name. The built-in world has none: it is made
+    from its seed.
+
+    Args:
+        source: which may be made of others.
+        kind: of the records that are asked for.
+    """
+    found: dict[str, str] = {}
+    for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
+        if inner is not None:
+            found |= data_digests(inner, kind)
+    if isinstance(source, HubSource):
+        splits = (source.records(kind, split) for split in ("train", "validation"))
+        found[source.name] = _digest(repr(record).encode() for part in splits for record in part)
+    for path in _files(source):
+        found[str(path)] = _digest(_chunks(path))
+    return found
+
+
+def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that a run goes on with the data that its checkpoint was made with.
+
+    Files may stand elsewhere than they did; what an older checkpoint does not hold is not compared.
+
+    Args:
+        saved: in the checkpoint.
+        now: of this run: `files`, and numbers by their names.
+
+    Raises:
+        ValueError: if something differs, with its name.
+    """
+    before, files = saved.get(FILES), now[FILES]
+    if before is not None and list(before.values()) != list(files.values()):
+        changed = [name for name, digest in files.items() if digest not in before.values()]
+        gone = [name for name, digest in before.items() if digest not in files.values()]
+        what = ", ".join(changed or gone or files)
+        raise ValueError(
+            f"the checkpoint was made with other data: {what} has changed since, or is another "
+            "file. Restore what it was made with, or start anew with resume=never"
+        )
+    for name, value in now.items():
+        if name != FILES and saved.get(name, value) != value:
+            raise ValueError(
+                f"the checkpoint was made with data {name}={saved[name]}, this run has {value}: "
+                "the remaining batches would be others. Resume with the same data, or start anew"
+            )
+
+
+def _files(source: RecordSource) -> list[Path]:
+    if isinstance(source, FileSource):
+        path, own = source.path, source.validation_path
+        train, validation = split_files(path) if path.is_dir() else ([path], [])
+        return [*train, *(validation if own is None else [own])]
+    named = (getattr(source, name, None) for name in ("path", "positive", "negative"))
+    found: list[Path] = []
+    for path in (Path(name).expanduser() for name in named if name is not None):
+        found += sorted(filter(is_data_file, path.glob("*"))) if path.is_dir() else [path]
+    return [path for path in found if path.is_file()]
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
