@@ -11,10 +11,10 @@ from typing import Any, cast
 import lightning as L
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import EarlyStopping
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
@@ -42,6 +42,7 @@ from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.strategies import make_strategy
 from rlhf_lightning.tracking import make_logger
 
+STOPS_BY = "val/loss"  # early stopping
 ORIGIN: dict[str, Any] = {"revision": None, "trust_remote_code": False}
 
 
@@ -249,7 +250,7 @@ def make_callbacks(
         *make_doctor(cfg, folder),
         RandomState(),
         MetricsLog(folder),
-        IterationCheckpoint(folder.checkpoints, **settings.checkpoint, started=started()),
+        IterationCheckpoint(folder.checkpoints, **_kept(settings), started=started()),
         SaveFaultyBatch(folder, cast(Any, tokenizer)),
         WandbContent(folder, cast(Any, tokenizer), **settings.samples),
         ProgressBar(cfg.name),
@@ -261,8 +262,19 @@ def make_callbacks(
         callbacks.append(SameSources(scorer_fingerprints(plain(cfg.scorer))))
         callbacks.append(SampleLog(folder, cast(Any, tokenizer), **settings.samples))
     elif settings.early_stopping is not None:
-        callbacks.append(EarlyStopping("val/loss", **settings.early_stopping))
+        # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
+        stops = {"check_on_train_epoch_end": False} | plain(settings.early_stopping)
+        callbacks.append(PatientStopping(STOPS_BY, **stops))
+        callbacks.append(BestWeights())
     return callbacks + [instantiate(node) for node in settings.extra.values()]
+
+
+def _kept(settings: DictConfig) -> dict[str, Any]:
+    """Return the settings of the checkpoints; early stopping needs a best one to end with."""
+    kept = plain(settings.checkpoint)
+    if settings.early_stopping is not None and kept.get("monitor") is None:
+        kept |= {"monitor": STOPS_BY, "mode": settings.early_stopping.get("mode", "min")}
+    return kept
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import is_claimed
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
+from rlhf_lightning.runs.taken import summary_or_none
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,15 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     """Return the run folder and the checkpoint that `path` means.
 
     Args:
-        path: a run folder, for its newest complete checkpoint, or a checkpoint.
+        path: a run folder, for the best checkpoint of a finished run with early stopping and else
+            for the newest complete one, or a checkpoint.
 
     Raises:
         ExportError: if it is neither, or if there is no complete checkpoint.
     """
     if (path / ".hydra" / "config.yaml").is_file():
         folder = RunFolder(path)
-        checkpoint = newest_complete_checkpoint(folder)
+        checkpoint = best_of_early_stopping(folder) or newest_complete_checkpoint(folder)
         if checkpoint is None:
             raise ExportError(f"{folder.checkpoints} holds no complete checkpoint")
         return folder, checkpoint
@@ -64,6 +68,20 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     if problem := checkpoint_problem(path):
         raise ExportError(f"{path}: {problem}")
     return folder, path
+
+
+def best_of_early_stopping(folder: RunFolder) -> Path | None:
+    """Return the checkpoint with which a finished run with early stopping has ended, else None."""
+    summary = summary_or_none(folder)
+    if summary is None or summary.status != "completed" or summary.stage == "ppo":
+        return None
+    try:
+        cfg = yaml.safe_load(folder.config.read_text("utf-8"))
+        stops = cfg["callbacks"]["early_stopping"] is not None
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+    best = folder.best_checkpoint.resolve()
+    return best if stops and checkpoint_problem(best) is None else None
 
 
 def find_target(request: Request, folder: RunFolder) -> Path:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.assembly import make_tokenizer, source_fingerprint
 from rlhf_lightning.composition import ConfigError, check_config, plain, trusted_targets
-from rlhf_lightning.export_request import ExportError
+from rlhf_lightning.export_request import ExportError, best_of_early_stopping
 from rlhf_lightning.held_out_prompts import STARTS_FROM
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.model_folder import Outcome, write_model_folder
@@ -176,7 +176,9 @@ def _outcome(folder: RunFolder, checkpoint: Path, model: Model) -> Outcome:
     rows = {int(row["iteration"]): row for row in read_metrics(folder.metrics)}
     summary = read_summary(folder) if folder.summary.is_file() else None
     finished = summary is not None and summary.status == "completed"
-    if summary is not None and finished and (not rows or iteration == max(rows)):
+    best = best_of_early_stopping(folder)
+    last = max(rows, default=iteration) if best is None else checkpoint_iteration(best)
+    if summary is not None and finished and iteration == last:
         metrics = summary.metrics
         mean, std = (metrics.get(f"reward/sample_{name}") for name in ("mean", "std"))
         if isinstance(model, ScalarHeadModel) and mean is not None and std is not None:

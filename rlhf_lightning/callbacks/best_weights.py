@@ -1,0 +1,57 @@
+"""Early stopping, and the weights with which a run ends that it may stop."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
+from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.modules.resuming import say_changed
+
+logger = logging.getLogger(__name__)
+
+
+class PatientStopping(EarlyStopping):
+    """Lightning's early stopping, whose patience at a resume is the one that is asked for."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the best value and how long ago it was."""
+        if state_dict["patience"] != self.patience:
+            say_changed("callbacks.early_stopping.patience", self.patience, state_dict["patience"])
+        super().load_state_dict(state_dict | {"patience": self.patience})
+
+
+class BestWeights(Callback):
+    """Puts the weights of the best checkpoint into the module when training has ended.
+
+    What is measured, exported and published after that is the best by the metric of the
+    checkpoints, and not what training went on to while early stopping was waiting. `last.ckpt`
+    stays the end of training.
+    """
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load them, on every rank, if the last weights are not the best."""
+        callbacks: list[Any] = cast(Any, trainer).callbacks
+        keeper = next((c for c in callbacks if isinstance(c, IterationCheckpoint)), None)
+        if keeper is None or not keeper.best_model_path:
+            return
+        last = current_iteration(trainer)
+        if keeper.best_iteration == last:
+            return
+        strategy: Any = trainer.strategy
+        strategy.load_model_state_dict(strategy.load_checkpoint(Path(keeper.best_model_path)))
+        strategy.barrier("BestWeights.on_train_end")
+        if trainer.is_global_zero:
+            logger.warning(
+                "early stopping: the run ends with the weights of iteration %s (%s %.4g, the "
+                "best), not with those of iteration %d",
+                keeper.best_iteration,
+                keeper.monitor,
+                keeper.best_model_score,
+                last,
+            )
