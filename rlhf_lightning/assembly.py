@@ -25,6 +25,7 @@ from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.same_configuration import SameConfiguration, SameSources
 from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.callbacks.wandb_content import WandbContent
+from rlhf_lightning.chosen_rates import choose_rates
 from rlhf_lightning.composition import ConfigError, plain
 from rlhf_lightning.context_length import check_context_length, context_length
 from rlhf_lightning.data.record_datamodule import RecordDataModule
@@ -56,6 +57,7 @@ class Parts:
     trainer: L.Trainer
     sampling: Sampling
     scorer: Scorer | None
+    rates: tuple[str, ...]  # the learning rates, with why, a line each
 
 
 def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
@@ -63,6 +65,7 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
     start = cfg.artifacts[STARTS_FROM[cfg.stage]]
     tokenizer = make_tokenizer(cfg, start)
     check_context_length(cfg, context_length(cfg, start))
+    rates = choose_rates(cfg, start)
     revision = cfg.model.get("revision")
     stops = stop_ids(tokenizer, start, revision=revision)
     generator = instantiate(cfg.rollout)(stops, tokenizer.pad_token_id)
@@ -96,7 +99,7 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
         safety_prompts(cfg, tokenizer)  # those of a file are asked at the end: fail before training
     during = _during_training(cfg, tokenizer, sampling, scorer)
     trainer = make_trainer(cfg, folder, data, tokenizer, during)
-    return Parts(tokenizer, data, module, trainer, sampling, scorer)
+    return Parts(tokenizer, data, module, trainer, sampling, scorer, rates)
 
 
 def _during_training(

@@ -5,10 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from rlhf_lightning.composition import ConfigError
 from rlhf_lightning.models.loading import load_config, loading_options
+
+
+def model_config(cfg: DictConfig, start: str | None) -> PretrainedConfig:
+    """Return the config of the model that a stage starts from; no weight is read.
+
+    Args:
+        cfg: of the stage.
+        start: folder or hub name; None for a model from scratch.
+    """
+    if start is None:
+        fields: Any = OmegaConf.to_container(cfg.model.from_scratch, resolve=True)
+        return AutoConfig.for_model(**fields)
+    options = loading_options(
+        start,
+        revision=cfg.model.get("revision"),
+        trust_remote_code=bool(cfg.model.get("trust_remote_code")),
+    )
+    return load_config(start, options)
 
 
 def context_length(cfg: DictConfig, start: str | None) -> int | None:
@@ -21,17 +39,7 @@ def context_length(cfg: DictConfig, start: str | None) -> int | None:
     Returns:
         `max_position_embeddings`; None where the architecture has no such limit.
     """
-    if start is None:
-        fields: Any = OmegaConf.to_container(cfg.model.from_scratch, resolve=True)
-        config = AutoConfig.for_model(**fields)
-    else:
-        options = loading_options(
-            start,
-            revision=cfg.model.get("revision"),
-            trust_remote_code=bool(cfg.model.get("trust_remote_code")),
-        )
-        config = load_config(start, options)
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(model_config(cfg, start).get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 

@@ -142,14 +142,14 @@ class SFTHparams(Checked):
     """Supervised fine-tuning.
 
     Args:
-        learning_rate: peak of the schedule.
+        learning_rate: peak of the schedule; None: by the model's size.
         micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
         max_grad_norm: bound on the gradient norm.
         max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
             gradient is not finite, before the run stops; 0 stops at the first.
     """
 
-    learning_rate: float = number(2e-5, above=0, below=1, usual=(1e-6, 5e-3))
+    learning_rate: float | None = number(None, above=0, below=1, usual=(1e-6, 5e-3))
     micro_batch_size: int | None = number(None, at_least=1)
     max_grad_norm: float = number(1.0, above=0)
     max_skipped_steps: int = number(10, at_least=0)
@@ -160,7 +160,7 @@ class RewardHparams(Checked):
     """Pairwise reward model (Bradley-Terry).
 
     Args:
-        learning_rate: peak of the schedule.
+        learning_rate: peak of the schedule; None: by the model's size.
         micro_batch_size: pairs in one forward (both sides of a pair go in together).
         max_grad_norm: bound on the gradient norm.
         max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
@@ -171,7 +171,7 @@ class RewardHparams(Checked):
         normalization_samples: responses of the SFT policy that fix mean 0 and std 1; 0 skips it.
     """
 
-    learning_rate: float = number(1e-5, above=0, below=1, usual=(1e-6, 5e-3))
+    learning_rate: float | None = number(None, above=0, below=1, usual=(1e-6, 5e-3))
     micro_batch_size: int | None = number(None, at_least=1)
     max_grad_norm: float = number(1.0, above=0)
     max_skipped_steps: int = number(10, at_least=0)
@@ -216,8 +216,8 @@ class PPOHparams(Checked):
     """PPO with a KL penalty in the reward.
 
     Args:
-        learning_rate: of the policy, at the start of the schedule.
-        value_learning_rate: of the value model.
+        learning_rate: of the policy, at the start of the schedule; None: by its size.
+        value_learning_rate: of the value model; None: by its size.
         kl_coef: weight of the k1 penalty in the token rewards.
         kl_target: nats per response that an adaptive kl_coef aims at; None keeps it fixed.
         kl_horizon: episodes over which the adaptive controller moves.
@@ -244,8 +244,8 @@ class PPOHparams(Checked):
         entropy_coef: weight of an entropy bonus.
     """
 
-    learning_rate: float = number(1e-6, above=0, below=1, usual=(1e-7, 1e-3))
-    value_learning_rate: float = number(1e-5, above=0, below=1, usual=(1e-7, 3e-3))
+    learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 1e-3))
+    value_learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 3e-3))
     kl_coef: float = number(0.05, at_least=0, usual=(0.001, 0.5))
     kl_target: float | None = number(None, above=0, usual=(1, 30))
     kl_horizon: int = number(10_000, at_least=1)

@@ -41,6 +41,7 @@ def start_settings(
         "data": _data(cfg, parts),
         "batches": batch_arithmetic(cfg, _iterations(cfg, parts), parts.trainer.world_size),
     }
+    settings["learning rate"] = "\n".join(parts.rates)
     if cfg.stage == "ppo":
         settings["reward"] = _reward(plain(cfg.scorer))
         ppo, sampling = cfg.module.ppo, cfg.module.sampling

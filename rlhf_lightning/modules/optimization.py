@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from rlhf_lightning.batches import TensorBatch
@@ -18,6 +19,8 @@ from rlhf_lightning.distributed import (
     global_sum,
     world_size,
 )
+from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.rounded_weights import keeping_rounded_weights
 from rlhf_lightning.modules.iteration_schedule import IterationSchedule
 from rlhf_lightning.modules.schedules import Schedule
@@ -103,6 +106,19 @@ def clip_and_step(
         optimizer.step()
     optimizer.zero_grad()
     return norms if admitted else None
+
+
+def parameter_group(model: nn.Module, kind: Kind, learning_rate: float | None) -> dict[str, Any]:
+    """Return the parameters of a model with their learning rate; None is that of its size."""
+    if learning_rate is None:
+        base = model.base.model if isinstance(model, AdaptedPolicy | AdaptedScalarModel) else None
+        if base is None:
+            count = sum(parameter.numel() for parameter in model.parameters())
+        else:
+            count = base.num_parameters()  # an element of a 4-bit weight holds two
+        learning_rate = default_learning_rate(kind, count, lora=base is not None)
+        rank_zero_info(f"{kind} learning rate {learning_rate:g}, by the size of {count:,} weights")
+    return {"params": list(model.parameters()), "lr": learning_rate}
 
 
 def with_schedule(

@@ -34,6 +34,7 @@ from rlhf_lightning.modules.optimization import (
     accumulate_gradients,
     clip_and_step,
     of_rows,
+    parameter_group,
     with_schedule,
 )
 from rlhf_lightning.modules.resuming import Stateful, load_states, save_states
@@ -128,12 +129,11 @@ class PPOModule(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One optimizer, two groups: policy and value model."""
-        optimizer = self.build_optimizer(
-            [
-                {"params": list(self.policy.parameters()), "lr": self.ppo.learning_rate},
-                {"params": list(self.value.parameters()), "lr": self.ppo.value_learning_rate},
-            ]
-        )
+        groups = [
+            parameter_group(self.policy, "policy", self.ppo.learning_rate),
+            parameter_group(self.value, "value", self.ppo.value_learning_rate),
+        ]
+        optimizer = self.build_optimizer(groups)
         return with_schedule(
             self, optimizer, self.schedule, lambda: self.controls.learning_rate_factor
         )

@@ -29,6 +29,7 @@ from rlhf_lightning.modules.optimization import (
     Measured,
     accumulate_gradients,
     clip_and_step,
+    parameter_group,
     with_schedule,
 )
 from rlhf_lightning.modules.resuming import load_states, save_states
@@ -94,7 +95,7 @@ class RewardModule(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""
-        group = {"params": list(self.model.parameters()), "lr": self.reward.learning_rate}
+        group = parameter_group(self.model, "reward", self.reward.learning_rate)
         return with_schedule(self, self.build_optimizer([group]), self.schedule)
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:

@@ -27,6 +27,7 @@ from rlhf_lightning.modules.optimization import (
     Measured,
     accumulate_gradients,
     clip_and_step,
+    parameter_group,
     with_schedule,
 )
 from rlhf_lightning.modules.resuming import load_states, save_states
@@ -86,7 +87,7 @@ class SFTModule(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""
-        group = {"params": list(self.policy.parameters()), "lr": self.sft.learning_rate}
+        group = parameter_group(self.policy, "sft", self.sft.learning_rate)
         return with_schedule(self, self.build_optimizer([group]), self.schedule)
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:

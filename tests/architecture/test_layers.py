@@ -31,7 +31,7 @@ LAYERS = (
     {"composition"},
     {"context_length", "doctor_setup", "help_text", "override_errors", "saved_config", "strategies"}
     | {"structure", "tracking"},
-    {"held_out_prompts", "pipeline_carry", "trial_build"},
+    {"chosen_rates", "held_out_prompts", "pipeline_carry", "trial_build"},
     {"assembly", "prerequisites"},
     {"model_folder", "export_request", "plan_request", "annotate_request", "collect_request"}
     | {"evaluate_request", "pipeline_plan", "pipeline_state"},

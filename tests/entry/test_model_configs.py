@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,6 @@ RECIPES = [
     *((model, "_lora") for model in (*SMALL, *LARGE)),
     *((model, "_fsdp") for model in SHARDED),
 ]
-RATES = {
-    "sft": ("sft.learning_rate",),
-    "reward": ("reward.learning_rate",),
-    "ppo": ("ppo.learning_rate", "ppo.value_learning_rate"),
-}
-RATE_NAMES = {
-    "sft.learning_rate": "sft",
-    "reward.learning_rate": "reward",
-    "ppo.learning_rate": "policy",
-    "ppo.value_learning_rate": "value",
-}
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -107,16 +95,12 @@ def check_precision(cfg: DictConfig, variant: str) -> None:
 
 
 def check_adapters(cfg: DictConfig, variant: str) -> None:
-    """LoRA where the name says so, at its own learning rates, with the reward model on the base."""
+    """LoRA where the name says so, with the reward model on the base."""
     lora = variant == "_lora"
     assert (cfg.lora is not None) == lora
     if cfg.stage == "ppo":
         kind = "RewardAdapterScorer" if lora else "RewardModelScorer"
         assert cfg.scorer._target_.endswith(f".{kind}")
-    file = model_files()[cfg.model.name]
-    rates = file.lora_learning_rates if lora else file.learning_rates
-    for key in RATES[cfg.stage]:
-        assert OmegaConf.select(cfg.module, key) == rates[RATE_NAMES[key]]
 
 
 @pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
@@ -203,34 +187,6 @@ def test_the_smallest_shape_is_that_of_the_published_checkpoint():
     built = AutoConfig.for_model(**OmegaConf.to_object(file.shape))
     for key in (*(k for k in file.shape if k != "rope_theta"), "rope_parameters"):
         assert getattr(built, key) == getattr(published, key), key
-
-
-def test_learning_rates_follow_the_scale():
-    files = model_files()
-    for smaller, larger in pairwise(files.values()):
-        for name, rate in larger.learning_rates.items():
-            assert rate <= smaller.learning_rates[name], f"{name} of {larger.name}"
-    for file in files.values():
-        size, rates = file.num_parameters, file.learning_rates
-        if size < 2e8:
-            assert rates.policy == 1e-5
-        elif 1e9 < size < 2e9:
-            assert rates.policy == 3e-6
-        elif size > 7e9:
-            assert rates.policy == 1e-6
-        else:
-            assert 3e-6 < rates.policy < 1e-5
-        assert rates.value == 1e-5
-        assert rates.policy <= rates.value <= rates.reward * 1.2
-        for name, rate in rates.items():
-            assert file.lora_learning_rates[name] == pytest.approx(10 * rate)
-
-
-def test_a_checkpoint_without_a_file_gets_the_learning_rates_of_the_largest():
-    pretrained = OmegaConf.load(conf_dir() / "model" / "pretrained.yaml")
-    largest = list(model_files().values())[-1]
-    assert pretrained.learning_rates == largest.learning_rates
-    assert pretrained.lora_learning_rates == largest.lora_learning_rates
 
 
 def test_gated_repositories_and_licences_are_named():
