@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.batch_arithmetic import batch_unit
 from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
@@ -28,6 +29,7 @@ from rlhf_lightning.callbacks.wandb_content import WandbContent
 from rlhf_lightning.chosen_rates import choose_rates
 from rlhf_lightning.composition import ConfigError, plain
 from rlhf_lightning.context_length import check_context_length, context_length
+from rlhf_lightning.data.batch_size import BatchSizeError, batch_that_fits
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.doctor_setup import make_doctor
 from rlhf_lightning.evaluation.policy import Sampling
@@ -70,6 +72,7 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
     stops = stop_ids(tokenizer, start, revision=revision)
     generator = instantiate(cfg.rollout)(stops, tokenizer.pad_token_id)
     data = instantiate(cfg.data, _partial_=True)(tokenizer=tokenizer)
+    read_records(cfg, data)
     extras: dict[str, Any] = {
         "optimizer": instantiate(cfg.optimizer),
         "schedule": instantiate(cfg.scheduler),
@@ -100,6 +103,27 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
     during = _during_training(cfg, tokenizer, sampling, scorer)
     trainer = make_trainer(cfg, folder, data, tokenizer, during)
     return Parts(tokenizer, data, module, trainer, sampling, scorer, rates)
+
+
+def read_records(cfg: DictConfig, data: RecordDataModule) -> None:
+    """Read and encode the records.
+
+    Raises:
+        ConfigError: if they are fewer than a batch.
+    """
+    try:
+        data.setup()
+    except BatchSizeError as error:
+        unit = batch_unit(plain(cfg))
+        fits = batch_that_fits(error.num_rows, unit)
+        devices = "fewer trainer.devices"
+        fewer = f"module.ppo.num_minibatches=1 or {devices}" if cfg.stage == "ppo" else devices
+        more = f"or give more {error.kind}"
+        fix = f"use data.batch_size={fits}, {more}" if fits else f"use {fewer}, {more}"
+        raise ConfigError(
+            f"data.batch_size={error.batch_size} is more than the {error.num_rows:,} training "
+            f"{error.kind}, so a batch would hold some of them several times: {fix}"
+        ) from error
 
 
 def _during_training(

@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_lightning.batch_arithmetic import check_batch_divides
 from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
 from rlhf_lightning.hparams import (
@@ -195,10 +196,11 @@ def check_hparams(cfg: DictConfig) -> None:
             if target.rpartition(".")[2] in HPARAMS_BY_NAME:
                 values = {k: v for k, v in node.items() if k != "_target_"}
                 build_checked(HPARAMS_BY_NAME[target.rpartition(".")[2]], values, where)
+        check_batch_divides(container)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if cfg.stage == "ppo":
-        _check_batch_arithmetic(cfg)
+        _check_kl_horizon(cfg)
         _check_scorer(cfg)
         if cfg.lora is not None and (rate := cfg.lora.dropout):
             raise ConfigError(f"lora.dropout={rate}: PPO needs 0, or the ratio does not start at 1")
@@ -226,16 +228,8 @@ def _check_scorer(cfg: DictConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _check_batch_arithmetic(cfg: DictConfig) -> None:
+def _check_kl_horizon(cfg: DictConfig) -> None:
     rows, ppo = cfg.data.batch_size, cfg.module.ppo
-    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-        raise ConfigError(f"data.batch_size={rows!r} must be a whole number, at least 1")
-    if rows % ppo.num_minibatches:
-        divisors = [n for n in range(1, 17) if rows % n == 0]
-        raise ConfigError(
-            f"module.ppo.num_minibatches={ppo.num_minibatches} must divide data.batch_size={rows}: "
-            f"use one of {divisors}"
-        )
     if ppo.kl_target is not None and ppo.kl_horizon * 5 <= rows:
         raise ConfigError(
             f"module.ppo.kl_horizon={ppo.kl_horizon} is too small for data.batch_size={rows}: the "

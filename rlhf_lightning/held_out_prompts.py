@@ -26,6 +26,12 @@ from rlhf_lightning.rollout.score import Scorer
 STARTS_FROM = {"sft": "base", "reward": "sft", "ppo": "sft"}
 
 
+class EvaluationPrompts(PromptDataModule):
+    """Prompts that are answered and not trained on: of few, each is asked several times."""
+
+    _may_repeat = True
+
+
 def prompt_data(
     cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, *, num_prompts: int
 ) -> PromptDataModule:
@@ -34,7 +40,7 @@ def prompt_data(
     Held out are at most `num_prompts`; of training prompts whole batches, at least `num_prompts`.
     """
     batch_size = min(cfg.evaluation.batch_size, num_prompts)
-    return PromptDataModule(
+    return EvaluationPrompts(
         instantiate(cfg.data.source),
         tokenizer,
         batch_size=batch_size,

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.assembly import Parts
+from rlhf_lightning.batch_arithmetic import FEW_STEPS, batch_unit, more_steps
 from rlhf_lightning.composition import ConfigError, plain
 from rlhf_lightning.memory.shapes import Shape, ShapeError
 from rlhf_lightning.memory.sizes import readable
@@ -53,6 +54,13 @@ def start_settings(
     settings["compute"] = _compute(cfg, parts)
     settings["memory"] = _memory(cfg)
     settings["seed"] = cfg.seed
+    rows = {split: len(parts.data.rows(split)) for split in ("train", "validation")}
+    few = few_steps(cfg, rows["train"], _iterations(cfg, parts))
+    if few is not None:
+        settings["warning"] = few
+    notes = repeated_prompts(cfg, rows["train"], rows["validation"])
+    if notes:
+        settings["note"] = "\n".join(notes)
     seconds = earlier_seconds(Path(cfg.paths.outputs) / cfg.name, config_hash)
     if seconds is not None:
         settings["time"] = f"{duration(seconds)} the last time this configuration ran here"
@@ -67,18 +75,78 @@ def batch_arithmetic(cfg: DictConfig, iterations: int, world_size: int) -> str:
     """Return how the rows of an iteration become optimizer steps, in one line."""
     rows = int(cfg.data.batch_size)
     share = f", {rows // world_size} a process" if world_size > 1 else ""
-    micro = cfg.module[cfg.stage].micro_batch_size
-    at_once = "" if micro is None else f", {micro} at once"
+    minibatches = cfg.module.ppo.num_minibatches if cfg.stage == "ppo" else 1
+    at_once = _at_once(cfg, rows // world_size // minibatches)
     if cfg.stage != "ppo":
         noun = "pairs" if cfg.stage == "reward" else "rows"
-        return f"{iterations} iterations of {rows} {noun}{share}{at_once}"
-    epochs, minibatches = cfg.module.ppo.num_ppo_epochs, cfg.module.ppo.num_minibatches
-    steps = epochs * minibatches
+        return (
+            f"{iterations} iterations of {rows} {noun}{share}{at_once} = "
+            f"{count_steps(cfg, iterations):,} optimizer steps"
+        )
+    epochs = cfg.module.ppo.num_ppo_epochs
     return (
         f"{iterations} iterations of {rows} prompts{share}; on each {epochs} x {minibatches} "
-        f"minibatches of {rows // minibatches} rows{at_once} = {steps} optimizer steps, "
-        f"{steps * iterations:,} in all"
+        f"minibatches of {rows // minibatches} rows{at_once} = {epochs * minibatches} optimizer "
+        f"steps, {count_steps(cfg, iterations):,} in all"
     )
+
+
+def _at_once(cfg: DictConfig, rows: int) -> str:
+    """Return how many of a process's rows of a step go through a model together."""
+    micro = cfg.module[cfg.stage].micro_batch_size
+    if micro is None:
+        return ""
+    if micro > rows:
+        return (
+            f", all at once (module.{cfg.stage}.micro_batch_size={micro} is more than the {rows})"
+        )
+    return f", {micro} at once"
+
+
+def count_steps(cfg: DictConfig, iterations: int) -> int:
+    """Return the optimizer steps of the run."""
+    if cfg.stage != "ppo":
+        return iterations
+    return int(cfg.module.ppo.num_ppo_epochs * cfg.module.ppo.num_minibatches * iterations)
+
+
+def few_steps(cfg: DictConfig, num_rows: int, iterations: int) -> str | None:
+    """Return what to change where the run makes too few optimizer steps to learn; None if enough.
+
+    A run that is cut short on purpose (`trainer.limit_train_batches`, the debug modes) is none.
+    """
+    steps = count_steps(cfg, iterations)
+    if steps >= FEW_STEPS or cfg.trainer.limit_train_batches is not None:
+        return None
+    told = f"{steps} optimizer steps are too few to learn much"
+    if cfg.data.get("num_epochs") is None:
+        each = max(steps // iterations, 1)
+        return f"{told}: use data.num_iterations={-(-FEW_STEPS // each)} or more"
+    size, epochs, more = more_steps(
+        num_rows, int(cfg.data.batch_size), cfg.data.num_epochs, unit=batch_unit(plain(cfg))
+    )
+    return f"{told}: data.batch_size={size} data.num_epochs={epochs:g} makes {more}"
+
+
+def repeated_prompts(cfg: DictConfig, num_rows: int, held_out: int) -> list[str]:
+    """Return what asks for more prompts than there are, and what is done about it."""
+    notes = []
+    asked = int(cfg.evaluation.num_prompts)
+    if cfg.stage == "ppo" and held_out < asked:
+        more = ""
+        if cfg.data.source.get("validation_fraction") is not None:
+            more = "; a larger world.source.validation_fraction holds out more"
+        notes.append(
+            f"evaluation.num_prompts={asked} is more than the {held_out:,} held-out prompts, which "
+            f"are asked once each{more}"
+        )
+    samples = cfg.module.reward.normalization_samples if cfg.stage == "reward" else 0
+    if samples > num_rows:
+        notes.append(
+            f"module.reward.normalization_samples={samples} is more than the {num_rows:,} training "
+            "records: prompts are answered several times, each time anew"
+        )
+    return notes
 
 
 def _iterations(cfg: DictConfig, parts: Parts) -> int:

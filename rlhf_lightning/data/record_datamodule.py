@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.data.batch_size import check_batch_size
 from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
 from rlhf_lightning.data.identity import FILES, check_same_data, data_digests
 from rlhf_lightning.data.records import RecordKind, Split
@@ -166,7 +167,7 @@ class RecordDataModule(LightningDataModule):
         """Encode both splits, once, and show what is in them.
 
         Raises:
-            ValueError: if no training row is left.
+            ValueError: if no training row is left, or fewer than a batch.
         """
         if self._rows:
             return
@@ -188,9 +189,11 @@ class RecordDataModule(LightningDataModule):
                 f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}. "
                 "Raise max_length, or set over_long='truncate_left'"
             )
-        rows["validation"] = self._part_of(rows["validation"])
+        if not self._may_repeat:
+            check_batch_size(self.batch_size, len(rows["train"]), self.kind)
+        part = validation_part(rows["validation"], self.max_validation_rows, self.seed)
         self._digests = data_digests(self.source, self.kind)
-        self._rows = rows
+        self._rows = rows | {"validation": part}
         rank_zero_info(self.render_summary())
 
     def render_summary(self) -> str:
@@ -254,6 +257,7 @@ class RecordDataModule(LightningDataModule):
             self._restored = {}
 
     _with_row_ids = False
+    _may_repeat = False
     _sampler: StreamBatchSampler | None = None
 
     def _collator(self, pad_token_id: int) -> Callable[[Any], Any]:
@@ -286,9 +290,6 @@ class RecordDataModule(LightningDataModule):
 
     def _check_restored(self, num_rows: int) -> None:
         check_same_data(self._restored, self._identity(num_rows))
-
-    def _part_of(self, rows: list[Any]) -> list[Any]:
-        return validation_part(rows, self.max_validation_rows, self.seed)
 
 
 def _check_positive(*, or_zero: bool = False, **values: float | None) -> None:

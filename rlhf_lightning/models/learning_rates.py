@@ -23,7 +23,7 @@ class Rates(NamedTuple):
     value: float
 
 
-# The first row is the built-in world's model, whose rates were tuned on it.
+# The first row is the built-in world's model, with the rates of its experiments.
 TABLE = (
     Rates(664_192, 1e-3, 5e-4, 4e-4, 1e-3),
     Rates(134_515_008, 3e-5, 3e-5, 1e-5, 1e-5),

@@ -27,7 +27,7 @@ LAYERS = (
     {"callbacks", "reports"},
     {"argument_types", "launching"},
     {"targets"},
-    {"settings"},
+    {"batch_arithmetic", "settings"},
     {"composition"},
     {"context_length", "doctor_setup", "help_text", "override_errors", "saved_config", "strategies"}
     | {"structure", "tracking"},
