@@ -40,7 +40,7 @@ from rlhf_lightning.models.arrangements import ADAPTER
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 from rlhf_lightning.rollout.score import Scorer
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import ManifestError, fingerprint, read_manifest
+from rlhf_lightning.runs.manifest import ManifestError, fingerprint, has_manifest, read_manifest
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.strategies import make_strategy
 from rlhf_lightning.tracking import make_logger
@@ -165,13 +165,14 @@ def origin(cfg: DictConfig) -> dict[str, Any]:
 
 
 def source_fingerprint(source: str, revision: str | None = None) -> str:
-    """Return the fingerprint of an artefact of ours, else the hub name with its revision."""
+    """Return the fingerprint of a folder, else the hub name with its revision.
+
+    Raises:
+        ManifestError: if the folder is no model, or is not what its manifest says.
+    """
     if not Path(source).is_dir():
         return source if revision is None else f"{source}@{revision}"
-    try:
-        return read_manifest(source).fingerprint
-    except ManifestError:
-        return fingerprint(source)
+    return read_manifest(source).fingerprint if has_manifest(source) else fingerprint(source)
 
 
 def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:

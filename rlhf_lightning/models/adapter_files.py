@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalarModel
+from rlhf_lightning.models.whole_weights import check_artifact
 
 CONFIG, WEIGHTS, EXTRA = "adapter_config.json", "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
@@ -105,7 +106,9 @@ def read_adapter(folder: Path) -> AdapterFiles:
     Raises:
         FileNotFoundError: if it is none; the message says how one is made.
         ValueError: if a file of it is damaged.
+        ManifestError: if the artefact that it stands in is not what its manifest says.
     """
+    check_artifact(folder.parent)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(
@@ -146,6 +149,8 @@ def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedSc
     files = read_adapter(folder)
     if not files.is_scalar:
         raise ValueError(f"{folder} is the adapter of a policy: it has no reward head")
+    if "score.weight" not in files.tensors:
+        raise ValueError(f"the adapter in {folder} lacks score.weight, its reward head")
     base.add_adapter(name, seed=0, lora=files.lora)
     base.heads[name] = scalar_head(base.hidden_size, init_std=0.0)
     model = AdaptedScalarModel(base, name)

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_lightning.functional.sequences import last_token_index
+from rlhf_lightning.models.whole_weights import listed, load_whole
 
 DTYPES = ("float32", "bfloat16", "auto")
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
@@ -107,15 +108,25 @@ def load_classifier(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} of a reward model must be one of {', '.join(DTYPES)}")
     loading: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+
+    def not_stored(missing: list[str]) -> str | None:
+        if not any(name.split(".")[-2] in _HEADS for name in missing if "." in name):
+            return None
+        return (
+            f"{source} stores no {listed(missing)}: a reward model needs a trained classification "
+            f"head, and {config.architectures} has none; give a checkpoint of "
+            "AutoModelForSequenceClassification"
+        )
+
     try:
         config = AutoConfig.from_pretrained(str(source), **loading)
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            str(source),
+        model = load_whole(
+            AutoModelForSequenceClassification,
+            source,
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            output_loading_info=True,
-            use_safetensors=True,
-            **loading,
+            options=loading,
+            not_stored=not_stored,
         )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
@@ -124,12 +135,6 @@ def load_classifier(
             f"{source} needs code from its own repository, which is never run: serve the model "
             "and use scorer=http"
         ) from error
-    if info["missing_keys"]:
-        raise ValueError(
-            f"{source} stores no {', '.join(sorted(info['missing_keys']))}: a reward model needs a "
-            f"trained classification head, and {model.config.architectures} has none; give a "
-            "checkpoint of AutoModelForSequenceClassification"
-        )
     return SequenceClassifier(model).eval().requires_grad_(False)
 
 

@@ -21,9 +21,10 @@ from transformers import (
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.checkpointing import checkpoint_activations
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
-from rlhf_lightning.models.loading import load_config, loading_options, naming_source
+from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
+from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -207,7 +208,7 @@ def head_std(hidden_size: int, head: str) -> float:
 def _new_scalar_model(
     source: str | Path, dropout: float, options: dict[str, Any], *, head: str, seed: int
 ) -> ScalarHeadModel:
-    model: Any = _load(AutoModelForCausalLM, source, dropout, options)
+    model: Any = _load(AutoModelForCausalLM, source, dropout, options, not_read=outside_trunk)
     hidden_size = model.get_output_embeddings().in_features
     std = head_std(hidden_size, head)
     with torch.random.fork_rng():
@@ -218,20 +219,20 @@ def _new_scalar_model(
 def _stored_scalar_model(
     source: str | Path, dropout: float, options: dict[str, Any]
 ) -> ScalarHeadModel:
-    model: Any
-    model, info = _load(
+    no_head = (
+        f"{source} stores no reward head (missing ['score.weight']): train one with "
+        "+experiment=reward, or start from head='zero'"
+    )
+    model: Any = _load(
         AutoModelForSequenceClassification,
         source,
         dropout,
         options,
         num_labels=1,
-        output_loading_info=True,
+        not_stored=lambda missing: no_head if missing == ["score.weight"] else None,
     )
-    if info["missing_keys"] or not isinstance(getattr(model, "score", None), nn.Linear):
-        raise ValueError(
-            f"{source} stores no reward head (missing {sorted(info['missing_keys'])}): "
-            "train one with +experiment=reward, or start from head='zero'"
-        )
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ValueError(no_head)
     head = scalar_head(model.score.in_features, init_std=0.0)
     with torch.no_grad():
         head.weight.copy_(model.score.weight)
@@ -276,16 +277,8 @@ def check_deterministic(model: PreTrainedModel) -> None:
 def _load(
     cls: Any, source: str | Path, dropout: float, options: dict[str, Any], **extra: Any
 ) -> Any:
-    """Return what `cls.from_pretrained` returns: fp32, in safetensors, its dropout set."""
+    """Return what `load_whole` returns: fp32, its dropout set."""
     config = set_dropout(load_config(source, options), dropout)
     if "num_labels" in extra:
         config.num_labels = extra.pop("num_labels")
-    with naming_source(source):
-        return cls.from_pretrained(
-            str(source),
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            **options,
-            **extra,
-        )
+    return load_whole(cls, source, config=config, dtype=torch.float32, options=options, **extra)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +21,7 @@ from rlhf_lightning.runs.summary import GateResult
 MANIFEST = "manifest.json"
 _STAGES = ("base", "sft", "reward", "ppo")
 _CHUNK_BYTES = 1 << 22
+_SETTLED_NS = 2_000_000_000  # no file system counts time more coarsely
 
 
 class ManifestError(RuntimeError):
@@ -37,6 +40,7 @@ class Manifest:
         run: name of the run folder.
         base: fingerprint of the artefact it was trained from, None if from scratch.
         created: UTC, ISO 8601.
+        adapter: of the files in `adapter/`; None where there are none.
     """
 
     stage: str
@@ -46,9 +50,12 @@ class Manifest:
     run: str
     base: str | None
     created: str
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
-        """Accept gates as mappings."""
+        """Accept gates as mappings; TypeError for a fingerprint that is no text."""
+        if not isinstance(self.fingerprint, str) or not isinstance(self.adapter, str | None):
+            raise TypeError("a fingerprint must be a text")
         gates = tuple(g if isinstance(g, GateResult) else GateResult(**g) for g in self.gates)
         object.__setattr__(self, "gates", gates)
 
@@ -74,14 +81,13 @@ def fingerprint(folder: Path | str) -> str:
             f"{folder} is no model folder: it needs config.json and at least one *.safetensors; "
             + _fix(folder)
         )
-    digest = hashlib.sha256()
-    for path in (folder / "config.json", folder / "tokenizer.json", *weights):
-        if path.is_file():
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-            with path.open("rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-    return digest.hexdigest()
+    files = (folder / "config.json", folder / "tokenizer.json", *weights)
+    return _hash_of(path for path in files if path.is_file())
+
+
+def has_manifest(folder: Path | str) -> bool:
+    """Return whether `folder` is an artefact of ours, intact or not; a hub name is none."""
+    return (Path(folder) / MANIFEST).is_file()
 
 
 def write_manifest(
@@ -106,6 +112,7 @@ def write_manifest(
         run=run,
         base=base,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        adapter=_adapter_hash(Path(folder)),
     )
     write_text(Path(folder) / MANIFEST, to_json(asdict(manifest), indent=2) + "\n")
     return manifest
@@ -123,21 +130,74 @@ def read_manifest(folder: Path | str, *, verify: bool = True) -> Manifest:
             was written for; the message names the command that makes the artefact again.
     """
     folder = Path(folder)
+    manifest = _parsed(folder)
+    if not verify:
+        return manifest
+    while problem := _problem(folder, manifest):
+        former, manifest = manifest, _parsed(folder)
+        if manifest == former:
+            raise ManifestError(
+                f"{folder} is not what its {MANIFEST} says: {problem}; the files were changed or "
+                f"only partly copied: {_fix(folder)}"
+            )
+        # It was published anew while its files were read.
+    return manifest
+
+
+def _parsed(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise ManifestError(f"{folder} has no {MANIFEST}: {_fix(folder)}")
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-        manifest = Manifest(**{f.name: content[f.name] for f in fields(Manifest)})
+        known = {f.name: content[f.name] for f in fields(Manifest) if f.name != "adapter"}
+        return Manifest(**known, adapter=content.get("adapter"))
     except (ValueError, TypeError, KeyError) as error:
-        raise ManifestError(f"{path} is damaged ({error!r}): {_fix(folder)}") from error
-    if verify and (found := fingerprint(folder)) != manifest.fingerprint:
         raise ManifestError(
-            f"{folder} is not what its {MANIFEST} says: fingerprint {found[:12]}, expected "
-            f"{manifest.fingerprint[:12]}; the files were changed or only partly copied: "
-            + _fix(folder)
-        )
-    return manifest
+            f"{path} is damaged ({error!r}): {_fix(folder)}; delete the file if something else "
+            "than this project has written it"
+        ) from error
+
+
+def _problem(folder: Path, manifest: Manifest) -> str | None:
+    """Return which of the folder's files are not those of its manifest."""
+    if (found := fingerprint(folder)) != manifest.fingerprint:
+        return f"fingerprint {found[:12]}, expected {manifest.fingerprint[:12]}"
+    expected = manifest.adapter
+    if expected is not None and (of_adapter := _adapter_hash(folder)) != expected:
+        return f"fingerprint of adapter/ {(of_adapter or 'missing')[:12]}, expected {expected[:12]}"
+    return None
+
+
+def _adapter_hash(folder: Path) -> str | None:
+    files = [p for p in folder.glob("adapter/*") if p.suffix in (".json", ".safetensors")]
+    return _hash_of(sorted(files)) if files else None
+
+
+def _hash_of(paths: Iterable[Path]) -> str:
+    """Return a SHA-256 over names and contents.
+
+    A process reads the same files once: policy, reference and value model often share a source.
+    Files that were written just now are read again, as another write may leave the same time.
+    """
+    files = []
+    for path in paths:
+        s = path.stat()
+        files.append((str(path.absolute()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino))
+    settled = time.time_ns() - _SETTLED_NS
+    old = all(max(file[2], file[3]) < settled for file in files)
+    return (_hash if old else _hash.__wrapped__)(tuple(files))
+
+
+@functools.lru_cache(maxsize=64)
+def _hash(files: tuple[tuple[str, int, int, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for name, size, *_ in files:
+        digest.update(f"{Path(name).name}\0{size}\0".encode())
+        with open(name, "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def publish_artifact(

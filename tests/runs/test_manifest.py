@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlhf_lightning.runs import manifest
 from rlhf_lightning.runs.lock import artifact_lock, claim_run, is_claimed
 from rlhf_lightning.runs.manifest import (
     ManifestError,
@@ -48,6 +49,7 @@ def test_a_manifest_is_read_back_and_vouches_for_the_files(tmp_path):
         "run",
         "base",
         "created",
+        "adapter",
     ]
     assert not written.passed
 
@@ -168,3 +170,31 @@ def test_a_run_folder_in_use_is_not_taken_by_another(tmp_path):
         with pytest.raises(RuntimeError, match=f"in use by process {os.getpid()}"):
             claim_run(tmp_path / "run").__enter__()
     assert not is_claimed(tmp_path / "run")
+
+
+def test_a_file_that_has_not_changed_is_read_once_and_one_that_has_again(tmp_path, monkeypatch):
+    folder = make_model(tmp_path / "sft")
+    before = fingerprint(folder)
+    weights = folder / "model.safetensors"
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        os.utime(folder / name, ns=(1, 1))
+    monkeypatch.setattr("rlhf_lightning.runs.manifest._SETTLED_NS", -(10**18))
+    assert fingerprint(folder) == before
+    hits = manifest._hash.cache_info().hits
+    assert fingerprint(folder) == before
+    assert manifest._hash.cache_info().hits == hits + 1
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    time.sleep(0.02)  # a file system's clock ticks some hundred times a second
+    weights.write_bytes(content)
+    os.utime(weights, ns=(1, 1))  # its size and its time are the former ones
+    assert fingerprint(folder) != before
+
+
+def test_an_artefact_from_before_adapters_were_vouched_for_is_still_one(tmp_path):
+    folder = make_model(tmp_path / "sft")
+    write_manifest(folder, stage="sft", run="r")
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["adapter"]
+    (folder / "manifest.json").write_text(json.dumps(content))
+    assert read_manifest(folder).adapter is None

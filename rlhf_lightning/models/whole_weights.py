@@ -1,0 +1,134 @@
+"""Weights are loaded whole or not at all: what a checkpoint lacks would be drawn at random."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_lightning.models.loading import naming_source
+from rlhf_lightning.runs.manifest import has_manifest, read_manifest
+
+logger = logging.getLogger(__name__)
+
+NAMED = 4  # of the tensors that are not as they should be
+Exempt = Callable[[PreTrainedModel], Collection[str]]
+NOTHING: Exempt = lambda model: ()  # noqa: E731
+
+
+def load_whole(
+    cls: Any,
+    source: str | Path,
+    *,
+    dtype: torch.dtype | str,
+    options: dict[str, Any],
+    not_read: Exempt = NOTHING,
+    not_stored: Callable[[list[str]], str | None] = lambda missing: None,
+    **extra: Any,
+) -> Any:
+    """Return what `cls.from_pretrained` returns, after checking that all of it was stored.
+
+    Transformers draws what a checkpoint lacks at random. What it computes or ties is not missing,
+    and what it ignores for an architecture is not unexpected.
+
+    Args:
+        cls: an auto class of transformers.
+        source: folder or hub name, in safetensors; a folder with a `manifest.json` is checked
+            against it.
+        dtype: of the weights, or "auto".
+        options: which version, and whose code runs.
+        not_read: model -> names of tensors that are not used, so that they may be missing, or be
+            unexpected.
+        not_stored: names of missing tensors -> a better message than that they are missing.
+        **extra: further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: if a tensor is missing or has another shape than the configuration says, or if
+            an artefact of ours holds one that the model has no place for; elsewhere that is a
+            warning.
+        ManifestError: if an artefact is not what its manifest says.
+    """
+    ours = check_artifact(source)
+    with naming_source(source):
+        model, info = cls.from_pretrained(
+            str(source),
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
+            **options,
+            **extra,
+        )
+    spare = set(not_read(model))
+    missing = sorted(set(info["missing_keys"]) - spare)
+    shapes = sorted(entry for entry in info["mismatched_keys"] if entry[0] not in spare)
+    unexpected = sorted(set(info["unexpected_keys"]) - spare)
+    if missing:
+        raise ValueError(not_stored(missing) or _missing(source, missing, unexpected))
+    if shapes:
+        told = (f"{name} is {list(got)} and not {list(want)}" for name, got, want in shapes)
+        raise ValueError(
+            f"cannot load {source}: {listed(told)}: the weights are not those of its config.json"
+        )
+    if unexpected and ours:
+        raise ValueError(
+            f"cannot load {source}: {type(model).__name__} has no place for {listed(unexpected)}, "
+            "and an artefact of ours holds nothing else than its model: give the folder of such a "
+            "model, or make this one again"
+        )
+    if unexpected:
+        _warn_of_unexpected(str(source), type(model).__name__, listed(unexpected))
+    return model
+
+
+def check_artifact(source: str | Path) -> bool:
+    """Return whether `source` is an artefact of ours, after checking that its files are intact.
+
+    Raises:
+        ManifestError: if they are not those that its manifest was written for.
+    """
+    if not has_manifest(source):
+        return False
+    read_manifest(source)
+    return True
+
+
+def outside_trunk(model: PreTrainedModel) -> list[str]:
+    """Return the names of tensors that are not in the decoder: of its heads, old and new.
+
+    A new scalar head is put onto the decoder, so the language model's head is not used; `score` is
+    that of a reward model.
+    """
+    trunk: Any = model.base_model
+    path = next(name for name, module in model.named_modules() if module is trunk)
+    if not path:
+        return ["score.weight"]
+    own = [name for name in model.state_dict() if not name.startswith(f"{path}.")]
+    return ["score.weight", *own]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    all_names = list(names)
+    more = len(all_names) - NAMED
+    return ", ".join(all_names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _missing(source: str | Path, missing: list[str], unexpected: list[str]) -> str:
+    others = f" It holds {listed(unexpected)} instead." if unexpected else ""
+    return (
+        f"cannot load {source}: {listed(missing)} {'is' if len(missing) == 1 else 'are'} missing "
+        f"from its weights, and would be random numbers.{others} Give a complete checkpoint whose "
+        "names are those of transformers"
+    )
+
+
+@functools.cache
+def _warn_of_unexpected(source: str, model: str, names: str) -> None:
+    """Warn once of what policy, reference and value model do not use of one source."""
+    logger.warning("%s has no place for %s of %s: not loaded", model, names, source)
