@@ -59,7 +59,6 @@ def make_doctor(cfg: DictConfig, folder: RunFolder) -> list[Doctor]:
                     tuple(values["harmful_domains"] or ()), tuple(values["refusals"] or ())
                 ),
                 preflight=bool(values["preflight"]),
-                goes_on=cfg.artifacts.get("ppo") is not None,
             )
         ]
     except ValueError as error:

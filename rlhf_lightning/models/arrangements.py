@@ -27,12 +27,14 @@ class PPOModels:
         value: trained.
         reference: frozen; where the policy started, in its first round.
         base: what policy, value and reference share, if they do.
+        same_source: whether the policy starts as the reference is: their KL is then 0.
     """
 
     policy: PolicyModel
     value: ScalarHeadModel
     reference: PolicyModel
     base: AdaptedBase | None = None
+    same_source: bool = True
 
     @property
     def trained(self) -> tuple[nn.Module, ...]:
@@ -109,6 +111,7 @@ def ppo_models(
         load_policy(trained, **of(trained)),
         load_scalar_model(valued, head=value_head, **of(valued)),
         reference,
+        same_source=start is None,
     )
 
 
@@ -124,4 +127,5 @@ def _on_one_base(
         value = add_scalar_model(base, "value", init_std=0.0, seed=seed)
     else:
         value = load_scalar_adapter(base, value_adapter, "value")
-    return PPOModels(policy, value, AdaptedPolicy(base, None), base)
+    reference = AdaptedPolicy(base, None)
+    return PPOModels(policy, value, reference, base, same_source=policy_adapter is None)

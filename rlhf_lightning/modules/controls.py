@@ -9,6 +9,7 @@ from typing import Any, Self
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.modules.resuming import say_changed
+from rlhf_lightning.rollout.collect import RewardShaping
 
 ASKED = "asked"  # in a checkpoint: what the run that wrote it began with
 
@@ -47,6 +48,18 @@ class Controls:
             "module.sampling.temperature": sampling.temperature,
         }
         return controls
+
+    def shaping(self, ppo: PPOHparams) -> RewardShaping:
+        """Return how the scores of the next rollout become rewards."""
+        return RewardShaping(
+            kl_coef=self.kl_coef,
+            score_clip=ppo.score_clip,
+            missing_eos_penalty=ppo.missing_eos_penalty,
+            gamma=ppo.gamma,
+            gae_lambda=ppo.gae_lambda,
+            domain_weights=self.domain_weights,
+            diversity_bonus=self.diversity_bonus,
+        )
 
     def adapt_kl_coef(
         self, observed_kl: float | None, ppo: PPOHparams, *, num_episodes: int

@@ -39,7 +39,8 @@ from rlhf_lightning.modules.optimization import (
 )
 from rlhf_lightning.modules.resuming import Stateful, load_states, save_states
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.collect import RewardShaping, RolloutParts, collect_rollout
+from rlhf_lightning.modules.step_0 import Step0
+from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
 from rlhf_lightning.rollout.generate import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import Scorer
@@ -97,6 +98,7 @@ class PPOModule(L.LightningModule):
         self.compute_dtype = compute_dtype
         self.controls = Controls.from_hparams(ppo, sampling)
         self.gaps = Gaps()
+        self.step_0 = Step0()
         self.skipped = SkippedSteps(ppo.max_skipped_steps, "module.ppo.max_skipped_steps")
         self.policy: PolicyModel | None = None
         self.value: ScalarHeadModel | None = None
@@ -112,6 +114,7 @@ class PPOModule(L.LightningModule):
         models = self.build_models()
         frozen = (*models.frozen, *self.scorer.build(models.base))
         self.policy, self.value, self.trained_roots = models.policy, models.value, models.trained
+        self.step_0.same_source = models.same_source
         # Out of the module tree: not in checkpoints, not in parameters(), never in train mode.
         object.__setattr__(self, "reference", models.reference)
         object.__setattr__(self, "frozen_models", frozen)
@@ -144,6 +147,7 @@ class PPOModule(L.LightningModule):
         """Run one PPO iteration: collect a rollout, update on it, adapt the KL coefficient."""
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         started, steps = time.perf_counter(), RunningMeans()
+        self.step_0.check_reference(rollout, self)
         usable = self.skipped.admit(broken_rollout(rollout), rollout, batch_idx)
         for minibatch in self.minibatches(rollout, iteration=batch_idx) if usable else ():
             if not self.update(minibatch, steps, iteration=batch_idx):
@@ -167,22 +171,13 @@ class PPOModule(L.LightningModule):
             unsharded=unsharded,
             micro_batch_size=self.ppo.micro_batch_size,
         )
-        shaping = RewardShaping(
-            kl_coef=self.controls.kl_coef,
-            score_clip=self.ppo.score_clip,
-            missing_eos_penalty=self.ppo.missing_eos_penalty,
-            gamma=self.ppo.gamma,
-            gae_lambda=self.ppo.gae_lambda,
-            domain_weights=self.controls.domain_weights,
-            diversity_bonus=self.controls.diversity_bonus,
-        )
         return collect_rollout(
             parts,
             prompts,
             noise=self.noise.at_iteration(iteration),
             temperature=self.controls.temperature,
             max_new_tokens=self.sampling.max_new_tokens,
-            shaping=shaping,
+            shaping=self.controls.shaping(self.ppo),
         )
 
     def minibatches(self, rollout: RolloutBatch, *, iteration: int) -> Iterator[RolloutBatch]:
@@ -205,6 +200,7 @@ class PPOModule(L.LightningModule):
             parts,
             [of_rows(t, minibatch, num_tokens) for t in self.loss_terms(iteration)],
         )
+        self.step_0.check_ratio(measured, self)
         target = self.ppo.target_approx_kl
         if target is not None and target < float(measured.get("ppo/approx_kl", 0.0)) < math.inf:
             self.optimizers().zero_grad()
@@ -251,11 +247,12 @@ class PPOModule(L.LightningModule):
         if self.ppo.kl_loss_coef:
             kl = zero_off_mask(kl_k2(new.logprobs, micro_batch.ref_logprobs), mask).sum()
             loss = loss + self.ppo.kl_loss_coef * kl / num_tokens
-        return loss, {
+        log_ratio = new.logprobs - micro_batch.logprobs
+        return loss, self.step_0.measures(log_ratio, mask, num_tokens) | {
             "ppo/policy_loss": result.loss,
             "ppo/clipfrac": result.clipfrac,
             "ppo/approx_kl": result.approx_kl,
-            "ratio_counts": ratio_counts(new.logprobs - micro_batch.logprobs, mask),
+            "ratio_counts": ratio_counts(log_ratio, mask),
         }
 
     def value_loss(self, micro_batch: RolloutBatch, num_tokens: Tensor) -> tuple[Tensor, Measured]:
@@ -298,3 +295,4 @@ class PPOModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take them back; ValueError if the reference is another one than was trained with."""
         load_states(checkpoint, self.fingerprint, **self.stateful())
+        self.step_0.resumed()

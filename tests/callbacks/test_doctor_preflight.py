@@ -92,7 +92,11 @@ def test_a_reference_from_other_weights_is_refused(tmp_path):
     assert refused(tmp_path, models=models) == "KL 0"
     later = tmp_path / "later round"
     later.mkdir()
-    fit(later, doctor_of(later, preflight=True, goes_on=True), pad=EOS, models=models)
+
+    def of_a_later_round() -> Any:
+        return replace(models(), same_source=False)
+
+    fit(later, doctor_of(later, preflight=True), pad=EOS, models=of_a_later_round)
 
 
 def test_a_truncating_sampler_is_refused(tmp_path):

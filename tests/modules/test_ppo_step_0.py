@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.masked import masked_mean
 from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.models.arrangements import PPOModels
+from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.modules.measures import RunningMeans
+from rlhf_lightning.modules.step_0 import Step0Error, rounding_tolerance
 from rlhf_lightning.rollout import collect
 from rlhf_lightning.rollout.noise import sample
-from tests.modules.tiny_ppo import RecordedPPO, fit, ppo_hparams, tiny_module
-from tests.tiny import MODEL_TYPES
+from tests.modules.tiny_ppo import (
+    RecordedPPO,
+    built,
+    fit,
+    ppo_hparams,
+    tiny_models,
+    tiny_module,
+)
+from tests.tiny import MODEL_TYPES, config_fields, tiny_policy
 
 PRECISIONS = ("32-true", "bf16-mixed")
 
@@ -114,11 +129,11 @@ def test_logprobs_taken_from_generation_would_not_give_a_ratio_of_1_in_bf16(monk
     monkeypatch.setattr("rlhf_lightning.rollout.generate.sample", sample_and_keep)
     monkeypatch.setattr(collect, "evaluate_answers", with_sampled_logprobs)
     # Nothing stops, so that no row leaves the batch and the columns above stay rows.
-    module = tiny_module(cls=WithRatios)
+    module = tiny_module(cls=WithRatios, models=lambda: replace(tiny_models(), same_source=False))
     module.generator.stop_ids = ()
-    fit(module, 1, precision="bf16-mixed")
-    with pytest.raises(AssertionError):
-        assert_first_ratio_is_one(module)
+    with pytest.raises(Step0Error, match="the ratio must start at 1"):
+        fit(module, 1, precision="bf16-mixed")
+    assert not module.num_optimizer_steps
     assert max(x.abs().max() for x in module.log_ratios) > 1e-3
 
 
@@ -130,3 +145,116 @@ def test_the_second_minibatch_of_a_bf16_step_sees_the_updated_weights():
     assert kls[0] == 0
     assert len(set(kls)) == 4
     assert kls == sorted(kls)
+
+
+def other_reference(*, same_source: bool = True) -> PPOModels:
+    return replace(tiny_models(), reference=tiny_policy(seed=7), same_source=same_source)
+
+
+def test_a_reference_from_other_weights_ends_the_run_before_its_first_update():
+    module = tiny_module(models=other_reference)
+    with pytest.raises(Step0Error, match=r"KL .* must start at 0 \(exactly on cpu") as error:
+        fit(module, 2)
+    causes = ("missing", "source", "precision", "dropout")
+    assert all(cause in str(error.value) for cause in causes)
+    assert module.num_optimizer_steps == 0
+    assert len(module.rollouts) == 1
+
+
+def test_one_reference_weight_that_is_hardly_another_one_ends_the_run_too():
+    def models() -> PPOModels:
+        made = tiny_models()
+        with torch.no_grad():
+            next(made.reference.parameters())[5, 0] += 1e-3
+        return made
+
+    with pytest.raises(Step0Error, match="KL to the reference"):
+        fit(tiny_module(models=models), 1)
+
+
+def test_a_reference_in_another_precision_ends_the_run():
+    def models() -> PPOModels:
+        made = tiny_models()
+        made.reference.to(torch.bfloat16).to(torch.float32)
+        return made
+
+    with pytest.raises(Step0Error, match="in another precision"):
+        fit(tiny_module(models=models), 1)
+
+
+def test_a_policy_that_goes_on_from_another_one_than_the_reference_is_held_to_its_ratio_alone():
+    module = tiny_module(models=lambda: other_reference(same_source=False))
+    fit(module, 2)
+    assert module.num_optimizer_steps
+    assert not module.step_0.awaits_rollout
+    assert not module.step_0.awaits_minibatch
+
+
+@pytest.mark.parametrize("critic_warmup_iterations", [0, 1])
+def test_dropout_in_the_policy_ends_the_run_before_it_is_updated(critic_warmup_iterations):
+    def models() -> PPOModels:
+        noisy = load_policy(from_scratch=config_fields("gpt2"), dropout=0.1)
+        return replace(tiny_models(), policy=noisy, same_source=False)
+
+    ppo = ppo_hparams(critic_warmup_iterations=critic_warmup_iterations)
+    module = tiny_module(models=models, ppo=ppo)
+    before = models().policy.state_dict()
+    with pytest.raises(Step0Error, match=r"ratio must start at 1 .*dropout is active") as error:
+        fit(module, 2)
+    assert "exactly on cpu with precision 32-true" in str(error.value)
+    assert len(module.rollouts) == 1 + critic_warmup_iterations
+    for name, value in module.policy.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_rollout_that_is_not_finite_is_skipped_and_the_next_one_is_looked_at():
+    def models() -> PPOModels:
+        made = tiny_models()
+        with torch.no_grad():
+            made.reference.model.transformer.wte.weight[3:6] = math.nan
+        return made
+
+    module = tiny_module(models=models)
+    fit(module, 1)
+    assert module.step_0.awaits_rollout
+    assert module.step_0.awaits_minibatch
+    assert not module.num_optimizer_steps
+    module.reference.load_state_dict(tiny_policy(seed=7).state_dict())
+    with pytest.raises(Step0Error, match="KL to the reference"):
+        fit(module, 1)
+
+
+def test_a_resumed_run_is_not_held_to_where_it_started():
+    module = built(tiny_module(models=other_reference))
+    checkpoint: dict[str, Any] = {}
+    module.on_save_checkpoint(checkpoint)
+    module.on_load_checkpoint(checkpoint)
+    fit(module, 1)
+    assert module.num_optimizer_steps
+
+
+def test_the_measures_of_a_run_are_not_more_than_they_were():
+    module = tiny_module()
+    fit(module, 1)
+    assert not [name for step in module.steps for name in step if name.startswith("step_0")]
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "compute_dtype", "tolerance"),
+    [
+        ("cpu", "32-true", None, 0.0),
+        ("cpu", "bf16-mixed", None, 0.0),
+        ("cpu", "32-true", torch.bfloat16, 0.0),
+        ("cuda", "32-true", None, 1e-3),
+        ("cuda", "bf16-mixed", None, 1e-2),
+        ("cuda", "32-true", torch.bfloat16, 1e-2),
+        ("cuda", "32-true", torch.float32, 1e-3),
+    ],
+)
+def test_rounding_may_make_this_of_a_log_ratio_of_0(device, precision, compute_dtype, tolerance):
+    module = SimpleNamespace(
+        device=torch.device(device),
+        compute_dtype=compute_dtype,
+        trainer=SimpleNamespace(precision=precision),
+    )
+    assert rounding_tolerance(module) == tolerance

@@ -52,7 +52,6 @@ class Doctor(Callback):
         second_every_n_iterations: how often.
         refusals: which answers refuse, on which domains.
         preflight: look at one rollout before iteration 1, and refuse to start an insane run.
-        goes_on: whether the policy goes on from another one than the reference.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Doctor(Callback):
         second_every_n_iterations: int = 1,
         refusals: Refusals | None = None,
         preflight: bool = False,
-        goes_on: bool = False,
     ) -> None:
         if second_every_n_iterations < 1:
             raise ValueError(
@@ -77,7 +75,6 @@ class Doctor(Callback):
         self.second_every_n_iterations = second_every_n_iterations
         self.refusals = refusals or Refusals()
         self.preflight = preflight
-        self.goes_on = goes_on
         self.folder = folder
         self.record = MedicalRecord(folder)
         self.detectors = Detectors(thresholds, 0)
@@ -120,10 +117,9 @@ class Doctor(Callback):
         """
         if not self.preflight or current_iteration(trainer) != 1:
             return
-        precision = str(trainer.precision)
         # Lightning opens the precision's context around training steps alone.
         with trainer.strategy.precision_plugin.forward_context():
-            first = first_rollout(pl_module, batch, precision=precision, goes_on=self.goes_on)
+            first = first_rollout(pl_module, batch)
         checks = check_first_rollout(first)
         for check in checks:
             self.record.note_check(check)

@@ -16,8 +16,7 @@ from rlhf_lightning.distributed import agreed_max, gathered
 from rlhf_lightning.evaluation.doctor.measures import measure_answers
 from rlhf_lightning.evaluation.doctor.preflight import FirstRollout
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, response_statistics
-
-EXACT, ROUNDED = 1e-3, 1e-2  # nats a token: fp32, and bf16 on a GPU
+from rlhf_lightning.modules.step_0 import rounding_tolerance
 
 
 class PreflightError(RuntimeError):
@@ -25,16 +24,12 @@ class PreflightError(RuntimeError):
 
 
 @torch.no_grad()
-def first_rollout(
-    module: Any, prompts: PromptBatch, *, precision: str, goes_on: bool = False
-) -> FirstRollout:
+def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
     """Return the figures of the rollout that iteration 1 is going to make, over all ranks.
 
     Args:
         module: a `PPOModule` before its first update.
         prompts: of iteration 1; the same noise gives the same answers again.
-        precision: the Trainer's.
-        goes_on: whether the policy goes on from another one than the reference.
     """
     rollout, _ = module.collect_rollout(prompts, 0)
     answers = answers_of(rollout, prompts, module.tokenizer)
@@ -61,8 +56,8 @@ def first_rollout(
         max_new_tokens=module.sampling.max_new_tokens,
         sampler_bias=measured["sampler_bias"],
         sampler_error=measured["sampler_error"],
-        tolerance=EXACT if precision.startswith("32") else ROUNDED,
-        goes_on=goes_on,
+        tolerance=rounding_tolerance(module),
+        same_source=module.step_0.same_source,
     )
 
 

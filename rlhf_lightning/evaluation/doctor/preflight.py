@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlhf_lightning.modules.step_0 import RATIO_CAUSES, REFERENCE_CAUSES
+
 EQUAL_SCORES = 1e-6  # of their size: what rounding alone makes of equal scores
 MOST_PADDED = 0.02  # a policy may sample the pad token by itself, rarely
 
@@ -27,8 +29,8 @@ class FirstRollout:
         max_new_tokens: the limit.
         sampler_bias, sampler_error: mean surprise less entropy and its standard error, nats a
             token.
-        tolerance: nats a token that rounding may make: 1e-3 in fp32, 1e-2 in bf16.
-        goes_on: whether the policy starts from another one than the reference, on purpose.
+        tolerance: nats a token that rounding may make.
+        same_source: whether policy and reference start from one source.
     """
 
     ratio_error: float
@@ -47,7 +49,7 @@ class FirstRollout:
     sampler_bias: float
     sampler_error: float
     tolerance: float
-    goes_on: bool = False
+    same_source: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,16 @@ def _ratio(first: FirstRollout) -> Check:
         "ratio 1",
         first.ratio_error <= first.tolerance,
         f"mean |log-ratio| {first.ratio_error:.2g} nats a token before any update",
-        "the policy gives two answers for one input: dropout, or a kernel that is not repeatable",
+        RATIO_CAUSES,
     )
 
 
 def _reference(first: FirstRollout) -> Check:
     return Check(
         "KL 0",
-        first.goes_on or first.reference_error <= first.tolerance,
+        not first.same_source or first.reference_error <= first.tolerance,
         f"mean |log p - log p_ref| {first.reference_error:.2g} nats a token before any update",
-        "policy and reference do not start from the same weights: compare artifacts.sft with what "
-        "the reference loads, and their precision",
+        REFERENCE_CAUSES,
     )
 
 
