@@ -1,0 +1,167 @@
+"""Every command refuses a model that is not whole, or not what its manifest says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rlhf_lightning.assembly import assemble
+from rlhf_lightning.export_request import ExportError
+from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
+from rlhf_lightning.reexport import reexport
+from rlhf_lightning.rollout.score import RewardModelScorer
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import write_manifest
+from tests.entry.small_runs import configuration, killed
+from tests.entry.test_evaluate import evaluate
+
+STORED = "module.models.value_head=stored"
+VICTIM = "model.layers.0.mlp.up_proj.weight"
+
+
+def lose_a_tensor(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[VICTIM]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def break_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{")
+
+
+# What was done to a folder, whether it is an artefact of ours, and what is said of it.
+DAMAGES: dict[str, tuple[Callable[[Path], None], bool, str]] = {
+    "tensor": (lose_a_tensor, False, rf"{VICTIM} is missing from its weights"),
+    "bit": (flip_a_bit, True, r"is not what its manifest\.json says: fingerprint"),
+    "manifest": (break_the_manifest, True, r"manifest\.json is damaged"),
+}
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "reward"
+    model, tokenizer = load_scalar_model(start, head="reward"), load_tokenizer(start)
+    export_model(model, tokenizer, folder, model.state_dict(), stop_ids=[1])
+    return folder
+
+
+@pytest.fixture
+def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], tuple[Path, str]]:
+    """What damages a copy of a folder, and returns it and what is said of it."""
+    damage, ours, message = DAMAGES[request.param]
+
+    def of(folder: Path) -> tuple[Path, str]:
+        copy = Path(shutil.copytree(folder, tmp_path / "damaged" / folder.name))
+        if ours:
+            write_manifest(copy, stage="sft", run="r")
+        damage(copy)
+        return copy, message
+
+    return of
+
+
+def begin(stage: str, start: Path, folder: Path, *overrides: str) -> None:
+    cfg = configuration(stage, start, *overrides)
+    parts: Any = assemble(cfg, RunFolder(folder))
+    parts.trainer.fit(parts.module, datamodule=parts.data)
+
+
+@pytest.mark.parametrize(
+    ("stage", "damaged"),
+    [("sft", "bit"), ("reward", "manifest"), ("ppo", "tensor"), ("ppo", "bit")],
+    indirect=["damaged"],
+)
+def test_no_stage_starts_from_a_damaged_model(tmp_path, start, damaged, stage):
+    folder, message = damaged(start)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        begin(stage, folder, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "damaged"), [("scorer", "bit"), ("value", "tensor")], indirect=["damaged"]
+)
+def test_ppo_takes_no_damaged_reward_model(tmp_path, start, reward, damaged, role):
+    folder, message = damaged(reward)
+    take: dict[str, Callable[[], object]] = {
+        "scorer": RewardModelScorer(partial(load_scalar_model, folder)).build,
+        "value": lambda: begin("ppo", start, tmp_path, f"module.models.value={folder}", STORED),
+    }
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        take[role]()
+
+
+@pytest.mark.parametrize(
+    ("side", "damaged"), [("policy", "bit"), ("baseline", "tensor")], indirect=["damaged"]
+)
+def test_no_side_of_an_evaluation_is_a_damaged_model(tmp_path, start, damaged, side):
+    folder, message = damaged(start)
+    sides = {"policy": start, "baseline": start} | {side: folder}
+    given = [f"{name}={path}" for name, path in sides.items()]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        evaluate(tmp_path / "run", *given, "scorer=none")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "damaged"),
+    [("reward_model", "tensor"), ("text_reward_model", "manifest")],
+    indirect=["damaged"],
+)
+def test_no_evaluation_is_scored_by_a_damaged_model(tmp_path, start, reward, damaged, scorer):
+    folder, message = damaged(reward)
+    given = [f"{name}={start}" for name in ("policy", "baseline", "artifacts.sft")]
+    given += [f"scorer={scorer}", f"artifacts.reward={folder}", f"scorer.source={folder}"]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        evaluate(tmp_path / "run", *given)
+
+
+@pytest.mark.parametrize("damaged", ["bit"], indirect=True)
+def test_candidates_and_labels_come_from_no_damaged_model(tmp_path, start, reward, damaged):
+    from rlhf_lightning.preferences.candidates import load_candidate_policy
+
+    folder, message = damaged(start)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        load_candidate_policy(
+            str(folder), chat_template_arguments=None, revision=None, trust_remote_code=False
+        )
+    folder, message = damaged(reward)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        RewardModelAnnotator(str(folder)).scores([("a question", "an answer")])
+
+
+@pytest.mark.parametrize("damaged", ["tensor"], indirect=True)
+def test_an_adapter_is_not_merged_into_a_damaged_base(tmp_path, start, damaged):
+    base = Path(shutil.copytree(start, tmp_path / "base"))
+    run = killed(tmp_path / "run", "sft", base, "lora=lora")
+    folder, message = damaged(base)
+    shutil.rmtree(base)
+    shutil.copytree(folder, base)
+    checkpoint = sorted(run.checkpoints.glob("*.ckpt"))[0]
+    with pytest.raises(ExportError, match=message):
+        reexport(run, checkpoint, tmp_path / "made", adapter_only=False)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_whole_artefact_is_loaded(tmp_path, start):
+    folder = Path(shutil.copytree(start, tmp_path / "sft"))
+    write_manifest(folder, stage="sft", run="r")
+    load_policy(folder)
+    assert json.loads((folder / "manifest.json").read_text())["stage"] == "sft"
