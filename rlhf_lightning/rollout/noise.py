@@ -16,6 +16,9 @@ from torch import Tensor
 PURPOSES = {"rollout": 1, "evaluation": 2, "normalization": 3, "candidates": 4, "minibatches": 5}
 
 
+_ALL = (1 << 64) - 1  # 64 bits set
+
+
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -34,6 +37,14 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
+
+
+def _absorb(state: int, key: int) -> int:
+    """Return `_mix((state ^ key) + _GOLDEN)` of numbers, which need no device."""
+    x = ((state ^ key) + _GOLDEN) & _ALL
+    x = ((x ^ (x >> 30)) * _MIX_1) & _ALL
+    x = ((x ^ (x >> 27)) * _MIX_2) & _ALL
+    return x ^ (x >> 31)
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,13 @@ class RowNoise:
 
         `position` is that of the token in its response, or the epoch whose minibatches are dealt.
         """
-        state = torch.full_like(row_ids, self.seed, dtype=torch.int64)
-        for key in (PURPOSES[self.purpose], self.iteration, row_ids, position):
+        # Every key is mixed before the next one is added. The seed too: added to the purpose as it
+        # is, seed 2 of purpose 1 would be seed 1 of purpose 2.
+        stream = 0
+        for number in (self.seed, PURPOSES[self.purpose], self.iteration):
+            stream = _absorb(stream, number)
+        state = torch.full_like(row_ids, _signed(stream), dtype=torch.int64)
+        for key in (row_ids, position):
             state = _mix((state ^ key) + _GOLDEN)
         return _shift_right(state, 11).double() * 2.0**-53
 
