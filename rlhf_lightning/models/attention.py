@@ -25,8 +25,18 @@ LONGEST = 512  # beyond, the flash kernel is as fast
 def use_short_attention(model: PreTrainedModel) -> None:
     """Let `model` use the attention of this file wherever it would use torch's sdpa."""
     config = getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) == "sdpa":
+    if getattr(config, "_attn_implementation", None) == "sdpa" and takes_attention_by_name(model):
         model.set_attn_implementation(NAME)
+
+
+def takes_attention_by_name(model: PreTrainedModel) -> bool:
+    """Tell whether all of `model` looks its attention up in transformers' table.
+
+    Falcon asks whether the name is "sdpa", and takes any other one for its own formula, to which
+    a boolean mask is added as ones and zeros.
+    """
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return all(part._can_set_attn_implementation() for part in parts)
 
 
 def short_attention(

@@ -25,6 +25,8 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf_lightning.models.attention import takes_attention_by_name
+
 SUFFIX = "_one_token"
 # Arguments that do not change what one query attends to: the mask has it all.
 HARMLESS = {"is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions"}
@@ -35,11 +37,13 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 def one_token_attention(model: PreTrainedModel) -> Iterator[bool]:
     """Let single tokens of `model` attend by this file's function; yield whether they do.
 
-    Only on a CPU, and only in the place of torch's scaled dot product attention.
+    Only on a CPU, only in the place of torch's scaled dot product attention, and only in models
+    that take what stands under a name.
     """
     configs = _attention_configs(model)
     names = {config._attn_implementation for config in configs}
-    if model.device.type != "cpu" or not names or not all(map(_takes_boolean_masks, names)):
+    known = names and all(map(_takes_boolean_masks, names)) and takes_attention_by_name(model)
+    if model.device.type != "cpu" or not known:
         yield False
         return
     before = [(config, config._attn_implementation) for config in configs]
