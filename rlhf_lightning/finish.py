@@ -255,7 +255,7 @@ def _scored(
 def _start(cfg: DictConfig, trained: PolicyModel | ScalarHeadModel) -> PolicyModel:
     """Return the policy that the stage started from, frozen; of an adapter the base itself."""
     if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
-        return AdaptedPolicy(trained.base, None)
+        return frozen(AdaptedPolicy(trained.base, None))
     policy = frozen(load_policy(cfg.artifacts[STARTS_FROM[cfg.stage]], **origin(cfg)))
     round_frozen_weights(policy.model, str(cfg.trainer.precision))
     return policy

@@ -17,6 +17,7 @@ from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.runs.quantities import part_key
 
 CONFIDENCE = 0.95
@@ -66,17 +67,15 @@ def score_pairs(
     order = sorted(answers, key=lambda key: len(answers[key]))  # like lengths pad little
     collate = SFTCollator(pad_token_id)
     device = next(model.root.parameters()).device
-    was_training = model.training
-    model.eval()
     scores: dict[bytes, float] = {}
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
-        ids = [answers[key] for key in part]
-        batch = collate([EncodedSequence(i, np.ones(len(i), dtype=np.bool_)) for i in ids])
-        batch = batch.to(device)  # [B, T]
-        values = sequence_scores(model, batch.input_ids, batch.attention_mask).tolist()
-        scores |= dict(zip(part, values, strict=True))
-    model.train(was_training)
+    with in_eval_mode(model):
+        for start in range(0, len(order), batch_size):
+            part = order[start : start + batch_size]
+            ids = [answers[key] for key in part]
+            batch = collate([EncodedSequence(i, np.ones(len(i), dtype=np.bool_)) for i in ids])
+            batch = batch.to(device)  # [B, T]
+            values = sequence_scores(model, batch.input_ids, batch.attention_mask).tolist()
+            scores |= dict(zip(part, values, strict=True))
     return [
         ScoredPair(
             scores[chosen],

@@ -16,6 +16,7 @@ from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.release import release_freed_memory
 from rlhf_lightning.rollout.generate import Generator
 from rlhf_lightning.rollout.noise import RowNoise
@@ -142,9 +143,10 @@ def _sequence_kl(
         kl = kl_k1(new.logprobs, ref.logprobs)  # [B, R]
         return (torch.where(batch.response_mask, kl, 0).sum(-1),)
 
-    (kl,) = by_micro_batch(
-        kl_of_rows, answers.attention_mask, sampling.micro_batch_size, agree=agreed_max
-    )
+    with in_eval_mode(policy), in_eval_mode(reference):
+        (kl,) = by_micro_batch(
+            kl_of_rows, answers.attention_mask, sampling.micro_batch_size, agree=agreed_max
+        )
     return kl.tolist()
 
 

@@ -15,6 +15,7 @@ from rlhf_lightning.distributed import gathered, global_sum
 from rlhf_lightning.evaluation.doctor.measures import all_equal
 from rlhf_lightning.evaluation.policy import Sampling, sample_answers
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.score import RewardModelScorer
@@ -94,17 +95,15 @@ def normalize_reward_model(
     """
     scorer = RewardModelScorer(lambda: model, micro_batch_size=sampling.micro_batch_size)
     scorer.model = model
-    was_training = model.training
-    model.eval()
-    answers = sample_answers(
-        policy, batches, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
-    )
+    with in_eval_mode(model):
+        answers = sample_answers(
+            policy, batches, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
+        )
     # Each rank folds them into its own share of the head: they must be the same on all.
     scores = torch.tensor(
         [score for scores in gathered(answers.scores) for score in scores], dtype=torch.float64
     )
     mean, std = float(scores.mean()), float(scores.std(correction=0))
-    model.train(was_training)
     if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
         logger.warning(
             "the reward model is not normalized: it scores all %d samples of the policy alike "

@@ -127,5 +127,5 @@ def _on_one_base(
         value = add_scalar_model(base, "value", init_std=0.0, seed=seed)
     else:
         value = load_scalar_adapter(base, value_adapter, "value")
-    reference = AdaptedPolicy(base, None)
+    reference = frozen(AdaptedPolicy(base, None))
     return PPOModels(policy, value, reference, base, same_source=policy_adapter is None)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
 from rlhf_lightning.models.attention import use_short_attention
 from rlhf_lightning.models.fused_layer import use_fused_layers
+from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.weight_gradients import hand_over_product, use_rows_embedding
 
 # Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7. Any number
@@ -91,12 +92,8 @@ class PolicyModel(nn.Module):
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
         """Yield the Hugging Face model that writes this policy's next tokens, in eval mode."""
-        was_training = self.training
-        self.eval()
-        try:
+        with in_eval_mode(self):
             yield self.model
-        finally:
-            self.train(was_training)
 
     def forward(
         self,
@@ -233,12 +230,10 @@ def check_head_split(model: PreTrainedModel) -> None:
     """
     if next(model.parameters()).is_meta:
         return
-    was_training = model.training
-    model.eval()
     input_ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
-    expected = model(input_ids=input_ids, use_cache=False).logits
-    got = model.get_output_embeddings()(hidden_states(model.base_model, input_ids))
-    model.train(was_training)
+    with in_eval_mode(model):
+        expected = model(input_ids=input_ids, use_cache=False).logits
+        got = model.get_output_embeddings()(hidden_states(model.base_model, input_ids))
     # Where logits are still small, capping or scaling them hardly shows in the numbers.
     config = getattr(model, "config", None)
     capped = getattr(config, "final_logit_softcapping", None)

@@ -32,6 +32,7 @@ from rlhf_lightning.models.heads import (
     check_head_split,
     scalar_head,
 )
+from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import round_frozen_weights
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class AdaptedBase(nn.Module):
         self.targets = target_modules(model, lora.target_modules)
         if lora.quantization == "none":
             round_frozen_weights(model, lora.base_precision)
-        self.model = model.train().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         self.hidden_size = int(model.get_output_embeddings().weight.shape[1])
         self.heads = nn.ModuleDict()
         self.adapters: dict[str, LoraHparams] = {}
@@ -118,18 +119,27 @@ class AdaptedBase(nn.Module):
         return parts
 
     @contextmanager
-    def activated(self, name: str | None) -> Iterator[None]:
-        """Switch one adapter on, or all of them off."""
-        before = self.active
+    def activated(self, name: str | None, *, training: bool = False) -> Iterator[None]:
+        """Switch one adapter on, or all of them off, in train or in eval mode."""
+        before = self.active, self.model.training
         self._switch(name)
+        self._set_mode(training)
         try:
             yield
         finally:
-            self._switch(before)
+            self._switch(before[0])
+            self._set_mode(before[1])
 
-    def forward(self, name: str | None, function: Callable[..., T], *args: Any) -> T:
-        """Return `function(*args)` with adapter `name` on: a forward, for the sake of FSDP2."""
-        with self.activated(name):
+    def forward(
+        self, name: str | None, training: bool, function: Callable[..., T], *args: Any
+    ) -> T:
+        """Return `function(*args)` with adapter `name` on: a forward, for the sake of FSDP2.
+
+        The base runs in the mode of the view that calls: it is no submodule that a view's `eval()`
+        would reach. It stays in it, as the next forward is usually of the same mode.
+        """
+        self._set_mode(training)
+        with self.activated(name, training=training):
             return function(*args)
 
     def drop_weights(self) -> None:
@@ -149,9 +159,13 @@ class AdaptedBase(nn.Module):
             layer._disable_adapters = name is None
             layer._active_adapter = [] if name is None else [name]
 
+    def _set_mode(self, training: bool) -> None:
+        if self.model.training != training:
+            self.model.train(training)
+
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         # A layer is repeated in the backward pass, when another adapter may be on.
-        return nullcontext(), self.activated(self.active)
+        return nullcontext(), self.activated(self.active, training=self.model.training)
 
 
 class _View(nn.Module):
@@ -192,19 +206,13 @@ class AdaptedPolicy(_View, PolicyModel):
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
         """Yield the base with this adapter on, in eval mode."""
-        model = self.base.model
-        was_training = model.training
-        model.eval()
-        try:
-            with self.base.activated(self.name):
-                yield model
-        finally:
-            model.train(was_training)
+        with in_eval_mode(self), self.base.activated(self.name):
+            yield self.base.model
 
     def forward(self, *args: Any) -> TokenStatistics:
         """Return statistics of tokens; see `PolicyModel.forward`."""
         call: Any = self.base
-        statistics: TokenStatistics = call(self.name, super().forward, *args)
+        statistics: TokenStatistics = call(self.name, self.training, super().forward, *args)
         return statistics
 
 
@@ -228,7 +236,7 @@ class AdaptedScalarModel(_View, ScalarHeadModel):
     def forward(self, *args: Any) -> Tensor:
         """Return scalars at positions; see `ScalarHeadModel.forward`."""
         call: Any = self.base
-        scalars: Tensor = call(self.name, super().forward, *args)
+        scalars: Tensor = call(self.name, self.training, super().forward, *args)
         return scalars
 
 

@@ -39,7 +39,7 @@ class RewardAdapterScorer(RewardModelScorer):
             if base is None:
                 _not_alone()
             self.model = load_scalar_adapter(base, self.source / ADAPTER, "reward")
-            self.model.requires_grad_(False)
+            self.model.eval().requires_grad_(False)
         return []
 
 
