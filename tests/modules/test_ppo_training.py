@@ -128,7 +128,7 @@ def logged_by(module: RecordedPPO) -> list[dict[str, float]]:
 
 
 def test_the_kl_controller_follows_the_kl_per_response():
-    module = tiny_module(ppo=ppo_hparams(kl_target=1.0, kl_horizon=40, num_ppo_epochs=4))
+    module = tiny_module(ppo=ppo_hparams(kl_target=0.3, kl_horizon=40, num_ppo_epochs=4))
     logged = logged_by(module)
     fit(module, 4)
     coef = 0.05
@@ -139,8 +139,8 @@ def test_the_kl_controller_follows_the_kl_per_response():
         assert values["rollout/kl_per_response"] == pytest.approx(float(kl.mean()), abs=1e-5)
         per_token = float(kl.sum() / mask.sum())
         assert values["rollout/kl_per_token"] == pytest.approx(per_token, abs=1e-6)
-        coef = adapted_kl_coef(coef, float(kl.mean()), target=1.0, horizon=40, num_episodes=16)
-    assert abs(values["rollout/kl_per_response"] / 1.0 - 1) < 0.2, "not clipped the last time"
+        coef = adapted_kl_coef(coef, float(kl.mean()), target=0.3, horizon=40, num_episodes=16)
+    assert abs(values["rollout/kl_per_response"] / 0.3 - 1) < 0.2, "not clipped the last time"
     assert module.controls.kl_coef == pytest.approx(coef, rel=1e-6)
     assert len({values["ppo/kl_coef"] for values in logged}) == 4
 
