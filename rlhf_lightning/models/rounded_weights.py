@@ -13,8 +13,11 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-# Of each weight: itself, its version when it was rounded, and the result.
-_Kept = dict[int, tuple[Tensor, int, Tensor]]
+# Where a weight lies in memory, and as what it is read: activation checkpointing hands every
+# micro-batch a new tensor object over the same memory.
+_Place = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+# Of each weight: itself, which keeps its memory from becoming another's, its version, the result.
+_Kept = dict[_Place, tuple[Tensor, int, Tensor]]
 _kept: ContextVar[_Kept | None] = ContextVar("rounded_weights", default=None)
 
 
@@ -38,7 +41,10 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     kept = _kept.get()
     if kept is None:
         return weight.detach().to(dtype)
-    known = kept.get(id(weight))
-    if known is None or known[0] is not weight or known[1] != weight._version:
-        known = kept[id(weight)] = (weight, weight._version, weight.detach().to(dtype))
+    memory = weight.untyped_storage()._cdata
+    place = (memory, weight.storage_offset(), weight.shape, weight.stride(), dtype)
+    known = kept.get(place)
+    if known is None or known[1] != weight._version:
+        rounding = weight.detach().to(dtype)
+        known = kept[place] = (weight.detach(), weight._version, rounding)
     return known[2]
