@@ -164,27 +164,35 @@ class _LinearLogprobs(torch.autograd.Function):
                     grad_bias += spread.T.to(wide) @ factor.squeeze(-1)
         return (
             grad_hidden.to(hidden.dtype) if needs_hidden else None,
-            grad_weight.total,
+            grad_weight.total(),
             grad_bias.to(weight.dtype) if needs_bias else None,
             *[None] * 6,
         )
 
 
 class _Sum:
-    """The sum of what `hand_over` does not take, in the dtype of the weight; None of nothing."""
+    """The sum of what `hand_over` does not take, over chunks in float32 or better.
+
+    In bf16, of which a sharded head has its weights, every further chunk would add a rounding.
+    """
 
     def __init__(self, weight: Tensor, hand_over: HandOver | None) -> None:
         self.weight, self.hand_over = weight, hand_over
-        self.total: Tensor | None = None
+        self.sum: Tensor | None = None
 
     def add(self, spread: Tensor, inputs: Tensor) -> None:
         if self.hand_over is None:
             rest: Tensor | None = spread.T @ inputs
         else:
             rest = self.hand_over(self.weight, spread, inputs)
-        if rest is not None:
-            rest = rest.to(self.weight.dtype)
-            self.total = rest if self.total is None else self.total.add_(rest)
+        if rest is None:
+            return
+        # One chunk is not widened: that would be a table more.
+        self.sum = rest if self.sum is None else at_least_float32(self.sum).add_(rest)
+
+    def total(self) -> Tensor | None:
+        """Return the sum in the dtype of the weight; None of nothing."""
+        return None if self.sum is None else self.sum.to(self.weight.dtype)
 
 
 class _Head(NamedTuple):

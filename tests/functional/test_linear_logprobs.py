@@ -68,6 +68,39 @@ def test_a_frozen_head_gets_no_gradient():
     assert hidden.grad is not None
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hand_over", [None, lambda weight, grad, inputs: grad.T @ inputs])
+def test_many_chunks_in_bf16_are_as_near_to_the_exact_gradient_as_one(weights, hand_over):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(16 * 64, HIDDEN, generator=generator).bfloat16()
+    weight = (0.3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)).bfloat16()
+    tokens = torch.randint(0, VOCABULARY, (len(hidden),), generator=generator)
+
+    def gradient(dtype: torch.dtype, leaf_dtype: torch.dtype, chunk_rows: int) -> Tensor:
+        leaf = weight.detach().clone().to(leaf_dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            got = linear_token_logprobs(
+                hidden.to(leaf_dtype),
+                leaf,
+                tokens,
+                temperature=1.0,
+                chunk_rows=chunk_rows,
+                hand_over=hand_over,
+            )
+        got.logprobs.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad.double()
+
+    exact = gradient(torch.float64, torch.float64, len(hidden))
+
+    def error(chunk_rows: int) -> float:
+        got = gradient(torch.bfloat16, weights, chunk_rows)
+        return float((got - exact).norm() / exact.norm())
+
+    assert 1e-4 < error(len(hidden)) < 4e-3
+    assert error(16) < 1.3 * error(len(hidden))
+
+
 @pytest.mark.parametrize("chunk_rows", [16, None])
 def test_autocast_multiplies_in_bf16_and_normalizes_in_fp32(chunk_rows):
     hidden, weight, _, tokens = head(torch.float32)
