@@ -99,6 +99,7 @@ def _evaluate(
     from rlhf_lightning.callbacks.console import print_start
     from rlhf_lightning.evaluation.human import labelling_command
     from rlhf_lightning.evaluation.policy import side_by_side
+    from rlhf_lightning.models.precision import in_precision
     from rlhf_lightning.quiet import quieten
 
     quieten()
@@ -107,17 +108,20 @@ def _evaluate(
     built = time.perf_counter()
     comparison = sides.comparison
     reference = sides.baseline.model if sides.same_tokenizer else None
-    mine = comparison.ask_policy(sides.policy.model, reference)
-    theirs = comparison.ask_baseline(
-        sides.baseline.model, sides.baseline_questions, sides.baseline_sampling
-    )
+    precision = in_precision(cfg.trainer.precision, sides.policy.model.device)
+    with precision:
+        mine = comparison.ask_policy(sides.policy.model, reference)
+        theirs = comparison.ask_baseline(
+            sides.baseline.model, sides.baseline_questions, sides.baseline_sampling
+        )
     metrics = comparison.measure(mine, theirs)
     if reference is None:
         for name in ("val/kl_per_token", "val/kl_per_response"):
             del metrics[name]
         say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
-    metrics |= _against_references(cfg, sides, mine, theirs)
+    with precision:
+        metrics |= _against_references(cfg, sides, mine, theirs)
     metrics |= _judged(cfg, folder, mine, theirs) | reward_spread(cfg)
     if cfg.human == "export":
         _export(cfg, folder, mine, theirs)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation")
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
+PRECISIONS = ("32-true", "bf16-mixed")
 HUMAN = ("none", "export", "import")
 
 
@@ -52,6 +53,7 @@ def check_evaluation(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> None:
         ("human", cfg.human, HUMAN),
         ("prompts.split", cfg.prompts.split, SPLITS),
         ("references", cfg.references, (True, False)),
+        ("trainer.precision", cfg.trainer.precision, PRECISIONS),
     ):
         if value not in allowed:
             hint = did_you_mean(str(value), [str(item) for item in allowed])

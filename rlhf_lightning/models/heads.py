@@ -20,6 +20,7 @@ from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
 from rlhf_lightning.models.attention import use_short_attention
 from rlhf_lightning.models.fused_layer import use_fused_layers
 from rlhf_lightning.models.modes import in_eval_mode
+from rlhf_lightning.models.precision import computing
 from rlhf_lightning.models.weight_gradients import hand_over_product, use_rows_embedding
 
 # Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7. Any number
@@ -92,7 +93,7 @@ class PolicyModel(nn.Module):
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
         """Yield the Hugging Face model that writes this policy's next tokens, in eval mode."""
-        with in_eval_mode(self):
+        with in_eval_mode(self), computing(self.model, self.device):
             yield self.model
 
     def forward(
@@ -112,19 +113,20 @@ class PolicyModel(nn.Module):
             temperature: divides the logits.
             with_entropy: False leaves the entropy out, which saves a pass over the logits.
         """
-        hidden = hidden_states(self.model.base_model, input_ids).flatten(0, 1)  # [b*W, H]
         count = len(positions)
         positions = in_whole_blocks(positions)
         head: Any = self.model.get_output_embeddings()
-        logprobs, entropy = linear_token_logprobs(
-            hidden[positions],  # [N, H]
-            head.weight,
-            pad(tokens, (0, len(positions) - count)),
-            bias=head.bias,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            hand_over=hand_over_product,
-        )
+        with computing(self.model, input_ids.device):
+            hidden = hidden_states(self.model.base_model, input_ids).flatten(0, 1)  # [b*W, H]
+            logprobs, entropy = linear_token_logprobs(
+                hidden[positions],  # [N, H]
+                head.weight,
+                pad(tokens, (0, len(positions) - count)),
+                bias=head.bias,
+                temperature=temperature,
+                with_entropy=with_entropy,
+                hand_over=hand_over_product,
+            )
         return TokenStatistics(logprobs[:count], None if entropy is None else entropy[:count])
 
 
@@ -158,7 +160,8 @@ class ScalarHeadModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return `[N]` fp32 scalars at `positions` of the flattened `[b * W]` states."""
         asked = in_whole_blocks(positions)
-        hidden = hidden_states(self.trunk, input_ids).flatten(0, 1)[asked]  # [N, H]
+        with computing(self.trunk, input_ids.device):
+            hidden = hidden_states(self.trunk, input_ids).flatten(0, 1)[asked]  # [N, H]
         scalars: Tensor = self.head(hidden)  # [N, 1]
         return scalars[: len(positions), 0].float().clone()
 

@@ -33,7 +33,7 @@ from rlhf_lightning.models.heads import (
     scalar_head,
 )
 from rlhf_lightning.models.modes import in_eval_mode
-from rlhf_lightning.models.precision import round_frozen_weights
+from rlhf_lightning.models.precision import computing, round_frozen_weights
 
 T = TypeVar("T")
 ALL_LINEAR = "all-linear"
@@ -206,8 +206,10 @@ class AdaptedPolicy(_View, PolicyModel):
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
         """Yield the base with this adapter on, in eval mode."""
-        with in_eval_mode(self), self.base.activated(self.name):
-            yield self.base.model
+        model = self.base.model
+        precise = computing(model, self.device)
+        with in_eval_mode(self), self.base.activated(self.name), precise:
+            yield model
 
     def forward(self, *args: Any) -> TokenStatistics:
         """Return statistics of tokens; see `PolicyModel.forward`."""

@@ -1,6 +1,9 @@
-"""What frozen weights may be rounded to without changing a bit of what is computed."""
+"""Frozen weights in the dtype that autocast computes in, and the autocast that they need."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_lightning.models.release import release_freed_memory
 
 MIXED_BF16 = "bf16-mixed"
+PRECISIONS = ("32-true", MIXED_BF16)
+_ROUNDED = "_rounded_for_bf16_mixed"
 
 
 def round_frozen_weights(model: PreTrainedModel, precision: str) -> None:
@@ -25,6 +30,9 @@ def round_frozen_weights(model: PreTrainedModel, precision: str) -> None:
     """
     if precision != MIXED_BF16:
         return
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            setattr(part, _ROUNDED, True)
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D) and module is not head:
@@ -36,3 +44,33 @@ def round_frozen_weights(model: PreTrainedModel, precision: str) -> None:
             # What was read from a file may be a view of it, which would hold all of it in memory.
             parameter.data = parameter.data.clone()
     release_freed_memory()
+
+
+def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the autocast without which `model`, whose matrices are rounded, cannot compute.
+
+    Lightning opens one around the steps of a Trainer alone. Where one is open, and for a model that
+    was never rounded, nothing is changed.
+
+    Args:
+        model: a Hugging Face model.
+        device: where it computes.
+    """
+    if not getattr(model, _ROUNDED, False) or device.type == "meta":
+        return nullcontext()
+    if torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return in_precision(MIXED_BF16, device)
+
+
+def in_precision(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which a Trainer of that precision runs its steps.
+
+    Raises:
+        ValueError: for a precision that is none of `PRECISIONS`.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision} must be one of {', '.join(PRECISIONS)}")
+    if precision != MIXED_BF16:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)

@@ -1,0 +1,136 @@
+"""Every command at bf16, on the common architectures, with Llama's layer as transformers wrote it.
+
+In this process: a stage runs, what it exports is evaluated, asked for candidates and labels with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from rlhf_lightning.collect import run as run_collect
+from rlhf_lightning.composition import ConfigError, conf_dir, register
+from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
+from rlhf_lightning.evaluate import run as run_evaluate
+from rlhf_lightning.export import run as run_export
+from rlhf_lightning.export_request import Request
+from rlhf_lightning.models import heads
+from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.runs.folder import RunFolder
+from tests.entry.small_runs import completed
+from tests.models.test_architectures import ARCHITECTURES
+
+pytestmark = pytest.mark.timeout(600)
+BF16 = "trainer.precision=bf16-mixed"
+KINDS = [("qwen2", True), ("gpt2", True), ("gemma3_text", True), ("llama", True), ("llama", False)]
+EVALUATE = [
+    "evaluation.num_prompts=6",
+    "evaluation.max_new_tokens=4",
+    "evaluation.batch_size=6",
+]
+COLLECT = [
+    "+annotator.automatic.model._target_="
+    "rlhf_lightning.preferences.reward_annotator.RewardModelAnnotator",
+    "+annotator.automatic.model.name=model",
+    "artifacts.base=null",
+    "artifacts.publish=null",
+    "candidates.num_prompts=6",
+    "candidates.max_new_tokens=4",
+    "lab.keep_unfinished=true",
+    "lab.num_pairs=8",
+]
+
+
+def made(folder: Path, kind: str) -> Path:
+    """Write a tiny policy of the built-in world's tokenizer."""
+    tokenizer = demo_tokenizer()
+    eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+    changes: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": eos, size: 128}
+    policy = load_policy(from_scratch=ARCHITECTURES[kind] | changes)
+    export_model(policy, tokenizer, folder, policy.state_dict(), stop_ids=[eos])
+    return folder
+
+
+def reward_of(policy: Path, folder: Path) -> Path:
+    model = load_scalar_model(policy, head="reward")
+    tokenizer = demo_tokenizer()
+    eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    export_model(model, tokenizer, folder, model.state_dict(), stop_ids=[eos])
+    return folder
+
+
+def composed(command: str, *overrides: str) -> Any:
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return compose(command, overrides=list(overrides))
+
+
+def evaluated(folder: Path, policy: Path, baseline: Path, reward: Path, *more: str) -> Any:
+    given = [f"policy={policy}", f"baseline={baseline}", f"artifacts.reward={reward}", *EVALUATE]
+    given += [f"scorer.policy={policy}", *more]
+    return run_evaluate(composed("evaluate", *given), RunFolder(folder), given).metrics
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name, fused = request.param
+    if not fused:
+        monkeypatch.setattr(heads, "use_fused_layers", lambda model: None)
+    return str(name)
+
+
+@pytest.mark.parametrize("kind", [("qwen2", True), ("llama", False)], indirect=True)
+def test_an_evaluation_runs_at_bf16(tmp_path: Path, kind: str) -> None:
+    start = made(tmp_path / "start", kind)
+    reward = reward_of(start, tmp_path / "reward")
+    found = evaluated(tmp_path / "bf16", start, start, reward, BF16)
+    plain = evaluated(tmp_path / "fp32", start, start, reward)
+    assert found["val/kl_per_token"] == 0
+    assert all(math.isfinite(value) for value in found.values())
+    assert found["val/score"] != plain["val/score"], "bf16 rounds"
+
+
+def test_an_evaluation_of_another_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer\.precision=16-mixed must be one of 32-true, bf16-mixed"
+    ):
+        evaluated(tmp_path, tmp_path, tmp_path, tmp_path, "trainer.precision=16-mixed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), ("lora=lora", "lora.r=4")], ids=["whole", "lora"])
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+def test_every_command_runs_at_bf16(tmp_path: Path, kind: str, lora: tuple[str, ...]) -> None:
+    base = made(tmp_path / "base", kind)
+    sft = completed(tmp_path / "sft", "sft", base, BF16, *lora).export
+    reward = completed(tmp_path / "reward", "reward", sft, BF16, *lora).export
+    scored = [
+        "scorer=reward_adapter" if lora else "scorer=reward_model",
+        f"scorer.source={reward}",
+        "~scorer.function",
+    ]
+    ppo = completed(
+        tmp_path / "ppo", "ppo", sft, f"artifacts.reward={reward}", BF16, *scored, *lora
+    )
+    measures = json.loads(ppo.summary.read_text())["metrics"]
+    assert math.isfinite(measures["val/score"])
+    found = evaluated(tmp_path / "evaluate", ppo.export, sft, reward, BF16)
+    assert found["val/kl_per_token"] >= -1
+    assert all(math.isfinite(value) for value in found.values())
+
+    given = [f"artifacts.sft={sft}", f"+annotator.automatic.model.source={reward}", *COLLECT]
+    summary = run_collect(composed("collect", *given), RunFolder(tmp_path / "collect"), given)
+    assert summary.status == "completed"
+
+    run_export(Request(ppo.path, to=tmp_path / "out"))
+    exported, kept = load_policy(tmp_path / "out"), load_policy(ppo.export)
+    for name, value in kept.state_dict().items():
+        torch.testing.assert_close(exported.state_dict()[name], value, rtol=0, atol=1e-6)

@@ -1,0 +1,100 @@
+"""Models whose matrices are rounded compute by themselves in the precision of their rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models import heads
+from rlhf_lightning.models.arrangements import ppo_models
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.precision import MIXED_BF16, in_precision
+from tests.models.test_architectures import hub_model
+from tests.rollout.plain_generation import ROWS, generated
+from tests.tiny import prompt_batch
+
+CPU = torch.device("cpu")
+KINDS = ("qwen2", "gpt2", "gemma3_text", "llama")
+IDS = torch.arange(2, 34).reshape(2, 16)
+POSITIONS, TOKENS = torch.arange(0, 30), torch.arange(3, 33)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hub")
+    return {kind: hub_model(root / kind, kind) for kind in KINDS}
+
+
+def statistics(model: Any) -> Tensor:
+    return model(IDS, POSITIONS, TOKENS).logprobs
+
+
+def tokens(model: Any) -> Tensor:
+    with model.generating() as inner:
+        answers = generated(inner, prompt_batch(ROWS[:4]), max_new_tokens=5)
+    return torch.tensor([id for ids in answers.values() for id in ids])
+
+
+def scalars(model: Any) -> Tensor:
+    return model(IDS, POSITIONS)
+
+
+LORA = LoraHparams(r=4, alpha=8, base_precision=MIXED_BF16)
+CASES: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Tensor]]] = {}
+for _name, _call in (("statistics", statistics), ("tokens", tokens)):
+    CASES[f"reference-{_name}"] = (
+        lambda f: ppo_models(f, f, value_head="zero", precision=MIXED_BF16).reference,
+        _call,
+    )
+    CASES[f"adapter-{_name}"] = (partial(load_policy, lora=LORA), _call)
+CASES["reward-scores"] = (
+    partial(load_scalar_model, head="reward", precision=MIXED_BF16),
+    scalars,
+)
+CASES["reward-adapter-scores"] = (partial(load_scalar_model, head="reward", lora=LORA), scalars)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "fused"), [*((kind, True) for kind in KINDS), ("llama", False)])
+@torch.no_grad()
+def test_a_rounded_model_gives_without_autocast_what_it_gives_under_it(
+    folders, kind, fused, case, monkeypatch
+):
+    if not fused:
+        monkeypatch.setattr(heads, "use_fused_layers", lambda model: None)
+    build, call = CASES[case]
+    model = build(folders[kind])
+    assert torch.bfloat16 in {p.dtype for p in model.root.parameters()}, "nothing was rounded"
+    assert not torch.is_autocast_enabled("cpu")
+    got = call(model)
+    assert not torch.is_autocast_enabled("cpu")
+    with in_precision(MIXED_BF16, CPU):
+        expected = call(model)
+    assert torch.equal(got, expected)
+    assert got.float().std() > 0
+
+
+@torch.no_grad()
+def test_a_model_in_fp32_computes_in_fp32(folders):
+    model = load_policy(folders["qwen2"])
+    assert not torch.equal(statistics(model), in_bf16(model))
+    one = in_precision("32-true", CPU)
+    with one:
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def in_bf16(model: Any) -> Tensor:
+    with in_precision(MIXED_BF16, CPU):
+        return statistics(model)
+
+
+def test_a_precision_that_no_run_has_is_refused():
+    with pytest.raises(ValueError, match="precision=16-mixed must be one of 32-true, bf16-mixed"):
+        in_precision("16-mixed", CPU)
