@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from rlhf_lightning.collect import run as run_collect
 from rlhf_lightning.composition import ConfigError, conf_dir, register
@@ -24,7 +25,9 @@ from rlhf_lightning.models import heads
 from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.train import run as run_train
 from tests.entry.small_runs import completed
+from tests.entry.small_settings import overrides_of
 from tests.models.test_architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.timeout(600)
@@ -79,6 +82,15 @@ def evaluated(folder: Path, policy: Path, baseline: Path, reward: Path, *more: s
     return run_evaluate(composed("evaluate", *given), RunFolder(folder), given).metrics
 
 
+def ppo_run(folder: Path, sft: Path, *more: str) -> RunFolder:
+    own = [word for word in overrides_of("ppo", sft) if not word.startswith("scorer")]
+    cfg, made = composed("train", *own, *more), RunFolder(folder)
+    made.config.parent.mkdir(parents=True)
+    OmegaConf.save(cfg, made.config)  # as Hydra does, before anything is resolved
+    run_train(cfg, made, [])
+    return made
+
+
 @pytest.fixture
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, fused = request.param
@@ -112,14 +124,8 @@ def test_every_command_runs_at_bf16(tmp_path: Path, kind: str, lora: tuple[str, 
     base = made(tmp_path / "base", kind)
     sft = completed(tmp_path / "sft", "sft", base, BF16, *lora).export
     reward = completed(tmp_path / "reward", "reward", sft, BF16, *lora).export
-    scored = [
-        "scorer=reward_adapter" if lora else "scorer=reward_model",
-        f"scorer.source={reward}",
-        "~scorer.function",
-    ]
-    ppo = completed(
-        tmp_path / "ppo", "ppo", sft, f"artifacts.reward={reward}", BF16, *scored, *lora
-    )
+    scorer = "scorer=reward_adapter" if lora else "scorer=reward_model"
+    ppo = ppo_run(tmp_path / "ppo", sft, f"artifacts.reward={reward}", scorer, BF16, *lora)
     measures = json.loads(ppo.summary.read_text())["metrics"]
     assert math.isfinite(measures["val/score"])
     found = evaluated(tmp_path / "evaluate", ppo.export, sft, reward, BF16)
