@@ -106,16 +106,11 @@ def _evaluate(
     sides = build_sides(cfg, trusted)
     print_start("evaluate", folder, _settings(cfg, len(sides.records)))
     built = time.perf_counter()
-    comparison = sides.comparison
-    reference = sides.baseline.model if sides.same_tokenizer else None
     precision = in_precision(cfg.trainer.precision, sides.policy.model.device)
     with precision:
-        mine = comparison.ask_policy(sides.policy.model, reference)
-        theirs = comparison.ask_baseline(
-            sides.baseline.model, sides.baseline_questions, sides.baseline_sampling
-        )
-    metrics = comparison.measure(mine, theirs)
-    if reference is None:
+        mine, theirs = _answers(sides)
+    metrics = sides.comparison.measure(mine, theirs)
+    if not sides.same_tokenizer:
         for name in ("val/kl_per_token", "val/kl_per_response"):
             del metrics[name]
         say("The tokenizers differ: the KL between the two is not measured.")
@@ -146,6 +141,15 @@ def _evaluate(
             "their verdict here"
         )
     return summary
+
+
+def _answers(sides: Sides) -> tuple[SideAnswers, SideAnswers]:
+    """Return the answers of policy and baseline."""
+    baseline = sides.baseline.model
+    return (
+        sides.comparison.ask_policy(sides.policy.model, baseline if sides.same_tokenizer else None),
+        sides.comparison.ask_baseline(baseline, sides.baseline_questions, sides.baseline_sampling),
+    )
 
 
 def import_labels(cfg: DictConfig) -> Summary:

@@ -42,7 +42,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if kept is None:
         return weight.detach().to(dtype)
     memory = weight.untyped_storage()._cdata
-    place = (memory, weight.storage_offset(), weight.shape, weight.stride(), dtype)
+    place = (memory, int(weight.storage_offset()), weight.shape, weight.stride(), dtype)
     known = kept.get(place)
     if known is None or known[1] != weight._version:
         rounding = weight.detach().to(dtype)
