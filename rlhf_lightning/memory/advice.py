@@ -9,9 +9,6 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.memory.phases import Plan, plan
 from rlhf_lightning.memory.run import Run
 
-# What the C library holds for each byte of a tensor where suggested models differ from the planned
-# ones in kind, see docs/memory.md.
-KEPT_BY_ADAPTERS, KEPT_BY_WHOLE_MODELS = 1.7, 1.2
 WORTH = 0.99  # of the peak: what saves less than one part in a hundred is not worth a line
 DEVICES = (2, 4, 8, 16, 32, 64)
 SPEED, RESULT, HARDWARE, TASK = (
@@ -74,7 +71,7 @@ def together(run: Run, planned: Plan, budget: int) -> Suggestion | None:
         best = _first_that_fits(run, planned, step(run, planned), budget)
         if best is None or best.peak > WORTH * planned.peak.total:
             continue
-        planned = plan(best.run, _kept(run, planned, best.run))
+        planned = plan(best.run)
         settings, run = settings + best.settings, best.run
         costs += [best.cost] if best.cost not in costs else []
         if best.peak <= budget:
@@ -88,21 +85,13 @@ def _first_that_fits(
     """Return the first option within `budget`, else the smallest; options come in order."""
     smallest: Suggestion | None = None
     for settings, cost, other in options:
-        phase = plan(other, _kept(run, planned, other)).peak
+        phase = plan(other).peak
         here = Suggestion(settings, cost, phase.total, phase.name, other)
         if smallest is None or here.peak < smallest.peak:
             smallest = here
         if budget is not None and here.peak <= budget:
             return here
     return smallest
-
-
-def _kept(run: Run, planned: Plan, other: Run) -> float:
-    """Return `Plan.kept` of `other`, as that of `run` has it: finding it anew takes seconds."""
-    adapters = other.style.lora is not None
-    if planned.kept == 1 or adapters == (run.style.lora is not None):
-        return planned.kept
-    return KEPT_BY_ADAPTERS if adapters else KEPT_BY_WHOLE_MODELS
 
 
 def _micro_batches(run: Run, planned: Plan) -> Iterator[Option]:

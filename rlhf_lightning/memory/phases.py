@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from rlhf_lightning.memory import traces
 from rlhf_lightning.memory.generation import generation_peaks
-from rlhf_lightning.memory.held import model_bytes, trained_bytes, trained_kinds
-from rlhf_lightning.memory.process import KEPT, beside_tensors, held_in_update
 from rlhf_lightning.memory.run import Run
 from rlhf_lightning.memory.sharding import GATHERED, end_of_backward, gathered
 from rlhf_lightning.memory.traces import Rows
 from rlhf_lightning.memory.tracker import GRADIENTS
 from rlhf_lightning.memory.weights import COPIES, ELEMENTS, FROZEN, LARGEST, TRAINED
 from rlhf_lightning.memory.workbench import (
+    BASE,
     POLICY,
     REFERENCE,
     REWARD,
@@ -49,21 +48,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes on one device, without its runtime.
+    """The bytes of tensors that a run holds on one device, without its runtime.
 
     Args:
         models: bytes of each model's weights.
         optimizer: bytes of the optimizer's state.
         phases: in the order in which they come.
         elements: weights of the policy.
-        kept: bytes that the C library holds in an update for each byte of a tensor.
     """
 
     models: Mapping[str, int]
     optimizer: int
     phases: tuple[Phase, ...]
     elements: int
-    kept: float
 
     @property
     def peak(self) -> Phase:
@@ -71,14 +68,8 @@ class Plan:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan(run: Run, kept: float | None = None) -> Plan:
-    """Return what `run` takes on one of its devices.
-
-    Args:
-        run: as configured.
-        kept: what the C library holds in an update for each byte of a tensor, as a plan of a
-            similar run found it; None finds it anew.
-    """
+def plan(run: Run) -> Plan:
+    """Return what the tensors of `run` take on one of its devices."""
     bench = Workbench(run)
     models = model_bytes(bench)
     optimizer = optimizer_bytes(bench)
@@ -90,20 +81,41 @@ def plan(run: Run, kept: float | None = None) -> Plan:
         held[ROLLOUT] = rollout_bytes(run)
         generated = generation(bench, run.rows, run.response_length)
         phases += [Phase("generate", held + generated), Phase("score", held + scoring(bench))]
-    updating = _largest(update(bench))
-    tensors = optimizer + updating.total()
-    if kept is None:
-        kept = max(held_in_update(bench, trained_kinds(run), _training_rows(run)) / tensors, 1.0)
-    updating[KEPT] = round((kept - 1) * tensors)
-    phases.append(Phase("update", held + updating))
+    phases.append(Phase("update", held + _largest(update(bench))))
     if run.validation_rows:
         phases.append(Phase("validate", held + validation(bench)))
     if run.evaluation is not None:
         phases.append(Phase("evaluate", _held_by_evaluation(bench, held) + evaluation(bench)))
     elements = sum(bench.weights(POLICY, part=part)[ELEMENTS] for part in bench.parts)
-    beside = beside_tensors(run)
-    whole = [Phase(phase.name, Counter(phase.parts) + beside) for phase in phases]
-    return Plan(models, optimizer, tuple(whole), elements, kept)
+    return Plan(models, optimizer, tuple(phases), elements)
+
+
+def trained_kinds(run: Run) -> tuple[str, ...]:
+    """Return the models that the stage trains."""
+    return {"sft": (POLICY,), "reward": (VALUE,), "ppo": (POLICY, VALUE)}[run.stage]
+
+
+def model_bytes(bench: Workbench) -> dict[str, int]:
+    """Return what the weights of each model take on one device, by the model's name."""
+    run, found = bench.run, {}
+    names = {POLICY: "policy", VALUE: "value model" if run.stage == "ppo" else "reward model"}
+    if run.style.lora is not None:
+        found["frozen base"] = bench.weights(POLICY, part=BASE)[FROZEN]
+        names = {kind: f"{name}'s adapter" for kind, name in names.items()}
+    for kind in trained_kinds(run):
+        found[names[kind]] = bench.weights(kind)[TRAINED]
+    if run.stage == "ppo" and run.style.lora is None:
+        found["reference"] = bench.weights(REFERENCE)[FROZEN]
+    if run.scoring.kind == "model":
+        found["reward model"] = bench.weights(REWARD)[FROZEN]
+    elif run.scoring.kind == "adapter":
+        found["reward model's adapter"] = bench.weights(VALUE)[TRAINED]
+    return {name: -(-size // run.sharded) for name, size in found.items()}
+
+
+def trained_bytes(bench: Workbench) -> int:
+    """Return the bytes of all trained weights, not sharded: those of a full set of gradients."""
+    return sum(bench.weights(kind)[TRAINED] for kind in trained_kinds(bench.run))
 
 
 def optimizer_bytes(bench: Workbench) -> int:

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from rlhf_lightning.memory.advice import Suggestion, suggestions, together
 from rlhf_lightning.memory.phases import Plan, plan
 from rlhf_lightning.memory.run import Run
-from rlhf_lightning.memory.sizes import GIB, MIB
+from rlhf_lightning.memory.sizes import GIB
 
-# A process that has imported torch, lightning, transformers and this package, and has trained
-# nothing: measured on Linux.
-CPU_RUNTIME = 483 * MIB
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
 
@@ -48,7 +45,8 @@ class Report:
         models: weights, by model.
         phases: part -> bytes of each phase, at its peak.
         peak_phase: the phase that takes most.
-        runtime: what a process takes before it holds a tensor.
+        runtime: what a process takes on a GPU before it holds a tensor; 0 on a CPU, where
+            tensors alone are counted.
         total: of the peak, runtime included.
         fits: whether `total` is within `device_memory`.
         choices: what would change it, the least intrusive first.
@@ -74,7 +72,7 @@ class Report:
 def make_report(run: Run, device_memory: int | None, notes: Sequence[str]) -> Report:
     """Return the report of `run` on devices of `device_memory` bytes."""
     planned = plan(run)
-    runtime = CPU_RUNTIME if run.device == "cpu" else CUDA_RUNTIME
+    runtime = 0 if run.device == "cpu" else CUDA_RUNTIME
     budget = None if device_memory is None else device_memory - runtime
     total = planned.peak.total + runtime
     found = suggestions(run, planned, budget)

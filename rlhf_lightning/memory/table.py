@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_lightning.memory import phases
-from rlhf_lightning.memory.process import KEPT, PROCESS
 from rlhf_lightning.memory.report import Choice, Report
 from rlhf_lightning.memory.sharding import GATHERED
 from rlhf_lightning.memory.sizes import gib, readable
@@ -28,9 +27,13 @@ PARTS = {
     CACHE: "KV cache",
     phases.ROLLOUT: "rollout",
     phases.STEP: "temporaries of the step",
-    PROCESS: "tokenizer, records, kernels",
-    KEPT: "freed, kept by the C library",
 }
+
+
+ON_A_CPU = (
+    "counted are tensors: a process on a CPU also holds what it imports, and freed memory that the "
+    "C library keeps (docs/memory.md)"
+)
 
 
 def print_report(report: Report, *, title: str, console: Console | None = None) -> None:
@@ -44,7 +47,7 @@ def print_report(report: Report, *, title: str, console: Console | None = None) 
     for note in report.notes:
         console.print(Text(f"assumed: {note}", style="dim"))
     if report.device == "cpu":
-        console.print(Text("how far plans were from measured peaks: docs/memory.md", style="dim"))
+        console.print(Text(ON_A_CPU, style="dim"))
 
 
 def _about(report: Report, title: str) -> Panel:
@@ -70,8 +73,8 @@ def _parts(report: Report) -> Table:
             for model, size in report.models.items():
                 cells = [Text(gib(size), style="dim")] + [Text("")] * (len(rows) - 1)
                 table.add_row(Text(f"  {model}", style="dim"), *cells)
-    what = "imports" if report.device == "cpu" else "CUDA context"
-    table.add_row(f"runtime ({what})", *[gib(report.runtime)] * len(rows))
+    if report.runtime:
+        table.add_row("runtime (CUDA context)", *[gib(report.runtime)] * len(rows))
     totals = {name: sum(row.values()) + report.runtime for name, row in report.phases.items()}
     table.add_section()
     cells = [
@@ -89,7 +92,9 @@ def _cell(size: int) -> str:
 
 
 def _verdict(report: Report) -> Text:
-    where = f"{report.peak_phase} takes {readable(report.total)} on each device"
+    what = "tensors of " if report.device == "cpu" else ""
+    verb = "take" if what else "takes"
+    where = f"{what}{report.peak_phase} {verb} {readable(report.total)} on each device"
     if report.device_memory is None:
         return Text(f"\n{where}. Say what a device has with plan.device_memory=80GiB.")
     has = readable(report.device_memory)

@@ -176,7 +176,6 @@ def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Ite
 
     def begin(index: int) -> None:
         if not backward:
-            tracker.mark("forward", index)
             tracker.enter(f"layer {_place(index, len(layers))}")
 
     def end(index: int, output: Any) -> None:
@@ -186,13 +185,11 @@ def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Ite
         if hidden.requires_grad:
             hidden.register_hook(lambda _: gradient(index))
         if index + 1 == len(layers):
-            tracker.mark("head")
             tracker.enter("head", HEAD)
 
     def gradient(index: int) -> None:
         nonlocal backward
         backward = True
-        tracker.mark("backward", index)
         tracker.enter(f"backward of layer {_place(index, len(layers))}")
 
     handles = []

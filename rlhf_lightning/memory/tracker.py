@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,6 @@ HEAD = "logits"
 CACHE = "KV cache"
 
 Bytes = Mapping[str, int]  # category -> bytes
-# In a log: an operation leaves a node in autograd's graph; a tensor is freed.
-NODE, FREED = -1, -2
-
-
-class Place(NamedTuple):
-    """A piece of a block of work: a layer's forward or backward, or what is around the layers."""
-
-    block: str
-    name: str
-    layer: int | None = None
 
 
 class Tracker(TorchDispatchMode):
@@ -50,15 +40,8 @@ class Tracker(TorchDispatchMode):
         self.peaks: dict[str, dict[str, int]] = {}
         self.segment = "all"
         self.default = ACTIVATIONS
-        # Size and number of what was allocated, NODE, and FREED and the number of what was freed.
-        self.log: list[tuple[int, int]] = []
-        self.block = ""
-        self.marks: list[tuple[int, Place]] = []  # position in the log, and what begins there
-        self.graph = False  # autograd keeps a node of every operation
         self.before_peak: Callable[[], None] = lambda: None
         self._known: dict[int, tuple[str, int]] = {}
-        self._order: dict[int, int] = {}
-        self._allocated = 0
         self._weights: set[int] = set()
         self._ignored: set[int] = set()
         for tensor in () if weights is None else (*weights.parameters(), *weights.buffers()):
@@ -67,8 +50,6 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and count what it allocates."""
-        if self.graph and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            self.log.append((NODE, -1))
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -85,9 +66,6 @@ class Tracker(TorchDispatchMode):
         self._known[key] = (category, size)
         weakref.finalize(storage, self._free, key).atexit = False
         self.live[category] += size
-        self._order[key] = self._allocated
-        self.log.append((size, self._allocated))
-        self._allocated += 1
         self._note_peak()
 
     def relabel(self, tensor: Tensor, category: str) -> None:
@@ -111,10 +89,6 @@ class Tracker(TorchDispatchMode):
         self.segment, self.default = segment, default
         self._note_peak()
 
-    def mark(self, name: str, layer: int | None = None) -> None:
-        """Note in the log that a piece of work begins."""
-        self.marks.append((len(self.log), Place(self.block, name, layer)))
-
     def _category(self, func: Any, args: Any) -> str:
         copies = func is torch.ops.aten._to_copy.default
         if copies and args and isinstance(args[0], Tensor) and _key(args[0]) in self._weights:
@@ -131,7 +105,6 @@ class Tracker(TorchDispatchMode):
         if key in self._known:
             category, size = self._known.pop(key)
             self.live[category] -= size
-            self.log.append((FREED, self._order.pop(key)))
 
 
 def _key(tensor: Tensor) -> int:

@@ -10,7 +10,6 @@ from rlhf_lightning import plan
 from rlhf_lightning.composition import ConfigError, check_hparams, register
 from rlhf_lightning.memory import phases
 from rlhf_lightning.memory.phases import OPTIMIZER, WEIGHTS, Plan
-from rlhf_lightning.memory.process import KEPT, PROCESS
 from rlhf_lightning.plan_request import read_run
 
 GIB = 2**30
@@ -27,10 +26,6 @@ SHORT = ("data.max_prompt_length=32", "module.sampling.max_new_tokens=32")  # fe
 def plan_of(*overrides: str) -> Plan:
     """Return what a run takes, without what would make it fit."""
     return phases.plan(read_run(*plan.compose_run(list(overrides))).run)
-
-
-def tensors(planned: Plan) -> int:
-    return sum(n for part, n in planned.peak.parts.items() if part not in (PROCESS, KEPT))
 
 
 def as_json(capsys, monkeypatch, *overrides: str) -> dict:
@@ -53,7 +48,7 @@ def test_whole_models_take_more_than_adapters():
     lora = plan_of("+experiment=ppo_smollm2_135m_lora", "plan.device=cuda", *SHORT)
     full = plan_of("+experiment=ppo_smollm2_135m", "plan.device=cuda", *SHORT)
     # 16 bytes a weight of policy and value model, the latter without a head.
-    assert tensors(full) - tensors(lora) > 0.8 * 16 * 2 * 106e6
+    assert full.peak.total - lora.peak.total > 0.8 * 16 * 2 * 106e6
 
 
 def test_devices_are_planned_in_the_groups_that_share_a_copy():
@@ -68,10 +63,7 @@ def test_devices_are_planned_in_the_groups_that_share_a_copy():
 def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it_does():
     small = ["+experiment=ppo", "plan.device=cpu"]  # the built-in world's models
     after, during = (
-        phases.plan(
-            read_run(*plan.compose_run([*small, f"evaluation.every_n_iterations={n}"])).run,
-            kept=1.0,
-        )
+        phases.plan(read_run(*plan.compose_run([*small, f"evaluation.every_n_iterations={n}"])).run)
         for n in ("null", 5)
     )
     assert after.optimizer == during.optimizer > 0

@@ -1,8 +1,7 @@
 """Plans held against the peaks of real runs: the command line, watched from outside.
 
-Fast: one small model. Slow: SFT, reward model and PPO, full and LoRA, fp32 and bf16, on
-SmolLM2-135M-Instruct, taken from RLHF_SMOLLM2 or the cache in the home folder. With CUDA: the same
-on random weights.
+On a CPU one small model: a plan counts tensors, a process holds more. With CUDA: SFT, reward model
+and PPO, full and LoRA, fp32 and bf16, on random weights.
 """
 
 from __future__ import annotations
@@ -44,26 +43,11 @@ def test_what_is_watched_is_what_a_process_held(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_small_run_holds_what_its_plan_says(tmp_path):
+def test_a_small_run_holds_little_beside_the_tensors_of_its_plan(tmp_path):
     options = ("--quick", "--stages", "sft", "--kinds", "full", "--precisions", "fp32")
     (row,) = measured(tmp_path, *options).values()
     # A model of 0.02M weights: tokenizer, records and configuration, and almost no tensors.
-    assert abs(row["measured"] - row["planned"]) < 64 * MIB
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(
-    not (FOLDER / "model.safetensors").is_file(),
-    reason=f"SmolLM2-135M-Instruct is not in {FOLDER}: set RLHF_SMOLLM2 to its folder",
-)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", peak_memory.KINDS)
-@pytest.mark.parametrize("stage", peak_memory.STAGES)
-def test_a_run_on_a_real_model_peaks_where_its_plan_says(tmp_path, stage, kind, precision):
-    options = ("--stages", stage, "--kinds", kind, "--precisions", precision)
-    (row,) = measured(tmp_path, "--model", str(FOLDER), *options).values()
-    assert abs(row["error"]) <= 0.15
+    assert 0 < row["planned"] < row["measured"] < row["planned"] + 128 * MIB
 
 
 @pytest.mark.gpu
