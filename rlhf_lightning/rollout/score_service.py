@@ -142,6 +142,8 @@ class RewardService:
                 connection.request("POST", self._path(), payload, self._headers())
                 response = connection.getresponse()
                 body = response.read(MOST_BYTES + 1)
+                if response.length and len(body) <= MOST_BYTES:  # a read of so many says nothing
+                    raise http.client.IncompleteRead(body, response.length)
                 answer = _Answer(response.status, _seconds(response.headers["Retry-After"]), body)
             finally:
                 timer.cancel()

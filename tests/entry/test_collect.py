@@ -135,7 +135,9 @@ def test_the_reward_stage_trains_on_the_records_and_reports_their_ceiling(
     metrics = json.loads((made.path / "summary.json").read_text())["metrics"]
     assert metrics["val/label_ceiling"] == figures["label_ceiling"]
     held_out = [json.loads(x) for x in (records / "validation.jsonl").read_text().splitlines()]
-    by_domain = {row["domain"]: metrics[f"val/num_pairs_{row['domain']}"] for row in held_out}
+    by_domain = {
+        row["domain"]: metrics[f"val/num_pairs/domain/{row['domain']}"] for row in held_out
+    }
     assert sum(by_domain.values()) == figures["records"]["validation"]["kept"] == len(held_out)
     assert 0.0 <= metrics["val/accuracy"] <= 1.0
 

@@ -35,7 +35,7 @@ ILL = (
     "doctor.actions.max_rollbacks=2",
     "callbacks.checkpoint.keep_last=1",
 )
-BEST, STOPPED = 2, 5
+BEST, STOPPED = 1, 4
 
 
 def stopped(folder: Path, start: Path) -> tuple[RunFolder, str]:

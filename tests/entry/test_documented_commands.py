@@ -35,7 +35,7 @@ OURS = re.compile(r"-m rlhf_lightning\.(\w+)(.*)|^rlhf-(\w+)(.*)")
 PROGRAMS = re.compile(r"(make|pytest|torchrun|srun|wandb|hf|pip|\S*python|/usr/bin/time|rlhf-\w+) ")
 # Behind a program two spaces line a column up; a word there is meant as a comment.
 SET_APART = re.compile(r" {2,}([^\s#+$-].*)")
-TAKES_A_WORD = ("--cfg", "--to", "--push-to-hub")
+TAKES_A_WORD = ("--cfg", "--to", "--push-to-hub", "--dtype")
 TAKES_FOLDERS = ("report", "export")
 BUILT_IN = ("sft", "reward", "ppo")
 

@@ -113,7 +113,7 @@ def test_candidates_that_were_dropped_are_told_with_what_to_change(
 ) -> None:
     said: list[str] = []
     strict = LabHparams(num_pairs=50, keep_unfinished=False)
-    sampling = replace(lab.sampling, max_new_tokens=24)
+    sampling = replace(lab.sampling, max_new_tokens=48)
     try:
         collection = replace(lab, hparams=strict, sampling=sampling, say=said.append).run(PROMPTS)
     except ValueError as error:
@@ -124,7 +124,7 @@ def test_candidates_that_were_dropped_are_told_with_what_to_change(
     assert said[0].startswith(f"{usable} of 120 candidates can be compared (dropped: ")
     assert f"{cut_off} cut off at max_new_tokens" in said[0]
     assert " pairs instead of lab.num_pairs=50" in said[1]
-    assert "raise candidates.max_new_tokens=24" in said[1]
+    assert "raise candidates.max_new_tokens=48" in said[1]
     assert "lab.keep_unfinished=true" in said[1]
     metrics = flat_metrics(write_collection(tmp_path / "data", collection, strict))
     assert metrics["collect/num_candidates"] == 120
