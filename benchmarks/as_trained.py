@@ -1,5 +1,5 @@
 """Importing this, before torch, sets the process up as `rlhf_lightning.train` does."""
 
-from rlhf_lightning.process_settings import prepare_process
+from rlhf_lightning.distributed.process import prepare_process
 
 prepare_process()

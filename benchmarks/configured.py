@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from benchmarks.worker import Task
-from rlhf_lightning.composition import conf_dir, register
+from rlhf_lightning.app.config.compose import conf_dir, register
 
 PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed"}
 

@@ -29,9 +29,9 @@ STAGES, KINDS = ("sft", "reward", "ppo"), ("full", "lora")
 # What a run has imported by the time it loads its model.
 IMPORTS = (
     "lightning, transformers.models.llama.modeling_llama, rlhf_lightning.train, "
-    "rlhf_lightning.assembly, rlhf_lightning.finish, rlhf_lightning.modules.ppo, "
-    "rlhf_lightning.data.datamodules, rlhf_lightning.rollout.generate, "
-    "rlhf_lightning.rollout.score_adapter, rlhf_lightning.callbacks.console, "
+    "rlhf_lightning.app.build, rlhf_lightning.app.finalize, rlhf_lightning.modules.ppo, "
+    "rlhf_lightning.data.datamodules, rlhf_lightning.rollout.generators.base, "
+    "rlhf_lightning.rollout.scorers.adapter, rlhf_lightning.callbacks.console, "
     "rlhf_lightning.callbacks.wandb_logger, rlhf_lightning.reports.page"
 )
 # Words of an answer, each one token: with its prompt cut to fit, every row is as long as it may be.

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf_lightning.composition import HPARAMS, conf_dir  # noqa: E402
+from rlhf_lightning.app.config.compose import HPARAMS, conf_dir  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 WHERE = {

@@ -30,7 +30,7 @@ from rlhf_lightning.functional.sequences import position_ids
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import ResponseRows, response_statistics, response_values
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 
 torch.manual_seed(0)

@@ -23,7 +23,7 @@ from small_world import train_ppo, train_sft
 
 from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.runs.folder import read_metrics, read_samples
-from rlhf_lightning.runs.quantities import bands, quantity
+from rlhf_lightning.runs.metric_catalog import bands, quantity
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
 

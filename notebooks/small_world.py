@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from hydra import compose, initialize_config_dir
 
-from rlhf_lightning.composition import conf_dir, register
+from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.runs.folder import RunFolder
@@ -150,7 +150,7 @@ def train_ppo(name: str, *overrides: str, reward: str = "score") -> RunFolder:
 
 def _run(folder: RunFolder, *overrides: str) -> None:
     """What `python -m rlhf_lightning.train` does with these arguments, without its screens."""
-    from rlhf_lightning.train import run
+    from rlhf_lightning.app.train import run
 
     register()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):

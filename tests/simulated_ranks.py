@@ -1,7 +1,7 @@
-"""Several ranks as threads of one process, for what `distributed.py` sums over ranks.
+"""Several ranks as threads of one process, for what `distributed/collectives.py` sums over ranks.
 
-It takes the place of `torch.distributed` inside `rlhf_lightning.distributed`, so the code under
-test is the real one. Every rank must reduce equally often, or the run fails.
+It takes the place of `torch.distributed` inside `rlhf_lightning.distributed.collectives`, so the
+code under test is the real one. Every rank must reduce equally often, or the run fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from rlhf_lightning import distributed
+from rlhf_lightning.distributed import collectives as distributed
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 30

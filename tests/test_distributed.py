@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_lightning import distributed
-from rlhf_lightning.distributed import (
+from rlhf_lightning.distributed import collectives as distributed
+from rlhf_lightning.distributed.collectives import (
     accumulating,
     agreed_max,
     average_gradients,

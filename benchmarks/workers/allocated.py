@@ -14,7 +14,7 @@ def main() -> None:
     """Train, and write the most bytes that tensors and cuBLAS's workspaces took on the GPU."""
     result, *overrides = sys.argv[1:]
     sys.argv = ["rlhf_lightning.train", *overrides]
-    from rlhf_lightning import train
+    from rlhf_lightning.app import train
 
     train.main()
     import torch

@@ -26,7 +26,7 @@ from benchmarks.shapes import EOS, PAD, spread, token_rows
 from benchmarks.worker import Stopwatch, Task, worker_main
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.rollout.generate import Generator
+from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 
 STOP = 0  # the first word of the vocabulary: a uniform number of 0 always samples it

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.worker import Stopwatch, Task, memory_bytes, reset_peak, worker_main
+from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, hidden_states
-from rlhf_lightning.process_settings import prepare_process
 
 
 def run(task: Task) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
-from rlhf_lightning.modules.resuming import say_changed
+from rlhf_lightning.modules.checkpoint_state import say_changed
 
 logger = logging.getLogger(__name__)
 

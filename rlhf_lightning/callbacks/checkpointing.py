@@ -12,13 +12,18 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from signal import SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any, Literal, cast
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from rlhf_lightning.callbacks.checkpoint_io import silence_resume_warnings
 from rlhf_lightning.callbacks.iterations import (
     VALIDATION,
     current_iteration,
@@ -26,10 +31,118 @@ from rlhf_lightning.callbacks.iterations import (
     last_iteration,
     validation_follows,
 )
-from rlhf_lightning.callbacks.stop_requests import Request, StopRequests
-from rlhf_lightning.runs.atomic import link_atomically, remove
+from rlhf_lightning.distributed.checkpoint import read_full
+from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.runs.atomic import link_atomically, remove, replacing
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
-from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock, deadline
+from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock, SignalWatch, deadline
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Write a checkpoint file in one step, read back and on disk before it takes its name.
+
+    It reads sharded checkpoints too, so that a run goes on under another strategy.
+
+    Lightning pickles into memory and then moves a file from `$TMPDIR`; across filesystems that
+    is a plain copy, and a kill destroys the former file too. Only rank 0 comes here.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write `checkpoint` to `path`, or leave there what was there before.
+
+        Raises:
+            OSError: if what was written cannot be read back.
+        """
+        del storage_options
+        with replacing(Path(path)) as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            if problem := checkpoint_problem(file.name):
+                raise OSError(f"the checkpoint {path} cannot be read back: {problem}")
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return the checkpoint; it is read as data, whatever is asked for."""
+        del weights_only
+        if Path(path).is_dir():
+            return read_full(Path(path))
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only=True)
+        return checkpoint
+
+
+def silence_resume_warnings() -> None:
+    """Silence what Lightning says about resuming and does not apply: the sampler is resumable."""
+    for message in (
+        ".*your dataloader is not resumable.*",
+        ".*that ended before the epoch ended.*",
+        ".*callbacks used when creating the checkpoint.*",
+        ".*dirpath has changed from.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+# The larger, the more it asks for; what one rank says is done by all.
+_SAVE, _DEADLINE, _USR1, _USR2, _TERM = 1, 2, 3, 4, 5
+_SIGNALS = {SIGUSR1: _USR1, SIGUSR2: _USR2, SIGTERM: _TERM}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was agreed on at the end of an iteration.
+
+    Args:
+        save: save now, besides what is due.
+        stop: why to stop once it is saved; None to go on.
+    """
+
+    save: bool = False
+    stop: str | None = None
+
+
+class StopRequests:
+    """Signals, minutes and a deadline, asked at the end of each iteration.
+
+    Args:
+        clock: of minutes and deadline.
+    """
+
+    def __init__(self, clock: SaveClock) -> None:
+        self.clock = clock
+        self.signals = SignalWatch()
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self.clock.start()
+        self.signals.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self.signals.stop()
+
+    def agreed(self, trainer: Trainer) -> Request:
+        """Return what at least one rank asks for; every rank calls it equally often."""
+        code = agreed_max(self._own(), trainer.strategy.root_device)
+        if code <= _SAVE:
+            return Request(save=code == _SAVE)
+        if code == _DEADLINE and self.clock.deadline is not None:
+            moment = datetime.fromtimestamp(self.clock.deadline).isoformat(" ", "seconds")
+            return Request(save=True, stop=f"another iteration could last beyond {moment}")
+        names = {value: number.name for number, value in _SIGNALS.items()}
+        return Request(save=True, stop=names[code])
+
+    def _own(self) -> int:
+        if self.signals.received is not None:
+            return _SIGNALS[self.signals.received]
+        if self.clock.must_stop():
+            return _DEADLINE
+        return _SAVE if self.clock.save_is_due() else 0
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
+from rlhf_lightning.evaluation.generate import side_by_side
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideAnswers
-from rlhf_lightning.evaluation.policy import side_by_side
 
 NUM_SAMPLES = 8  # of the table in W&B
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from rlhf_lightning.distributed import check_same_on_all_ranks
+from rlhf_lightning.distributed.collectives import check_same_on_all_ranks
 
 
 class SameConfiguration(Callback):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from rlhf_lightning.data.dialogues import ANSWER_MARK, is_transcript
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.records import ROLES, Messages, Text
+from rlhf_lightning.data.sources.dialogues import ANSWER_MARK, is_transcript
 
 ANSWER_ROLES = ("assistant", "tool")
 

@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
 from rlhf_lightning.data.encode import OverLong
-from rlhf_lightning.data.joined import JoinedSource
-from rlhf_lightning.data.lab_folder import PreferenceFolder
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.data.sources import RecordSource
+from rlhf_lightning.data.sources.base import JoinedSource, PreferenceFolder, RecordSource
 
 
 class SFTDataModule(RecordDataModule):

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_lightning.data.files import is_data_file, split_files
 from rlhf_lightning.data.records import RecordKind
-from rlhf_lightning.data.sources import FileSource, HubSource, RecordSource
+from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource
 
 FILES = "files"
 _CHUNK_BYTES = 1 << 22

@@ -29,7 +29,7 @@ from rlhf_lightning.data.sampler import (
     stream_generator,
     validation_part,
 )
-from rlhf_lightning.data.sources import RecordSource
+from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.summary import DataSummary, render_examples, source_notes, summarize
 
 VALIDATION_BATCH_FACTOR = 2

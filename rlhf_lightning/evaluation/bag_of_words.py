@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Self
 
-from rlhf_lightning.data.labelled_text import LabelledTextSource
+from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
 
 WORD = re.compile(r"\w+(?:['\u2019-]\w+)*|[^\w\s]")
 

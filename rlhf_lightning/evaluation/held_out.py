@@ -16,11 +16,11 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.records import PromptRecord, Text
 from rlhf_lightning.data.tokens import answer_ids
-from rlhf_lightning.evaluation.policy import PolicyAnswers, Sampling, sample_answers
-from rlhf_lightning.evaluation.sides import Judges, measure_sides
+from rlhf_lightning.evaluation.generate import PolicyAnswers, Sampling, sample_answers
+from rlhf_lightning.evaluation.metrics import Judges, measure_sides
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.score import Scorer, make_answers
+from rlhf_lightning.rollout.scorers.base import Scorer, make_answers
 
 logger = logging.getLogger(__name__)
 

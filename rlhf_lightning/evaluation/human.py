@@ -14,13 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
-from rlhf_lightning.evaluation.policy import CONFIDENCE, PolicyAnswers
-from rlhf_lightning.evaluation.reward_check import reward_check
+from rlhf_lightning.evaluation.generate import CONFIDENCE, PolicyAnswers
+from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.evaluation.win_rate import win_rate
 from rlhf_lightning.functional.statistics import wilson_interval
-from rlhf_lightning.preferences.records import Label, Pair, Side
-from rlhf_lightning.preferences.rows import read_records, to_row
-from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.annotation.store import LabelStore
+from rlhf_lightning.preferences.records import Label, Pair, Side, read_records, to_row
 from rlhf_lightning.runs.atomic import write_text
 
 PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.human import meetings
-from rlhf_lightning.evaluation.policy import PolicyAnswers
-from rlhf_lightning.evaluation.sides import rows_of, wins
+from rlhf_lightning.evaluation.metrics import rows_of, wins
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.journal import record_journal
 from rlhf_lightning.preferences.judge import JudgeAnnotator

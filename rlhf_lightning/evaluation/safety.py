@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.evaluation.policy import CONFIDENCE, PolicyAnswers
+from rlhf_lightning.evaluation.generate import CONFIDENCE, PolicyAnswers
 from rlhf_lightning.functional.statistics import wilson_interval
 
 # (prompt, completion) -> whether the completion refuses.

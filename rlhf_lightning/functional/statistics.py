@@ -1,4 +1,4 @@
-"""Two statistics for reports: how good the critic is, and how sure a fraction is."""
+"""Statistics for reports: how good the critic is, how sure a fraction is, whether values vary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.functional.masked import at_least_float32, masked_mean, masked_var
+
+EQUAL_SCORES = 1e-6  # of their size: what fp32 rounding alone makes of equal scores
 
 
 def explained_variance(
@@ -76,3 +78,8 @@ def wilson_interval(successes: float, n: float, *, confidence: float) -> tuple[f
     scale = 1 + z * z / n
     low, high = (centre - half) / scale, (centre + half) / scale
     return min(max(0.0, low), p), max(min(1.0, high), p)  # rounding may pass by p at 0 and 1
+
+
+def all_equal(mean: float, std: float) -> bool:
+    """Return whether values of this mean and standard deviation are one value, but for rounding."""
+    return std <= EQUAL_SCORES * max(1.0, abs(mean))

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.checkpointing import checkpoint_activations
+from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model

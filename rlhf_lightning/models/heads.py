@@ -17,11 +17,11 @@ from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
-from rlhf_lightning.models.attention import use_short_attention
-from rlhf_lightning.models.fused_layer import use_fused_layers
+from rlhf_lightning.models.cpu.attention import use_short_attention
+from rlhf_lightning.models.cpu.llama_layer import use_fused_layers
+from rlhf_lightning.models.cpu.weight_grads import hand_over_product, use_rows_embedding
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing
-from rlhf_lightning.models.weight_gradients import hand_over_product, use_rows_embedding
 
 # Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7. Any number
 # above it would leave a kernel behind, see `kernel_rows`; its multiples are few.

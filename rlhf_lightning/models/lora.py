@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.attention import use_short_attention
-from rlhf_lightning.models.checkpointing import checkpoint_activations
+from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
+from rlhf_lightning.models.cpu.attention import use_short_attention
 from rlhf_lightning.models.heads import (
     PolicyModel,
     ScalarHeadModel,

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
-from rlhf_lightning.modules.resuming import say_changed
+from rlhf_lightning.modules.checkpoint_state import say_changed
 from rlhf_lightning.rollout.collect import RewardShaping
 
 ASKED = "asked"  # in a checkpoint: what the run that wrote it began with

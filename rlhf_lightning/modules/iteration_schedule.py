@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf_lightning.modules.resuming import say_changed
+from rlhf_lightning.modules.checkpoint_state import say_changed
 
 # What is no hyper-parameter: how a step is computed, and what a schedule keeps.
 _NOT_ASKED = frozenset({"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"})

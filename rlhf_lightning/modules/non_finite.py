@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import RolloutBatch, TensorBatch
-from rlhf_lightning.distributed import agreed_max, global_sum, rank
+from rlhf_lightning.distributed.collectives import agreed_max, global_sum, rank
 
 logger = logging.getLogger(__name__)
 

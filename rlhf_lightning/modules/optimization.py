@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from rlhf_lightning.batches import TensorBatch
-from rlhf_lightning.distributed import (
+from rlhf_lightning.distributed.collectives import (
     accumulating,
     agreed_max,
     average_gradients,
@@ -19,9 +19,9 @@ from rlhf_lightning.distributed import (
     global_sum,
     world_size,
 )
+from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.models.rounded_weights import keeping_rounded_weights
 from rlhf_lightning.modules.iteration_schedule import IterationSchedule
 from rlhf_lightning.modules.schedules import Schedule
 

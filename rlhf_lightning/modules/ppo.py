@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
-from rlhf_lightning.distributed import global_sum, shard, unsharded, world_size
+from rlhf_lightning.distributed.collectives import global_sum, shard, unsharded, world_size
 from rlhf_lightning.functional.kl import kl_k2
 from rlhf_lightning.functional.losses import clipped_value_loss, ppo_policy_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
-from rlhf_lightning.models.arrangements import PPOModels
 from rlhf_lightning.models.forward import micro_batches, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.models.release import release_freed_memory
+from rlhf_lightning.models.ppo_models import PPOModels
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
 from rlhf_lightning.modules.controls import Controls
-from rlhf_lightning.modules.measures import Gaps, RunningMeans, ratio_counts, rollout_measures
+from rlhf_lightning.modules.metrics import Gaps, RunningMeans, ratio_counts, rollout_measures
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, broken_rollout, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
@@ -37,13 +38,12 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.resuming import Stateful, load_states, save_states
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
-from rlhf_lightning.rollout.generate import Generator
+from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.score import Scorer
+from rlhf_lightning.rollout.scorers.base import Scorer
 
 
 class PPOModule(L.LightningModule):

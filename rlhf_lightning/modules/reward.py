@@ -16,14 +16,15 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import BinaryCalibrationError
 
 from rlhf_lightning.batches import PreferenceBatch
-from rlhf_lightning.distributed import global_sum, shard
+from rlhf_lightning.distributed.collectives import global_sum, shard
 from rlhf_lightning.functional.losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import RewardHparams
 from rlhf_lightning.models.forward import micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.models.release import release_freed_memory
-from rlhf_lightning.modules.measures import Gaps
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules.checkpoint_state import load_states, save_states
+from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
@@ -32,7 +33,6 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.resuming import load_states, save_states
 from rlhf_lightning.modules.schedules import Schedule
 
 CONFIDENCE = 0.95

@@ -15,13 +15,14 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from rlhf_lightning.batches import SFTBatch
-from rlhf_lightning.distributed import global_sum, shard
+from rlhf_lightning.distributed.collectives import global_sum, shard
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.hparams import SFTHparams
 from rlhf_lightning.models.forward import micro_batches, pack_right
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.models.release import release_freed_memory
-from rlhf_lightning.modules.measures import Gaps
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules.checkpoint_state import load_states, save_states
+from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
@@ -30,7 +31,6 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.resuming import load_states, save_states
 from rlhf_lightning.modules.schedules import Schedule
 
 

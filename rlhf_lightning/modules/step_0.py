@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import RolloutBatch
-from rlhf_lightning.distributed import global_sum
+from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.modules.optimization import Measured
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from rlhf_lightning.data.records import Text
 from rlhf_lightning.preferences.agreement import THREE, collect_votes
 from rlhf_lightning.preferences.ceiling import Tally, tally_votes
-from rlhf_lightning.preferences.rater_quality import dawid_skene
+from rlhf_lightning.preferences.dawid_skene import dawid_skene
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 
 Method = Literal["people_first", "majority", "dawid_skene"]

@@ -30,7 +30,7 @@ from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.score import make_answers
+from rlhf_lightning.rollout.scorers.base import make_answers
 
 EMPTY = "empty"
 UNFINISHED = "cut off at max_new_tokens"

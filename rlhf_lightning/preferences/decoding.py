@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.hparams import Checked, number
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlhf_lightning.data.errors import Location
-from rlhf_lightning.preferences.records import LabRecord
-from rlhf_lightning.preferences.rows import RecordT, from_row, to_row
+from rlhf_lightning.preferences.records import LabRecord, RecordT, from_row, to_row
 from rlhf_lightning.runs.atomic import naming_full_disk, sync_folder, write_text
 
 ItemT = TypeVar("ItemT")

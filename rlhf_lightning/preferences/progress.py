@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from rlhf_lightning.runs.quantities import duration
+from rlhf_lightning.runs.metric_catalog import duration
 
 
 class WorkProgress:

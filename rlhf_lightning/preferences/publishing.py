@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.data.lab_folder import RELIABILITY
+from rlhf_lightning.data.sources.base import RELIABILITY
 from rlhf_lightning.preferences.aggregate import Verdict, aggregate, left_out, preference_row
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import Gold
+from rlhf_lightning.preferences.collection import Collection, LabHparams
 from rlhf_lightning.preferences.journal import write_rows
-from rlhf_lightning.preferences.lab import Collection, LabHparams
 from rlhf_lightning.preferences.records import Pair, readable
 from rlhf_lightning.preferences.reliability import (
     agreement_with_truth,

@@ -24,7 +24,7 @@ from rlhf_lightning.preferences.ceiling import (
     expected_correct,
     tally_votes,
 )
-from rlhf_lightning.preferences.rater_quality import dawid_skene
+from rlhf_lightning.preferences.dawid_skene import dawid_skene
 from rlhf_lightning.preferences.records import Label, Pair
 
 Judged = Mapping[str, str]

@@ -126,7 +126,9 @@ class CallableRule:
     def _found(self) -> Callable[[str, str], Any]:
         if not isinstance(self.function, str):
             return self.function
-        from rlhf_lightning.rollout.score import load_function  # torch: only those who ask pay
+        from rlhf_lightning.rollout.scorers.base import (
+            load_function,  # torch: only those who ask pay
+        )
 
         return load_function(self.function)
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_lightning.reports.markup import text
-from rlhf_lightning.runs.quantities import number, percent
+from rlhf_lightning.reports.html import text
+from rlhf_lightning.runs.metric_catalog import number, percent
 
 WIDTH, HEIGHT = 360, 196
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24

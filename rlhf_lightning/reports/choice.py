@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlhf_lightning.reports.several import COST, Run, with_effect
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.quantities import QUANTITIES, number, percent
+from rlhf_lightning.runs.metric_catalog import QUANTITIES, number, percent
 
 # What a setting may be chosen by: never gold, which training must not see. True: more is better.
 OBJECTIVES: dict[str, tuple[str, bool]] = {

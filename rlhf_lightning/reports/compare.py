@@ -11,13 +11,13 @@ from rlhf_lightning.reports.charts import NUM_COLOURS, Series, line_chart
 from rlhf_lightning.reports.choice import Choice, choose
 from rlhf_lightning.reports.curves import FIRST
 from rlhf_lightning.reports.frontier import frontier_chart, parallel_chart
-from rlhf_lightning.reports.markup import text
+from rlhf_lightning.reports.html import text
 from rlhf_lightning.reports.page import document
 from rlhf_lightning.reports.samples import answer, figures
 from rlhf_lightning.reports.several import Run, read_runs
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import ITERATION, RunFolder
-from rlhf_lightning.runs.quantities import duration, quantity, show
+from rlhf_lightning.runs.metric_catalog import duration, quantity, show
 from rlhf_lightning.runs.verdict import STAGES
 
 COLUMNS = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlhf_lightning.reports.charts import Reference, Series, latest, line_chart
-from rlhf_lightning.reports.markup import text
+from rlhf_lightning.reports.html import text
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.quantities import QUANTITIES, bound_keys, number, percent, quantity
+from rlhf_lightning.runs.metric_catalog import QUANTITIES, bound_keys, number, percent, quantity
 
 Rows = Sequence[Mapping[str, float]]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhf_lightning.reports.charts import NUM_COLOURS, Point, nice_ticks
-from rlhf_lightning.reports.markup import text
+from rlhf_lightning.reports.html import text
 from rlhf_lightning.reports.several import COST, Run, with_effect
-from rlhf_lightning.runs.quantities import number, percent, quantity
+from rlhf_lightning.runs.metric_catalog import number, percent, quantity
 
 _WIDTH, _HEIGHT = 400, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 16, 40

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rlhf_lightning.reports.charts import Point, Series, line_chart
-from rlhf_lightning.reports.markup import text
-from rlhf_lightning.runs.quantities import bound_keys, part_key, percent
+from rlhf_lightning.reports.html import text
+from rlhf_lightning.runs.metric_catalog import bound_keys, part_key, percent
 
 Metrics = Mapping[str, float | None]
 Rows = Sequence[Mapping[str, float]]

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_lightning.reports.curves import curves_section
-from rlhf_lightning.reports.doctor import doctor_section
-from rlhf_lightning.reports.markup import text
+from rlhf_lightning.reports.html import text
 from rlhf_lightning.reports.outcome import domains_section, overoptimization_section
 from rlhf_lightning.reports.rounds import rounds_section
 from rlhf_lightning.reports.samples import samples_section
-from rlhf_lightning.reports.sections import settings_section, times_section, verdict_section
+from rlhf_lightning.reports.sections import (
+    doctor_section,
+    settings_section,
+    times_section,
+    verdict_section,
+)
 from rlhf_lightning.reports.style import STYLE
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import read_events

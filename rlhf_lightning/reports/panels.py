@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_lightning.runs.quantities import QUANTITIES, number, percent
+from rlhf_lightning.runs.metric_catalog import QUANTITIES, number, percent
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rlhf_lightning.reports.markup import text
+from rlhf_lightning.reports.html import text
 from rlhf_lightning.reports.outcome import rate_bar
-from rlhf_lightning.runs.quantities import number, percent
+from rlhf_lightning.runs.metric_catalog import number, percent
 
 Metrics = Mapping[str, float | None]
 

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
-from rlhf_lightning.distributed import agreed_max, gathered, global_moments, rank
+from rlhf_lightning.distributed.collectives import agreed_max, gathered, global_moments, rank
 from rlhf_lightning.functional.advantages import compute_gae
 from rlhf_lightning.functional.diversity import novel_ngram_shares
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
+from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.models.release import release_freed_memory
-from rlhf_lightning.models.rounded_weights import keeping_rounded_weights
-from rlhf_lightning.rollout.generate import Generator
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
+from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
 
 Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 

@@ -12,7 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf_lightning.composition import conf_dir, register
+from rlhf_lightning.app.config.compose import conf_dir, register
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

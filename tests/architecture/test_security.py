@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_lightning"
 # It defines an unpickler that builds a short list of classes and nothing else.
-UNPICKLER = "rlhf_lightning/runs/checkpoint_files.py"
+UNPICKLER = "rlhf_lightning/runs/resume.py"
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 EVALUATING = {"eval", "exec", "compile", "__import__"}
 

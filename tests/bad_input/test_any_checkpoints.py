@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_lightning.runs.checkpoint_files import CheckpointError, check_checkpoint, read_checkpoint
+from rlhf_lightning.runs.resume import CheckpointError, check_checkpoint, read_checkpoint
 from tests.bad_input.examples import examples
 from tests.bad_input.test_any_records import DAMAGE, damaged
 from tests.bad_input.test_untrusted_checkpoints import sharded

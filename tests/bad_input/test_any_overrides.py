@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from rlhf_lightning.composition import ConfigError, conf_dir, register
-from rlhf_lightning.override_errors import COMPOSE_ERRORS, explain
-from rlhf_lightning.trial_build import check_run
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.validate import check_run
 from tests.bad_input.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

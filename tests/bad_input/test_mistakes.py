@@ -13,9 +13,9 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, flag_override
 
-from rlhf_lightning import prerequisites, train
-from rlhf_lightning.command_line import fail
-from rlhf_lightning.composition import conf_dir, register
+from rlhf_lightning.app import prerequisites, train
+from rlhf_lightning.app.command_line import fail
+from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.runs.folder import RunFolder
 from tests.bad_input.mistakes import COMPOSITION, FORMS, MISTAKES, VALUES, Mistake
 

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
-from rlhf_lightning.composition import (
+from rlhf_lightning.app.config.compose import (
     ConfigError,
     check_built,
     check_config,
@@ -17,7 +17,7 @@ from rlhf_lightning.composition import (
     conf_dir,
     register,
 )
-from rlhf_lightning.targets import TargetError, check_targets, resolve
+from rlhf_lightning.app.config.targets import TargetError, check_targets, resolve
 
 NASTY = [
     "os.system",
@@ -33,26 +33,26 @@ NASTY = [
     "hydra.utils.instantiate",
     "hydra.utils.get_static_method",
     # What a module of ours imported.
-    "rlhf_lightning.train.os.system",
-    "rlhf_lightning.data.row_source.logging.os.system",
-    "rlhf_lightning.rollout.score.importlib.import_module",
+    "rlhf_lightning.app.train.os.system",
+    "rlhf_lightning.data.sources.rows.logging.os.system",
+    "rlhf_lightning.rollout.scorers.base.importlib.import_module",
     "rlhf_lightning.models.factory.torch.load",
     "rlhf_lightning.models.factory.AutoModelForCausalLM.from_pretrained",
-    "rlhf_lightning.data.sources.Path",
+    "rlhf_lightning.data.sources.base.Path",
     "rlhf_lightning.callbacks.faults.save_file",
     # What writes files, starts processes or talks to others.
     "rlhf_lightning.runs.atomic.write_text",
     "rlhf_lightning.runs.atomic.replace_folder",
     "rlhf_lightning.runs.hub.push_folder",
     "rlhf_lightning.train.main",
-    "rlhf_lightning.prerequisites._train",
-    "rlhf_lightning.export.run",
+    "rlhf_lightning.app.prerequisites._train",
+    "rlhf_lightning.app.export.run",
     # Names that are none, or that walk into the interpreter.
-    "rlhf_lightning.data.sources.FileSource.__init__",
-    "rlhf_lightning.data.sources.FileSource.__init__.__globals__",
-    "rlhf_lightning.data.sources.logger",
-    "rlhf_lightning.data.sources._rows",
-    "rlhf_lightning.data.sources",
+    "rlhf_lightning.data.sources.base.FileSource.__init__",
+    "rlhf_lightning.data.sources.base.FileSource.__init__.__globals__",
+    "rlhf_lightning.data.sources.base.logger",
+    "rlhf_lightning.data.sources.base._rows",
+    "rlhf_lightning.data.sources.base",
     "rlhf_lightning.hparams._typed",
     "rlhf_lightning..data.sources.FileSource",
     "rlhf_lightning/data",
@@ -94,7 +94,7 @@ def test_a_target_that_is_none_is_refused_with_its_place(name):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "name", ["os.system", "rlhf_lightning.data.row_source.logging.os.system", "torch.load"]
+    "name", ["os.system", "rlhf_lightning.data.sources.rows.logging.os.system", "torch.load"]
 )
 def test_every_way_of_naming_a_target_is_seen(name, form):
     with pytest.raises(TargetError, match="is not allowed"):
@@ -104,7 +104,7 @@ def test_every_way_of_naming_a_target_is_seen(name, form):
 @pytest.mark.parametrize(
     "name",
     [
-        "rlhf_lightning.data.sources.FileSource",
+        "rlhf_lightning.data.sources.base.FileSource",
         "rlhf_lightning.data.demo.gold.gold_scores",
         "rlhf_lightning.models.factory.load_policy",
         "torch.optim.AdamW",
@@ -177,7 +177,7 @@ def test_every_scorer_is_allowed(composed, scorer):
             "No module named 'rlhf_lightning.data.sorces'; did you mean sources",
         ),
         (
-            ["world.source._target_=rlhf_lightning.data.sources.FileSauce"],
+            ["world.source._target_=rlhf_lightning.data.sources.base.FileSauce"],
             "no FileSauce there; did you mean FileSource",
         ),
     ],

@@ -18,14 +18,19 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import nn
 
-from rlhf_lightning.export import run as export
-from rlhf_lightning.export_request import ExportError, Request
-from rlhf_lightning.runs.checkpoint_files import CheckpointError, check_checkpoint, read_checkpoint
+from rlhf_lightning.app.export import run as export
+from rlhf_lightning.app.export_settings import ExportError, Request
+from rlhf_lightning.app.train import run
+from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.resume import checksum, config_hash
+from rlhf_lightning.runs.resume import (
+    CheckpointError,
+    check_checkpoint,
+    checksum,
+    config_hash,
+    read_checkpoint,
+)
 from rlhf_lightning.runs.summary import read_summary, write_summary
-from rlhf_lightning.sharded_checkpoint import read_full
-from rlhf_lightning.train import run
 from tests.entry.small_runs import completed, configuration, make_start
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
-from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder
 from tests.modules.tiny_ppo import tiny_module, trainer
 from tests.tiny import EOS, PAD, prompt_rows, tiny_tokenizer

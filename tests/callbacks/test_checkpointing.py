@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
-from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint

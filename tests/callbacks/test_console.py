@@ -9,7 +9,7 @@ from rich.console import Console
 from rlhf_lightning.callbacks.console import ProgressBar, print_start, print_verdict
 from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.quantities import percent
+from rlhf_lightning.runs.metric_catalog import percent
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from tests.callbacks.tiny_run import KilledError, run
 from tests.reports.fake_run import fake_ppo_run

@@ -12,10 +12,10 @@ import torch
 
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.records import Refusals
-from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
-from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
-from rlhf_lightning.evaluation.doctor.treatments import SERIOUS
-from rlhf_lightning.evaluation.stages import score_spread
+from rlhf_lightning.doctor.catalog import ILLNESSES
+from rlhf_lightning.doctor.interventions import SERIOUS
+from rlhf_lightning.doctor.thresholds import ActionSettings, DoctorThresholds
+from rlhf_lightning.evaluation.final_metrics import score_spread
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_lightning.callbacks.doctor.preflight import PreflightError
 from rlhf_lightning.models.precision import round_frozen_weights
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, answers_of
-from rlhf_lightning.evaluation.doctor.measures import measure_answers
+from rlhf_lightning.doctor.metrics import measure_answers
 from rlhf_lightning.rollout.collect import novelty
 from tests.modules.tiny_ppo import ROWS, built, prompts, rollout_of, tiny_module
 from tests.simulated_ranks import SimulatedRanks

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from rlhf_lightning.callbacks.live_table import COURSE_LENGTH, History, course, measures_table
+from rlhf_lightning.callbacks.console import COURSE_LENGTH, History, course, measures_table
 
 
 def shown(history: History, width: int) -> str:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import wandb
 
-from rlhf_lightning.callbacks.wandb_logger import wandb_logger
-from rlhf_lightning.callbacks.wandb_mode import choose_mode, is_logged_in
+from rlhf_lightning.callbacks.wandb_logger import choose_mode, is_logged_in, wandb_logger
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests.callbacks.tiny_run import run
 

@@ -14,8 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
-from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.runs.folder import RunFolder

@@ -6,15 +6,15 @@ from collections import Counter
 
 import pytest
 
-from rlhf_lightning.data.argument_pairs import (
+from rlhf_lightning.data.datamodules import PreferenceDataModule
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.sources.argument_pairs import (
     NO_MAJORITY,
     SAME_TEXT,
     TIE,
     ArgumentPairSource,
     debate,
 )
-from rlhf_lightning.data.datamodules import PreferenceDataModule
-from rlhf_lightning.data.errors import BadRecordError
 from tests.data.argument_files import arguments, pairs, write_arguments
 
 HELD_OUT = ("cats-or-dogs",)

@@ -21,7 +21,7 @@ from rlhf_lightning.data.records import (
     PromptRecord,
     TextRecord,
 )
-from rlhf_lightning.data.sources import FileSource
+from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.tokens import answer_ids, prompt_ids, render_chat
 from rlhf_lightning.models.turn_end import turn_end
 from tests.data.families import FAMILIES, KINDS, family_tokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import PreferenceRecord, PromptRecord
-from rlhf_lightning.data.sources import FileSource
+from rlhf_lightning.data.sources.base import FileSource
 from tests.data.pairs import PAIRS, RECORDS, write
 
 

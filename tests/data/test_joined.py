@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.data.datamodules import PreferenceDataModule
-from rlhf_lightning.data.joined import JoinedSource
-from rlhf_lightning.data.lab_folder import PreferenceFolder
 from rlhf_lightning.data.records import PreferenceRecord
+from rlhf_lightning.data.sources.base import JoinedSource, PreferenceFolder
 from tests.data.pairs import PAIRS, write
 from tests.data.test_sources import ListSource
 

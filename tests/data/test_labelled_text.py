@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.data.labelled_text import PARTS, LabelledTextSource
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
+from rlhf_lightning.data.sources.labelled_text import PARTS, LabelledTextSource
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "sentence_polarity"
 

@@ -6,10 +6,9 @@ import pytest
 
 from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.joined import JoinedSource
-from rlhf_lightning.data.sources import FileSource, MixedSource
+from rlhf_lightning.data.sources.base import FileSource, JoinedSource, MixedSource
+from rlhf_lightning.data.sources.templates import TemplateSource
 from rlhf_lightning.data.summary import data_counts
-from rlhf_lightning.data.templates import TemplateSource
 
 ASKED = [{"role": "user", "content": "why?"}]
 

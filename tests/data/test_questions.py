@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.questions import QuestionSource
+from rlhf_lightning.data.sources.questions import QuestionSource
 from tests.data.test_real_sets import DATA
 
 

@@ -12,10 +12,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from rlhf_lightning.composition import conf_dir, register
-from rlhf_lightning.data.argument_pairs import debate
-from rlhf_lightning.data.templates import normalized
-from rlhf_lightning.rollout.verifiable import number_reward
+from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.data.sources.argument_pairs import debate
+from rlhf_lightning.data.sources.templates import normalized
+from rlhf_lightning.rollout.scorers.verifiable import number_reward
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
 DATA = Path(os.environ.get("RLHF_DATA", BESIDE))

@@ -7,14 +7,17 @@ import pytest
 from lightning import Callback
 
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.data.first_records import FirstRecords
 from rlhf_lightning.data.identity import data_digests
-from rlhf_lightning.data.joined import JoinedSource
-from rlhf_lightning.data.lab_folder import PreferenceFolder
-from rlhf_lightning.data.labelled_text import LabelledTextSource
-from rlhf_lightning.data.questions import QuestionSource
-from rlhf_lightning.data.sources import FileSource, MixedSource
-from rlhf_lightning.data.templates import TemplateSource
+from rlhf_lightning.data.sources.base import (
+    FileSource,
+    FirstRecords,
+    JoinedSource,
+    MixedSource,
+    PreferenceFolder,
+)
+from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
+from rlhf_lightning.data.sources.questions import QuestionSource
+from rlhf_lightning.data.sources.templates import TemplateSource
 from tests.data.stages import STAGES, CountingSource, content, contents, fit, prompts
 
 HOOK = "on_train_batch_end"

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord
-from rlhf_lightning.data.templates import SEEN, TOO_LONG, TemplateSource
+from rlhf_lightning.data.sources.templates import SEEN, TOO_LONG, TemplateSource
 
 PROMPT = "On {platform}, with {page}: {task}"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.app.config.errors import explain
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.sources import FileSource, HubSource
-from rlhf_lightning.override_errors import explain
+from rlhf_lightning.data.sources.base import FileSource, HubSource
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
 HH = Path(os.environ.get("RLHF_DATA", BESIDE)) / "hh_harmless" / "pairs.jsonl.gz"

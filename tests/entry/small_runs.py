@@ -11,14 +11,14 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf_lightning.assembly import assemble
-from rlhf_lightning.composition import conf_dir, register
+from rlhf_lightning.app.build import assemble
+from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.train import run
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
-from rlhf_lightning.train import run
 from tests.entry.small_settings import LENGTH_REWARD as LENGTH_REWARD
 from tests.entry.small_settings import SMALL as SMALL
 from tests.entry.small_settings import overrides_of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rlhf_lightning.annotate import main
+from rlhf_lightning.app.annotate import main
 from tests.preferences.page_server import Client, serving
 from tests.preferences.some_pairs import make_pairs
 
@@ -128,7 +128,7 @@ def test_preferences_go_in_are_counted_and_come_out_as_reward_training_reads_the
 @pytest.fixture
 def announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the server end as soon as it is up."""
-    from rlhf_lightning.preferences.page import server
+    from rlhf_lightning.preferences.annotation.server import serve as server
 
     def serve(store, settings, sharing, *, announce) -> None:
         announce("http://here/")
@@ -201,7 +201,9 @@ def test_a_port_that_is_taken_is_told_with_a_way_out(annotate, tmp_path: Path):
 def test_what_is_not_installed_is_named(annotate, tmp_path: Path, monkeypatch):
     write_rows(tmp_path / "in.jsonl")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "rlhf_lightning.preferences.page.server", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "rlhf_lightning.preferences.annotation.server.serve", raising=False
+    )
     result = annotate("annotate.file=in.jsonl")
     assert result.returncode == 2
     assert result.stderr == (

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from omegaconf import open_dict
 
-from rlhf_lightning.assembly import assemble
-from rlhf_lightning.batch_arithmetic import FEW_STEPS, more_steps
-from rlhf_lightning.composition import ConfigError, check_hparams
-from rlhf_lightning.data.batch_size import batch_that_fits
-from rlhf_lightning.held_out_prompts import prompt_data
-from rlhf_lightning.models import factory
-from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.start_screen import (
+from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, more_steps
+from rlhf_lightning.app.build import assemble
+from rlhf_lightning.app.config.compose import ConfigError, check_hparams
+from rlhf_lightning.app.evaluation import prompt_data
+from rlhf_lightning.app.run_summary import (
     batch_arithmetic,
     few_steps,
     repeated_prompts,
     start_settings,
 )
+from rlhf_lightning.data.batch_size import batch_that_fits
+from rlhf_lightning.models import factory
+from rlhf_lightning.runs.folder import RunFolder
 from tests.entry.small_runs import configuration, make_start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

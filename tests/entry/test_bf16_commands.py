@@ -15,17 +15,17 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from rlhf_lightning.collect import run as run_collect
-from rlhf_lightning.composition import ConfigError, conf_dir, register
+from rlhf_lightning.app.collect import run as run_collect
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.evaluate import run as run_evaluate
+from rlhf_lightning.app.export import run as run_export
+from rlhf_lightning.app.export_settings import Request
+from rlhf_lightning.app.train import run as run_train
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
-from rlhf_lightning.evaluate import run as run_evaluate
-from rlhf_lightning.export import run as run_export
-from rlhf_lightning.export_request import Request
 from rlhf_lightning.models import heads
 from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.train import run as run_train
 from tests.entry.small_runs import completed
 from tests.entry.small_settings import overrides_of
 from tests.models.test_architectures import ARCHITECTURES

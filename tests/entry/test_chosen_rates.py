@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf_lightning.chosen_rates import choose_rates
-from rlhf_lightning.composition import ConfigError
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.learning_rates import choose_rates
 from rlhf_lightning.models.learning_rates import default_learning_rate
 from tests.entry.test_model_configs import RECIPES, STAGES, composed, model_files
 

@@ -15,10 +15,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.preferences.people import STORE, PeopleNeededError
-from rlhf_lightning.preferences.records import Label, Pair
-from rlhf_lightning.preferences.rows import read_records
-from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.annotation.store import LabelStore
+from rlhf_lightning.preferences.human_annotators import STORE, PeopleNeededError
+from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder
 from tests.entry.small_runs import completed
 
@@ -64,8 +63,8 @@ def collect_here(folder: Path, start: Path, *overrides: str) -> None:
     """Run it in this process, as the command line does."""
     from hydra import compose, initialize_config_dir
 
-    from rlhf_lightning.collect import run
-    from rlhf_lightning.composition import conf_dir
+    from rlhf_lightning.app.collect import run
+    from rlhf_lightning.app.config.compose import conf_dir
 
     given = [f"artifacts.sft={start}", *SMALL, *overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
@@ -218,10 +217,10 @@ def test_a_mistake_is_answered_in_one_line_and_leaves_no_run(
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    from rlhf_lightning.collect_request import build_lab, check_collection
-    from rlhf_lightning.composition import ConfigError, conf_dir, register
-    from rlhf_lightning.override_errors import explain
-    from rlhf_lightning.prerequisites import prepare_inputs
+    from rlhf_lightning.app.collect_parts import build_lab, check_collection
+    from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+    from rlhf_lightning.app.config.errors import explain
+    from rlhf_lightning.app.prerequisites import prepare_inputs
 
     register()
     monkeypatch.chdir(tmp_path)

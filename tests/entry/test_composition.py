@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from rlhf_lightning.composition import (
+from rlhf_lightning.app.config.compose import (
     ConfigError,
     check_config,
     check_hparams,
@@ -14,8 +14,8 @@ from rlhf_lightning.composition import (
     conf_dir,
     register,
 )
+from rlhf_lightning.app.config.errors import explain
 from rlhf_lightning.hparams import PPOHparams, UnusualHparamWarning
-from rlhf_lightning.override_errors import explain
 
 
 @pytest.fixture(autouse=True)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlhf_lightning.assembly import assemble
-from rlhf_lightning.export_request import ExportError
+from rlhf_lightning.app.build import assemble
+from rlhf_lightning.app.export_settings import ExportError
+from rlhf_lightning.app.reexport import reexport
 from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
-from rlhf_lightning.reexport import reexport
-from rlhf_lightning.rollout.score import RewardModelScorer
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import write_manifest
 from tests.entry.small_runs import configuration, killed

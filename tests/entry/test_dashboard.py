@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from rlhf_lightning.callbacks.wandb_mode import is_logged_in
-from rlhf_lightning.composition import ConfigError
-from rlhf_lightning.dashboard import (
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.dashboard import (
     compose_settings,
     default_entity,
     make_report,
@@ -19,6 +18,7 @@ from rlhf_lightning.dashboard import (
     run,
     run_id_of,
 )
+from rlhf_lightning.callbacks.wandb_logger import is_logged_in
 from rlhf_lightning.reports.panels import OUTCOMES, SECTIONS
 from tests import offline_wandb
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_lightning.app.run_summary import earlier_seconds, readable_count
+from rlhf_lightning.app.train import run
 from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.data.first_records import FirstRecords
+from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.start_screen import earlier_seconds, readable_count
-from rlhf_lightning.train import run
 from tests.entry.small_runs import configuration, make_start
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]

@@ -9,8 +9,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from rlhf_lightning.composition import ConfigError, check_config, check_hparams, conf_dir, register
-from rlhf_lightning.doctor_setup import make_doctor
+from rlhf_lightning.app.build import make_doctor
+from rlhf_lightning.app.config.compose import (
+    ConfigError,
+    check_config,
+    check_hparams,
+    conf_dir,
+    register,
+)
 from rlhf_lightning.runs.folder import RunFolder
 
 GOLD = "rlhf_lightning.data.demo.gold.gold_scores"
@@ -89,6 +95,8 @@ def test_a_rollback_without_a_best_checkpoint_is_refused(tmp_path):
 
 
 def test_gold_is_refused_as_the_second_scorer(tmp_path):
-    second = "{_target_: rlhf_lightning.rollout.score.FunctionScorer, function: " + GOLD + "}"
+    second = (
+        "{_target_: rlhf_lightning.rollout.scorers.base.FunctionScorer, function: " + GOLD + "}"
+    )
     with pytest.raises(ConfigError, match="the gold reward, which only evaluation may see"):
         doctors(tmp_path, f"doctor.second_scorer={second}")

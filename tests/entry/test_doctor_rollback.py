@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_lightning import fitting
+from rlhf_lightning.app import fit as fitting
+from rlhf_lightning.app.train import run
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration
 from rlhf_lightning.runs.stopping import RunStoppedError
-from rlhf_lightning.train import run
 from tests.entry.small_runs import completed, configuration
 
 pytestmark = pytest.mark.timeout(600)

@@ -23,8 +23,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from rlhf_lightning.composition import check_config, check_hparams, choices, conf_dir, register
-from rlhf_lightning.pipeline_plan import as_overrides
+from rlhf_lightning.app.config.compose import (
+    check_config,
+    check_hparams,
+    choices,
+    conf_dir,
+    register,
+)
+from rlhf_lightning.app.pipeline.steps import as_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.export_request import Request, best_of_early_stopping, find_checkpoint
+from rlhf_lightning.app.export_settings import Request, best_of_early_stopping, find_checkpoint
+from rlhf_lightning.app.reexport import reexport
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.reexport import reexport
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.runs.resume import checkpoint_iteration

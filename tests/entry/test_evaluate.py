@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from rlhf_lightning.assembly import assemble
-from rlhf_lightning.composition import ConfigError, conf_dir
+from rlhf_lightning.app.build import assemble
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir
+from rlhf_lightning.app.evaluation import prompt_data
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.evaluation.human import KEY, PAIRS, STORE
-from rlhf_lightning.held_out_prompts import prompt_data
+from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import now
-from rlhf_lightning.preferences.records import Label, Pair
-from rlhf_lightning.preferences.rows import read_records
-from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder, read_samples
 from tests.entry.small_runs import configuration
 from tests.entry.small_settings import LENGTH_REWARD
@@ -30,7 +29,7 @@ SMALL = ["evaluation.num_prompts=24", "evaluation.max_new_tokens=6", "evaluation
 
 def evaluate(folder: Path, *overrides: str):
     """Run it in this process, as the command line does."""
-    from rlhf_lightning.evaluate import run
+    from rlhf_lightning.app.evaluate import run
 
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         cfg = compose("evaluate", overrides=[*SMALL, *overrides])

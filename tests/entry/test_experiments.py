@@ -3,7 +3,7 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from rlhf_lightning.composition import choices, conf_dir, register
+from rlhf_lightning.app.config.compose import choices, conf_dir, register
 
 PPO = [name for name in choices("experiment") if name.startswith("ppo")]
 

@@ -18,8 +18,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from rlhf_lightning.export import run
-from rlhf_lightning.export_request import ExportError, Request
+from rlhf_lightning.app.export import run
+from rlhf_lightning.app.export_settings import ExportError, Request
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
 from tests.entry.small_runs import completed, killed, make_start

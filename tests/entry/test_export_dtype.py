@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_lightning.export import run
-from rlhf_lightning.export_request import Request
-from rlhf_lightning.lineage import made_by
+from rlhf_lightning.app.export import run
+from rlhf_lightning.app.export_settings import Request
+from rlhf_lightning.app.finalize import made_by
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.runs.summary import read_summary

@@ -9,8 +9,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf_lightning.export import run
-from rlhf_lightning.export_request import ExportError, Request
+from rlhf_lightning.app.export import run
+from rlhf_lightning.app.export_settings import ExportError, Request
 from rlhf_lightning.models.factory import load_policy
 
 pytestmark = pytest.mark.timeout(120)
@@ -38,13 +38,13 @@ def edited(sft, tmp_path, *values):
         ([("module.policy._target_", "subprocess.run")], "subprocess.run is not allowed"),
         (
             # Under an allowed prefix, but it would run a file.
-            [("module.policy._target_", "rlhf_lightning.rollout.score.load_function")],
+            [("module.policy._target_", "rlhf_lightning.rollout.scorers.base.load_function")],
             "builds the model, which is none of our loaders",
         ),
         (
             [
                 ("artifacts.base", None),
-                ("model.tokenizer._target_", "rlhf_lightning.rollout.score.load_function"),
+                ("model.tokenizer._target_", "rlhf_lightning.rollout.scorers.base.load_function"),
                 ("model.tokenizer.path", "/tmp/evil.py:run"),
             ],
             "none of ours",

@@ -6,8 +6,9 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from rlhf_lightning import finish, held_out_prompts
-from rlhf_lightning.evaluation.stages import Findings
+from rlhf_lightning.app import evaluation as held_out_prompts
+from rlhf_lightning.app import finalize as finish
+from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 
 

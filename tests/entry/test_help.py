@@ -8,9 +8,9 @@ import sys
 
 import yaml
 
-from rlhf_lightning.composition import choices, conf_dir
-from rlhf_lightning.help_text import GROUPS, choices_text
-from rlhf_lightning.targets import MOST_LISTED, listed
+from rlhf_lightning.app.config.compose import choices, conf_dir
+from rlhf_lightning.app.config.help import GROUPS, choices_text
+from rlhf_lightning.app.config.targets import MOST_LISTED, listed
 
 # Of one choice, or chosen by the experiment.
 NOT_LISTED = {"paths", "trainer", "callbacks", "evaluation", "module", "data"}

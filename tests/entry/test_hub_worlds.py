@@ -15,11 +15,11 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from pyarrow import parquet
 
-from rlhf_lightning.composition import check_config, conf_dir, register
+from rlhf_lightning.app.config.compose import check_config, conf_dir, register
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
-from rlhf_lightning.data.transcripts import parse_transcript
+from rlhf_lightning.data.sources.transcripts import parse_transcript
 from tests.data.conftest import CHATML, build_tokenizer
 
 KINDS = {"sft": "demonstrations", "reward": "preferences", "ppo": "prompts"}

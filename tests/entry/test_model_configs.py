@@ -15,8 +15,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_lightning.assembly import make_tokenizer
-from rlhf_lightning.composition import (
+from rlhf_lightning.app.build import make_tokenizer
+from rlhf_lightning.app.config.compose import (
     check_config,
     check_hparams,
     choices,

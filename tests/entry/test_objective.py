@@ -1,7 +1,7 @@
 """What a sweep maximises."""
 
+from rlhf_lightning.app.train import objective
 from rlhf_lightning.runs.summary import Summary
-from rlhf_lightning.train import objective
 
 
 def test_gold_never_chooses_a_setting():

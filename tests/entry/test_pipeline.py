@@ -12,10 +12,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from rlhf_lightning.composition import ConfigError, conf_dir, register
-from rlhf_lightning.pipeline import run
-from rlhf_lightning.pipeline_plan import as_overrides, check_pipeline, given, plan
-from rlhf_lightning.pipeline_state import (
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.pipeline.run import run
+from rlhf_lightning.app.pipeline.state import (
     DONE,
     FAILED_GATE,
     RUNNING,
@@ -24,6 +23,7 @@ from rlhf_lightning.pipeline_state import (
     set_aside,
     write_state,
 )
+from rlhf_lightning.app.pipeline.steps import as_overrides, check_pipeline, given, plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
 from tests.entry.test_train import SMALL

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from rlhf_lightning.composition import conf_dir, plain
-from rlhf_lightning.evaluate_request import check_evaluation
-from rlhf_lightning.pipeline_plan import check_pipeline, plan
+from rlhf_lightning.app.config.compose import conf_dir, plain
+from rlhf_lightning.app.evaluate_parts import check_evaluation
+from rlhf_lightning.app.pipeline.steps import check_pipeline, plan
 from tests.entry.test_pipeline import composed
 
 SENTIMENT = [

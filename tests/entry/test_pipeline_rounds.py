@@ -10,22 +10,22 @@ import pytest
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from rlhf_lightning.collect_request import check_collection
-from rlhf_lightning.composition import ConfigError, conf_dir
-from rlhf_lightning.evaluate_request import check_evaluation
-from rlhf_lightning.pipeline import StageEndedError, _run_step, run
-from rlhf_lightning.pipeline_plan import Step, check_pipeline, given, plan
-from rlhf_lightning.pipeline_state import (
+from rlhf_lightning.app.collect_parts import check_collection
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir
+from rlhf_lightning.app.config.validate import check_run
+from rlhf_lightning.app.evaluate_parts import check_evaluation
+from rlhf_lightning.app.pipeline.run import StageEndedError, _run_step, run
+from rlhf_lightning.app.pipeline.state import (
     DONE,
     FAILED_GATE,
     Outcome,
     find_begun_pipeline,
     write_state,
 )
+from rlhf_lightning.app.pipeline.steps import Step, check_pipeline, given, plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
-from rlhf_lightning.trial_build import check_run
 from tests.entry.small_runs import make_start
 from tests.entry.test_collect import DECIDED
 from tests.entry.test_pipeline import TINY, composed, only, pipeline, summary

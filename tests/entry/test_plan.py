@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from rlhf_lightning import plan
-from rlhf_lightning.composition import ConfigError, check_hparams, register
-from rlhf_lightning.memory import phases
-from rlhf_lightning.memory.phases import OPTIMIZER, WEIGHTS, Plan
-from rlhf_lightning.plan_request import read_run
+from rlhf_lightning.app import plan
+from rlhf_lightning.app.config.compose import ConfigError, check_hparams, register
+from rlhf_lightning.app.memory_plan import phases
+from rlhf_lightning.app.memory_plan.phases import OPTIMIZER, WEIGHTS, Plan
+from rlhf_lightning.app.memory_plan.request import read_run
 
 GIB = 2**30
 

@@ -3,8 +3,8 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from rlhf_lightning import prerequisites
-from rlhf_lightning.composition import ConfigError, conf_dir, register
+from rlhf_lightning.app import prerequisites
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from rlhf_lightning.composition import check_config, check_hparams, conf_dir, register
-from rlhf_lightning.evaluation.reference import ExactMatchGold, NumberGold
-from rlhf_lightning.rollout.verifiable import NumberReward
+from rlhf_lightning.app.config.compose import check_config, check_hparams, conf_dir, register
+from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold, NumberGold
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 from tests.data.argument_files import write_arguments
 from tests.data.conftest import CHATML, build_tokenizer
 from tests.entry.test_train import summary, train

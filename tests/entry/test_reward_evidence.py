@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.evaluation.pairs import comparable_rows
+from rlhf_lightning.evaluation.reward_accuracy import comparable_rows
 from tests.entry.small_runs import completed
 from tests.evaluation.test_pairs import encoded_pairs
 

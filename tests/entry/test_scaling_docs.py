@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from rlhf_lightning.composition import choices, conf_dir, register
-from rlhf_lightning.trial_build import check_composed
+from rlhf_lightning.app.config.compose import choices, conf_dir, register
+from rlhf_lightning.app.config.validate import check_composed
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
 

@@ -16,11 +16,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rlhf_lightning.composition import ConfigError, check_hparams, conf_dir, register
+from rlhf_lightning.app.config.compose import ConfigError, check_hparams, conf_dir, register
+from rlhf_lightning.app.sweep import finish_sweep, goes_on
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import read_summary, write_summary
-from rlhf_lightning.sweeping import finish_sweep, goes_on
 from tests.reports.test_compare import sweep as finished_sweep
 
 SWEEPS = conf_dir().parent / "sweeps"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.app.train import run
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed, take_run
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import check_free
-from rlhf_lightning.train import run
 from tests.entry.small_runs import completed, configuration, make_start
 from tests.entry.small_settings import overrides_of
 from tests.faults.command_line import environment

@@ -6,11 +6,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
-from rlhf_lightning.composition import conf_dir, register
+from rlhf_lightning.app.build import sweep_group
+from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.runs.folder import read_metrics, read_samples
-from rlhf_lightning.runs.quantities import FAMILIES, QUANTITIES, is_known
+from rlhf_lightning.runs.metric_catalog import FAMILIES, QUANTITIES, is_known
 from rlhf_lightning.runs.summary import read_summary
-from rlhf_lightning.tracking import sweep_group
 from tests import offline_wandb
 from tests.entry.small_runs import TRACKED_ITERATIONS as NUM_ITERATIONS
 
@@ -120,9 +120,9 @@ def test_configuration_commit_and_lineage_are_in_the_run(tracked, records):
 
 
 def test_what_a_stage_makes_has_the_digest_under_which_the_next_one_uses_it(tracked, start):
-    from rlhf_lightning.assembly import source_fingerprint
-    from rlhf_lightning.callbacks.wandb_lineage import Origin, as_artifact, records_fingerprint
-    from rlhf_lightning.lineage import artifact_name
+    from rlhf_lightning.app.build import source_fingerprint
+    from rlhf_lightning.app.finalize import artifact_name
+    from rlhf_lightning.callbacks.wandb_content import Origin, as_artifact, records_fingerprint
 
     mark = source_fingerprint(str(start))
     made = as_artifact(Origin("sft", "w-sft", "model", mark, {"metrics": {"val/loss": 1.0}}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_lightning.evaluation.policy import PolicyAnswers
+from rlhf_lightning.evaluation.generate import PolicyAnswers
 
 
 def answers(

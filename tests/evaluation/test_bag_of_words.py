@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.data.labelled_text import LabelledTextSource
+from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
 from rlhf_lightning.evaluation.bag_of_words import (
     BagOfWords,
     SentimentGold,

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from rlhf_lightning.evaluation.doctor.coverage import first_alert
-from rlhf_lightning.evaluation.doctor.detectors import Detectors
-from rlhf_lightning.evaluation.doctor.hysteresis import LEVELS
-from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
-from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+from rlhf_lightning.doctor.catalog import ILLNESSES
+from rlhf_lightning.doctor.coverage import first_alert
+from rlhf_lightning.doctor.detectors import Detectors
+from rlhf_lightning.doctor.readings import LEVELS
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from tests.evaluation.test_doctor_detectors import ILL, ITERATIONS, healthy
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_lightning.evaluation.doctor.detectors import Detectors
-from rlhf_lightning.evaluation.doctor.hysteresis import ALARM, HEALTHY, WARN, Hysteresis
-from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES, render_illnesses
-from rlhf_lightning.evaluation.doctor.readings import Transition
-from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+from rlhf_lightning.doctor.catalog import ILLNESSES, render_illnesses
+from rlhf_lightning.doctor.detectors import Detectors
+from rlhf_lightning.doctor.readings import ALARM, HEALTHY, WARN, Hysteresis, Transition
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 ITERATIONS = 40
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_lightning.evaluation.doctor.measures import AnswerRecord, correlation, measure_answers
+from rlhf_lightning.doctor.metrics import AnswerRecord, correlation, measure_answers
 
 
 def answer(row: int, **changes: object) -> AnswerRecord:

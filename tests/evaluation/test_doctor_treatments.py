@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from rlhf_lightning.evaluation.doctor.hysteresis import ALARM, WARN
-from rlhf_lightning.evaluation.doctor.settings import ActionSettings
-from rlhf_lightning.evaluation.doctor.treatments import Knobs, Practice, Treatment
+from rlhf_lightning.doctor.interventions import Knobs, Practice, Treatment
+from rlhf_lightning.doctor.readings import ALARM, WARN
+from rlhf_lightning.doctor.thresholds import ActionSettings
 
 PLAIN = Knobs(0.05, 1.0, 1.0, 0.0, {})
 

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from rlhf_lightning.evaluation.blame import find_blame
-from rlhf_lightning.evaluation.diagnosis import explain_accuracy
-from rlhf_lightning.evaluation.gates import check_gates, gate_problem
+from rlhf_lightning.evaluation.gates import check_gates, explain_accuracy, gate_problem
+from rlhf_lightning.evaluation.root_cause import find_blame
 from rlhf_lightning.runs.summary import GateResult
 
 CEILING = {"metric": "val/label_ceiling", "within": 0.03, "where_below": 0.88}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
     Questions,
@@ -16,11 +17,10 @@ from rlhf_lightning.evaluation.held_out import (
     repeated,
     written_answers,
 )
-from rlhf_lightning.evaluation.policy import Sampling
-from rlhf_lightning.evaluation.sides import Judges
+from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.models.forward import sequence_scores
-from rlhf_lightning.rollout.generate import CachedGenerator
-from rlhf_lightning.rollout.score import RewardModelScorer
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.tiny import EOS, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_scalar_model
 from tests.tiny import tiny_tokenizer as tokenizer
 

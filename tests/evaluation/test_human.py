@@ -17,7 +17,7 @@ from rlhf_lightning.evaluation.human import (
     write_blind,
 )
 from rlhf_lightning.evaluation.judged import judge_measures
-from rlhf_lightning.evaluation.reward_check import reward_check
+from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.annotators import RuleAnnotator, now
 from rlhf_lightning.preferences.journal import write_records

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_lightning.data.collate import PreferenceCollator
 from rlhf_lightning.data.encode import EncodedPreference
-from rlhf_lightning.evaluation.pairs import ScoredPair, pair_measures, score_pairs
+from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_measures, score_pairs
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
 from tests.tiny import EOS, PAD, VOCABULARY, tiny_scalar_model

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from rlhf_lightning.evaluation.policy import Sampling, sample_answers
-from rlhf_lightning.evaluation.stages import normalize_reward_model
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.evaluation.final_metrics import normalize_reward_model
+from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.simulated_ranks import SimulatedRanks
 from tests.tiny import (

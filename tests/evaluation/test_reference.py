@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold, NumberGold
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
-from rlhf_lightning.evaluation.policy import Sampling, sample_answers
-from rlhf_lightning.evaluation.reference import ExactMatchGold, NumberGold
-from rlhf_lightning.evaluation.sides import Judges
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.evaluation.metrics import Judges
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.verifiable import NumberReward
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 from tests.tiny import EOS, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_tokenizer
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate
+from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, rows_of, wins
 from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck
-from rlhf_lightning.evaluation.sides import Judges, measure_sides, num_prompts, rows_of, wins
 from rlhf_lightning.functional.statistics import wilson_interval
 from tests.evaluation.spoken import answers
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from rlhf_lightning.failures import RunFailedError
+from rlhf_lightning.app.failures import RunFailedError
+from rlhf_lightning.app.train import run
 from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_disk
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
 from rlhf_lightning.runs.summary import read_summary
-from rlhf_lightning.train import run
 from tests.entry.small_runs import completed, configuration, make_start
 
 pytestmark = pytest.mark.timeout(180)
@@ -65,7 +65,7 @@ class FillDisk(Callback):
 
 
 def with_filler(monkeypatch: pytest.MonkeyPatch, callback: Callback) -> None:
-    from rlhf_lightning import assembly
+    from rlhf_lightning.app import build as assembly
 
     make = assembly.make_callbacks
     monkeypatch.setattr(assembly, "make_callbacks", lambda *parts: [callback, *make(*parts)])
@@ -134,7 +134,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
 from rlhf_lightning.runs.atomic import DiskFullError, full_disk, write_text
 from rlhf_lightning.runs.folder import MetricsAppender, SamplesAppender
 folder = Path(sys.argv[1])

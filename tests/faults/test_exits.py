@@ -7,9 +7,9 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from rlhf_lightning.composition import ConfigError
-from rlhf_lightning.failures import RunFailedError, cause_of, exits_are_failures, is_expected
-from rlhf_lightning.trial_build import check_devices
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.validate import check_devices
+from rlhf_lightning.app.failures import RunFailedError, cause_of, exits_are_failures, is_expected
 
 
 @pytest.mark.parametrize("code", [0, None, 3, "done"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from rlhf_lightning.lost_ranks import describe_loss, is_lost_contact
+from rlhf_lightning.app.failures import describe_loss, is_lost_contact
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary, read_summary
 from tests.entry.small_settings import SMALL

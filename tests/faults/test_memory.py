@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhf_lightning.failures import describe_out_of_memory, is_out_of_memory
+from rlhf_lightning.app.failures import describe_out_of_memory, is_out_of_memory
 from tests.entry.small_runs import configuration, make_start
 from tests.entry.small_settings import SMALL
 from tests.faults.command_line import run_folder, summary, train

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 
-from rlhf_lightning.composition import ConfigError, conf_dir
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir
+from rlhf_lightning.app.train import run
 from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
-from rlhf_lightning.train import run
 from tests.entry.small_runs import completed, configuration, make_start
 from tests.rollout.reward_server import serving, slow
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from rlhf_lightning.models import attention
-from rlhf_lightning.models.attention import NAME, short_attention
+from rlhf_lightning.models.cpu import attention
+from rlhf_lightning.models.cpu.attention import NAME, short_attention
 from tests.tiny import MODEL_TYPES, tiny_policy
 
 

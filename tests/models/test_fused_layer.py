@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_lightning.models.attention import use_short_attention
-from rlhf_lightning.models.fused_layer import FusedLlamaDecoderLayer, use_fused_layers
-from rlhf_lightning.models.rounded_weights import keeping_rounded_weights, rounded
+from rlhf_lightning.models.cpu.attention import use_short_attention
+from rlhf_lightning.models.cpu.llama_layer import FusedLlamaDecoderLayer, use_fused_layers
+from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights, rounded
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:

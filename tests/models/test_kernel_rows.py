@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.models.kernel_rows import kernel_rows
-from rlhf_lightning.models.release import release_freed_memory
-from rlhf_lightning.rollout.engine_weights import linear_weights_prepared
+from rlhf_lightning.models.cpu.packed_weights import kernel_rows, linear_weights_prepared
+from rlhf_lightning.models.precision import release_freed_memory
 from tests.tiny import VOCABULARY, tiny_policy, tiny_scalar_model
 
 MIB = 2**20

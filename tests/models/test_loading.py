@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.models.arrangements import ppo_models
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from tests.tiny import tiny_policy, tiny_tokenizer
 

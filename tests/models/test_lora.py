@@ -17,9 +17,9 @@ from rlhf_lightning.models.adapter_files import (
     read_adapter,
     save_adapter,
 )
-from rlhf_lightning.models.arrangements import ADAPTER, ppo_models
 from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.lora import AdaptedPolicy, add_policy, add_scalar_model
+from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
 from tests.tiny import MODEL_TYPES, tiny_policy
 
 LORA = LoraHparams(r=4, alpha=8)

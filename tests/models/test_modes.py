@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_lightning.evaluation.policy import Sampling, sample_answers
+from rlhf_lightning.evaluation.generate import Sampling, sample_answers
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import frozen, load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.lora import AdaptedPolicy, add_policy, add_scalar_model
 from rlhf_lightning.models.modes import in_eval_mode
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.tiny import EOS, MODEL_TYPES, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_tokenizer
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models import heads
-from rlhf_lightning.models.arrangements import ppo_models
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.models.precision import MIXED_BF16, in_precision
 from tests.models.test_architectures import hub_model
 from tests.rollout.plain_generation import ROWS, generated

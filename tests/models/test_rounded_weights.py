@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_lightning.models import fused_layer, rounded_weights
-from rlhf_lightning.models.checkpointing import checkpoint_activations
-from rlhf_lightning.models.rounded_weights import keeping_rounded_weights, rounded
+from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
+from rlhf_lightning.models.cpu import llama_layer as fused_layer
+from rlhf_lightning.models.cpu import weight_cache as rounded_weights
+from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights, rounded
 from tests.models.test_fused_layer import fused, llama
 
 BF16 = torch.bfloat16

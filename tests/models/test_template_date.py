@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from rlhf_lightning.data.tokens import render_chat
 from rlhf_lightning.models.template_date import DATE, with_fixed_date
 from rlhf_lightning.models.tokenizers import load_tokenizer
-from rlhf_lightning.rollout.score_rendering import Renderer
-from rlhf_lightning.rollout.score_text import load_fast_tokenizer
+from rlhf_lightning.rollout.scorers.text_inputs import Renderer
+from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
 from rlhf_lightning.runs.resume import config_hash
 from tests.data.conftest import CHATML, build_tokenizer
 from tests.entry.test_model_configs import composed

@@ -12,7 +12,7 @@ from rlhf_lightning.models.tokenizers import (
     stop_ids,
     with_template_arguments,
 )
-from rlhf_lightning.rollout.score_text import load_fast_tokenizer
+from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
 from tests.data.conftest import build_tokenizer
 from tests.tiny import EOS, PAD, tiny_tokenizer
 

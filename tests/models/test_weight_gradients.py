@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
-from rlhf_lightning.models.weight_gradients import RowsEmbedding, hand_over_product
+from rlhf_lightning.models.cpu.weight_grads import RowsEmbedding, hand_over_product
 
 IDS = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 5]])
 

@@ -16,11 +16,11 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import read_adapter, save_adapter
-from rlhf_lightning.models.arrangements import ADAPTER, ppo_models
 from rlhf_lightning.models.classifiers import load_classifier
 from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.lora import add_policy
+from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
 from rlhf_lightning.runs.manifest import ManifestError, write_manifest
 from tests.models.test_architectures import ARCHITECTURES, hub_model
 from tests.tiny import PAD, tiny_policy, tiny_scalar_model

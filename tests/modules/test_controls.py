@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.modules.controls import Controls
-from rlhf_lightning.modules.measures import RunningMeans
+from rlhf_lightning.modules.metrics import RunningMeans
 
 
 def controls() -> Controls:

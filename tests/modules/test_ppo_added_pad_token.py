@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_lightning.models.arrangements import ppo_models
 from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_scalar_model
+from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer
-from rlhf_lightning.rollout.score import RewardModelScorer
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.modules.tiny_ppo import fit, prompts, tiny_module
 from tests.tiny import (
     EOS,

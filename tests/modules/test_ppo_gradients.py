@@ -11,7 +11,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.sequences import response_mask
 from rlhf_lightning.hparams import UnusualHparamWarning
 from rlhf_lightning.models.forward import BUCKET, pack, response_statistics
-from rlhf_lightning.rollout import generate
+from rlhf_lightning.rollout.generators import base as generate
 from tests.modules.tiny_ppo import (
     STOPS,
     after_some_training,

@@ -15,8 +15,8 @@ from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout import generate
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators import base as generate
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from tests.modules.tiny_ppo import TokenScorer, fit, ppo_hparams, tiny_models, tiny_module
 from tests.tiny import EOS, PAD, prompt_batch, tiny_policy
 

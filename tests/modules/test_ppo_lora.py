@@ -11,9 +11,9 @@ import torch
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import save_adapter
-from rlhf_lightning.models.arrangements import ADAPTER, ppo_models
 from rlhf_lightning.models.factory import load_scalar_model
-from rlhf_lightning.rollout.score_adapter import RewardAdapterScorer
+from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
+from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
 from tests.modules.test_ppo_resume import KilledError, run
 from tests.modules.tiny_ppo import (
     built,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_lightning.distributed import global_sum
+from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import PPOHparams
 from rlhf_lightning.modules import optimization, ppo
-from rlhf_lightning.modules.measures import RunningMeans
+from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.rollout import collect
 from tests.modules.tiny_ppo import (
     ROWS,

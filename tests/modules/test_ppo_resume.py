@@ -9,8 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
-from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord

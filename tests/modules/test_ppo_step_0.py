@@ -13,10 +13,10 @@ import torch
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.masked import masked_mean
 from rlhf_lightning.hparams import SamplingHparams
-from rlhf_lightning.models.arrangements import PPOModels
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import micro_batches, response_statistics
-from rlhf_lightning.modules.measures import RunningMeans
+from rlhf_lightning.models.ppo_models import PPOModels
+from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.step_0 import Step0Error, rounding_tolerance
 from rlhf_lightning.rollout import collect
 from rlhf_lightning.rollout.noise import sample
@@ -126,7 +126,7 @@ def test_logprobs_taken_from_generation_would_not_give_a_ratio_of_1_in_bf16(monk
         logprobs = torch.stack(sampled, 1)[:, : entropy.shape[1]]
         return logprobs.masked_fill(~answers.response_mask, 0), entropy, reference, values
 
-    monkeypatch.setattr("rlhf_lightning.rollout.generate.sample", sample_and_keep)
+    monkeypatch.setattr("rlhf_lightning.rollout.generators.base.sample", sample_and_keep)
     monkeypatch.setattr(collect, "evaluate_answers", with_sampled_logprobs)
     # Nothing stops, so that no row leaves the batch and the columns above stay rows.
     module = tiny_module(cls=WithRatios, models=lambda: replace(tiny_models(), same_source=False))

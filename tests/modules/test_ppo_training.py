@@ -11,9 +11,9 @@ import torch
 
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import SamplingHparams
-from rlhf_lightning.modules.measures import rollout_measures
+from rlhf_lightning.modules.metrics import rollout_measures
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.score import RewardModelScorer
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.modules.tiny_ppo import (
     RecordedPPO,
     TokenScorer,

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import encode_demonstration
 from rlhf_lightning.data.records import DemonstrationRecord
-from rlhf_lightning.evaluation.stages import held_out_loss
+from rlhf_lightning.evaluation.final_metrics import held_out_loss
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import sft

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
-from rlhf_lightning.models.arrangements import PPOModels
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import micro_batches
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.modules.measures import RunningMeans
+from rlhf_lightning.models.ppo_models import PPOModels
+from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.generate import CachedGenerator
-from rlhf_lightning.rollout.score import Answers, Scores
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.base import Answers, Scores
 from tests.tiny import (
     EOS,
     PAD,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import PreferenceBatch, SFTBatch
-from rlhf_lightning.distributed import global_sum
+from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import RewardHparams, SFTHparams
 from rlhf_lightning.modules import reward, sft
 from rlhf_lightning.modules.optimization import clip_and_step

@@ -238,7 +238,7 @@ def _last(run: Path) -> Path:
 def _read(checkpoint: Path) -> Any:
     import torch
 
-    from rlhf_lightning.sharded_checkpoint import read_full
+    from rlhf_lightning.distributed.checkpoint import read_full
 
     whole = not checkpoint.is_dir()
     return torch.load(checkpoint, weights_only=True) if whole else read_full(checkpoint)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_lightning.callbacks.checkpoint_io import AtomicCheckpointIO
-from rlhf_lightning.export import run as export
-from rlhf_lightning.export_request import Request
+from rlhf_lightning.app.export import run as export
+from rlhf_lightning.app.export_settings import Request
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
 from rlhf_lightning.runs.resume import checkpoint_problem
 from tests.entry.small_runs import make_start
 from tests.entry.small_settings import overrides_of

@@ -104,7 +104,7 @@ def test_ranks_with_different_configurations_stop_before_the_first_batch(tmp_pat
     script.write_text(
         "import os, sys\n"
         "sys.argv += [f'seed={1 + int(os.environ[\"RANK\"])}']\n"
-        "from rlhf_lightning.train import main\n"
+        "from rlhf_lightning.app.train import main\n"
         "main()\n"
     )
     settings = [f"paths.outputs={tmp_path}/outputs", f"paths.artifacts={tmp_path}/artifacts"]

@@ -13,9 +13,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.types import RunMode
 
-from rlhf_lightning import launching
-from rlhf_lightning.composition import conf_dir, register
-from rlhf_lightning.launching import adopt_rank, first_host, own_environment, started
+from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.distributed import launch as launching
+from rlhf_lightning.distributed.launch import adopt_rank, first_host, own_environment, started
 from tests.multiprocess.launch import ROOT, free_port
 from tests.multiprocess.test_launching import SETTINGS, TRAIN, check_run, run, runs_below
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from rlhf_lightning.finish import full_state
+from rlhf_lightning.app.finalize import full_state
+from rlhf_lightning.distributed.strategy import FSDP2Strategy
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
-from rlhf_lightning.models.arrangements import ppo_models
-from rlhf_lightning.strategies import FSDP2Strategy
+from rlhf_lightning.models.ppo_models import ppo_models
 from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, prompts, tiny_module, trainer
 from tests.modules.tiny_stages import preference_batch, sft_batch, tiny_reward, tiny_sft
 

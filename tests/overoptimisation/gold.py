@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlhf_lightning.data.demo.gold import gold_scores
-from rlhf_lightning.rollout.score import Answers, Scores
+from rlhf_lightning.rollout.scorers.base import Answers, Scores
 
 
 class GoldScorer:

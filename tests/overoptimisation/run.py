@@ -56,7 +56,7 @@ def run_one(condition: Condition, seed: int, root: Path, runs: Path) -> dict[str
     """Train one run in this process; return its curve and how SFT scores."""
     from hydra import compose, initialize_config_dir
 
-    from rlhf_lightning.composition import conf_dir, register
+    from rlhf_lightning.app.config.compose import conf_dir, register
     from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
     register()
@@ -92,7 +92,7 @@ def sft_scores(parts: Any) -> dict[str, float]:
     They are the origin and the unit of both axes.
     """
     from rlhf_lightning.data.demo.gold import gold_scores
-    from rlhf_lightning.evaluation.policy import sample_answers
+    from rlhf_lightning.evaluation.generate import sample_answers
     from rlhf_lightning.rollout.noise import RowNoise
 
     batches = list(itertools.islice(parts.data.train_dataloader(), REFERENCE_BATCHES))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from rlhf_lightning.preferences.sharing import Sharing
-from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.store import LabelStore
 
 
 def main() -> None:

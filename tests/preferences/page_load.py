@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.annotation.store import LabelStore
 from tests.preferences.invariants import check_store, most_labels
 from tests.preferences.page_server import Client, serving
 from tests.preferences.some_pairs import make_pairs

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
-from rlhf_lightning.preferences.records import Label, Pair
-from rlhf_lightning.preferences.rows import to_line
-from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.annotation.store import LabelStore
+from rlhf_lightning.preferences.records import Label, Pair, to_line
 
 FORM_WORD = re.compile(r'name="word" value="([0-9a-f]{64})"')
 ASSIGNMENT = re.compile(r'name="assignment" value="(\d+)"')

@@ -18,10 +18,10 @@ from rlhf_lightning.preferences.adversarial import Defeat, WorstSamples, adversa
 from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
 from rlhf_lightning.preferences.budget import BudgetHparams
 from rlhf_lightning.preferences.candidates import Sampling
+from rlhf_lightning.preferences.collection import Lab, LabHparams
 from rlhf_lightning.preferences.decoding import Decoding
+from rlhf_lightning.preferences.human_annotators import Panel
 from rlhf_lightning.preferences.journal import write_records, write_rows
-from rlhf_lightning.preferences.lab import Lab, LabHparams
-from rlhf_lightning.preferences.people import Panel
 from rlhf_lightning.preferences.records import Candidate, Pair
 from rlhf_lightning.preferences.rules import LengthRule
 

@@ -13,8 +13,7 @@ import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.preferences.journal import Journal, record_journal, write_records
-from rlhf_lightning.preferences.records import Label, Pair
-from rlhf_lightning.preferences.rows import read_records
+from rlhf_lightning.preferences.records import Label, Pair, read_records
 from tests.preferences.votes import label
 
 WRITER = """

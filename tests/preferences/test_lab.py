@@ -12,19 +12,18 @@ import pytest
 from rlhf_lightning.data.demo.annotators import PANEL
 from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.data.lab_folder import PreferenceFolder
+from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.preferences.annotators import RuleAnnotator, SimulatedPerson
 from rlhf_lightning.preferences.budget import BudgetHparams
 from rlhf_lightning.preferences.candidates import LoadedPolicy, Sampling
+from rlhf_lightning.preferences.collection import Lab, LabHparams
 from rlhf_lightning.preferences.decoding import Decoding
+from rlhf_lightning.preferences.human_annotators import Panel
 from rlhf_lightning.preferences.judge import JudgeAnnotator
-from rlhf_lightning.preferences.lab import Lab, LabHparams
-from rlhf_lightning.preferences.people import Panel
 from rlhf_lightning.preferences.publishing import flat_metrics, write_collection
-from rlhf_lightning.preferences.records import Candidate, Label, Pair
-from rlhf_lightning.preferences.rows import read_records
+from rlhf_lightning.preferences.records import Candidate, Label, Pair, read_records
 from rlhf_lightning.preferences.rules import LengthRule, RepetitionRule
 from tests.entry.small_runs import make_start
 from tests.preferences.chat_server import serving

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.preferences.page.guard import host_name
-from rlhf_lightning.preferences.page.settings import PageSettings
+from rlhf_lightning.preferences.annotation.server.security import host_name
+from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from tests.preferences.page_server import Client, Server, serving, word_of
 from tests.preferences.some_pairs import make_pairs
 

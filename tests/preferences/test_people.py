@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import RuleAnnotator
+from rlhf_lightning.preferences.human_annotators import (
+    STORE,
+    PageAnnotators,
+    Panel,
+    PeopleNeededError,
+)
 from rlhf_lightning.preferences.journal import record_journal
-from rlhf_lightning.preferences.people import STORE, PageAnnotators, Panel, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair
 from rlhf_lightning.preferences.rules import LengthRule
-from rlhf_lightning.preferences.store import LabelStore
 from tests.preferences.votes import NOW
 
 PAIRS = [Pair.make(f"q{i}", "one", "one two three") for i in range(300)]

@@ -13,10 +13,14 @@ from rlhf_lightning.preferences.records import (
     Label,
     LabError,
     Pair,
+    from_row,
     prompt_name,
+    read_records,
     readable,
+    to_line,
+    to_row,
+    unique,
 )
-from rlhf_lightning.preferences.rows import from_row, read_records, to_line, to_row, unique
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
 NOW = "2026-11-02T09:30:00+00:00"

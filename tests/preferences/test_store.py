@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.preferences.database import StoreError
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.database import StoreError
+from rlhf_lightning.preferences.annotation.store import LabelStore
+from rlhf_lightning.preferences.annotation.tasks import Answer, Task
 from rlhf_lightning.preferences.records import Label
-from rlhf_lightning.preferences.sharing import Sharing
-from rlhf_lightning.preferences.store import LabelStore
-from rlhf_lightning.preferences.tasks import Answer, Task
 from tests.preferences.invariants import check_store
 from tests.preferences.some_pairs import make_pair, make_pairs
 

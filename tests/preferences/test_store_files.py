@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.preferences.database import StoreError
-from rlhf_lightning.preferences.sharing import Sharing
-from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.database import StoreError
+from rlhf_lightning.preferences.annotation.store import LabelStore
 from tests.preferences.invariants import check_store, most_labels
 from tests.preferences.some_pairs import make_pairs
 

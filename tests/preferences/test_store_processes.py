@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.preferences.store import LabelStore
+from rlhf_lightning.preferences.annotation.store import LabelStore
 from tests.preferences.invariants import check_store, most_labels
 from tests.preferences.some_pairs import make_pairs
 

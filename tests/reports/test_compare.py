@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.report import run
+from rlhf_lightning.app.report import run
 from rlhf_lightning.reports.choice import AHEAD, TAKE, choose
 from rlhf_lightning.reports.compare import render_comparison
 from rlhf_lightning.reports.frontier import frontier

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.report import main
+from rlhf_lightning.app.report import main
 from rlhf_lightning.runs.folder import read_metrics
 from tests.reports.fake_run import fake_ppo_run
 

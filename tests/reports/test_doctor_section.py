@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlhf_lightning.reports.doctor import doctor_section
 from rlhf_lightning.reports.page import render_report
+from rlhf_lightning.reports.sections import doctor_section
 from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
 from tests.reports.fake_run import fake_ppo_run
 

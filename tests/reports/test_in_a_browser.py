@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.report import run
+from rlhf_lightning.app.report import run
 from tests.browser import console, set_scheme, set_viewport
 from tests.reports.fake_run import fake_reward_run
 from tests.reports.test_compare import sweep

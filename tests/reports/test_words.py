@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 
-from rlhf_lightning.reports.words import LONGEST, marked
+from rlhf_lightning.reports.samples import LONGEST, marked
 
 
 def without(tag: str, page: str) -> str:

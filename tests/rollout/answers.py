@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.rollout.generate import as_generation
-from rlhf_lightning.rollout.score import Answers, make_answers
+from rlhf_lightning.rollout.generators.base import as_generation
+from rlhf_lightning.rollout.scorers.base import Answers, make_answers
 from tests.tiny import EOS, PAD, tiny_tokenizer
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise, sample
 from tests.tiny import EOS, HIDDEN, PAD, VOCABULARY, prompt_rows, tiny_policy
 

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from rlhf_lightning.batches import Generation, PromptBatch
-from rlhf_lightning.rollout.score import Answers, Scores, make_answers
-from rlhf_lightning.rollout.score_text import TextRewardModelScorer
+from rlhf_lightning.rollout.scorers.base import Answers, Scores, make_answers
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -15,7 +15,7 @@ from rlhf_lightning.rollout.collect import (
     assemble_rollout,
     collect_rollout,
 )
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.rollout.answers import answers_of
 from tests.rollout.test_score import ConstantScorer

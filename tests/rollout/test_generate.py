@@ -5,8 +5,8 @@ import torch
 from transformers import GenerationConfig
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP
-from rlhf_lightning.rollout import generate
-from rlhf_lightning.rollout.generate import (
+from rlhf_lightning.rollout.generators import base as generate
+from rlhf_lightning.rollout.generators.base import (
     CachedGenerator,
     TransformersGenerator,
     as_generation,

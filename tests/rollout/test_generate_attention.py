@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlhf_lightning.rollout import engine_rows, generate
-from rlhf_lightning.rollout.engine_attention import SUFFIX, one_token_attention
+from rlhf_lightning.models.cpu.decode_attention import SUFFIX, one_token_attention
+from rlhf_lightning.rollout.generators import active_rows as engine_rows
+from rlhf_lightning.rollout.generators import base as generate
 from rlhf_lightning.rollout.noise import sample
 from tests.rollout.plain_generation import NOISE, ROWS, generated, other_model, tiny
 from tests.tiny import MODEL_TYPES, prompt_batch

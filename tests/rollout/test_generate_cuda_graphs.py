@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_lightning.rollout import engine_cuda_graphs
-from rlhf_lightning.rollout.engine_cuda_graphs import CudaGraphsGenerator
+from rlhf_lightning.rollout.generators import cuda_graphs as engine_cuda_graphs
+from rlhf_lightning.rollout.generators.cuda_graphs import CudaGraphsGenerator
 from tests.rollout.plain_generation import NOISE, ROWS, STOPS, generated, other_model, tiny
 from tests.tiny import MODEL_TYPES, PAD, prompt_batch
 

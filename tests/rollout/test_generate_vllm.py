@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from rlhf_lightning.rollout.engine_vllm import VllmGenerator
+from rlhf_lightning.rollout.generators.vllm import VllmGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.tiny import EOS, PAD, prompt_batch, prompt_rows, tiny_policy
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_lightning.rollout.score import (
+from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer,
     RewardModelScorer,
     Scores,

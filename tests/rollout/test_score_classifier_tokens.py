@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.rollout.score_rendering import AnswerText, Renderer
-from rlhf_lightning.rollout.score_tokens import ClassifierInputs
+from rlhf_lightning.rollout.scorers.text_inputs import AnswerText, ClassifierInputs, Renderer
 from tests.rollout.reward_models import word_tokenizer
 
 

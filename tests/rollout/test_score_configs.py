@@ -10,12 +10,18 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from rlhf_lightning.composition import ConfigError, check_config, check_hparams, conf_dir, register
+from rlhf_lightning.app.config.compose import (
+    ConfigError,
+    check_config,
+    check_hparams,
+    conf_dir,
+    register,
+)
 from rlhf_lightning.models.tokenizers import check_same_tokenizer
-from rlhf_lightning.rollout.score import RewardModelScorer
-from rlhf_lightning.rollout.score_http import HttpScorer
-from rlhf_lightning.rollout.score_settings import HttpScorerHparams, TextRewardModelHparams
-from rlhf_lightning.rollout.score_text import TextRewardModelScorer
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
+from rlhf_lightning.rollout.scorers.http import HttpScorer
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from tests.rollout.reward_models import built, byte_tokenizer, save_reward_model
 from tests.tiny import tiny_scalar_model, tiny_tokenizer
 
@@ -108,11 +114,11 @@ def test_a_scorer_that_cannot_work_is_refused_before_anything_runs(overrides, me
 
 
 def test_the_scorers_of_a_sum_are_checked_too():
-    target = "rlhf_lightning.rollout.score_http.HttpScorer"
+    target = "rlhf_lightning.rollout.scorers.http.HttpScorer"
     cfg = composed()
     cfg.scorer = OmegaConf.create(
         {
-            "_target_": "rlhf_lightning.rollout.score.WeightedScorer",
+            "_target_": "rlhf_lightning.rollout.scorers.base.WeightedScorer",
             "scorers": {"http": {"_target_": target, "url": "http://h/", "max_retries": -1}},
         }
     )

@@ -5,10 +5,16 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from rlhf_lightning.assembly import scorer_fingerprints
-from rlhf_lightning.composition import ConfigError, check_config, check_hparams, conf_dir, register
-from rlhf_lightning.rollout.score_ensemble import RewardEnsembleScorer, combined
-from rlhf_lightning.rollout.score_settings import RewardEnsembleHparams
+from rlhf_lightning.app.build import scorer_fingerprints
+from rlhf_lightning.app.config.compose import (
+    ConfigError,
+    check_config,
+    check_hparams,
+    conf_dir,
+    register,
+)
+from rlhf_lightning.rollout.scorers.ensemble import RewardEnsembleScorer, combined
+from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
 from tests.rollout.answers import answers_of
 from tests.tiny import EOS, PAD, prompt_batch, tiny_scalar_model
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import CONVERSATION
-from rlhf_lightning.rollout.score import FunctionScorer, WeightedScorer
-from rlhf_lightning.rollout.score_http import HttpScorer
-from rlhf_lightning.rollout.score_service import ServiceError
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
+from rlhf_lightning.rollout.scorers.http import HttpScorer, ServiceError
 from tests.rollout.reward_models import text_answers
 from tests.rollout.reward_server import (
     failing,

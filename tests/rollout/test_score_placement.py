@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_lightning.distributed import SHARD, mesh_in_groups, shard
+from rlhf_lightning.distributed.collectives import SHARD, mesh_in_groups, shard
 from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
-from rlhf_lightning.rollout.generate import as_generation
-from rlhf_lightning.rollout.score import Answers, RewardModelScorer, Scores, make_answers
-from rlhf_lightning.rollout.score_text import TextRewardModelScorer
+from rlhf_lightning.rollout.generators.base import as_generation
+from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores, make_answers
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from tests.modules.tiny_ppo import RecordedPPO, fit, tiny_module
 from tests.rollout.reward_models import (
     built,

@@ -14,8 +14,8 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from rlhf_lightning.rollout.score import FunctionScorer, WeightedScorer
-from rlhf_lightning.rollout.score_text import TextRewardModelScorer
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from tests.rollout.reward_models import (
     DECODERS,
     ENCODERS,

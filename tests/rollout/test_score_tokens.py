@@ -12,9 +12,13 @@ from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.rollout.score import FunctionScorer
-from rlhf_lightning.rollout.score_rendering import AnswerText, Renderer, answer_texts
-from rlhf_lightning.rollout.score_tokens import LastTokenInputs
+from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from rlhf_lightning.rollout.scorers.text_inputs import (
+    AnswerText,
+    LastTokenInputs,
+    Renderer,
+    answer_texts,
+)
 from tests.rollout.reward_models import (
     CHATML,
     built,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlhf_lightning.batches import Generation
-from rlhf_lightning.rollout.score import FunctionScorer, make_answers
-from rlhf_lightning.rollout.verifiable import NumberReward, number_reward
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, make_answers
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward, number_reward
 from tests.tiny import prompt_batch, tiny_tokenizer
 
 READ = {

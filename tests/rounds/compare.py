@@ -134,9 +134,9 @@ class Seed:
         """Return the gold reward of every answer of both arms to the held-out prompts."""
         from hydra import compose, initialize_config_dir
 
-        from rlhf_lightning.composition import conf_dir, register
-        from rlhf_lightning.evaluate_request import build_sides
-        from rlhf_lightning.evaluation.policy import gold_scores
+        from rlhf_lightning.app.config.compose import conf_dir, register
+        from rlhf_lightning.app.evaluate_parts import build_sides
+        from rlhf_lightning.evaluation.generate import gold_scores
         from rlhf_lightning.preferences.candidates import load_candidate_policy
 
         register()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_lightning.runs.quantities import (
+from rlhf_lightning.runs.metric_catalog import (
     FAMILIES,
     QUANTITIES,
     Quantity,

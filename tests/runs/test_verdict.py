@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhf_lightning.runs.quantities import duration, number, percent
+from rlhf_lightning.runs.metric_catalog import duration, number, percent
 from rlhf_lightning.runs.summary import GateResult, Summary
 from rlhf_lightning.runs.verdict import verdict
 

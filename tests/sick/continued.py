@@ -48,7 +48,7 @@ def fitted(cfg: Any, path: Path, until: Sequence[str] = ()) -> tuple[Any, float]
     """
     import lightning as L
 
-    from rlhf_lightning.assembly import assemble
+    from rlhf_lightning.app.build import assemble
     from rlhf_lightning.runs.folder import RunFolder
     from rlhf_lightning.runs.resume import newest_complete_checkpoint
 

@@ -18,7 +18,7 @@ BASE = (
     "artifacts.publish=null",
     f"data.batch_size={ROWS}",
     "callbacks.samples.num_samples=2",
-    "doctor.second_scorer={_target_: rlhf_lightning.rollout.score.FunctionScorer, "
+    "doctor.second_scorer={_target_: rlhf_lightning.rollout.scorers.base.FunctionScorer, "
     "function: tests.sick.scorers.gold}",
 )
 

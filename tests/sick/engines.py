@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 
 
 class TopKGenerator(CachedGenerator):

@@ -12,10 +12,10 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_lightning.evaluation.doctor.detectors import Detectors
-from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES
-from rlhf_lightning.evaluation.doctor.readings import Reading, Transition
-from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+from rlhf_lightning.doctor.catalog import ILLNESSES
+from rlhf_lightning.doctor.detectors import Detectors
+from rlhf_lightning.doctor.readings import Reading, Transition
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
 PHASES = ("rollout/", "ppo/", "doctor/")

@@ -85,7 +85,7 @@ def run_one(
     """
     from hydra import compose, initialize_config_dir
 
-    from rlhf_lightning.composition import conf_dir, register
+    from rlhf_lightning.app.config.compose import conf_dir, register
     from rlhf_lightning.runs.doctor_log import alerts_of, read_events
     from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
@@ -136,7 +136,7 @@ def fired(result: dict[str, Any]) -> dict[str, int]:
 
 def judged_again(result: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded run with the alerts that the detectors as they are now would raise."""
-    from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+    from rlhf_lightning.doctor.thresholds import DoctorThresholds
     from tests.sick.replay import replay
 
     length = DISEASES[result["disease"]].iterations
@@ -181,8 +181,8 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 def margins(results: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table: how near healthy runs came to each warning, over all seeds."""
-    from rlhf_lightning.evaluation.doctor.illnesses import ILLNESSES, bound_of
-    from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+    from rlhf_lightning.doctor.catalog import ILLNESSES, bound_of
+    from rlhf_lightning.doctor.thresholds import DoctorThresholds
     from tests.sick.replay import nearest
 
     limits, healthy = DoctorThresholds(), [r for r in results if r["disease"] == "healthy"]

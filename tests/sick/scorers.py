@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlhf_lightning.data.demo.gold import gold_parts
-from rlhf_lightning.rollout.score import Answers, RewardModelScorer, Scores, load_function
+from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores, load_function
 
 
 def gold(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.evaluation.doctor.settings import DoctorThresholds
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder
 from tests.reports.fake_run import fake_ppo_run
 from tests.sick.replay import main, nearest, replay

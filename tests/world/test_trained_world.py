@@ -13,12 +13,12 @@ from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.demo.gold import gold_scores
 from rlhf_lightning.data.demo.grammar import I_DO_NOT_KNOW
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.evaluation.policy import Sampling, sample_answers
-from rlhf_lightning.evaluation.policy import gold_scores as gold_of
+from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.evaluation.generate import gold_scores as gold_of
 from rlhf_lightning.evaluation.win_rate import win_rate
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.tokenizers import load_tokenizer
-from rlhf_lightning.rollout.generate import CachedGenerator
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.runs.folder import read_metrics
 

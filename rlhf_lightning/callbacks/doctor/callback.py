@@ -6,17 +6,18 @@ Every decision is taken on values of all ranks, so it is the same everywhere. Ch
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf_lightning.callbacks.doctor.chart import MedicalRecord, Request
-from rlhf_lightning.callbacks.doctor.controls import apply, knobs_of
-from rlhf_lightning.callbacks.doctor.handover import Handover, read_handover
+from rlhf_lightning.callbacks.doctor.alert_log import MedicalRecord, Request
 from rlhf_lightning.callbacks.doctor.preflight import PreflightError, first_rollout
 from rlhf_lightning.callbacks.doctor.records import (
     Refusals,
@@ -25,14 +26,108 @@ from rlhf_lightning.callbacks.doctor.records import (
     second_scores,
 )
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
-from rlhf_lightning.evaluation.doctor.detectors import Detectors
-from rlhf_lightning.evaluation.doctor.measures import measure_answers
-from rlhf_lightning.evaluation.doctor.preflight import check_first_rollout
-from rlhf_lightning.evaluation.doctor.settings import ActionSettings, DoctorThresholds
-from rlhf_lightning.evaluation.doctor.treatments import Practice, Treatment, serious_alarms
-from rlhf_lightning.modules.measures import Gaps
-from rlhf_lightning.rollout.score import Scorer
+from rlhf_lightning.doctor.detectors import Detectors
+from rlhf_lightning.doctor.interventions import Knobs, Practice, Treatment, serious_alarms
+from rlhf_lightning.doctor.metrics import measure_answers
+from rlhf_lightning.doctor.preflight_checks import check_first_rollout
+from rlhf_lightning.doctor.thresholds import ActionSettings, DoctorThresholds
+from rlhf_lightning.modules.controls import Controls
+from rlhf_lightning.modules.metrics import Gaps
+from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.doctor_log import DoctorEvent, event_from
 from rlhf_lightning.runs.folder import RunFolder
+
+_WEIGHT = "domain_weights."
+
+
+def knobs_of(module: Any) -> Knobs:
+    """Return the controls of a `PPOModule` as they stand."""
+    controls: Controls = module.controls
+    return Knobs(
+        kl_coef=controls.kl_coef,
+        temperature=controls.temperature,
+        learning_rate_factor=controls.learning_rate_factor,
+        diversity_bonus=controls.diversity_bonus,
+        domain_weights=dict(controls.domain_weights),
+        adapts_kl_coef=module.ppo.kl_target is not None,
+    )
+
+
+def apply(module: Any, treatment: Treatment) -> None:
+    """Make one change in the controls of a `PPOModule` that is being trained.
+
+    Raises:
+        AttributeError: if it names no control.
+    """
+    controls: Controls = module.controls
+    name = treatment.control
+    if name.startswith(_WEIGHT):
+        weights = controls.domain_weights | {name.removeprefix(_WEIGHT): treatment.after}
+        controls.domain_weights = weights
+    elif hasattr(controls, name):
+        setattr(controls, name, treatment.after)
+        if name == "learning_rate_factor":
+            _renew_learning_rates(module.lr_schedulers())
+    else:
+        raise AttributeError(f"{name!r} is no control of {type(controls).__name__}")
+
+
+def _renew_learning_rates(scheduler: LambdaLR) -> None:
+    """Set the rates of the next iteration, for which the schedule has stepped already."""
+    rates = [
+        base * factor(scheduler.last_epoch)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the next fit takes over.
+
+    Args:
+        checkpoint: iteration of the checkpoint that it starts from.
+        rollbacks: made so far.
+        held: what the rollback before this one set, by control.
+        events: everything that was said and done so far.
+    """
+
+    checkpoint: int
+    rollbacks: int
+    held: Mapping[str, float]
+    events: tuple[DoctorEvent, ...]
+
+
+def write_handover(folder: RunFolder, handover: Handover) -> None:
+    """Write it in one step, in the place of that of an earlier rollback."""
+    write_text(_path(folder), json.dumps(asdict(handover)))
+
+
+def read_handover(folder: RunFolder) -> Handover | None:
+    """Return that of the last rollback of a run; None if there was none.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    path = _path(folder)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        events = tuple(event_from(event) for event in content.pop("events"))
+        return Handover(**content, events=events)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path}, in which a rollback of the doctor stands, is damaged ({error}): restore it, "
+            "or remove it to go on without what the rollback changed"
+        ) from error
+
+
+def _path(folder: RunFolder) -> Path:
+    return folder.checkpoints / "rollback.json"
+
 
 logger = logging.getLogger(__name__)
 

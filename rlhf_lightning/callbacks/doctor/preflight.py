@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, PromptBatch, RolloutBatch
 from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, answers_of
-from rlhf_lightning.distributed import agreed_max, gathered
-from rlhf_lightning.evaluation.doctor.measures import measure_answers
-from rlhf_lightning.evaluation.doctor.preflight import FirstRollout
+from rlhf_lightning.distributed.collectives import agreed_max, gathered
+from rlhf_lightning.doctor.metrics import measure_answers
+from rlhf_lightning.doctor.preflight_checks import FirstRollout
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, response_statistics
 from rlhf_lightning.modules.step_0 import rounding_tolerance
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
-from rlhf_lightning.distributed import gathered
-from rlhf_lightning.evaluation.doctor.measures import AnswerRecord
-from rlhf_lightning.rollout.score import Answers, Scorer, make_answers
+from rlhf_lightning.distributed.collectives import gathered
+from rlhf_lightning.doctor.metrics import AnswerRecord
+from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The application: Hydra configuration, stages and commands around the library."""

@@ -1,0 +1,1 @@
+"""Compose, check and describe configurations: the only code that knows OmegaConf."""

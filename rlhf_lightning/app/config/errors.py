@@ -1,0 +1,127 @@
+"""What is said of a command line that does not compose: one line, with what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_lightning.app.config.compose import choices, describe_interpolation
+from rlhf_lightning.app.config.targets import did_you_mean, listed
+
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
+ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
+
+
+def explain(error: Exception, overrides: list[str], config_name: str = "train") -> str:
+    """Return a composition error in one line, with a did-you-mean for what is mistyped.
+
+    Args:
+        error: what `hydra.compose` raised, one of `COMPOSE_ERRORS`.
+        overrides: of the command line.
+        config_name: what was composed.
+    """
+    if (file := _a_file(overrides)) is not None:
+        return file
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        known = sorted(error.options or choices(group))
+        return f"{group}={name} is none of {listed(known)}{did_you_mean(name, known)}"
+    text = str(error).strip()
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override, text)
+    for pattern, answer in _ANSWERS:
+        found = re.search(pattern, text)
+        if found is not None:
+            return answer(found, overrides)
+    found = re.search(r"Could not override '([\w./@]+)'", text)
+    if found is not None:
+        return _unknown(found.group(1), overrides, config_name)
+    if isinstance(error, OmegaConfBaseException):
+        return describe_interpolation(error)
+    return text.splitlines()[0]
+
+
+def _a_file(overrides: list[str]) -> str | None:
+    """Say how a file of records is given, where one stands in the place of a data set's name."""
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in ("dataset", "world") and Path(value).is_file():
+            return (
+                f"{override}: a file of records is given by world=files world.path={value} "
+                "world.name=NAME, where NAME is what its models are kept under"
+            )
+    return None
+
+
+def _unreadable(override: str, text: str) -> str:
+    if "=" not in override and not override.startswith("~"):
+        return f"{override!r} sets nothing: write KEY=VALUE, such as seed=2"
+    key = override.partition("=")[0]
+    reason = text.splitlines()[0].removeprefix(f"Error parsing override '{override}'")
+    return (
+        f"{override} cannot be read ({reason or 'a blank, a comma or a bracket'}): close what is "
+        f"opened, and quote a text that holds such signs, as in '{key}=\"a, b\"'"
+    )
+
+
+def _several(found: re.Match[str], overrides: list[str]) -> str:
+    override = found.group(1)
+    key, _, value = override.partition("=")
+    return (
+        f"{override} gives several values: -m runs a sweep over them; one text with commas is "
+        f"quoted, as in '{key}=\"{value}\"', and a list is [{value}]"
+    )
+
+
+def _twice(found: re.Match[str], overrides: list[str]) -> str:
+    group = found.group(1)
+    given = [o.lstrip("+") for o in overrides if o.lstrip("+").startswith(f"{group}=")]
+    return f"{' and '.join(given) or group}: give {group} once"
+
+
+def _no_name(found: re.Match[str], overrides: list[str]) -> str:
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if not key:
+            return f"{override!r} names no key: write KEY=VALUE, such as seed=2"
+        known = choices(key) if "." not in key else []
+        if known and value not in known:
+            return f"{key}={value} is none of {listed(known)}{did_you_mean(value, known)}"
+    return found.group(0)
+
+
+_ANSWERS = (
+    (r"Ambiguous value for argument '([^']+)'", _several),
+    (r"Sweep parameters '([^']+)'", _several),
+    (r"Multiple values for ([\w/]+)", _twice),
+    (r"Config group override must be a string or a list\. Got \w+", _no_name),
+    (r"argument of type '\w+' is not iterable", _no_name),
+)
+
+
+def _unknown(path: str, overrides: list[str], config_name: str) -> str:
+    from hydra import compose
+
+    given = next((o for o in overrides if o.split("=")[0].lstrip("+~") == path), path)
+    if path in ADDED:
+        return f"{given} would replace a choice that is not there: add it with +{given}"
+    kept = [o for o in overrides if o != given]
+    try:
+        keys = list(_paths(compose(config_name, overrides=kept)))
+    except COMPOSE_ERRORS:  # it is not the only mistake
+        keys = []
+    return f"unknown key {path}{did_you_mean(path, keys)}"
+
+
+def _paths(node: object, where: str = "") -> Iterator[str]:
+    if isinstance(node, DictConfig):
+        for key in map(str, node):
+            path = f"{where}.{key}" if where else str(key)
+            yield path
+            if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+                yield from _paths(node[key], path)

@@ -1,0 +1,70 @@
+"""What `rlhf-train --help` lists: experiments and groups, as wide as the terminal."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+
+from omegaconf import OmegaConf
+
+from rlhf_lightning.app.config.compose import choices
+
+STAGES = ("sft", "reward", "ppo")
+BUILT_IN = ("base", *STAGES)
+# In the order of how often one chooses in them; the others belong to other commands.
+GROUPS = (
+    ("preset", "recipes often seen in tutorials, with a +: +preset=NAME"),
+    ("debug", "look into a run, or only see that it runs"),
+    ("lora", "adapters in place of whole models"),
+    ("strategy", "how several devices share the work"),
+    ("logger", "who is told besides metrics.csv"),
+    ("launcher", "jobs of Slurm or of this machine"),
+    ("world", "data"),
+    ("model", "models and their learning rates"),
+    ("scorer", "what rewards an answer in PPO"),
+    ("rollout", "what generates"),
+    ("doctor", "what watches PPO"),
+    ("gates", "thresholds for the final figures"),
+    ("safety", "refusals of the final evaluation"),
+    ("optimizer", ""),
+    ("scheduler", "of the learning rate"),
+)
+
+
+def register_help() -> None:
+    """Make `${rlhf_choices:}` the list of experiments and groups; call before composing."""
+    OmegaConf.register_new_resolver("rlhf_choices", choices_text, replace=True)
+
+
+def choices_text(width: int | None = None) -> str:
+    """Return experiments and groups, a paragraph each.
+
+    Args:
+        width: in characters; that of the terminal, at most 100, where it is None.
+    """
+    width = width or min(shutil.get_terminal_size().columns, 100)
+    real = sorted(
+        {
+            name.partition("_")[2]
+            for name in choices("experiment")
+            if name.startswith(tuple(f"{stage}_" for stage in STAGES))
+        }
+    )
+    lines = _row("built-in world", " ".join(BUILT_IN), width)
+    lines += _row("real models", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(real)}", width)
+    lines += ["", "Groups, written GROUP=NAME:", ""]
+    for group, about in GROUPS:
+        note = f" ({about})" if about else ""
+        lines += _row(group, f"{' '.join(choices(group))}{note}", width)
+    return "\n".join(lines)
+
+
+def _row(name: str, text: str, width: int) -> list[str]:
+    first = f"  {name:<16}"
+    return textwrap.wrap(
+        text,
+        width - 1,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_on_hyphens=False,
+    )

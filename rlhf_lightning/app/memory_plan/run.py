@@ -1,0 +1,129 @@
+"""What a plan needs to know of a run, and nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from rlhf_lightning.app.memory_plan.fake_models import Style
+from rlhf_lightning.app.memory_plan.shapes import Shape
+
+Stage = Literal["sft", "reward", "ppo"]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The reward model of PPO.
+
+    Args:
+        kind: `none` (a function, a service), `adapter` on the policy's base, or a `model`.
+        shape: of that model; None for the policy's.
+        dtype: of its weights; None for what the factory makes of them under this precision.
+        micro_batch_size: rows in one forward; None for all.
+        max_length: tokens of a row; None for prompt and answer.
+    """
+
+    kind: Literal["none", "adapter", "model"] = "none"
+    shape: Shape | None = None
+    dtype: torch.dtype | None = None
+    micro_batch_size: int | None = None
+    max_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Answers that are sampled to measure what was trained.
+
+    Args:
+        rows: answered at once on each device.
+        micro_batch_size: rows in one forward when they are evaluated.
+        max_new_tokens: of an answer.
+        during_training: they are sampled between iterations too, beside the optimizer's state.
+    """
+
+    rows: int
+    micro_batch_size: int | None
+    max_new_tokens: int
+    during_training: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """One stage on one device of `num_devices`.
+
+    Args:
+        stage: sft, reward or ppo.
+        shape: of the policy.
+        style: how its models are held and computed.
+        device: `cpu` or `cuda`.
+        strategy: auto, ddp or fsdp.
+        num_devices: processes that train together, one on each device.
+        batch_size: rows of an iteration on all devices; pairs for a reward model.
+        micro_batch_size: rows (or pairs) in one forward; None for all.
+        prompt_length: longest prompt; for SFT and reward model the whole row.
+        response_length: longest response of PPO; else 0.
+        num_minibatches: optimizer steps of one pass over the rollout.
+        with_entropy: PPO's loss has an entropy bonus.
+        scoring: the reward model of PPO.
+        validation_rows: of a validation batch on one device; 0 without validation.
+        evaluation: what follows training; None where nothing does.
+        read_at_once: prompt tokens that generation reads in one forward.
+        optimizer: parameter groups -> optimizer.
+        shard_over: devices that share one copy of every model under fsdp; None for all.
+    """
+
+    stage: Stage
+    shape: Shape
+    style: Style
+    device: Literal["cpu", "cuda"]
+    strategy: str
+    num_devices: int
+    batch_size: int
+    micro_batch_size: int | None
+    prompt_length: int
+    response_length: int
+    num_minibatches: int = 1
+    with_entropy: bool = False
+    scoring: Scoring = field(default_factory=Scoring)
+    validation_rows: int = 0
+    evaluation: Evaluation | None = None
+    read_at_once: int = 16_384
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    shard_over: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of an iteration on one device; two for each pair of a reward model."""
+        share = -(-self.batch_size // self.num_devices)
+        return 2 * share if self.stage == "reward" else share
+
+    @property
+    def update_rows(self) -> int:
+        """Rows of one optimizer step on one device."""
+        return -(-self.rows // self.num_minibatches)
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows in one forward of an update."""
+        rows = self.micro_batch_size
+        if rows is None:
+            return self.update_rows
+        return min(2 * rows if self.stage == "reward" else rows, self.update_rows)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forwards and backwards that one optimizer step takes on one device."""
+        return -(-self.update_rows // self.micro_rows)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def sharded(self) -> int:
+        """Devices over which every model is sharded."""
+        return (self.shard_over or self.num_devices) if self.strategy == "fsdp" else 1

@@ -1,0 +1,292 @@
+"""The folder that leaves a run: weights, tokenizer, adapter, model card and configuration."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.app.build import origin, source_fingerprint
+from rlhf_lightning.app.config.compose import plain
+from rlhf_lightning.app.evaluation import STARTS_FROM
+from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
+from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
+from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
+from rlhf_lightning.models.export import (
+    export_model,
+    export_tokenizer,
+    weights_by_file_name,
+)
+from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.loading import load_config, loading_options
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
+from rlhf_lightning.models.ppo_models import ADAPTER
+from rlhf_lightning.models.rounding import DTYPES, Rounding, base_dtype, measure_rounding
+from rlhf_lightning.models.tokenizers import as_saved, stop_ids
+from rlhf_lightning.runs.atomic import follow_umask, write_text
+from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
+from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
+from rlhf_lightning.runs.public_config import public_config, without_folders
+from rlhf_lightning.runs.summary import GateResult, installed_versions
+
+logger = logging.getLogger(__name__)
+LEAST_KEPT = 0.9  # of what training changed, that rounding must keep
+_REWARD_MODELS = ("RewardModelScorer", "RewardAdapterScorer", "TextRewardModelScorer")
+_HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, for the model card.
+
+    Args:
+        run: name of the run folder.
+        metrics: final ones.
+        gates: their outcome.
+        checkpoint: for a model that is not the end of a finished run: which one it is.
+    """
+
+    run: str
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    gates: tuple[GateResult, ...] = ()
+    checkpoint: str | None = None
+
+
+def write_model_folder(
+    cfg: DictConfig,
+    folder: Path,
+    model: PolicyModel | ScalarHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: dict[str, Tensor],
+    outcome: Outcome,
+    *,
+    adapter_only: bool = False,
+    dtype: str | None = None,
+    full: Path | None = None,
+) -> None:
+    """Write what a run has trained as a Hugging Face folder.
+
+    An adapter is merged into its base, and stands by itself in `adapter/`.
+
+    Args:
+        cfg: of the run.
+        folder: created if missing.
+        model: what was trained.
+        tokenizer: the one it was trained with.
+        state: full state dict of `model`, on the CPU.
+        outcome: what the card says of it.
+        adapter_only: write the adapter and nothing of its base.
+        dtype: of the weights: fp32, bf16 or auto; None takes that of the configuration.
+        full: gets the same in fp32, if `folder` is not.
+
+    Raises:
+        ValueError: if only an adapter is asked for and none was trained.
+    """
+    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    adapted = model if isinstance(model, AdaptedPolicy | AdaptedScalarModel) else None
+    if adapter_only and adapted is None:
+        raise ValueError("the run trained the whole model and no adapter (lora: null)")
+    folder.mkdir(parents=True, exist_ok=True)
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()  # of a run that was killed here: an artefact may be the same file
+    if adapted is not None:
+        base, revision = _base_of_adapter(str(start), cfg.model.get("revision"))
+        save_adapter(
+            adapted,
+            folder if adapter_only else folder / ADAPTER,
+            state,
+            base=base,
+            base_fingerprint=source_fingerprint(str(start), cfg.model.get("revision")),
+            base_revision=revision,
+        )
+        if not adapter_only:
+            # The base is read again, as what was trained on may be rounded.
+            model = merge_adapter(adapted, state, load_policy(start, **origin(cfg)))
+            state = model.state_dict()
+    if adapter_only:
+        export_tokenizer(model, tokenizer, folder)
+        _describe(cfg, folder, start, outcome, is_adapter=True)
+    else:
+        _write_whole(cfg, folder, (model, tokenizer, state), outcome, dtype, full)
+    follow_umask(*folder.rglob("*.safetensors"))
+
+
+def _write_whole(
+    cfg: DictConfig,
+    folder: Path,
+    trained: tuple[PolicyModel | ScalarHeadModel, PreTrainedTokenizerBase, dict[str, Tensor]],
+    outcome: Outcome,
+    asked: str | None,
+    full: Path | None,
+) -> None:
+    model, tokenizer, state = trained
+    start, revision = cfg.artifacts[STARTS_FROM[cfg.stage]], cfg.model.get("revision")
+    stops = stop_ids(tokenizer, start, revision=revision)
+    dtype, base_dtype = export_dtypes(cfg, asked)
+    cost: Rounding | None = None
+    if dtype != torch.float32:
+        weights = weights_by_file_name(model, state)
+        cost = measure_rounding(weights, start, dtype, revision=revision)
+        if cost.kept is not None and cost.kept < LEAST_KEPT:
+            lost = f"bf16 keeps {100 * cost.kept:.0f} % of what training changed"
+            if asked_dtype(cfg, asked) == "auto":
+                logger.warning("%s stays in fp32: %s (export.dtype=bf16 insists)", folder, lost)
+                dtype, cost = torch.float32, None
+            else:
+                logger.warning("%s: %s, export.dtype=fp32 keeps all of it", folder, lost)
+    options: dict[str, Any] = {"stop_ids": stops, "base_dtype": base_dtype}
+    export_model(model, tokenizer, folder, state, dtype=dtype, **options)
+    _describe(cfg, folder, start, outcome, is_adapter=False, rounding=cost)
+    if dtype == torch.float32:
+        return
+    if full is not None:
+        export_model(model, tokenizer, full, state, dtype=torch.float32, **options)
+        if (folder / ADAPTER).is_dir():
+            shutil.copytree(folder / ADAPTER, full / ADAPTER)
+        _describe(cfg, full, start, outcome, is_adapter=False)
+        follow_umask(*full.rglob("*.safetensors"))
+
+
+def publishes(cfg: DictConfig) -> bool:
+    """Return whether the model is also put where later stages look for it."""
+    return cfg.artifacts.publish is not None and bool(cfg.paths.publish)
+
+
+def asked_dtype(cfg: DictConfig, asked: str | None = None) -> str:
+    """Return fp32, bf16 or auto: as asked, else as the configuration says."""
+    return str(asked or (cfg.get("export") or {}).get("dtype") or "auto")
+
+
+def export_dtypes(cfg: DictConfig, asked: str | None = None) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype of the exported weights, and that of the model at the root.
+
+    `auto` is the latter, where the fp32 weights are published besides; else fp32.
+    """
+    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    base = torch.float32
+    if start is not None:
+        base = base_dtype(load_config(start, loading_options(start, **origin(cfg))))
+    named = asked_dtype(cfg, asked)
+    if named != "auto":
+        return DTYPES[named], base
+    return (base if publishes(cfg) else torch.float32), base
+
+
+def _base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]:
+    """Return how an adapter names its base: on the hub with its commit, else a whole path.
+
+    A relative one would lead elsewhere from another working folder.
+    """
+    if found := hub_snapshot(start):
+        return found
+    if Path(start).is_dir():
+        return os.path.abspath(start), None
+    return start, revision
+
+
+def _describe(
+    cfg: DictConfig,
+    folder: Path,
+    start: str | None,
+    outcome: Outcome,
+    *,
+    is_adapter: bool,
+    rounding: Rounding | None = None,
+) -> None:
+    resolved = plain(cfg)
+    written = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
+    public = public_config(resolved, written)
+    write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(public)))
+    facts = CardFacts(
+        stage=cfg.stage,
+        run=outcome.run,
+        base=start,
+        data=str(cfg.world.name),
+        licence=base_licence(cfg.model.get("license"), start),
+        hub_base=hub_base(start, cfg.model.get("source")),
+        datasets=_hub_data(resolved["world"]),
+        settings=_settings(public),
+        metrics={k: v for k, v in outcome.metrics.items() if v is not None},
+        gates=outcome.gates,
+        versions=installed_versions(),
+        checkpoint=outcome.checkpoint,
+        reward=_reward_facts(folder) if cfg.stage == "reward" and not is_adapter else {},
+        is_adapter=is_adapter,
+        against=_against(resolved.get("scorer")),
+        needs=_needs(folder) if is_adapter else None,
+        rounding=rounding,
+    )
+    write_model_card(folder, facts)
+
+
+def _against(scorer: Mapping[str, Any] | None) -> str:
+    """Return what the scores of PPO came from."""
+    name = str((scorer or {}).get("_target_", "")).rpartition(".")[2]
+    if name == "FunctionScorer":
+        return f"a reward function ({without_folders(str((scorer or {}).get('function')))})"
+    if name == "RewardEnsembleScorer":
+        return f"{len((scorer or {}).get('sources') or ())} reward models"
+    known = {"HttpScorer": "a reward service", "WeightedScorer": "a weighted sum of rewards"}
+    return known.get(name, "a reward model" if name in _REWARD_MODELS else f"scores of {name}")
+
+
+def _needs(folder: Path) -> str:
+    """Return what an adapter stands on, without folders of the machine."""
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    base, revision = config["base_model_name_or_path"], config.get("revision")
+    if not Path(base).is_dir():
+        return f"It needs its base, {base} of the hub" + (f" at {revision}." if revision else ".")
+    found = json.loads((folder / ADAPTER_EXTRA).read_text(encoding="utf-8"))["base_fingerprint"]
+    return (
+        f"It needs its base, the folder {without_folders(base)} (fingerprint {found[:12]}), which "
+        f"`{ADAPTER_CONFIG}` names by its whole path on the machine of the run. Elsewhere, copy "
+        "that folder too and write its place there as `base_model_name_or_path`."
+    )
+
+
+def _reward_facts(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tokenizer = as_saved(str(folder), loading_options(folder))
+    return {"reward_offset": config["reward_offset"], "pad_token": tokenizer.pad_token}
+
+
+def _hub_data(world: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the hub names of data sets that the world reads."""
+    source = world.get("source") or {}
+    hub = str(source.get("_target_", "")).endswith("HubSource")
+    names = [world.get("dataset"), source.get("name") if hub else None]
+    found = [str(name) for name in names if name and _HUB_DATA.fullmatch(str(name))]
+    return tuple(dict.fromkeys(name for name in found if not Path(name).exists()))
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters that decide what was learnt, flat."""
+    module, stage = config["module"], config["stage"]
+    groups = {
+        stage: module.get(stage),
+        "sampling": module.get("sampling"),
+        "lora": config.get("lora"),
+        "optimizer": config.get("optimizer"),
+        "scheduler": config.get("scheduler"),
+    }
+    data, trainer = config.get("data") or {}, config.get("trainer") or {}
+    names = ("batch_size", "max_length", "max_prompt_length", "num_epochs", "num_iterations")
+    flat = {f"data.{name}": data[name] for name in names if data.get(name) is not None}
+    flat |= {"seed": config.get("seed"), "trainer.precision": trainer.get("precision")}
+    for group, values in groups.items():
+        for name, value in (values or {}).items():
+            if not name.startswith("_") and value is not None:
+                flat[f"{group}.{name}"] = value
+    return flat

@@ -1,0 +1,1 @@
+"""All stages in a row, each judged by its gates."""

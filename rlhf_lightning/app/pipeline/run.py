@@ -1,0 +1,251 @@
+"""All stages in a row, each judged by its gates: `python -m rlhf_lightning.pipeline`.
+
+Each stage is a process of its own, as if somebody had typed its command: what it leaves in memory
+or in a random state does not reach the next one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from rlhf_lightning.app.command_line import compose_and_check, fail, say
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.config.save import keep_secrets
+from rlhf_lightning.app.pipeline.state import (
+    DONE,
+    FAILED_GATE,
+    RUNNING,
+    Outcome,
+    find_begun_pipeline,
+    pipeline_hash,
+    read_state,
+    set_aside,
+    write_state,
+)
+from rlhf_lightning.app.pipeline.steps import (
+    LATER,
+    TRAINED,
+    Step,
+    accepted,
+    as_overrides,
+    check_pipeline,
+    plan,
+)
+from rlhf_lightning.app.run_claim import check_folder
+from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environment
+from rlhf_lightning.evaluation.root_cause import Blame, find_blame
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.metric_catalog import duration
+from rlhf_lightning.runs.summary import (
+    Status,
+    Summary,
+    new_summary,
+    read_summary,
+    write_summary,
+)
+from rlhf_lightning.runs.taken import drop_unused, summary_or_none
+
+register()
+GATE_FAILED = 4  # exit status
+PASSED_ON = (3, 75, 130)  # of a stage: people have to label, it was stopped
+
+
+class StageEndedError(Exception):
+    """A stage did not end as it should; `code` is the exit status of the pipeline."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def run(cfg: DictConfig, folder: RunFolder) -> Summary:
+    """Run every stage that is not done yet, up to the end or to a gate that fails.
+
+    Args:
+        cfg: composed configuration.
+        folder: of a new run; with `resume=auto` an unfinished one takes its place, or a complete
+            one of fewer rounds.
+
+    Returns:
+        The summary, as written to the run folder: `completed`, or `stopped` at a gate with the
+        stage that is to blame as its cause.
+
+    Raises:
+        ConfigError: if the configuration cannot work.
+        StageEndedError: if a stage fails or has to wait.
+    """
+    check_pipeline(cfg)
+    check_folder(cfg, folder)
+    keep_secrets(cfg, folder)
+    digest = pipeline_hash(cfg)
+    folder = RunFolder(_where(cfg, folder, digest).resolve())  # command lines are compared
+    summary = new_summary("pipeline", seed=cfg.seed, config_hash=digest)
+    with claim_run(folder.path, lambda: check_folder(cfg, folder)):
+        write_summary(folder, summary)
+        try:
+            summary = _run_steps(cfg, folder, summary)
+        except (StageEndedError, KeyboardInterrupt) as error:
+            cause = str(error) or "it was interrupted"
+            waits = isinstance(error, KeyboardInterrupt) or error.code in PASSED_ON
+            status: Status = "stopped" if waits else "failed"
+            write_summary(folder, replace(summary, status=status, cause=cause))
+            raise
+    _tell(folder, summary)
+    return summary
+
+
+def _where(cfg: DictConfig, folder: RunFolder, digest: str) -> Path:
+    """Return the folder of the run: the newest if there is something left to do, or a new one."""
+    if cfg.resume != "auto":
+        return folder.path
+    root = Path(cfg.paths.outputs) / cfg.name
+    begun = find_begun_pipeline(root, digest, cfg.rounds)
+    if begun is None:
+        return folder.path
+    say(f"going on with {begun.path}")
+    drop_unused(folder, begun)
+    return begun.path
+
+
+def _run_steps(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Summary:
+    done = read_state(folder.path)
+    steps = plan(cfg, folder.path)
+    judged: dict[str, Summary] = {}
+    for number, step in enumerate(steps, start=1):
+        before = done.get(step.name)
+        same = before is not None and before.overrides == step.overrides
+        if before is None or not same or before.status == RUNNING:
+            say(f"[{number}/{len(steps)}] {step.name}")
+            # Everything behind a stage that runs anew is built on what it makes.
+            done = {name: done[name] for name in judged}
+            done[step.name] = Outcome(step.name, step.overrides, RUNNING)
+            write_state(folder.path, done)
+            if not (same and step.continues):
+                set_aside(folder.path / step.name)
+            _run_step(step, folder)
+        else:
+            say(f"[{number}/{len(steps)}] {step.name}: done before")
+        result = read_summary(RunFolder(folder.path / step.name))
+        judged[step.name] = result
+        status = DONE if result.passed else FAILED_GATE
+        done[step.name] = Outcome(step.name, step.overrides, status)
+        write_state(folder.path, done)
+        summary = _joined(summary, judged)
+        if status == FAILED_GATE and not accepted(cfg, step):
+            return replace(summary, status="stopped", cause=_cause(step, judged))
+        write_summary(folder, summary)
+    return replace(summary, status="completed", cause=None)
+
+
+def _run_step(step: Step, folder: RunFolder) -> None:
+    begun = summary_or_none(RunFolder(folder.path / step.name))
+    if step.stage not in TRAINED and begun is not None and begun.status == "completed":
+        return  # the pipeline was killed before it had noted that
+    command = step.command(folder.path)
+    code = subprocess.run(command, check=False, env=own_environment()).returncode
+    if code:
+        where = folder.path / step.name
+        ends = "waits for people" if code == PASSED_ON[0] else f"ended with status {code}"
+        raise StageEndedError(
+            f"{step.name} {ends}, see {where}: calling the pipeline again goes on from there",
+            code if code in PASSED_ON else 1,
+        )
+
+
+def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
+    """Return the pipeline's summary: every stage's figures, and plainly those of the last one."""
+    metrics: dict[str, float | None] = {}
+    seconds: dict[str, float] = {}
+    for name, result in judged.items():
+        metrics |= {f"{name}/{key.removeprefix('val/')}": v for key, v in result.metrics.items()}
+        seconds[name] = float(result.seconds.get("total", 0.0))
+    last = list(judged.values())[-1]
+    gates = tuple(
+        replace(gate, name=f"{name} {gate.name}")
+        for name, result in judged.items()
+        for gate in result.gates
+    )
+    return replace(
+        summary,
+        metrics=dict(last.metrics) | dict(sorted(metrics.items())),
+        gates=gates,
+        seconds=seconds | {"total": sum(seconds.values())},
+    )
+
+
+def blame_of(step: Step, judged: Mapping[str, Summary]) -> Blame | None:
+    """Return what the failed gates of a step speak of, given the stages of its round so far."""
+    own = {
+        name.partition("/")[2]: result.metrics
+        for name, result in judged.items()
+        if name.startswith(f"round_{step.round}/") or name.startswith("round_1/")
+    }
+    return find_blame(step.stage, judged[step.name].gates, own)
+
+
+def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
+    failed = [gate for gate in judged[step.name].gates if not gate.passed]
+    reasons = "; ".join(f"{gate.name}: {gate.reason}" for gate in failed)
+    blame = blame_of(step, judged)
+    change = step.stage if blame is None or blame.stage == "labels" else blame.stage
+    accept = step.stage
+    if step.round > 1:  # what goes to a stage of every round would begin the first one anew
+        accept = step.name
+        change = f"round_{step.round}/{change}" if change in LATER else change
+    return (
+        f"{step.name} failed its gates ({reasons}). {blame} Then call the pipeline again, with "
+        f"{change}:KEY=VALUE, or with accept=[{accept}]"
+    )
+
+
+def _tell(folder: RunFolder, summary: Summary) -> None:
+    from rlhf_lightning.callbacks.console import print_verdict
+    from rlhf_lightning.reports.page import write_report
+
+    write_summary(folder, summary)
+    write_report(folder)
+    print_verdict(summary, folder)
+    total = duration(summary.seconds.get("total", 0.0))
+    failed = sum(not gate.passed for gate in summary.gates)
+    outcome = f"done, with {failed} gates failed and accepted" if failed else "all gates passed"
+    say(f"{summary.cause or outcome} ({total} in the stages)")
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="pipeline")
+def _hydra_main(cfg: DictConfig) -> None:
+    config = HydraConfig.get()
+    folder = RunFolder(Path(config.runtime.output_dir))
+    started = time.monotonic()
+    try:
+        summary = run(cfg, folder)
+    except ConfigError as error:
+        fail(str(error))
+    except StageEndedError as error:
+        fail(str(error), error.code)
+    except KeyboardInterrupt:
+        fail("stopped: calling the pipeline again goes on from there", 130)
+    say(f"{duration(time.monotonic() - started)} in all")
+    if summary.status == "stopped":
+        raise SystemExit(GATE_FAILED)
+
+
+def main() -> None:
+    """Run the command line."""
+    agree_on("launch time", launch_time)
+    sys.argv[1:] = as_overrides(sys.argv[1:])
+    compose_and_check("pipeline", check_pipeline)
+    _hydra_main()
+
+
+if __name__ == "__main__":
+    main()

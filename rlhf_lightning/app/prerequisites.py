@@ -1,0 +1,103 @@
+"""The models a stage starts from: found, or trained first where they are built-in ones.
+
+Light on purpose: it runs before torch is imported, in a process that will train later.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf_lightning.app.config.compose import ConfigError, choices
+from rlhf_lightning.distributed.launch import own_environment
+from rlhf_lightning.runs.lock import artifact_lock
+
+KINDS = ("base", "sft", "reward", "ppo")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Other ways to debug are about the stage itself: what it starts from is trained in full.
+_PASSED_ON = (
+    "paths.outputs",
+    "paths.artifacts",
+    "debug=fast",
+    "logger",
+    "trainer.accelerator",
+    "model.from_scratch",
+    "world.",
+)
+
+
+def prepare_inputs(
+    cfg: DictConfig,
+    overrides: list[str],
+    say: Callable[[str], None] = print,
+    *,
+    kinds: Sequence[str] = KINDS,
+) -> None:
+    """Make sure that the models in `cfg.artifacts` exist; train the built-in ones that do not.
+
+    A missing default of the built-in world is trained by a child process, one device, under a
+    file lock on its folder.
+
+    Args:
+        cfg: of the stage.
+        overrides: of the command line; those that concern every stage go on to the child.
+        say: prints a line.
+        kinds: keys of `artifacts` that are looked at.
+
+    Raises:
+        ConfigError: for a missing path that the user gave, naming the command that makes it.
+        RuntimeError: if a child fails.
+    """
+    for kind in kinds:
+        source = OmegaConf.select(cfg, f"artifacts.{kind}")
+        if source is None or is_available(source):
+            continue
+        folder = Path(source)
+        if not _is_built_in(cfg, kind):
+            raise ConfigError(
+                f"artifacts.{kind}={source} does not exist: give a folder or hub name, or make it "
+                f"with  python -m rlhf_lightning.train +experiment={_maker(cfg.name, kind)}"
+            )
+        with artifact_lock(folder, report=say):
+            if not is_available(source):
+                say(
+                    f"The {kind} model of the built-in world is not in {folder}: training it first."
+                )
+                _train(kind, cfg, overrides)
+
+
+def is_available(source: str) -> bool:
+    """Return whether a folder holds a model, or the text can be a hub name."""
+    folder = Path(source)
+    if folder.is_dir():
+        return (folder / "config.json").is_file()
+    # A hub name: transformers looks for it, in its cache first.
+    return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
+
+
+def _is_built_in(cfg: DictConfig, kind: str) -> bool:
+    world = OmegaConf.select(cfg, "world.name") or ""
+    default = Path(cfg.paths.artifacts) / world / kind
+    return str(world).startswith("demo_") and Path(cfg.artifacts[kind]) == default
+
+
+def _maker(name: str, kind: str) -> str:
+    """Return the experiment that makes a `kind` model for the experiment `name`."""
+    sibling = "_".join([kind, *str(name).split("_")[1:]])
+    return sibling if sibling in choices("experiment") else kind
+
+
+def _train(kind: str, cfg: DictConfig, overrides: list[str]) -> None:
+    kept = [o for o in overrides if o.lstrip("+").startswith(_PASSED_ON)]
+    command = [sys.executable, "-m", "rlhf_lightning.train", f"+experiment={kind}"]
+    command += [f"seed={cfg.seed}", *kept]
+    code = subprocess.run(command, check=False, env=own_environment()).returncode
+    if code:
+        raise RuntimeError(
+            f"training the {kind} model failed with exit status {code}: {' '.join(command[1:])}"
+        )

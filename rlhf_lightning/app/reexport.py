@@ -1,0 +1,196 @@
+"""From a checkpoint back to a model folder.
+
+A run folder may come from somebody else, so its configuration is data: it must pass the allowlist,
+and nothing in it is built by name but our own loaders, from plain values.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.app.build import make_tokenizer, source_fingerprint
+from rlhf_lightning.app.config.compose import ConfigError, check_config, plain, trusted_targets
+from rlhf_lightning.app.evaluation import STARTS_FROM
+from rlhf_lightning.app.export_settings import ExportError, best_of_early_stopping
+from rlhf_lightning.app.model_export import Outcome, write_model_folder
+from rlhf_lightning.distributed.checkpoint import read_full
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
+from rlhf_lightning.modules.checkpoint_state import check_fingerprint
+from rlhf_lightning.runs.atomic import replace_folder
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
+from rlhf_lightning.runs.summary import read_summary
+
+_LOADERS = (
+    "rlhf_lightning.models.factory.load_policy",
+    "rlhf_lightning.models.factory.load_scalar_model",
+)
+_PPO_MODELS = "rlhf_lightning.models.ppo_models.ppo_models"
+_TOKENIZERS = ("rlhf_lightning.data.demo.vocabulary.demo_tokenizer",)
+Model = PolicyModel | ScalarHeadModel
+
+
+def reexport(
+    folder: RunFolder,
+    checkpoint: Path,
+    target: Path,
+    *,
+    adapter_only: bool,
+    dtype: str | None = None,
+) -> None:
+    """Write the model of a checkpoint as a folder, in one step in the place of an earlier one.
+
+    Args:
+        folder: of the run.
+        checkpoint: one of its own.
+        target: the model folder.
+        adapter_only: the adapter of a LoRA run without its base.
+        dtype: of the weights; None as the run's configuration says.
+
+    Raises:
+        ExportError: if the configuration is not allowed, or if there is no model that the
+            checkpoint fits.
+    """
+    try:
+        cfg = _configuration(folder)
+        tokenizer = _tokenizer(cfg)
+        content = read_full(checkpoint) if checkpoint.is_dir() else read_checkpoint(checkpoint)
+        model = _model(cfg, content)
+        outcome = _outcome(folder, checkpoint, model)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
+    except (ConfigError, OmegaConfBaseException) as error:
+        raise ExportError(f"{folder.config}: {error}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise ExportError(f"cannot load the model of {checkpoint}: {error}") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    state = dict(model.state_dict())
+    former: Path | None = None
+    try:
+        write_model_folder(
+            cfg, staging, model, tokenizer, state, outcome, adapter_only=adapter_only, dtype=dtype
+        )
+        former = replace_folder(staging, target)
+    except ValueError as error:
+        raise ExportError(f"{checkpoint}: {error}") from error
+    finally:
+        shutil.rmtree(former or staging, ignore_errors=True)
+
+
+def _configuration(folder: RunFolder) -> DictConfig:
+    """Return the run's configuration, checked, with the place where its start is found now."""
+    cfg = OmegaConf.load(folder.config)
+    if not isinstance(cfg, DictConfig):
+        raise ConfigError("it is no configuration of a run")
+    check_config(cfg, trusted_targets())
+    _refuse_code(cfg.model)
+    key = STARTS_FROM[cfg.stage]
+    start = cfg.artifacts[key]
+    if start is not None and not Path(start).exists():
+        hydra_file = folder.config.with_name("hydra.yaml")
+        hydra = OmegaConf.load(hydra_file) if hydra_file.is_file() else OmegaConf.create()
+        beside = Path(str(OmegaConf.select(hydra, "hydra.runtime.cwd") or ".")) / str(start)
+        if beside.exists():  # the run was started in another folder than this command
+            cfg.artifacts[key] = str(beside)
+    return cfg
+
+
+def _refuse_code(node: Any) -> None:
+    if node.get("trust_remote_code"):
+        raise ConfigError(
+            "trust_remote_code=true would run code that the run folder names: such a model is "
+            "exported by its own run only"
+        )
+
+
+def _tokenizer(cfg: DictConfig) -> PreTrainedTokenizerBase:
+    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    if start is None:
+        target = str(cfg.model.tokenizer.get("_target_"))
+        if target not in _TOKENIZERS and not target.startswith(trusted_targets() or ("\0",)):
+            raise ConfigError(
+                f"model.tokenizer._target_={target} is none of ours ({', '.join(_TOKENIZERS)}): "
+                "RLHF_ALLOWED_TARGETS takes prefixes of what you trust"
+            )
+    return make_tokenizer(cfg, start)
+
+
+def _model(cfg: DictConfig, checkpoint: Mapping[str, Any]) -> Model:
+    """Return the trained model with the checkpoint's weights."""
+    name = "model" if cfg.stage == "reward" else "policy"
+    prefix = f"{name}."
+    state = {
+        key.removeprefix(prefix): value
+        for key, value in checkpoint["state_dict"].items()
+        if key.startswith(prefix)
+    }
+    if not state:
+        raise ValueError(f"it holds no weights of a {name}")
+    model = _untrained(cfg, name)
+    if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
+        start = str(cfg.artifacts[STARTS_FROM[cfg.stage]])
+        check_fingerprint(dict(checkpoint), source_fingerprint(start, cfg.model.get("revision")))
+    model.load_state_dict(state)
+    return model
+
+
+def _untrained(cfg: DictConfig, name: str) -> Model:
+    """Return the model that the stage began with, built by our own loaders from plain values."""
+    node = plain(cfg.module["models" if cfg.stage == "ppo" else name])
+    target, arguments = node.pop("_target_"), {k: v for k, v in node.items() if k[0] != "_"}
+    if cfg.stage == "ppo" and target == _PPO_MODELS:
+        kept = ("lora", "revision", "trust_remote_code")
+        arguments = {"source": arguments["policy"]} | {k: arguments.get(k) for k in kept}
+    elif target not in _LOADERS:
+        raise ConfigError(
+            f"{target} builds the model, which is none of our loaders ({', '.join(_LOADERS)}): "
+            "such a model is exported by its own run only"
+        )
+    _refuse_code(arguments)
+    arguments["activation_checkpointing"] = False
+    if arguments.get("lora") is not None:
+        values = {k: v for k, v in arguments["lora"].items() if k != "_target_"}
+        # The adapter is the same on a base in full precision, which needs no CUDA.
+        arguments["lora"] = LoraHparams(**values | {"quantization": "none"})
+    load = load_scalar_model if cfg.stage == "reward" else load_policy
+    model: Model = load(**arguments)
+    return model
+
+
+def _outcome(folder: RunFolder, checkpoint: Path, model: Model) -> Outcome:
+    """Return what is known of the checkpoint; the end of a finished run is as the run left it."""
+    iteration = checkpoint_iteration(checkpoint)
+    rows = {int(row["iteration"]): row for row in read_metrics(folder.metrics)}
+    summary = read_summary(folder) if folder.summary.is_file() else None
+    finished = summary is not None and summary.status == "completed"
+    best = best_of_early_stopping(folder)
+    last = max(rows, default=iteration) if best is None else checkpoint_iteration(best)
+    if summary is not None and finished and iteration == last:
+        metrics = summary.metrics
+        mean, std = (metrics.get(f"reward/sample_{name}") for name in ("mean", "std"))
+        if isinstance(model, ScalarHeadModel) and mean is not None and std is not None:
+            model.normalize(mean, std)
+        return Outcome(folder.name, metrics, summary.gates)
+    of = "before the end of its run" if finished else "of a run that has not finished"
+    note = f"A checkpoint {of}, after iteration {iteration}. No gate was held against it."
+    if isinstance(model, ScalarHeadModel):
+        note += " Its scores are not normalized."
+    row = rows.get(iteration or 0, {})
+    measured = {
+        key: value
+        for key, value in row.items()
+        if not key.startswith(("time/", "throughput/")) and key != "iteration"
+    }
+    return Outcome(folder.name, measured, checkpoint=note)

@@ -1,0 +1,78 @@
+"""Write a run's report.html again; of several runs also one page that compares them.
+
+python -m rlhf_lightning.report RUN                 report.html in the run folder
+python -m rlhf_lightning.report RUN RUN ...         and comparison.html beside the runs
+python -m rlhf_lightning.report outputs/multirun/*  of a sweep: which setting to take
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run(folders: Sequence[Path], output: Path | None = None) -> list[Path]:
+    """Write report.html in each run folder, and of several runs a comparison; return the paths.
+
+    A folder that holds run folders, as a sweep's does, stands for all of them.
+
+    Args:
+        folders: of runs or sweeps.
+        output: where the comparison goes; beside the runs by default.
+
+    Raises:
+        FileNotFoundError: if a folder holds no summary.json.
+        ValueError: if a file of a run is damaged.
+    """
+    from rlhf_lightning.reports.compare import write_comparison
+    from rlhf_lightning.reports.page import write_report
+    from rlhf_lightning.runs.folder import RunFolder
+
+    runs = [RunFolder(one) for folder in folders for one in run_folders(folder)]
+    written = [write_report(folder) for folder in runs]
+    if len(runs) > 1:
+        shared = Path(os.path.commonpath([folder.path.resolve() for folder in runs]))
+        written.append(write_comparison(runs, output or shared / "comparison.html"))
+    return written
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folder itself if it is a run's, else the runs in it, in the order of their names.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    if (folder / "summary.json").is_file():
+        return [folder]
+    found = [path.parent for path in folder.glob("*/summary.json")]
+    if not found:
+        raise FileNotFoundError(
+            f"{folder} is no run folder: it has no summary.json; runs are in outputs/"
+        )
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="rlhf-report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a sweep"
+    )
+    parser.add_argument("--output", type=Path, help="where the comparison goes")
+    arguments = parser.parse_args()
+    try:
+        for path in run(arguments.runs, arguments.output):
+            sys.stdout.write(f"{path}\n")
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()

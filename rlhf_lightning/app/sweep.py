@@ -1,0 +1,119 @@
+"""A sweep: a job that fails does not stop it, and it ends in one page.
+
+Light on purpose: Hydra makes `SweepEnd` before anything is trained.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from rlhf_lightning.app.failures import record_failure
+from rlhf_lightning.distributed.launch import RANK_VARIABLES, global_rank
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import FolderTakenError
+from rlhf_lightning.runs.secrets import redacted
+from rlhf_lightning.runs.summary import new_summary, read_summary
+
+
+def in_sweep() -> bool:
+    """Return whether this run is a job of a multirun."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def goes_on(
+    cfg: DictConfig,
+    folder: RunFolder,
+    error: BaseException,
+    environment: Mapping[str, str] = os.environ,
+) -> bool:
+    """Return whether a sweep goes on after this job, and see to it that the page counts it.
+
+    It stops where somebody stopped it, and where ranks share a job: after a failure they are no
+    longer together. `launcher=slurm` and `launcher=local` start each job by itself.
+
+    Args:
+        cfg: of the job.
+        folder: of its run.
+        error: what ended it.
+        environment: tells ranks of one run.
+    """
+    if not (in_sweep() and isinstance(error, Exception)):
+        return False
+    first = global_rank(environment) == 0
+    mine = not isinstance(error, FolderTakenError)
+    if first and mine and not folder.summary.is_file():  # its configuration was refused
+        begun = new_summary(cfg.stage, seed=cfg.seed, config_hash=None)
+        record_failure(folder.create(), begun, error)
+    return not any(name in environment for name in RANK_VARIABLES)
+
+
+class SweepEnd(Callback):
+    """Hydra calls it in the process that started the sweep, whoever ran the jobs."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Write comparison.html, name the jobs that failed, and leave with 1 if there are any."""
+        if global_rank() == 0:
+            finish_sweep(Path(config.hydra.sweep.dir))
+
+
+def finish_sweep(sweep: Path) -> None:
+    """Write `comparison.html` of the jobs in a folder, and leave with 1 if one did not end.
+
+    Raises:
+        SystemExit: then.
+    """
+    jobs = sorted(
+        {path.parent.parent for path in sweep.glob("*/.hydra/config.yaml")},
+        key=lambda path: (len(path.name), path.name),
+    )
+    runs = [RunFolder(job) for job in jobs]
+    begun = [run for run in runs if run.summary.is_file()]
+    if len(begun) > 1:
+        from rlhf_lightning.reports.compare import write_comparison
+
+        page = write_comparison(begun, sweep / "comparison.html")
+        sys.stdout.write(f"comparison of the {len(begun)} jobs: {page}\n")
+    failed = [(run, why) for run in runs if (why := _failure(run)) is not None]
+    if not failed:
+        return
+    lines = [f"{len(failed)} of {len(runs)} jobs failed:"]
+    lines += [f"  {run.name}  {' '.join(_overrides(run))}: {why}" for run, why in failed]
+    sys.stderr.write(redacted("\n".join(lines)) + "\n")
+    raise SystemExit(1)
+
+
+def _failure(run: RunFolder) -> str | None:
+    """Return why a job has not ended, None if it has."""
+    if not run.summary.is_file():
+        return "it has not begun"
+    summary = read_summary(run)
+    return None if summary.status == "completed" else summary.cause or summary.status
+
+
+def _overrides(run: RunFolder) -> list[str]:
+    """Return the settings of a job that the sweep chose, as far as they are told apart."""
+    own, *others = (
+        _read(path.parent.parent)
+        for path in [
+            run.config,
+            *(p for p in run.path.parent.glob("*/.hydra/config.yaml") if p != run.config),
+        ]
+    )
+    shared = set(own).intersection(*others) if others else set()
+    return [override for override in own if override not in shared]
+
+
+def _read(job: Path) -> list[str]:
+    file = job / ".hydra" / "overrides.yaml"
+    content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else None
+    return [str(override) for override in content or []]

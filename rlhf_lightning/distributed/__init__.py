@@ -1,0 +1,1 @@
+"""Ranks, sharding, checkpoints of sharded models and launching: the only code that knows ranks."""

@@ -1,0 +1,118 @@
+"""What the doctor measures on one iteration's answers, besides what the module logs.
+
+It takes one record an answer, those of all ranks together, and the result does not depend on how
+they were shared: records are put in the order of their rows first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+DOMAIN = "domain_score/"
+
+
+@dataclass(frozen=True)
+class AnswerRecord:
+    """One answer of a rollout.
+
+    Args:
+        row_id: global index of its prompt in the stream of prompts.
+        domain: of its prompt, "" where there is none.
+        score: what the scorer said, unshaped.
+        length: response tokens, EOS included.
+        tokens: response ids.
+        surplus: sum over its tokens of surprise less entropy, -log p - H, in nats.
+        surplus_squares: sum of the squares of these differences.
+        second: what the second scorer said; None without one.
+        refused: whether it refuses; None where its prompt is not a harmful one.
+    """
+
+    row_id: int
+    domain: str
+    score: float
+    length: int
+    tokens: tuple[int, ...]
+    surplus: float
+    surplus_squares: float
+    second: float | None = None
+    refused: bool | None = None
+
+
+def measure_answers(
+    records: Sequence[AnswerRecord], *, score_clip: float | None, second_scorer: bool = False
+) -> dict[str, float]:
+    """Return the measures of one iteration by name; what cannot be measured is left out.
+
+    `length_correlation`: of score and length, each less its domain's mean. `most_common`: share of
+    the most frequent answer. `clipped`: share of scores at `score_clip` or beyond. `sampler_bias`
+    and its standard error `sampler_error`: mean over tokens of surprise less entropy, in nats,
+    whose expectation is 0 exactly if the tokens were drawn from the distribution they are judged
+    by. `refusal_rate`: on harmful prompts, of which there are `harmful_prompts`. With a second
+    scorer `second_score`, `second_std` and `second_correlation`. `domain_score/<domain>`: by the
+    score, or where there is a `second_scorer` by that, in the iterations in which it was asked.
+    """
+    rows = sorted(records, key=lambda record: record.row_id)
+    count = len(rows)
+    tokens = sum(row.length for row in rows)
+    found = {
+        "most_common": max(Counter(row.tokens for row in rows).values()) / count,
+        "sampler_bias": math.fsum(row.surplus for row in rows) / max(tokens, 1),
+        "sampler_error": math.sqrt(math.fsum(row.surplus_squares for row in rows)) / max(tokens, 1),
+    }
+    by_length = correlation(
+        centred([(row.domain, row.score) for row in rows]),
+        centred([(row.domain, float(row.length)) for row in rows]),
+    )
+    if by_length is not None:
+        found["length_correlation"] = by_length
+    if score_clip is not None:
+        found["clipped"] = sum(abs(row.score) >= score_clip for row in rows) / count
+    refusals = [row.refused for row in rows if row.refused is not None]
+    if refusals:
+        found["refusal_rate"] = sum(refusals) / len(refusals)
+        found["harmful_prompts"] = float(len(refusals))
+    watched = [] if second_scorer else [row.score for row in rows]
+    seconds = [row.second for row in rows if row.second is not None]
+    if len(seconds) == count:
+        watched = seconds
+        found |= _second(seconds, [row.score for row in rows])
+    by_domain: Mapping[str, list[float]] = defaultdict(list)
+    for row, value in zip(rows if watched else [], watched, strict=True):
+        by_domain[row.domain].append(value)
+    if len(by_domain) > 1:
+        means = {name: math.fsum(v) / len(v) for name, v in sorted(by_domain.items())}
+        found |= {f"{DOMAIN}{name}": value for name, value in means.items()}
+    return found
+
+
+def _second(seconds: Sequence[float], scores: Sequence[float]) -> dict[str, float]:
+    mean = math.fsum(seconds) / len(seconds)
+    variance = math.fsum((value - mean) ** 2 for value in seconds) / len(seconds)
+    found = {"second_score": mean, "second_std": math.sqrt(variance)}
+    agreement = correlation(scores, seconds)
+    if agreement is not None:
+        found["second_correlation"] = agreement
+    return found
+
+
+def centred(values: Sequence[tuple[str, float]]) -> list[float]:
+    """Return each value less the mean of its group."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for name, value in values:
+        groups[name].append(value)
+    means = {name: math.fsum(group) / len(group) for name, group in groups.items()}
+    return [value - means[name] for name, value in values]
+
+
+def correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Return Pearson's correlation of two equally long lists; None if one does not vary."""
+    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    dx, dy = [value - mean_x for value in x], [value - mean_y for value in y]
+    var_x, var_y = math.fsum(v * v for v in dx), math.fsum(v * v for v in dy)
+    # What rounding leaves of equal values is no variation.
+    if var_x <= 1e-12 * (1 + mean_x**2) or var_y <= 1e-12 * (1 + mean_y**2):
+        return None
+    return math.fsum(a * b for a, b in zip(dx, dy, strict=True)) / math.sqrt(var_x * var_y)

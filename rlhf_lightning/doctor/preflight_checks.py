@@ -1,0 +1,161 @@
+"""What must hold before the first update: pure judgements on one rollout's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhf_lightning.functional.statistics import EQUAL_SCORES
+from rlhf_lightning.modules.step_0 import RATIO_CAUSES, REFERENCE_CAUSES
+
+MOST_PADDED = 0.02  # a policy may sample the pad token by itself, rarely
+
+
+@dataclass(frozen=True)
+class FirstRollout:
+    """The figures of a rollout before any update, over all ranks.
+
+    Args:
+        ratio_error: mean |log-ratio| of the module's log-probabilities, computed once more.
+        reference_error: mean |log p - log p_ref|.
+        finished: share of answers that ended with a stop token.
+        stop_errors: finished answers whose last token is no stop token of the engine.
+        padded: share of answers that hold the pad token before their last token.
+        eos_known: whether the tokenizer's EOS is among the engine's stop tokens.
+        score_mean, score_std: of the scores.
+        finite: whether every score is finite.
+        length_mean: tokens.
+        shortest, longest: tokens.
+        max_new_tokens: the limit.
+        sampler_bias, sampler_error: mean surprise less entropy and its standard error, nats a
+            token.
+        tolerance: nats a token that rounding may make.
+        same_source: whether policy and reference start from one source.
+    """
+
+    ratio_error: float
+    reference_error: float
+    finished: float
+    stop_errors: int
+    padded: float
+    eos_known: bool
+    score_mean: float
+    score_std: float
+    finite: bool
+    length_mean: float
+    shortest: int
+    longest: int
+    max_new_tokens: int
+    sampler_bias: float
+    sampler_error: float
+    tolerance: float
+    same_source: bool = True
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of the preflight.
+
+    Args:
+        name: what is checked.
+        passed: whether it holds.
+        found: what was found, in words and numbers.
+        fix: what to do where it does not hold.
+    """
+
+    name: str
+    passed: bool
+    found: str
+    fix: str
+
+
+def check_first_rollout(first: FirstRollout) -> list[Check]:
+    """Return every check with its finding; a run in which one fails is not worth starting."""
+    return [check(first) for check in _CHECKS]
+
+
+def _ratio(first: FirstRollout) -> Check:
+    return Check(
+        "ratio 1",
+        first.ratio_error <= first.tolerance,
+        f"mean |log-ratio| {first.ratio_error:.2g} nats a token before any update",
+        RATIO_CAUSES,
+    )
+
+
+def _reference(first: FirstRollout) -> Check:
+    return Check(
+        "KL 0",
+        not first.same_source or first.reference_error <= first.tolerance,
+        f"mean |log p - log p_ref| {first.reference_error:.2g} nats a token before any update",
+        REFERENCE_CAUSES,
+    )
+
+
+def _stops(first: FirstRollout) -> Check:
+    passed = first.finished >= 0.5 and first.stop_errors == 0 and first.eos_known
+    known = "is" if first.eos_known else "is not"
+    return Check(
+        "answers end",
+        passed,
+        f"{100 * first.finished:.0f} % of answers ended by themselves, {first.stop_errors} of them "
+        f"without a stop token; the tokenizer's EOS {known} one",
+        "the engine must stop at the EOS that SFT taught (tokenizer and generation config of "
+        "artifacts.sft), and max_new_tokens must leave room for it",
+    )
+
+
+def _pads(first: FirstRollout) -> Check:
+    return Check(
+        "padding",
+        first.padded <= MOST_PADDED,
+        f"{100 * first.padded:.1f} % of answers hold the pad token before their end",
+        "the pad token must be one that no answer holds, EOS or one of its own: set pad_token of "
+        "the tokenizer in artifacts.sft",
+    )
+
+
+def _scores(first: FirstRollout) -> Check:
+    rounding = EQUAL_SCORES * max(1.0, abs(first.score_mean))
+    return Check(
+        "scores differ",
+        first.finite and first.score_std > rounding,
+        f"scores have mean {first.score_mean:.3g} and standard deviation {first.score_std:.3g}"
+        + ("" if first.finite else "; some are not finite"),
+        "a scorer that gives every answer the same teaches nothing: look at the reward stage's "
+        "val/accuracy, or at what the function returns",
+    )
+
+
+def _lengths(first: FirstRollout) -> Check:
+    passed = first.length_mean >= 2 and first.shortest < first.max_new_tokens
+    return Check(
+        "lengths",
+        passed,
+        f"answers have {first.shortest} to {first.longest} tokens, {first.length_mean:.1f} on "
+        f"average, of at most {first.max_new_tokens}",
+        "answers of one token are empty: the prompt's template is not that of SFT; answers that "
+        "all reach the limit do not end",
+    )
+
+
+def _sampler(first: FirstRollout) -> Check:
+    far = abs(first.sampler_bias) >= 6 * first.sampler_error and abs(first.sampler_bias) > 0.03
+    return Check(
+        "samples are the policy's",
+        not far,
+        f"surprise less entropy {first.sampler_bias:+.3f} +- {first.sampler_error:.3f} nats",
+        "the engine samples from another distribution than the one that is trained: switch off "
+        "top-k, top-p and penalties, and compare the temperatures",
+    )
+
+
+_CHECKS: tuple[Callable[[FirstRollout], Check], ...] = (
+    _ratio,
+    _reference,
+    _stops,
+    _pads,
+    _scores,
+    _lengths,
+    _sampler,
+)

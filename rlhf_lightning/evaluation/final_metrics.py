@@ -1,0 +1,117 @@
+"""The final figures of each stage, under the fixed keys of the run folder's summary."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rlhf_lightning.batches import PromptBatch, SFTBatch
+from rlhf_lightning.distributed.collectives import gathered, global_sum
+from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.functional.statistics import EQUAL_SCORES, all_equal
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.modes import in_eval_mode
+from rlhf_lightning.modules.sft import SFTModule
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Findings:
+    """What the end of a stage measured.
+
+    Args:
+        metrics: flat, final.
+        samples: rows for samples.jsonl.
+        seconds: wall-clock seconds by phase: `measure`, `export`.
+    """
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def score_spread(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return `rollout/score_std_max`: how far the scores of one rollout were apart at the most.
+
+    0 where they never were, but for rounding: then there was nothing to learn.
+
+    Args:
+        rows: of metrics.csv.
+    """
+    spreads = [
+        0.0 if all_equal(row["rollout/score"], std) else std
+        for row in rows
+        if math.isfinite(std := row.get("rollout/score_std", math.nan))
+    ]
+    return {"rollout/score_std_max": max(spreads)} if spreads else {}
+
+
+@torch.no_grad()
+def held_out_loss(module: SFTModule, policy: PolicyModel, batches: Iterable[SFTBatch]) -> float:
+    """Return the mean token loss of another policy on held-out demonstrations, nats.
+
+    Args:
+        module: computes it, as in a validation.
+        policy: whole on every rank.
+        batches: of this rank.
+    """
+    device = next(policy.root.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+    for cpu_batch in batches:
+        batch = cpu_batch.to(device)
+        num_tokens = batch.loss_mask.sum()
+        loss = module.loss(batch, num_tokens, policy)
+        sums += torch.stack([loss * num_tokens, num_tokens]).double()
+    loss, tokens = global_sum(sums).tolist()
+    return loss / max(tokens, 1)
+
+
+@torch.no_grad()
+def normalize_reward_model(
+    model: ScalarHeadModel,
+    policy: PolicyModel,
+    batches: Iterable[PromptBatch],
+    sampling: Sampling,
+    *,
+    seed: int,
+) -> dict[str, float]:
+    """Fold mean 0 and std 1 over all ranks' samples of the SFT policy into the head.
+
+    A model that gives all samples one score, or one that is not finite, is left as it is, and a
+    warning says so: what it was trained to can still be looked at.
+
+    Returns:
+        `reward/sample_mean` and `reward/sample_std` before, so that they can be undone; nothing
+        where the model was left as it is.
+    """
+    scorer = RewardModelScorer(lambda: model, micro_batch_size=sampling.micro_batch_size)
+    scorer.model = model
+    with in_eval_mode(model):
+        answers = sample_answers(
+            policy, batches, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
+        )
+    # Each rank folds them into its own share of the head: they must be the same on all.
+    scores = torch.tensor(
+        [score for scores in gathered(answers.scores) for score in scores], dtype=torch.float64
+    )
+    mean, std = float(scores.mean()), float(scores.std(correction=0))
+    if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
+        logger.warning(
+            "the reward model is not normalized: it scores all %d samples of the policy alike "
+            "(mean %g, standard deviation %g). It has learnt nothing that tells them apart, and "
+            "PPO would gain nothing from it",
+            len(scores),
+            mean,
+            std,
+        )
+        return {}
+    model.normalize(mean, std)
+    return {"reward/sample_mean": mean, "reward/sample_std": std}

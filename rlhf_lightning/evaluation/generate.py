@@ -1,0 +1,216 @@
+"""A policy's answers to held-out prompts, and how they compare with a baseline's.
+
+Legend: B rows, R response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.distributed.collectives import agreed_max, unsharded
+from rlhf_lightning.functional.diversity import distinct_n
+from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.models.forward import by_micro_batch, response_statistics
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.modes import in_eval_mode
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.rollout.generators.base import Generator
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
+
+# (prompts, completions, finished) -> scores; also the prompt columns that its `columns` names.
+GoldReward = Callable[..., list[float]]
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are sampled for an evaluation; at temperature 0 the likeliest token is taken."""
+
+    generator: Generator
+    tokenizer: object
+    temperature: float
+    max_new_tokens: int
+    micro_batch_size: int | None = None
+
+
+@dataclass
+class PolicyAnswers:
+    """Answers to prompts, and what was measured of them; all lists are by answer.
+
+    Args:
+        prompts: as text; each stands `answers_per_prompt` times in a row.
+        domains: of the prompts.
+        completions: the answers as text.
+        finished: whether they ended by themselves.
+        token_ids: of the answers.
+        kl: of an answer, from the reference, nats.
+        scores: of the answers.
+        columns: text columns of the prompts.
+        answers_per_prompt: how many each prompt has.
+    """
+
+    prompts: list[str]
+    domains: list[str]
+    completions: list[str]
+    finished: list[bool]
+    token_ids: list[list[int]]
+    kl: list[float]
+    scores: list[float]
+    columns: list[Mapping[str, str]] = field(default_factory=list)
+    answers_per_prompt: int = 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Response tokens, EOS included."""
+        return [len(ids) for ids in self.token_ids]
+
+
+@torch.no_grad()
+def sample_answers(
+    policy: PolicyModel,
+    batches: Iterable[PromptBatch],
+    sampling: Sampling,
+    *,
+    noise: RowNoise,
+    reference: PolicyModel | None = None,
+    scorer: Scorer | None = None,
+    answers_per_prompt: int = 1,
+) -> PolicyAnswers:
+    """Sample one response a row.
+
+    Args:
+        policy: answers.
+        batches: held-out prompts.
+        sampling: engine and settings.
+        noise: by row; give each policy its own.
+        reference: for the KL, k1 summed over a response, nats; without it 0.
+        scorer: for the scores; without it 0.
+        answers_per_prompt: how often in a row each prompt stands in `batches`.
+    """
+    result = PolicyAnswers([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)
+    device = policy.device
+    for cpu_prompts in batches:
+        prompts = cpu_prompts.to(device)
+        with unsharded(policy.root), policy.generating() as model:
+            generation = sampling.generator(
+                model,
+                prompts,
+                noise=noise,
+                temperature=sampling.temperature,
+                max_new_tokens=sampling.max_new_tokens,
+            )
+        release_freed_memory()  # the engine's copies of the weights
+        answers = make_answers(prompts, generation, sampling.tokenizer)  # type: ignore[arg-type]
+        mask = answers.response_mask
+        responses = answers.sequences[:, -mask.shape[1] :]
+        result.prompts += prompts.columns["prompt"]
+        result.domains += prompts.domains
+        result.columns += [
+            {name: values[row] for name, values in prompts.columns.items()}
+            for row in range(len(prompts))
+        ]
+        result.completions += answers.completions
+        result.finished += answers.finished.tolist()
+        result.token_ids += [
+            ids[m].tolist() for ids, m in zip(responses.cpu(), mask.cpu(), strict=True)
+        ]
+        result.kl += (
+            [0.0] * len(prompts)
+            if reference is None
+            else _sequence_kl(policy, reference, answers, sampling)
+        )
+        result.scores += [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+        release_freed_memory()
+    return result
+
+
+def _sequence_kl(
+    policy: PolicyModel, reference: PolicyModel, answers: Answers, sampling: Sampling
+) -> list[float]:
+    def kl_of_rows(rows: torch.Tensor) -> tuple[torch.Tensor]:
+        batch = answers.rows(rows)
+        # Answers of the likeliest tokens are compared under the models as they are.
+        temperature = sampling.temperature or 1.0
+        new, ref = (
+            response_statistics(model, batch, temperature=temperature, with_entropy=False)
+            for model in (policy, reference)
+        )
+        kl = kl_k1(new.logprobs, ref.logprobs)  # [B, R]
+        return (torch.where(batch.response_mask, kl, 0).sum(-1),)
+
+    with in_eval_mode(policy), in_eval_mode(reference):
+        (kl,) = by_micro_batch(
+            kl_of_rows, answers.attention_mask, sampling.micro_batch_size, agree=agreed_max
+        )
+    return kl.tolist()
+
+
+def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
+    """Return the gold reward of each answer."""
+    # Copies, which the function may change.
+    texts = list(answers.prompts), list(answers.completions), list(answers.finished)
+    return gold(*texts, **gold_columns(gold, answers))
+
+
+def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
+    """Return the means of what else a gold reward measures: its `details`, if it has any."""
+    measure = getattr(gold, "details", None)
+    if measure is None:
+        return {}
+    columns = gold_columns(gold, answers)
+    details = measure(answers.prompts, answers.completions, answers.finished, **columns)
+    return {name: sum(values) / len(values) for name, values in details.items()}
+
+
+def gold_columns(gold: GoldReward, answers: PolicyAnswers) -> dict[str, list[str]]:
+    """Return the prompt columns that a gold reward asks for, "" where a prompt lacks one.
+
+    Raises:
+        ValueError: if no prompt has one of them.
+    """
+    names: Sequence[str] = getattr(gold, "columns", ())
+    known = sorted({name for row in answers.columns for name in row})
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"the gold reward asks for the prompt column {name!r}, the prompts have {known}: "
+                "give the records that column, or another gold reward"
+            )
+    return {name: [row.get(name, "") for row in answers.columns] for name in names}
+
+
+def describe_answers(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
+    """Return score, length, distinct-2 and share finished of the answers, as `<prefix>...`."""
+    rows = len(answers.prompts)
+    return {
+        f"{prefix}score": sum(answers.scores) / rows,
+        f"{prefix}response_length": sum(answers.lengths) / rows,
+        f"{prefix}distinct_2": float(distinct_n(answers.token_ids, n=2)),
+        f"{prefix}eos_fraction": sum(answers.finished) / rows,
+    }
+
+
+def side_by_side(
+    policy: PolicyAnswers, baseline: PolicyAnswers, count: int
+) -> list[dict[str, object]]:
+    """Return the first `count` prompts with an answer of each, for samples.jsonl and the report."""
+    mine, theirs = policy.answers_per_prompt, baseline.answers_per_prompt
+    return [
+        {
+            "prompt": policy.prompts[row],
+            "response": policy.completions[row],
+            "baseline_response": baseline.completions[row // mine * theirs],
+            "score": policy.scores[row],
+            "baseline_score": baseline.scores[row // mine * theirs],
+            "kl": policy.kl[row] / max(policy.lengths[row], 1),
+            "length": policy.lengths[row],
+            "domain": policy.domains[row],
+            "finished": policy.finished[row],
+        }
+        for row in range(0, len(policy.prompts), mine)[:count]
+    ]

@@ -1,0 +1,88 @@
+"""Judges that hold an answer against a known right one: the same text, or the same number.
+
+Each names the prompt columns it reads in `columns`; `gold_scores` hands them over by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rlhf_lightning.data.sources.templates import REFERENCE, normalized
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward
+
+
+class ExactMatchGold:
+    """1.0 where the answer is the reference but for white space, and ended by itself; else 0.0.
+
+    Args:
+        column: of the references.
+    """
+
+    def __init__(self, *, column: str = REFERENCE) -> None:
+        self.columns = (column,)
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        finished: Sequence[bool],
+        **columns: Sequence[str],
+    ) -> list[float]:
+        """Return 1.0 or 0.0 a row."""
+        rows = zip(completions, finished, columns[self.columns[0]], strict=True)
+        return [
+            float(done and normalized(mine) == normalized(wanted)) for mine, done, wanted in rows
+        ]
+
+    def details(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        finished: Sequence[bool],
+        **columns: Sequence[str],
+    ) -> Mapping[str, list[float]]:
+        """Return `exact_match`, and `first_word_match`: of a command, the right program."""
+        rows = zip(completions, columns[self.columns[0]], strict=True)
+        return {
+            "exact_match": self(prompts, completions, finished, **columns),
+            "first_word_match": [
+                float(mine.split()[:1] == wanted.split()[:1]) for mine, wanted in rows
+            ],
+        }
+
+
+class NumberGold:
+    """1.0 where the answer gives the right number, else 0.0, whatever the reward pays for it.
+
+    Args:
+        reward: reads the numbers.
+    """
+
+    def __init__(self, reward: NumberReward) -> None:
+        self.reward = reward
+        self.columns = (reward.column,)
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        finished: Sequence[bool],
+        **columns: Sequence[str],
+    ) -> list[float]:
+        """Return 1.0 or 0.0 a row; an answer that was cut off after its number counts."""
+        wanted = self.reward.references(columns)
+        rows = zip(completions, wanted, strict=True)
+        return [float(self.reward.extract(text) == number) for text, number in rows]
+
+    def details(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        finished: Sequence[bool],
+        **columns: Sequence[str],
+    ) -> Mapping[str, list[float]]:
+        """Return `solved`, the score itself, and `answered`: some number was given."""
+        return {
+            "solved": self(prompts, completions, finished, **columns),
+            "answered": [float(self.reward.extract(text) is not None) for text in completions],
+        }

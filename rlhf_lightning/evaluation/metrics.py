@@ -1,0 +1,203 @@
+"""What is measured of two policies' answers to the same prompts: wins, length, KL, diversity.
+
+Legend: N prompts, K answers of the policy to each, L of the baseline. Answers of one prompt stand
+next to each other in `PolicyAnswers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.evaluation.comparisons import (
+    Interval,
+    bootstrap_win_rate,
+    length_controlled_win_rate,
+)
+from rlhf_lightning.evaluation.generate import (
+    CONFIDENCE,
+    GoldReward,
+    PolicyAnswers,
+    describe_answers,
+    gold_details,
+    gold_scores,
+)
+from rlhf_lightning.evaluation.safety import SafetyCheck
+from rlhf_lightning.evaluation.win_rate import win_rate
+from rlhf_lightning.functional.diversity import (
+    distinct_n,
+    most_common_fraction,
+    repeated_ngram_fraction,
+    self_bleu,
+    unique_fraction,
+)
+from rlhf_lightning.runs.metric_catalog import part_key
+
+BLEU_ORDER = 4
+BLEU_REFERENCES = 32  # self-BLEU grows with their number: never change it alone
+REPEATED = 4  # seq-rep-4
+MINE, THEIRS = "val/", "val/baseline_"
+# Details of this project's own gold rewards. Any other name has a level of its own, where it cannot
+# overwrite what else is measured.
+OWN_DETAILS = ("exact_match", "first_word_match", "solved", "answered")
+
+
+@dataclass(frozen=True)
+class Judges:
+    """Who says which answer is better.
+
+    Args:
+        gold: the true reward, where it is known; it chooses nothing.
+        scored: whether `PolicyAnswers.scores` holds the scores of a reward model or function.
+        safety: what is to be refused, or None.
+    """
+
+    gold: GoldReward | None = None
+    scored: bool = False
+    safety: SafetyCheck | None = None
+
+
+def measure_sides(
+    mine: PolicyAnswers, theirs: PolicyAnswers, judges: Judges, *, seed: int
+) -> dict[str, float]:
+    """Return everything that is measured of a policy against a baseline, as `val/*`.
+
+    Args:
+        mine: the policy's answers, K to a prompt, with their KL and scores.
+        theirs: the baseline's, L to a prompt.
+        judges: who judges.
+        seed: of the bootstrap and of self-BLEU's draws.
+    """
+    metrics = describe_answers(mine, MINE) | describe_answers(theirs, THEIRS)
+    metrics |= variety(mine.token_ids, MINE, seed=seed)
+    metrics |= variety(theirs.token_ids, THEIRS, seed=seed)
+    metrics["val/kl_per_token"] = sum(mine.kl) / max(sum(mine.lengths), 1)
+    metrics["val/kl_per_response"] = sum(mine.kl) / len(mine.kl)
+    metrics["val/num_prompts"] = float(num_prompts(mine))
+    if judges.scored:
+        metrics |= wins("score", mine, theirs, mine.scores, theirs.scores, seed=seed)
+    else:
+        del metrics["val/score"], metrics["val/baseline_score"]
+    if judges.gold is not None:
+        metrics |= _gold_measures(judges.gold, mine, theirs, seed=seed)
+    if judges.safety is not None and judges.safety.prompts is None:
+        metrics |= judges.safety.compare(mine, theirs)
+    return metrics
+
+
+def _gold_measures(
+    gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers, *, seed: int
+) -> dict[str, float]:
+    my_gold, their_gold = gold_scores(gold, mine), gold_scores(gold, theirs)
+    metrics = wins("gold", mine, theirs, my_gold, their_gold, seed=seed)
+    metrics["val/gold"] = sum(my_gold) / len(my_gold)
+    metrics["val/baseline_gold"] = sum(their_gold) / len(their_gold)
+    for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
+        for name, value in gold_details(gold, answers).items():
+            metrics[f"{prefix}{name if name in OWN_DETAILS else f'gold/{name}'}"] = value
+    return metrics
+
+
+def wins(
+    name: str,
+    mine: PolicyAnswers,
+    theirs: PolicyAnswers,
+    my_scores: Sequence[float],
+    their_scores: Sequence[float],
+    *,
+    seed: int,
+) -> dict[str, float]:
+    """Return `val/<name>_win_rate` with its interval, ties, at equal length, and by domain.
+
+    A domain stands behind a whole key, `val/<name>_win_rate_low/domain/<domain>`, so that its name
+    can be any: `low` is not the lower end of the interval.
+
+    Every answer of the policy meets every answer of the baseline to the same prompt. With one of
+    each the interval is Wilson's, else that of a bootstrap over prompts; both at 95 %.
+
+    Args:
+        name: of the judge.
+        mine: the policy's answers.
+        theirs: the baseline's.
+        my_scores: of `mine`, in their order.
+        their_scores: of `theirs`.
+        seed: of the bootstrap.
+    """
+    count = num_prompts(mine)
+    key = f"val/{name}_win_rate"
+    first, second = _by_prompt(my_scores, count), _by_prompt(their_scores, count)  # [N, K], [N, L]
+    metrics = _with_interval(key, rate_of(first, second, seed=seed))
+    metrics[f"val/{name}_tie_rate"] = tie_rate(first, second)
+    lengths = _by_prompt(mine.lengths, count), _by_prompt(theirs.lengths, count)
+    # Each of the K x L meetings of a prompt is one row of the regression.
+    rows = [
+        table.flatten().tolist()
+        for scores in ((first, second), lengths)
+        for table in torch.broadcast_tensors(scores[0].unsqueeze(2), scores[1].unsqueeze(1))
+    ]
+    metrics[f"{key}_length_controlled"] = length_controlled_win_rate(*rows)
+    domains = mine.domains[:: len(mine.domains) // count]
+    for domain in sorted(set(domains) - {""}):
+        index = [i for i, each in enumerate(domains) if each == domain]
+        part = rate_of(first[index], second[index], seed=seed)
+        metrics |= _with_interval(key, part, domain)
+    return metrics
+
+
+def rate_of(first: Tensor, second: Tensor, *, seed: int) -> Interval:
+    """Return the win rate of scores `[N, K]` over `[N, L]`, ties one half, with its 95 % interval.
+
+    Wilson's with one score a side; else a bootstrap over prompts.
+    """
+    if first.shape[1] == second.shape[1] == 1:
+        result = win_rate(first[:, 0], second[:, 0], confidence=CONFIDENCE)
+        return Interval(result.rate, result.low, result.high)
+    return bootstrap_win_rate(first, second, confidence=CONFIDENCE, seed=seed)
+
+
+def tie_rate(first: Tensor, second: Tensor) -> float:
+    """Return the share of meetings whose scores are equal; `[N, K]` and `[N, L]`."""
+    return float((first.unsqueeze(2) == second.unsqueeze(1)).double().mean())
+
+
+def variety(token_ids: Sequence[Sequence[int]], prefix: str, *, seed: int) -> dict[str, float]:
+    """Return how varied a set of answers is, as `<prefix>...`.
+
+    `distinct_1` to `_3` and `self_bleu` over all answers, `unique_fraction` and
+    `most_common_fraction` of whole answers, `repetition` (4-grams said before) inside an answer.
+    """
+    answers = [tuple(ids) for ids in token_ids]
+    measures = {f"{prefix}distinct_{n}": distinct_n(answers, n=n) for n in (1, 2, 3)}
+    bleu = self_bleu(answers, n=BLEU_ORDER, max_references=BLEU_REFERENCES, seed=seed)
+    if not math.isnan(bleu):
+        measures[f"{prefix}self_bleu"] = bleu
+    measures[f"{prefix}unique_fraction"] = unique_fraction(answers)
+    measures[f"{prefix}most_common_fraction"] = most_common_fraction(answers)
+    measures[f"{prefix}repetition"] = repeated_ngram_fraction(answers, n=REPEATED)
+    return measures
+
+
+def num_prompts(answers: PolicyAnswers) -> int:
+    """Return the number of prompts that were answered, each `answers_per_prompt` times."""
+    return len(answers.prompts) // answers.answers_per_prompt
+
+
+def rows_of(answers: PolicyAnswers, index: Sequence[int]) -> PolicyAnswers:
+    """Return the answers of these rows, each as the only one of its prompt."""
+    lists = ("prompts", "domains", "completions", "finished", "token_ids", "kl", "scores")
+    kept = {name: [getattr(answers, name)[i] for i in index] for name in lists}
+    columns = [answers.columns[i] for i in index] if answers.columns else []
+    return replace(answers, **kept, columns=columns, answers_per_prompt=1)
+
+
+def _by_prompt(values: Sequence[float], count: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).view(count, -1)
+
+
+def _with_interval(key: str, interval: Interval, domain: str = "") -> dict[str, float]:
+    found = {key: interval.mean, f"{key}_low": interval.low, f"{key}_high": interval.high}
+    return {part_key(k, "domain", domain) if domain else k: v for k, v in found.items()}

@@ -1,0 +1,227 @@
+"""A reward model's accuracy on parts of the held-out pairs, where length alone cannot help it.
+
+Legend: B answers, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlhf_lightning.data.collate import SFTCollator
+from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
+from rlhf_lightning.evaluation.generate import CONFIDENCE
+from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.models.modes import in_eval_mode
+from rlhf_lightning.runs.metric_catalog import part_key
+
+MATCHED = 0.1
+
+
+class ScoredPair(NamedTuple):
+    """The scores of both answers of a held-out pair, and what it is counted under.
+
+    Args:
+        chosen: score of the preferred answer.
+        rejected: score of the other one.
+        chosen_length: tokens of the preferred answer, EOS included.
+        rejected_length: tokens of the other one.
+        subsets: names of subsets.
+        domain: its name, or "".
+    """
+
+    chosen: float
+    rejected: float
+    chosen_length: int
+    rejected_length: int
+    subsets: tuple[str, ...] = ()
+    domain: str = ""
+
+
+@torch.no_grad()
+def score_pairs(
+    model: ScalarHeadModel,
+    rows: Sequence[EncodedPreference],
+    *,
+    batch_size: int,
+    pad_token_id: int,
+) -> list[ScoredPair]:
+    """Score both answers of each pair, in the order of `rows`; an answer of many pairs only once.
+
+    Args:
+        model: scores; put into eval mode for the time being.
+        rows: encoded pairs.
+        batch_size: answers in one forward.
+        pad_token_id: fills the padding.
+    """
+    keys = [(r.chosen_input_ids.tobytes(), r.rejected_input_ids.tobytes()) for r in rows]
+    answers: dict[bytes, NDArray[np.int32]] = {}
+    for row, (chosen, rejected) in zip(rows, keys, strict=True):
+        answers[chosen], answers[rejected] = row.chosen_input_ids, row.rejected_input_ids
+    order = sorted(answers, key=lambda key: len(answers[key]))  # like lengths pad little
+    collate = SFTCollator(pad_token_id)
+    device = next(model.root.parameters()).device
+    scores: dict[bytes, float] = {}
+    with in_eval_mode(model):
+        for start in range(0, len(order), batch_size):
+            part = order[start : start + batch_size]
+            ids = [answers[key] for key in part]
+            batch = collate([EncodedSequence(i, np.ones(len(i), dtype=np.bool_)) for i in ids])
+            batch = batch.to(device)  # [B, T]
+            values = sequence_scores(model, batch.input_ids, batch.attention_mask).tolist()
+            scores |= dict(zip(part, values, strict=True))
+    return [
+        ScoredPair(
+            scores[chosen],
+            scores[rejected],
+            len(row.chosen_input_ids) - row.prompt_length,
+            len(row.rejected_input_ids) - row.prompt_length,
+            row.subsets,
+            row.domain,
+        )
+        for row, (chosen, rejected) in zip(rows, keys, strict=True)
+    ]
+
+
+def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
+    """Return accuracies on parts of the pairs, each beside the number of pairs it is measured on.
+
+    For all pairs and for each subset: where the lengths differ by at most 10 % of the longer one
+    (`_length_matched`), where the preferred answer is the shorter one (`_chosen_shorter`), where it
+    is the longer one (`_chosen_longer`). For each subset also all of it, with a Wilson interval and
+    "the longer one wins" beside it (which leaves out equal lengths); and the accuracy in each
+    domain, with its interval. Equal scores are wrong. An empty part gives no measure. The name of a
+    subset or a domain stands behind a whole key: `val/accuracy_low/subset/<name>`,
+    `val/accuracy/domain/<name>`.
+
+    The interval takes pairs to be independent; pairs that share answers make it too narrow.
+    """
+    measures: dict[str, float] = {}
+    names = sorted({name for pair in pairs for name in pair.subsets})
+    for name in ("", *names):
+        part = [pair for pair in pairs if not name or name in pair.subsets]
+        of = ("subset", name) if name else None
+        if name:
+            measures |= _accuracy(part, "", of, interval=True)
+            unequal = [p for p in part if p.chosen_length != p.rejected_length]
+            if unequal:
+                longer = sum(p.chosen_length > p.rejected_length for p in unequal)
+                key = part_key("val/longer_wins_accuracy", "subset", name)
+                measures[key] = longer / len(unequal)
+        for cut, belongs in LENGTH_CUTS.items():
+            cut_pairs = [pair for pair in part if belongs(pair)]
+            interval = cut == "length_matched"
+            measures |= _accuracy(cut_pairs, f"_{cut}", of, interval=interval)
+    for domain in sorted({pair.domain for pair in pairs} - {""}):
+        rows = [pair for pair in pairs if pair.domain == domain]
+        measures |= _accuracy(rows, "", ("domain", domain), interval=True)
+    return measures
+
+
+def comparable_rows(
+    train: Sequence[EncodedPreference], held_out: Sequence[EncodedPreference], *, count: int
+) -> list[EncodedPreference]:
+    """Return at most `count` training pairs, evenly spaced, on which to look for overfitting.
+
+    Pairs of a subset that no held-out pair belongs to, such as pairs made to be easy, are left out:
+    accuracy on them says nothing about the other ones.
+    """
+    names = {name for row in held_out for name in row.subsets}
+    rows = [row for row in train if names.issuperset(row.subsets)]
+    step = max(len(rows) // max(count, 1), 1)
+    return rows[::step][:count]
+
+
+def share_right(pairs: Sequence[ScoredPair]) -> float:
+    """Return the share of pairs whose preferred answer scores higher; equal scores are wrong."""
+    return sum(pair.chosen > pair.rejected for pair in pairs) / len(pairs)
+
+
+def is_length_matched(pair: ScoredPair) -> bool:
+    """Return whether the lengths differ by at most 10 % of the longer one."""
+    longer = max(pair.chosen_length, pair.rejected_length)
+    return abs(pair.chosen_length - pair.rejected_length) <= MATCHED * longer
+
+
+LENGTH_CUTS: Mapping[str, Callable[[ScoredPair], bool]] = {
+    "length_matched": is_length_matched,
+    "chosen_shorter": lambda pair: pair.chosen_length < pair.rejected_length,
+    "chosen_longer": lambda pair: pair.chosen_length > pair.rejected_length,
+}
+
+
+def _accuracy(
+    pairs: Sequence[ScoredPair], cut: str, of: tuple[str, str] | None, *, interval: bool
+) -> dict[str, float]:
+    if not pairs:
+        return {}
+    right = sum(pair.chosen > pair.rejected for pair in pairs)
+    measures = {
+        f"val/accuracy{cut}": right / len(pairs),
+        f"val/num_pairs{cut}": float(len(pairs)),
+    }
+    if interval:
+        low, high = wilson_interval(right, len(pairs), confidence=CONFIDENCE)
+        measures |= {f"val/accuracy{cut}_low": low, f"val/accuracy{cut}_high": high}
+    return measures if of is None else {part_key(k, *of): v for k, v in measures.items()}
+
+
+BINS = 10
+
+
+def reward_check(
+    gaps: Sequence[float], lengths: Sequence[int], prefix: str, *, log_odds: bool = True
+) -> dict[str, float]:
+    """Return how a reward model ranks pairs whose better answer is known.
+
+    Args:
+        gaps: score of the better answer minus that of the other.
+        lengths: tokens of the better answer minus those of the other.
+        prefix: of the names.
+        log_odds: whether `gaps` are log-odds; without, nothing is said of calibration.
+
+    Returns:
+        `<prefix>_accuracy` with `_low` and `_high` (Wilson 95 %; equal scores are wrong),
+        `_calibration_error` (mean gap of stated and observed preference over 10 bins, both orders
+        of a pair), and where lengths differ `_longer_wins_accuracy` (how often the better answer is
+        the longer one), `_prefers_longer` (how often the model scores the longer one higher) and
+        `_length_bias`, the second minus the first.
+    """
+    gap, longer = np.asarray(gaps, float), np.asarray(lengths, float)
+    right = int((gap > 0).sum())
+    low, high = wilson_interval(right, len(gap), confidence=CONFIDENCE)
+    found = {
+        f"{prefix}_accuracy": right / len(gap),
+        f"{prefix}_accuracy_low": low,
+        f"{prefix}_accuracy_high": high,
+        f"{prefix}_num_pairs": float(len(gap)),
+    }
+    if log_odds:
+        found[f"{prefix}_calibration_error"] = _calibration_error(gap)
+    unequal = longer != 0
+    if unequal.any():
+        wins = float((longer[unequal] > 0).mean())
+        same = np.sign(gap[unequal]) == np.sign(longer[unequal])
+        found[f"{prefix}_longer_wins_accuracy"] = wins
+        found[f"{prefix}_prefers_longer"] = float(same.mean())
+        found[f"{prefix}_length_bias"] = float(same.mean()) - wins
+    return found
+
+
+def _calibration_error(gap: np.ndarray) -> float:
+    both = np.concatenate([gap, -gap])
+    stated = 1 / (1 + np.exp(-np.clip(both, -700, 700)))
+    observed = np.concatenate([np.ones_like(gap), np.zeros_like(gap)])
+    bins = np.minimum((stated * BINS).astype(int), BINS - 1)
+    total = 0.0
+    for number in range(BINS):
+        inside = bins == number
+        if inside.any():
+            total += inside.mean() * abs(stated[inside].mean() - observed[inside].mean())
+    return float(total)

@@ -1,0 +1,290 @@
+"""Llama's decoder layer on a CPU, forward and backward written out.
+
+Legend: B rows, W positions, N = B * W tokens, H hidden size, G key-value heads, Q query heads of
+each, D head size.
+
+Layer by layer, the plain modules spend as long on casts, on small elementwise operations and on the
+graph between them as on their matrix products. Here a layer is two autograd functions. Each keeps
+what its products need, in the compute dtype, and makes the normed states, the rotary embeddings and
+the gated product again in the backward pass. The arithmetic is the plain layer's: products in the
+dtype of autocast; residuals, norms, rotations and softmax in fp32.
+
+A layer that is anything else than Llama's plain one (adapters, biases, dropout, a cache, a mask,
+another device, long rows) runs as transformers wrote it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from rlhf_lightning.models.cpu.attention import LONGEST, NAME, causal_softmax
+from rlhf_lightning.models.cpu.weight_cache import rounded
+from rlhf_lightning.models.cpu.weight_grads import hand_over_product
+
+
+def use_fused_layers(model: PreTrainedModel) -> None:
+    """Let Llama's decoder layers in `model` run by the functions of this file where they can."""
+    for layer in model.modules():
+        if type(layer) is LlamaDecoderLayer:
+            layer.__class__ = FusedLlamaDecoderLayer
+
+
+class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    """Llama's decoder layer; see the top of the file."""
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
+        """Return `[B, W, H]`; the arguments are those of the layer in transformers."""
+        if not self._can_fuse(hidden_states, options):
+            plain: Tensor = super().forward(hidden_states, **options)
+            return plain
+        dtype = _compute_dtype(hidden_states)
+        attention, mlp = self.self_attn, self.mlp
+        cos, sin = options["position_embeddings"]
+        turns = Turns.of(cos, sin, attention.scaling)
+        with torch.autocast("cpu", enabled=False):
+            hidden_states = _Attention.apply(
+                hidden_states,
+                self.input_layernorm.weight,
+                attention.q_proj.weight,
+                attention.k_proj.weight,
+                attention.v_proj.weight,
+                attention.o_proj.weight,
+                turns,
+                self.input_layernorm.variance_epsilon,
+                dtype,
+            )
+            result: Tensor = _GatedMLP.apply(
+                hidden_states,
+                self.post_attention_layernorm.weight,
+                mlp.gate_proj.weight,
+                mlp.up_proj.weight,
+                mlp.down_proj.weight,
+                self.post_attention_layernorm.variance_epsilon,
+                dtype,
+            )
+        return result
+
+    def _can_fuse(self, hidden_states: Tensor, options: dict[str, Any]) -> bool:
+        attention, mlp = self.self_attn, self.mlp
+        linears = (
+            *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+            *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+        )
+        return (
+            hidden_states.device.type == "cpu"
+            and hidden_states.dtype == torch.float32
+            and _compute_dtype(hidden_states) in (torch.float32, torch.bfloat16)
+            and 1 < hidden_states.shape[1] <= LONGEST
+            and options.get("attention_mask") is None
+            and options.get("past_key_values") is None
+            and options.get("position_embeddings") is not None
+            and attention.config._attn_implementation == NAME
+            and attention.config.hidden_act == "silu"
+            and not (self.training and attention.attention_dropout)
+            and all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
+        )
+
+
+def _compute_dtype(hidden_states: Tensor) -> torch.dtype:
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return hidden_states.dtype
+
+
+class Turns(NamedTuple):
+    """Rotary embeddings: cosine and sine `[1 or B, W, 1, D / 2]` in fp32, and attention's scale."""
+
+    cos: Tensor
+    sin: Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, scale: float) -> Turns:
+        """Take the first half of transformers' `[.., W, D]`; the second repeats it."""
+        half = cos.shape[-1] // 2
+        return cls(cos[:, :, None, :half].float(), sin[:, :, None, :half].float(), scale)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """Return `[N, heads * D]` turned, times `scale`, as `[B, heads, W, D]`."""
+        batch = x.numel() // (x.shape[-1] * self.cos.shape[1])
+        half = self.cos.shape[-1]
+        parts = x.float().view(batch, self.cos.shape[1], -1, 2, half)
+        out = x.new_empty(batch, parts.shape[2], parts.shape[1], 2, half)
+        self._turn(parts, out.transpose(1, 2), self.cos * scale, self.sin * scale)
+        return out.flatten(3)
+
+    def backward(self, grad: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the gradient `[B, heads, W, D]` turned back, as `[N, heads * D]`."""
+        batch, heads, positions, size = grad.shape
+        parts = grad.float().view(batch, heads, positions, 2, size // 2).transpose(1, 2)
+        out = grad.new_empty(batch, positions, heads, 2, size // 2)
+        self._turn(parts, out, self.cos * scale, self.sin * -scale)
+        return out.view(batch * positions, heads * size)
+
+    @staticmethod
+    def _turn(parts: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Write `[a cos - b sin, b cos + a sin]` of `[B, W, heads, 2, D / 2]` into `out`."""
+        a, b = parts.unbind(3)
+        out.select(3, 0).copy_((a * cos).addcmul_(b, sin, value=-1))
+        out.select(3, 1).copy_((b * cos).addcmul_(a, sin))
+
+
+class Norm(NamedTuple):
+    """Root-mean-square norm of states `x` `[N, H]`, with what its gradient needs."""
+
+    x: Tensor
+    weight: Tensor
+    inverse: Tensor  # [N, 1], 1 / root mean square
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, epsilon: float) -> Norm:
+        """Measure `x`."""
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        return cls(x, weight, square.div_(x.shape[-1]).add_(epsilon).rsqrt_())
+
+    def normed(self, dtype: torch.dtype) -> Tensor:
+        """Return the normed states `[N, H]`."""
+        return (self.x * self.inverse).mul_(self.weight).to(dtype)
+
+    def backward(self, grad: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of `x`, with `outer` added, and of the weight; overwrites `grad`."""
+        unit = self.x * self.inverse
+        product = grad * unit
+        grad_weight = product.sum(0)
+        inner = (product @ self.weight).div_(-self.x.shape[-1]).unsqueeze(-1)  # [N, 1]
+        grad.mul_(self.weight).addcmul_(unit, inner).mul_(self.inverse)
+        return grad.add_(outer), grad_weight
+
+
+def _through(grad: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
+    """Return the gradient `grad @ weight` in fp32, added to `into`."""
+    product = grad @ rounded(weight, grad.dtype)
+    return product.float() if into is None else into.add_(product)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        v_weight: Tensor,
+        o_weight: Tensor,
+        turns: Turns,
+        epsilon: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return `x` `[B, W, H]` plus the attention of its normed states."""
+        positions, size = x.shape[1], 2 * turns.cos.shape[-1]
+        states = x.view(-1, x.shape[-1])
+        norm = Norm.of(states, norm_weight, epsilon)
+        normed = norm.normed(dtype)
+        query = turns.forward(normed @ rounded(q_weight, dtype).T, turns.scale)
+        key = turns.forward(normed @ rounded(k_weight, dtype).T)
+        value = (
+            (normed @ rounded(v_weight, dtype).T).view(len(x), positions, -1, size).transpose(1, 2)
+        )
+        query = query.view(len(x), key.shape[1], -1, size)  # [B, G, Q * W, D]
+        weights = causal_softmax(query @ key.transpose(-1, -2))
+        attended = (weights.to(dtype) @ value).view(len(x), -1, positions, size)
+        attended = attended.transpose(1, 2).reshape(len(states), -1)  # [N, G * Q * D]
+        # As large as the states at most; longer rows make them again.
+        kept = weights if positions <= size else None
+        ctx.save_for_backward(
+            *(norm.x, norm.weight, norm.inverse, q_weight, k_weight, v_weight, o_weight),
+            *(query, key, value, attended, kept),
+        )
+        ctx.turns = turns
+        return (states + attended @ rounded(o_weight, dtype).T).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `x` and the weights."""
+        *norm, q_weight, k_weight, v_weight, o_weight, query, key, value, attended, kept = (
+            ctx.saved_tensors
+        )
+        turns, norm = ctx.turns, Norm(*norm)
+        dtype, shape = query.dtype, grads[0].shape
+        outer = grads[0].reshape(-1, shape[-1])
+        with torch.autocast("cpu", enabled=False):
+            grad = outer.to(dtype)
+            o_grad = hand_over_product(o_weight, grad, attended)
+            shares = kept if kept is not None else causal_softmax(query @ key.transpose(-1, -2))
+            grad = (grad @ rounded(o_weight, dtype)).view(*shape[:2], -1, key.shape[-1])
+            grad = grad.transpose(1, 2).reshape(query.shape)  # [B, G, Q * W, D]
+            v_grad = shares.to(dtype).transpose(-1, -2) @ grad
+            grad_logits = (grad @ value.transpose(-1, -2)).float()
+            inner = (grad_logits * shares).sum(-1, keepdim=True)
+            grad_logits = grad_logits.sub_(inner).mul_(shares).to(dtype)
+            by_query = (grad_logits @ key).view(len(key), -1, shape[1], key.shape[-1])
+            by_query = turns.backward(by_query, turns.scale)
+            by_key = turns.backward(grad_logits.transpose(-1, -2) @ query)
+            by_value = v_grad.transpose(1, 2).reshape(len(outer), -1)
+            normed = norm.normed(dtype)
+            into = _through(by_query, q_weight)
+            _through(by_value, v_weight, _through(by_key, k_weight, into))
+            x_grad, norm_grad = norm.backward(into, outer)
+            return (
+                x_grad.view(shape),
+                norm_grad,
+                hand_over_product(q_weight, by_query, normed),
+                hand_over_product(k_weight, by_key, normed),
+                hand_over_product(v_weight, by_value, normed),
+                o_grad,
+                *(None, None, None),
+            )
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        epsilon: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return `x` `[B, W, H]` plus `down(silu(gate) * up)` of its normed states."""
+        states = x.view(-1, x.shape[-1])
+        norm = Norm.of(states, norm_weight, epsilon)
+        normed = norm.normed(dtype)
+        gate = normed @ rounded(gate_weight, dtype).T
+        up = normed @ rounded(up_weight, dtype).T
+        ctx.save_for_backward(*norm, gate_weight, up_weight, down_weight, gate, up)
+        return (states + silu(gate).mul_(up) @ rounded(down_weight, dtype).T).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `x` and the weights."""
+        *norm, gate_weight, up_weight, down_weight, gate, up = ctx.saved_tensors
+        norm, shape = Norm(*norm), grads[0].shape
+        outer = grads[0].reshape(-1, shape[-1])
+        with torch.autocast("cpu", enabled=False):
+            grad = outer.to(gate.dtype)
+            opened = silu(gate)
+            down_grad = hand_over_product(down_weight, grad, opened * up)
+            grad = grad @ rounded(down_weight, gate.dtype)
+            by_up = opened.mul_(grad)
+            by_gate = torch.ops.aten.silu_backward(grad.mul_(up), gate)
+            normed = norm.normed(gate.dtype)
+            into = _through(by_up, up_weight, _through(by_gate, gate_weight))
+            x_grad, norm_grad = norm.backward(into, outer)
+            return (
+                x_grad.view(shape),
+                norm_grad,
+                hand_over_product(gate_weight, by_gate, normed),
+                hand_over_product(up_weight, by_up, normed),
+                down_grad,
+                *(None, None),
+            )

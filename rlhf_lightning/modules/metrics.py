@@ -1,0 +1,122 @@
+"""What a rollout and its updates measured, reduced over ranks, as `phase/quantity`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
+from rlhf_lightning.distributed.collectives import gathered, global_moments, global_sum
+from rlhf_lightning.functional.diversity import distinct_n
+from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.functional.statistics import explained_variance
+
+RATIO_BINS = 80  # of width 0.025 over [0, 2]
+
+
+class RunningMeans:
+    """Means over the optimizer steps of one iteration; of vectors, which are counts, the sums."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+        self.totals: dict[str, Tensor] = {}
+        self.num_steps = 0
+
+    def add(self, values: Mapping[str, Tensor | float]) -> None:
+        """Count one optimizer step and its values."""
+        self.num_steps += 1
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.ndim:
+                self.totals[name] = self.totals.get(name, 0) + value.detach()
+                continue
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each value."""
+        return {name: total / self.counts[name] for name, total in self.sums.items()}
+
+
+@torch.no_grad()
+def ratio_counts(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return how many tokens have which probability ratio: `RATIO_BINS` equal bins over [0, 2].
+
+    Larger ratios, and those that are not a number, count in the last bin.
+
+    Args:
+        log_ratio: new minus old log-probability [B, R].
+        mask: response tokens [B, R].
+    """
+    bins = (log_ratio.exp() * (RATIO_BINS / 2)).nan_to_num(nan=RATIO_BINS, posinf=RATIO_BINS)
+    bins = bins.clamp(0, RATIO_BINS - 1).long().flatten()
+    return torch.zeros(RATIO_BINS, device=bins.device).scatter_add_(0, bins, mask.flatten().float())
+
+
+class Gaps:
+    """Logs NaN for what was measured before and is not now: Lightning would repeat the old value.
+
+    NaN is an empty cell of `metrics.csv`.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def filled(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Return the values, and NaN for every other name that was here before."""
+        numbers = dict.fromkeys(sorted(self.names), math.nan)
+        numbers |= {name: float(value) for name, value in values.items()}
+        self.names = set(numbers)
+        return numbers
+
+
+def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
+    """Return the `rollout/*` values, and `ppo/explained_variance` and `ppo/entropy`.
+
+    KL is k1 (policy minus reference) at sampling, in nats; lengths are tokens with EOS;
+    `distinct_2` pools the responses of all ranks, so that it does not depend on their number.
+    """
+    mask = rollout.response_mask
+    kl = torch.where(mask, kl_k1(rollout.logprobs, rollout.ref_logprobs), 0)
+    finished = rollout.finish_reason == FINISHED_BY_STOP
+    responses = [
+        ids[m].tolist() for ids, m in zip(rollout.response_tensors.cpu(), mask.cpu(), strict=True)
+    ]
+    of_all_ranks = [ids for own in gathered(responses) for ids in own]
+    local = torch.stack(
+        [
+            torch.tensor(float(len(rollout))),
+            mask.sum().float().cpu(),
+            rollout.scores.sum().float().cpu(),
+            kl.sum().float().cpu(),
+            finished.sum().float().cpu(),
+            rollout.entropy.sum().float().cpu(),
+        ]
+    )
+    rows, tokens, score, total_kl, stops, entropy = global_sum(local.to(mask.device)).tolist()
+    _, score_var = global_moments(rollout.scores, torch.ones_like(finished))
+    measures = {
+        "rollout/score": score / rows,
+        "rollout/score_std": float(score_var) ** 0.5,
+        "rollout/kl_per_token": total_kl / tokens,
+        "rollout/kl_per_response": total_kl / rows,
+        "rollout/response_length": tokens / rows,
+        "rollout/eos_fraction": stops / rows,
+        "rollout/distinct_2": distinct_n(of_all_ranks, n=2),
+        "ppo/entropy": entropy / tokens,
+    }
+    values, returns = rollout.values, rollout.returns
+    residual_var, total_var = (global_moments(x, mask)[1] for x in (returns - values, returns))
+    variance = float(
+        explained_variance(values, returns, mask, residual_var=residual_var, total_var=total_var)
+    )
+    if variance == variance:  # undefined (NaN) where all returns are equal
+        measures["ppo/explained_variance"] = variance
+    components = rollout.score_components
+    if len(components) > 1:
+        for name, value in components.items():
+            measures[f"rollout/score/{name}"] = float(global_sum(value.sum())) / rows
+    return measures

@@ -1,0 +1,1 @@
+"""The labelling page and its store."""

@@ -1,0 +1,287 @@
+"""The page as a Starlette application: sign in, label, undo.
+
+Forms work without a script; `static/page.js` adds the keys, the time on the pair, and that an
+answer stays on the screen if the server is away for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.database import StoreError
+from rlhf_lightning.preferences.annotation.server.auth import Identity, Visitor
+from rlhf_lightning.preferences.annotation.server.security import Guard
+from rlhf_lightning.preferences.annotation.server.settings import PageSettings
+from rlhf_lightning.preferences.annotation.store import LabelStore
+from rlhf_lightning.preferences.annotation.tasks import ANSWERS, Answer, Task, answer_of
+
+
+class Button(NamedTuple):
+    """A way to answer: its value, its key and its words."""
+
+    answer: Answer
+    key: str
+    text: str
+
+
+BUTTONS = (
+    Button("left", "1", "Answer 1"),
+    Button("right", "2", "Answer 2"),
+    Button("tie", "t", "Tie"),
+    Button("both_bad", "b", "Both bad"),
+    Button("skip", "s", "Skip"),
+)
+NOTES = {
+    "gone": "That pair has been rated by others meanwhile; your answer was not needed. Here is "
+    "the next one.",
+    "repeated": "That answer had arrived already.",
+    "differs": "Not kept: as {rater} you had given another answer to that pair, in another window "
+    "or on another machine, and the first one stays. Undo takes it back. If somebody else works "
+    "under this name, one of you signs out and takes another.",
+    "undone": "Not kept: as {rater} you had taken that answer back, in another window or on "
+    "another machine. Answer what is shown.",
+    "again": "Signed in as {rater}, who has {labels} so far. If you are somebody else, sign "
+    "out and take another name: one name is one rater, and case and spaces make no other.",
+    "nothing": "There is nothing to take back: you have not answered yet, or others have "
+    "completed the pair that you skipped.",
+}
+
+
+HERE = Path(__file__).parent
+LARGEST_FORM = 64 * 1024
+WRONG_TOKEN_SECONDS = 1.0  # what a guess costs
+
+
+class Page:
+    """The handlers of one server.
+
+    Args:
+        store: of the labels.
+        settings: of the page.
+        sharing: who rates what.
+        port: that is listened on.
+    """
+
+    def __init__(
+        self, store: LabelStore, settings: PageSettings, sharing: Sharing, port: int
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._sharing = sharing
+        self._identity = Identity(store.secret, settings.token, str(port))
+        self._templates = Environment(
+            loader=FileSystemLoader(HERE / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            auto_reload=False,  # or each page asks the disk whether a template has changed
+        )
+
+    def app(self) -> ASGIApp:
+        """Return the application, guarded."""
+        inner = Starlette(
+            routes=[
+                Route("/", self.home),
+                Route("/start", self.start, methods=["POST"]),
+                Route("/label", self.label, methods=["POST"]),
+                Route("/undo", self.undo, methods=["POST"]),
+                Route("/leave", self.leave, methods=["POST"]),
+                Mount("/static", StaticFiles(directory=HERE / "static")),
+            ],
+            exception_handlers={HTTPException: self.refused, StoreError: self.not_saved},
+        )
+        return Guard(inner, self._settings.allowed_hosts)
+
+    async def home(self, request: Request) -> Response:
+        """Show the rater's pair, the end, or the way in."""
+        visitor = self._identity.visitor(request)
+        if visitor.rater_id is None:
+            return self._start_page(request, visitor)
+        note = request.query_params.get("note", "")
+        return await run_in_threadpool(self._next_page, visitor, visitor.rater_id, note)
+
+    async def start(self, request: Request) -> Response:
+        """Sign in under a name."""
+        form = await read_form(request)
+        visitor = self._own_form(request, form)
+        if not self._identity.is_token(form.get("token", "")):
+            await asyncio.sleep(WRONG_TOKEN_SECONDS)
+            return self._start_page(request, visitor, "That is not the token.", form, 403)
+        try:
+            rater_id, is_new = await run_in_threadpool(self._store.enter, form.get("name", ""))
+        except StoreError as error:
+            return self._start_page(request, visitor, f"{error}.", form, 422)
+        response = RedirectResponse("/" if is_new else "/?note=again", status_code=303)
+        self._identity.sign_in(response, visitor, rater_id, secure=is_secure(request))
+        return response
+
+    async def label(self, request: Request) -> Response:
+        """Keep an answer."""
+        form = await read_form(request)
+        visitor, rater_id = self._rater(request, form)
+        answer, number = form.get("answer", ""), form.get("assignment", "")
+        if answer not in ANSWERS or not (number.isascii() and number.isdecimal()):
+            raise HTTPException(400, "That form holds no answer. Load the page again.")
+
+        def keep() -> Response:
+            outcome = self._store.label(
+                rater_id,
+                min(int(number[:19]), 2**63 - 1),
+                answer,
+                self._sharing,
+                seconds=as_seconds(form.get("seconds", "")),
+                reason=form.get("reason"),
+            )
+            return self._go_on(visitor, form, "" if outcome == "kept" else outcome)
+
+        return await run_in_threadpool(keep)
+
+    async def undo(self, request: Request) -> Response:
+        """Take the last label back."""
+        form = await read_form(request)
+        visitor, rater_id = self._rater(request, form)
+
+        def take_back() -> Response:
+            undone = self._store.undo(rater_id, self._sharing)
+            return self._go_on(visitor, form, "" if undone else "nothing")
+
+        return await run_in_threadpool(take_back)
+
+    async def leave(self, request: Request) -> Response:
+        """Sign out."""
+        form = await read_form(request)
+        self._own_form(request, form)
+        response = RedirectResponse("/", status_code=303)
+        self._identity.sign_out(response)
+        return response
+
+    async def refused(self, request: Request, error: Exception) -> Response:
+        """Say why a request was refused."""
+        assert isinstance(error, HTTPException)
+        text = error.detail if error.status_code != 404 else "There is no such page."
+        return self._render("message.html", {"message": text}, error.status_code)
+
+    async def not_saved(self, request: Request, error: Exception) -> Response:
+        """Say that the store failed; nothing was acknowledged."""
+        text = f"This was not saved. Tell whoever runs the page: {error}"
+        return self._render("message.html", {"message": text}, 503)
+
+    def _go_on(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:
+        """Answer a form: the script takes the next page at once, a browser is sent there."""
+        if "at_once" in form and visitor.rater_id is not None:
+            return self._next_page(visitor, visitor.rater_id, note)
+        return RedirectResponse(f"/?note={note}" if note else "/", status_code=303)
+
+    def _next_page(self, visitor: Visitor, rater_id: int, note: str) -> Response:
+        task = self._store.next_task(rater_id, self._sharing)
+        rater, progress = self._store.rater_name(rater_id), self._store.progress(rater_id)
+        labels = f"{progress.labelled} label{'' if progress.labelled == 1 else 's'}"
+        values = {
+            "rater": rater,
+            "progress": progress,
+            "word": self._identity.form_word(visitor),
+            "note": NOTES[note].format(rater=rater, labels=labels) if note in NOTES else None,
+        }
+        if task is None:
+            return self._render("done.html", values)
+        return self._render("pair.html", values | task_values(task))
+
+    def _start_page(
+        self,
+        request: Request,
+        visitor: Visitor,
+        problem: str = "",
+        form: Mapping[str, str] | None = None,
+        status: int = 200,
+    ) -> Response:
+        values = {
+            "word": self._identity.form_word(visitor),
+            "needs_token": self._identity.needs_token,
+            "problem": problem,
+            "name": (form or {}).get("name", ""),
+        }
+        response = self._render("start.html", values, status)
+        self._identity.keep_visit(response, visitor, secure=is_secure(request))
+        return response
+
+    def _own_form(self, request: Request, form: Mapping[str, str]) -> Visitor:
+        visitor = self._identity.visitor(request)
+        if not self._identity.is_own_form(visitor, form.get("word", "")):
+            raise HTTPException(
+                403, "This form is out of date, or cookies are off. Load the page again."
+            )
+        return visitor
+
+    def _rater(self, request: Request, form: Mapping[str, str]) -> tuple[Visitor, int]:
+        visitor = self._own_form(request, form)
+        if visitor.rater_id is None:
+            raise HTTPException(403, "You are not signed in any more. Load the page again.")
+        return visitor, visitor.rater_id
+
+    def _render(self, name: str, values: Mapping[str, Any], status: int = 200) -> HTMLResponse:
+        template = self._templates.get_template(name)
+        settings = {"title": self._settings.title, "instructions": self._settings.instructions}
+        return HTMLResponse(template.render(settings | dict(values)), status_code=status)
+
+
+def task_values(task: Task) -> dict[str, Any]:
+    """Return what `pair.html` shows of a task: never which answer is whose, nor that it is gold."""
+    pair = task.pair
+    answers = [pair.first, pair.second]
+    turns = [{"role": "", "content": pair.prompt}] if isinstance(pair.prompt, str) else pair.prompt
+    return {
+        "assignment": task.assignment_id,
+        "domain": pair.domain,
+        "turns": turns,
+        "answers": answers if task.shown_first == "first" else answers[::-1],
+        "buttons": BUTTONS,
+        "before": answer_of(task.before.choice, task.shown_first) if task.before else None,
+        "reason": (task.before.reason or "") if task.before else "",
+    }
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """Return the fields of a form.
+
+    Raises:
+        HTTPException: if it is too large or no form.
+    """
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGEST_FORM:
+            raise HTTPException(413, "That is too long.")
+    try:
+        pairs = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=20, errors="strict")
+    except ValueError as error:
+        raise HTTPException(400, "That is no form of this page.") from error
+    return dict(pairs)
+
+
+def as_seconds(text: str) -> float | None:
+    """Return the time that a browser measured, None where it sent none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def is_secure(request: Request) -> bool:
+    """Return whether cookies may ask for an encrypted connection."""
+    return request.url.scheme == "https"

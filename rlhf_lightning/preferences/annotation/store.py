@@ -1,0 +1,277 @@
+"""The store of labels: pairs in, people's judgements out, shared among raters, never lost.
+
+What a method returns is on the disk. Several processes may have one store open: a server and, say,
+an export.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar, cast
+
+from rlhf_lightning.data.errors import Location
+from rlhf_lightning.preferences.annotation import assignment as rules
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.database import StoreError, connect
+from rlhf_lightning.preferences.annotation.rows import (
+    LABELS,
+    as_label,
+    clean_name,
+    insert_answer,
+    insert_label,
+    insert_rater,
+    iso_time,
+)
+from rlhf_lightning.preferences.annotation.tasks import Answer, Outcome, Progress, Task, choice_of
+from rlhf_lightning.preferences.annotation.writer import Writer
+from rlhf_lightning.preferences.records import Label, Pair, from_row, to_row
+
+ResultT = TypeVar("ResultT")
+
+_NEWEST = (
+    "SELECT * FROM assignments WHERE rater_id = ? AND state = 'open' AND expires > ? "
+    "ORDER BY assignment_id DESC LIMIT 1"
+)
+
+
+class LabelStore:
+    """A SQLite file of pairs and labels.
+
+    Args:
+        path: of the file; made if there is none.
+        clock: seconds since 1970.
+
+    Raises:
+        StoreError: if the file cannot be used.
+    """
+
+    def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Open the file."""
+        self.path = Path(path)
+        self._clock = clock
+        self._reader = connect(self.path, read_only=True)
+        self._reading = threading.Lock()
+        self._writer = Writer(connect(self.path))
+
+    def __enter__(self) -> LabelStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish what waits to be written, and close the file."""
+        self._writer.close()
+        with self._reading:
+            self._reader.close()
+
+    @property
+    def secret(self) -> str:
+        """A random text that belongs to this store, for signing cookies."""
+        return cast(str, self._read("SELECT value FROM meta WHERE key = 'secret'")[0][0])
+
+    def add_pairs(self, pairs: Iterable[Pair], *, ratings_per_pair: int) -> int:
+        """Add pairs behind those that are there, and return how many were new.
+
+        Args:
+            pairs: served in this order; one whose name is known is left as it is.
+            ratings_per_pair: labels of different people that each of them gets; gold questions are
+                asked of everybody.
+
+        Raises:
+            StoreError: if a text cannot be stored.
+        """
+        rows = [
+            (
+                pair.pair_id,
+                json.dumps(to_row(pair), ensure_ascii=False),
+                pair.gold is not None,
+                0 if pair.gold is not None else ratings_per_pair,
+            )
+            for pair in pairs
+        ]
+
+        def change(db: sqlite3.Connection) -> int:
+            added = 0
+            for row in rows:
+                cursor = db.execute(
+                    "INSERT INTO pairs (pair_id, record, is_gold, wanted) VALUES (?, ?, ?, ?) "
+                    "ON CONFLICT (pair_id) DO NOTHING",
+                    row,
+                )
+                added += cursor.rowcount
+                if cursor.rowcount:
+                    db.execute("UPDATE totals SET wanted = wanted + ?", (row[3],))
+            return added
+
+        return self._write(change)
+
+    def add_labels(self, labels: Iterable[Label]) -> int:
+        """Add labels that were given elsewhere, and return how many were new.
+
+        A label of a rater who has one on that pair is left out. Those of people count towards the
+        ratings that were asked for.
+
+        Raises:
+            StoreError: if a label's pair is unknown.
+        """
+        given = list(labels)
+        return self._write(lambda db: sum(insert_label(db, label) for label in given))
+
+    def sign_in(self, name: str) -> int:
+        """Return the number of the rater of this name, see `enter`."""
+        return self.enter(name)[0]
+
+    def enter(self, name: str) -> tuple[int, bool]:
+        """Return the number of the one of this name, made if there is none, and whether it is new.
+
+        Case and the number of spaces make no other name.
+
+        Raises:
+            StoreError: if the name is empty or too long, or that of an annotator who is no person.
+        """
+        clean = clean_name(name)
+
+        def change(db: sqlite3.Connection) -> tuple[int, bool]:
+            row = db.execute(
+                "SELECT rater_id, kind FROM raters WHERE name = ? COLLATE NOCASE "
+                "ORDER BY name = ? DESC LIMIT 1",
+                (clean, clean),
+            ).fetchone()
+            if row is not None and row["kind"] != "person":
+                raise StoreError(f"{clean} is the name of a {row['kind']}: choose another name")
+            if row is not None:
+                return cast(int, row[0]), False
+            return insert_rater(db, clean, "person", self._clock()), True
+
+        return self._write(change)
+
+    def next_task(self, rater_id: int, sharing: Sharing) -> Task | None:
+        """Return what the rater is to label now, the same until it is labelled; None at the end."""
+        now = self._clock()
+        found = self._read(_NEWEST, (rater_id, now))
+        if found:
+            return self._task(found[0])
+        row = self._write(lambda db: rules.assign(db, rater_id, sharing, now))
+        return None if row is None else self._task(row)
+
+    def label(
+        self,
+        rater_id: int,
+        assignment_id: int,
+        answer: Answer,
+        sharing: Sharing,
+        *,
+        seconds: float | None = None,
+        reason: str | None = None,
+    ) -> Outcome:
+        """Keep a rater's answer, and choose the next pair with it.
+
+        Args:
+            rater_id: who answers.
+            assignment_id: what: of a `Task` of this rater.
+            answer: about what is on the left and on the right of the screen.
+            sharing: the rules.
+            seconds: that the rater took; None takes the time since the pair was served.
+            reason: in words.
+
+        Returns:
+            `kept`; `repeated` if it is there already; `differs` if another answer is there, which
+            stays; `undone` if it was taken back elsewhere; `gone` if the lease had ended and others
+            have completed the pair, or it never was this rater's.
+        """
+        now = self._clock()
+
+        def change(db: sqlite3.Connection) -> Outcome:
+            row = db.execute(
+                "SELECT * FROM assignments WHERE assignment_id = ? AND rater_id = ?",
+                (assignment_id, rater_id),
+            ).fetchone()
+            if row is None:
+                return "gone"
+            if row["state"] == "undone":
+                return "undone"
+            if row["state"] == "labelled":
+                given = db.execute(
+                    "SELECT choice FROM labels WHERE assignment_id = ?", (assignment_id,)
+                ).fetchone()[0]
+                return "repeated" if given == choice_of(answer, row["shown_first"]) else "differs"
+            if row["state"] != "open" and not rules.renew(db, row, sharing, now):
+                return "gone"
+            insert_answer(db, row, answer, seconds, reason, now)
+            rules.assign(db, rater_id, sharing, now)
+            return "kept"
+
+        return self._write(change)
+
+    def undo(self, rater_id: int, sharing: Sharing) -> bool:
+        """Take the rater's last label back, so that its pair is the next task.
+
+        Returns:
+            Whether there was one; a skipped pair that others have completed stays skipped.
+        """
+        now = self._clock()
+
+        def change(db: sqlite3.Connection) -> bool:
+            rules.expire(db, now)
+            label = db.execute(
+                "SELECT * FROM labels WHERE rater_id = ? AND undone IS NULL "
+                "AND assignment_id IS NOT NULL ORDER BY label_id DESC LIMIT 1",
+                (rater_id,),
+            ).fetchone()
+            return label is not None and rules.take_back(db, label, sharing, now, iso_time(now))
+
+        return self._write(change)
+
+    def progress(self, rater_id: int | None = None) -> Progress:
+        """Return how far everybody and this rater have come."""
+        own = self._read("SELECT labelled, skipped FROM raters WHERE rater_id = ?", (rater_id,))
+        labelled, skipped = own[0] if own else (0, 0)
+        wanted, done = self._read("SELECT wanted, done FROM totals")[0]
+        return Progress(wanted, done, labelled, skipped)
+
+    def rater_name(self, rater_id: int) -> str:
+        """Return the name of the rater of this number."""
+        rows = self._read("SELECT name FROM raters WHERE rater_id = ?", (rater_id,))
+        return cast(str, rows[0][0])
+
+    def pairs(self) -> Iterator[Pair]:
+        """Yield all pairs in their order."""
+        for row in self._read("SELECT record FROM pairs ORDER BY position"):
+            yield self._pair(row["record"])
+
+    def labels(self) -> Iterator[Label]:
+        """Yield all labels that were not taken back, in the order in which they were given."""
+        for row in self._read(f"{LABELS} WHERE undone IS NULL ORDER BY label_id"):
+            yield as_label(row)
+
+    def _task(self, row: sqlite3.Row) -> Task:
+        record = self._read("SELECT record FROM pairs WHERE position = ?", (row["position"],))
+        before = None
+        if row["redoes"] is not None:
+            before = as_label(self._read(f"{LABELS} WHERE label_id = ?", (row["redoes"],))[0])
+        return Task(
+            row["assignment_id"],
+            self._pair(record[0]["record"]),
+            row["shown_first"],
+            row["served"],
+            before,
+        )
+
+    def _pair(self, text: str) -> Pair:
+        return from_row(Pair, json.loads(text), Location(str(self.path)))
+
+    def _read(self, query: str, values: tuple[object, ...] = ()) -> list[sqlite3.Row]:
+        with self._reading:
+            return self._reader.execute(query, values).fetchall()
+
+    def _write(self, change: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+        try:
+            return self._writer.run(change)
+        except (sqlite3.Error, UnicodeEncodeError) as error:
+            raise StoreError(f"{self.path} could not take that: {error}") from error

@@ -1,0 +1,266 @@
+"""The preference lab: from prompts to preference records, in one run folder.
+
+Every phase reads what the one before left on disk, and what takes long is journaled, so that a run
+that was killed goes on where it was:
+
+    candidates.journal.jsonl -> candidates.jsonl -> pairs.jsonl
+    judgements.jsonl, labels.jsonl      journals of the judge and of every annotator
+    data/train.jsonl, data/validation.jsonl, data/reliability.json      the result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.hparams import Checked, number
+from rlhf_lightning.preferences.adversarial import WorstSamples
+from rlhf_lightning.preferences.aggregate import METHODS, Method, Verdict, aggregate, by_pair
+from rlhf_lightning.preferences.annotators import Annotator, label_pairs
+from rlhf_lightning.preferences.budget import (
+    BudgetHparams,
+    Cost,
+    Routing,
+    actual_cost,
+    choose_validation,
+    planned_cost,
+    route,
+)
+from rlhf_lightning.preferences.candidates import (
+    OVER_LONG,
+    Sampling,
+    candidate_journal,
+    sample_candidates,
+    usable,
+)
+from rlhf_lightning.preferences.human_annotators import People
+from rlhf_lightning.preferences.journal import Journal, record_journal, write_records
+from rlhf_lightning.preferences.judge import JudgeAnnotator
+from rlhf_lightning.preferences.judgements import JudgeFigures, judge_figures
+from rlhf_lightning.preferences.near_duplicates import near_duplicates
+from rlhf_lightning.preferences.pairing import PAIRINGS, Pairing, ScoreFunction, make_pairs
+from rlhf_lightning.preferences.records import Label, Pair, readable
+from rlhf_lightning.preferences.usability import describe_dropped, what_to_change
+
+
+@dataclass(frozen=True)
+class LabHparams(Checked):
+    """How pairs are made and labels are put together.
+
+    Args:
+        pairing: random, most_different or best_against_worst.
+        pairs_per_prompt: at most.
+        num_pairs: to label, as far as there are so many; None for all.
+        keep_unfinished: keep answers that were cut off at the token limit.
+        aggregation: people_first, majority or dawid_skene.
+        margin_scale: margin of a pair on which all agree, in units of the reward.
+        near_duplicate: training prompts whose word n-grams overlap with those of a held-out prompt
+            by at least this Jaccard index are removed.
+        near_duplicate_n: words in an n-gram.
+        seed: of what is drawn.
+    """
+
+    pairing: str = "random"
+    pairs_per_prompt: int = number(2, at_least=1)
+    num_pairs: int | None = number(None, at_least=1)
+    keep_unfinished: bool = False
+    aggregation: str = "people_first"
+    margin_scale: float = number(1.0, at_least=0)
+    near_duplicate: float = number(0.7, above=0, at_most=1, usual=(0.5, 0.95))
+    near_duplicate_n: int = number(3, at_least=1)
+    seed: int = number(1)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        for key, known in (("pairing", PAIRINGS), ("aggregation", METHODS)):
+            if getattr(self, key) not in known:
+                raise ValueError(f"LabHparams.{key}={getattr(self, key)!r}: use {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What a lab has made.
+
+    Args:
+        train: verdicts on the pairs to train on.
+        validation: verdicts on the held-out pairs, by people alone.
+        routing: who labelled what.
+        labels: all of them.
+        people: names of the people.
+        dropped: candidates that were dropped, by reason.
+        num_candidates: that were asked for, those of over-long prompts among them.
+        near_duplicates: training prompts that were removed.
+        before: what labels of people for every pair would cost.
+        after: what the labels have cost.
+        judge: its figures, if there is one.
+    """
+
+    train: tuple[Verdict, ...]
+    validation: tuple[Verdict, ...]
+    routing: Routing
+    labels: tuple[Label, ...]
+    people: frozenset[str]
+    dropped: dict[str, int]
+    num_candidates: int
+    near_duplicates: int
+    before: Cost
+    after: Cost
+    judge: JudgeFigures | None
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Everything that takes part.
+
+    Args:
+        folder: of the run.
+        sampling: who answers the prompts, and how.
+        annotators: rules, judges and reward models; they label every pair.
+        people: they label what the budget sends them.
+        budget: how much that is.
+        hparams: how pairs are made and labels put together.
+        score: for best_against_worst.
+        worst: of an earlier collection; its pairs take the place of new candidates.
+        say: is told what came of the candidates, before anybody labels.
+    """
+
+    folder: Path
+    sampling: Sampling
+    annotators: Sequence[Annotator]
+    people: People
+    budget: BudgetHparams
+    hparams: LabHparams
+    score: ScoreFunction | None = None
+    worst: WorstSamples | None = None
+    say: Callable[[str], None] | None = None
+
+    def run(self, prompts: Sequence[PromptRecord]) -> Collection:
+        """Return the preferences, made from these prompts.
+
+        Raises:
+            PeopleNeededError: if people have to label first; a later run goes on from there.
+            AnnotationError: if an annotator fails; a later run goes on from there.
+            ValueError: if no pair can be made.
+        """
+        made, num_candidates, dropped = self._pairs(prompts)
+        held_out = choose_validation(made[: self.hparams.num_pairs], self.budget)
+        pairs, num_near = self._without_near_duplicates(made, held_out)
+        self._tell(len(pairs), num_candidates, dropped, num_near)
+        write_records(self.folder / "pairs.jsonl", pairs)
+        journal = record_journal(Label, self.folder / "labels.jsonl")
+        automatic = self._automatic(pairs, journal)
+        routing = route(pairs, by_pair(automatic), self.budget, validation=held_out)
+        asked = [(pair, self.budget.validation_votes) for pair in routing.validation]
+        asked += [(pair, self.budget.people_votes) for pair in routing.people]
+        theirs = self.people.labels(asked, self.folder, journal)
+        names = frozenset(label.annotator for label in theirs)
+        judged = self._judge_figures()
+        charges = judged.cost if judged else 0.0
+        method: Method = self.hparams.aggregation  # type: ignore[assignment]
+        trained_on = (*routing.automatic, *routing.people)
+        return Collection(
+            train=tuple(aggregate(trained_on, [*automatic, *theirs], people=names, method=method)),
+            validation=tuple(aggregate(routing.validation, theirs, people=names, method=method)),
+            routing=routing,
+            labels=(*automatic, *theirs),
+            people=names,
+            dropped=dropped,
+            num_candidates=num_candidates,
+            near_duplicates=num_near,
+            before=planned_cost(len(pairs), None, self.budget),
+            after=actual_cost(theirs, self.budget, charges=charges),
+            judge=judged,
+        )
+
+    def _pairs(self, prompts: Sequence[PromptRecord]) -> tuple[list[Pair], int, dict[str, int]]:
+        if self.worst is not None:
+            return self._adversarial(self.worst)
+        journal = candidate_journal(self.folder / "candidates.journal.jsonl")
+        sampled = sample_candidates(prompts, self.sampling, journal)
+        kept, dropped = usable(sampled, keep_unfinished=self.hparams.keep_unfinished)
+        num_asked = self.sampling.per_prompt * len(prompts)
+        if len(sampled) < num_asked:
+            dropped[OVER_LONG] = num_asked - len(sampled)
+        write_records(self.folder / "candidates.jsonl", kept)
+        method: Pairing = self.hparams.pairing  # type: ignore[assignment]
+        pairs = make_pairs(
+            kept,
+            method=method,
+            per_prompt=self.hparams.pairs_per_prompt,
+            num_pairs=None,
+            seed=self.hparams.seed,
+            score=self.score,
+        )
+        if not pairs:
+            raise ValueError(
+                "no two different answers to one prompt are left: "
+                f"{describe_dropped(num_asked, dropped)}: {what_to_change(dropped, self.sampling)}"
+            )
+        return pairs, num_asked, dropped
+
+    def _tell(
+        self, num_pairs: int, num_candidates: int, dropped: dict[str, int], num_near: int
+    ) -> None:
+        if self.say is None or self.worst is not None:
+            return
+        self.say(describe_dropped(num_candidates, dropped))
+        wanted = self.hparams.num_pairs
+        if wanted is not None and num_pairs < wanted:
+            near = f" ({num_near} prompts are nearly a held-out one)" if num_near else ""
+            self.say(
+                f"{num_pairs} pairs instead of lab.num_pairs={wanted}{near}. For more: "
+                f"{what_to_change(dropped, self.sampling)}"
+            )
+
+    def _adversarial(self, worst: WorstSamples) -> tuple[list[Pair], int, dict[str, int]]:
+        pairs, overrated = worst.pairs(seed=self.hparams.seed)
+        if not pairs:
+            raise ValueError(
+                f"no answer in {worst.run} that the reward model overrates ({overrated} found) has "
+                "another one to meet: sample more candidates a prompt, or leave adversarial pairs "
+                "out (pipeline: adversarial=false)"
+            )
+        return pairs, 0, {}
+
+    def _without_near_duplicates(
+        self, made: list[Pair], held_out: set[str]
+    ) -> tuple[list[Pair], int]:
+        """Return the pairs to label, and how many training prompts were nearly a held-out one.
+
+        What is left out is replaced by the next pairs in line, as long as there are any.
+        """
+        withheld = {pair.prompt_id for pair in made if pair.pair_id in held_out}
+        texts: dict[bool, dict[str, str]] = {True: {}, False: {}}
+        for pair in made:
+            texts[pair.prompt_id in withheld][pair.prompt_id] = readable(pair.prompt)
+        found = near_duplicates(
+            list(texts[False].values()),
+            list(texts[True].values()),
+            threshold=self.hparams.near_duplicate,
+            n=self.hparams.near_duplicate_n,
+        )
+        names = list(texts[False])
+        removed = {names[duplicate.train] for duplicate in found}
+        no_training = withheld | removed
+        kept = [p for p in made if p.pair_id in held_out or p.prompt_id not in no_training]
+        return kept[: self.hparams.num_pairs], len(removed)
+
+    def _automatic(self, pairs: Sequence[Pair], journal: Journal[Label]) -> list[Label]:
+        labels: list[Label] = []
+        for annotator in self.annotators:
+            if isinstance(annotator, JudgeAnnotator):
+                annotator.keep_in(self.folder / "judgements.jsonl")
+            labels += label_pairs(annotator, pairs, journal)
+        return labels
+
+    def _judge_figures(self) -> JudgeFigures | None:
+        made = [
+            judgement
+            for annotator in self.annotators
+            if isinstance(annotator, JudgeAnnotator)
+            for judgement in annotator.judgements
+        ]
+        return judge_figures(made) if made else None

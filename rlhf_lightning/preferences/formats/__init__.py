@@ -1,0 +1,1 @@
+"""Preference pairs in the formats of other tools."""

@@ -1,0 +1,1 @@
+"""Generators: the protocol and its engines."""

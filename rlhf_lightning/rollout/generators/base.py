@@ -1,0 +1,196 @@
+"""Generation: the Generator protocol and its engines.
+
+Legend: B rows, P padded prompt, R response, A rows still being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Generation, PromptBatch
+from rlhf_lightning.functional.sequences import response_mask
+from rlhf_lightning.models.cpu.decode_attention import one_token_attention
+from rlhf_lightning.models.cpu.packed_weights import linear_weights_prepared, weights_cast_once
+from rlhf_lightning.rollout.generators.active_rows import RunningRows
+from rlhf_lightning.rollout.noise import RowNoise, sample
+
+
+class Generator(Protocol):
+    """Continues prompts. The same noise gives the same tokens whatever the batch looks like."""
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        prompts: PromptBatch,
+        *,
+        noise: RowNoise,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> Generation:
+        """Return one response a prompt, sampled from softmax(logits / temperature)."""
+
+
+def neutral_generation_config(stop_ids: Sequence[int], pad_token_id: int) -> GenerationConfig:
+    """Return a config that hides nothing: no top-k, no top-p, no repetition penalty.
+
+    A field left unset would be filled from the checkpoint's own generation config, where
+    `top_k=50` hides even when nobody wrote it.
+    """
+    return GenerationConfig(
+        do_sample=False,
+        top_k=0,
+        top_p=1.0,
+        min_p=None,
+        typical_p=1.0,
+        temperature=1.0,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        eos_token_id=list(stop_ids),
+        pad_token_id=pad_token_id,
+    )
+
+
+class CachedGenerator:
+    """Token-by-token sampling with a key-value cache; finished rows leave the batch.
+
+    Equal prompts are read once. Prompts are read in groups of like length. A row that ends gives
+    its place to the last one, so that no step computes it again.
+
+    Args:
+        stop_ids: ids that end a response.
+        pad_token_id: fills what follows a response.
+        prefill_tokens: prompt tokens in one forward at most; bounds the memory.
+    """
+
+    def __init__(
+        self, stop_ids: Sequence[int], pad_token_id: int, *, prefill_tokens: int = 16_384
+    ) -> None:
+        self.stop_ids = tuple(stop_ids)
+        self.pad_token_id = pad_token_id
+        self.prefill_tokens = prefill_tokens
+
+    @torch.no_grad()
+    @weights_cast_once()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        prompts: PromptBatch,
+        *,
+        noise: RowNoise,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> Generation:
+        """Return one response a prompt; see `Generator`."""
+        steps = torch.arange(max_new_tokens, device=prompts.row_ids.device)
+        uniform = noise.uniform(prompts.row_ids.unsqueeze(-1), steps)  # [B, R]
+        with (
+            linear_weights_prepared(model, rows=len(prompts)),
+            one_token_attention(model) as widened,
+        ):
+            running = RunningRows(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                prefill_tokens=self.prefill_tokens,
+                widened=widened,
+            )
+            responses = self._write(running, uniform, temperature)
+        return as_generation(prompts.input_ids, responses, self.stop_ids, self.pad_token_id)
+
+    def _write(self, running: RunningRows, uniform: Tensor, temperature: float) -> Tensor:
+        """Return `[B, R]` tokens; what stands behind a row's first stop token means nothing."""
+        device, max_new_tokens = uniform.device, uniform.shape[1]
+        responses = torch.full(uniform.shape, self.pad_token_id, device=device)
+        stops = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
+        logits = running.read_prompts()  # [A, V]
+        for t in range(max_new_tokens):
+            logits = self._truncated(logits, temperature)
+            tokens = sample(logits, uniform[running.rows, t], temperature=temperature)  # [A]
+            responses[running.rows, t] = tokens
+            tokens = running.keep(~torch.isin(tokens, stops), tokens)
+            if t + 1 == max_new_tokens or not len(tokens):
+                break
+            logits = running.step(tokens, t)
+        return responses
+
+    def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
+        """Return the logits as they are: only candidates for labelling may be truncated."""
+        return logits
+
+
+class TransformersGenerator:
+    """`model.generate` with every hidden setting neutralised; for models with unusual caches.
+
+    The sampling itself is ours, so that noise belongs to rows; `generate` then takes the only
+    token left.
+    """
+
+    def __init__(self, stop_ids: Sequence[int], pad_token_id: int) -> None:
+        self.stop_ids = tuple(stop_ids)
+        self.pad_token_id = pad_token_id
+
+    @torch.no_grad()
+    @weights_cast_once()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        prompts: PromptBatch,
+        *,
+        noise: RowNoise,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> Generation:
+        """Return one response a prompt; see `Generator`."""
+        sampler = _RowSampler(prompts, noise, temperature)
+        config = neutral_generation_config(self.stop_ids, self.pad_token_id)
+        config.max_new_tokens = max_new_tokens
+        own_config, model.generation_config = model.generation_config, config
+        try:
+            sequences = cast("Callable[..., Tensor]", model.generate)(
+                input_ids=prompts.input_ids,
+                attention_mask=prompts.attention_mask.long(),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler]),
+                synced_gpus=False,
+            )
+        finally:
+            model.generation_config = own_config
+        responses = sequences[:, prompts.input_ids.shape[1] :]
+        return as_generation(prompts.input_ids, responses, self.stop_ids, self.pad_token_id)
+
+
+class _RowSampler(LogitsProcessor):
+    """Replaces the scores by one that leaves a single token: the one our noise picks."""
+
+    def __init__(self, prompts: PromptBatch, noise: RowNoise, temperature: float) -> None:
+        self.row_ids = prompts.row_ids
+        self.prompt_length = prompts.input_ids.shape[1]
+        self.noise = noise
+        self.temperature = temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores `[B, V]` that are -inf but for the sampled token."""
+        uniform = self.noise.uniform(self.row_ids, input_ids.shape[1] - self.prompt_length)
+        tokens = sample(scores, uniform, temperature=self.temperature).unsqueeze(-1)
+        return torch.full_like(scores, float("-inf")).scatter(1, tokens, 0.0)
+
+
+def as_generation(
+    prompt_ids: Tensor, responses: Tensor, stop_ids: Sequence[int], pad_token_id: int
+) -> Generation:
+    """Cut `responses` `[B, R]` after their first stop token, and to the longest of them."""
+    mask = response_mask(responses, stop_ids)
+    width = max(int(mask.sum(-1).max()), 1)
+    mask, responses = mask[:, :width], responses[:, :width]
+    stopped = (torch.isin(responses, mask.new_tensor(stop_ids, dtype=torch.long)) & mask).any(-1)
+    responses = torch.where(mask, responses, pad_token_id)
+    return Generation(
+        sequences=torch.cat([prompt_ids, responses], 1),
+        response_mask=mask,
+        finish_reason=torch.where(stopped, FINISHED_BY_STOP, FINISHED_BY_LENGTH),
+    )

@@ -1,0 +1,1 @@
+"""Scorers: the protocol and one file a kind."""

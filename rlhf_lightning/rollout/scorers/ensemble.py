@@ -1,0 +1,83 @@
+"""Several reward models as one: where they disagree, nobody knows, and the score is lower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores
+from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams, check_members
+
+DISAGREEMENT = "disagreement"
+
+
+class RewardEnsembleScorer:
+    """Reward models of other seeds, sizes or data, with the policy's own tokenizer.
+
+    Each of them was normalized to mean 0 and standard deviation 1 over the SFT policy's samples by
+    its reward stage, which makes their scores comparable.
+
+    Args:
+        load: source -> reward model.
+        sources: folders or hub names of the reward models.
+        policy: folder or hub name of the policy; its tokenizer is compared with theirs.
+        micro_batch_size: rows in one forward.
+        combine, std_coef: see `RewardEnsembleHparams`.
+
+    Raises:
+        ValueError: for fewer than two members, one twice, or another tokenizer than the policy's.
+
+    Source: Coste et al. 2024, "Reward Model Ensembles Help Mitigate Overoptimization" (worst-case
+    and uncertainty-weighted optimization; the latter subtracts the variance, this the standard
+    deviation, which has the unit of the score).
+    """
+
+    def __init__(
+        self,
+        load: Callable[..., ScalarHeadModel],
+        sources: Sequence[str],
+        *,
+        policy: str | Path | None = None,
+        micro_batch_size: int | None = None,
+        combine: str = "mean_minus_std",
+        std_coef: float = 1.0,
+    ) -> None:
+        self.hparams = RewardEnsembleHparams(combine=combine, std_coef=std_coef)
+        self.members = [
+            RewardModelScorer(
+                partial(load, source=source),
+                micro_batch_size=micro_batch_size,
+                name=f"reward_model_{number}",
+                policy=policy,
+                source=source,
+            )
+            for number, source in enumerate(check_members(list(sources)), 1)
+        ]
+
+    def build(self, base: Any = None) -> list[nn.Module]:
+        """Load every member, frozen."""
+        return [model for member in self.members for model in member.build(base)]
+
+    def __call__(self, answers: Answers) -> Scores:
+        """Return the combined score; components are the members' scores and their `disagreement`.
+
+        The disagreement is their standard deviation, `[B]`.
+        """
+        scores = {member.name: member(answers).total for member in self.members}
+        stacked = torch.stack(list(scores.values()))  # [members, B]
+        total, std = combined(stacked, self.hparams)
+        return Scores(total, {**scores, DISAGREEMENT: std})
+
+
+def combined(scores: Tensor, hparams: RewardEnsembleHparams) -> tuple[Tensor, Tensor]:
+    """Return the score and the standard deviation `[B]` of members' scores `[members, B]`."""
+    std = scores.std(0, correction=0)
+    if hparams.combine == "minimum":
+        return scores.amin(0), std
+    return scores.mean(0) - hparams.std_coef * std, std

@@ -1,0 +1,187 @@
+"""Settings of scorers whose types and ranges are checked before anything is loaded.
+
+Light on purpose: no torch, so that a wrong setting answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlhf_lightning.hparams import Checked, number
+
+INPUT_FORMATS = ("text", "pair", "completion")
+ENDINGS = ("eos", "template", "none")
+OUTPUTS = ("logit", "log_odds", "probability")
+COMBINATIONS = ("mean_minus_std", "minimum")
+
+
+@dataclass(frozen=True)
+class TextRewardModelHparams(Checked):
+    """How a reward model with a tokenizer of its own reads texts.
+
+    Args:
+        input_format: `text` is prompt and answer as one text; `pair` is the two as the
+            sentence pair of a classifier; `completion` is the answer alone.
+        chat_template: file of a Jinja template, or `plain`, which writes the turns with an
+            empty line between them; None is the tokenizer's own. For conversations only.
+        ending: what follows a finished answer. `eos`: the first stop token of the chat template,
+            else EOS, and nothing behind it; `template`: what the chat template or the tokenizer
+            writes there; `none`: nothing. None is `eos` where the score is read at the last token,
+            else `template`.
+        max_length: longest text in tokens; None is the model's and the tokenizer's own limit.
+        label: name or index of the label that is rewarded; needed if there are several.
+        output: `log_odds` of the label against all others, its `logit`, or its `probability`. Of a
+            model with one label, log_odds is the logit.
+        mean, std: the score is (output - mean) / std.
+        dtype: of the weights: float32, bfloat16, or auto, which is what the checkpoint holds.
+        micro_batch_size: rows in one forward; None takes all rows of one length bucket.
+    """
+
+    input_format: str = "text"
+    chat_template: str | None = None
+    ending: str | None = None
+    max_length: int | None = number(None, at_least=2)
+    label: str | int | None = None
+    output: str = "log_odds"
+    mean: float = number(0.0)
+    std: float = number(1.0, above=0)
+    dtype: str = "float32"
+    micro_batch_size: int | None = number(None, at_least=1)
+
+    def __post_init__(self) -> None:
+        """Check the values and the choices."""
+        super().__post_init__()
+        choices = {
+            "input_format": INPUT_FORMATS,
+            "ending": (None, *ENDINGS),
+            "output": OUTPUTS,
+            "dtype": ("float32", "bfloat16", "auto"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{type(self).__name__}.{name}={getattr(self, name)!r} must be one of "
+                    f"{', '.join(map(str, known))}"
+                )
+
+
+@dataclass(frozen=True)
+class HttpScorerHparams(Checked):
+    """How a reward service is asked.
+
+    Args:
+        url: `http://` or `https://`; without a password in it.
+        batch_size: answers in one request.
+        concurrency: requests at once.
+        timeout: seconds for one request, from the connection to the last byte.
+        deadline: seconds for one call of the scorer, all requests and retries together.
+        max_retries: further attempts after a connection error, a time-out, 429 or 5xx.
+        backoff: seconds before the first retry; doubles each time.
+        max_backoff: longest wait between two attempts, in seconds.
+        token_env: name of the environment variable that holds the bearer token; None sends none.
+        mean, std: the score is (answer - mean) / std.
+    """
+
+    url: str
+    batch_size: int = number(64, at_least=1)
+    concurrency: int = number(4, at_least=1, at_most=256)
+    timeout: float = number(60.0, above=0)
+    deadline: float = number(600.0, above=0)
+    max_retries: int = number(5, at_least=0)
+    backoff: float = number(0.5, at_least=0)
+    max_backoff: float = number(30.0, at_least=0)
+    token_env: str | None = None
+    mean: float = number(0.0)
+    std: float = number(1.0, above=0)
+
+    def __post_init__(self) -> None:
+        """Check the values and the URL."""
+        super().__post_init__()
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"HttpScorerHparams.url={self.url!r} must be http://HOST[:PORT]/PATH or https://..."
+            )
+        if parts.username or parts.password:
+            raise ValueError(
+                f"HttpScorerHparams.url holds credentials for {parts.hostname}: leave them out, "
+                "put the token into an environment variable and name that with token_env"
+            )
+
+
+@dataclass(frozen=True)
+class RewardEnsembleHparams(Checked):
+    """How the scores of several reward models become one.
+
+    Args:
+        combine: `mean_minus_std`: the members' mean minus `std_coef` times their standard deviation
+            (divided by their number); `minimum`: the lowest of them.
+        std_coef: what a unit of disagreement costs; 0 is the plain mean.
+    """
+
+    combine: str = "mean_minus_std"
+    std_coef: float = number(1.0, at_least=0, usual=(0.0, 4.0))
+
+    def __post_init__(self) -> None:
+        """Check the values and the choice."""
+        super().__post_init__()
+        if self.combine not in COMBINATIONS:
+            raise ValueError(
+                f"RewardEnsembleHparams.combine={self.combine!r} must be one of "
+                f"{', '.join(COMBINATIONS)}"
+            )
+
+
+def check_members(sources: Any) -> list[str]:
+    """Return the folders or hub names of an ensemble's reward models.
+
+    Raises:
+        ValueError: unless there are two or more, each once.
+    """
+    names = [str(source) for source in sources] if isinstance(sources, list | tuple) else []
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ValueError(
+            f"scorer.sources={sources!r}: an ensemble needs two or more different reward models: "
+            "scorer.sources=[FOLDER,FOLDER]"
+        )
+    return names
+
+
+_HERE = "rlhf_lightning.rollout.scorers"
+_ENSEMBLE = f"{_HERE}.ensemble.RewardEnsembleScorer"
+_BY_TARGET: dict[str, type[Checked]] = {
+    f"{_HERE}.text_reward_model.TextRewardModelScorer": TextRewardModelHparams,
+    f"{_HERE}.http.HttpScorer": HttpScorerHparams,
+    _ENSEMBLE: RewardEnsembleHparams,
+}
+
+
+def check_scorer(node: Any, where: str = "scorer") -> None:
+    """Check every scorer's settings in a plain configuration, before anything is loaded.
+
+    Args:
+        node: `scorer` of the configuration as dicts and lists, `_target_` included.
+        where: its place.
+
+    Raises:
+        ValueError: with the key, what it got and what it wants.
+    """
+    if isinstance(node, Mapping):
+        settings = _BY_TARGET.get(str(node.get("_target_")))
+        if settings is not None:
+            names = {item.name for item in fields(settings)}  # type: ignore[arg-type]
+            try:
+                settings(**{key: value for key, value in node.items() if key in names})
+            except (TypeError, ValueError) as error:
+                text = str(error).replace(f"{settings.__name__}.", f"{where}.")
+                raise ValueError(text) from error
+        if node.get("_target_") == _ENSEMBLE:
+            check_members(node.get("sources"))
+        for key, value in node.items():
+            check_scorer(value, f"{where}.{key}")
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            check_scorer(value, f"{where}[{index}]")

@@ -1,0 +1,392 @@
+"""A reward that a service computes: texts in, numbers out, as JSON over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
+from rlhf_lightning.rollout.scorers.text_inputs import AnswerText, answer_texts
+
+NUM_SHOWN = 200  # characters of an answer in an error
+MOST_BYTES = 32 * 2**20  # of an answer: scores of some thousand answers are a hundredth of it
+
+
+class ServiceError(RuntimeError):
+    """A reward service gave no usable answer."""
+
+
+class _Answer(NamedTuple):
+    status: int
+    retry_after: float
+    body: bytes
+
+
+class _UnavailableError(Exception):
+    """One attempt failed in a way that may pass; `wait` is what the server asked for."""
+
+    def __init__(self, what: str, wait: float = 0.0) -> None:
+        super().__init__(what)
+        self.wait = wait
+
+
+class RewardService:
+    """Posts JSON and returns the JSON of the answer.
+
+    Args:
+        hparams: where and how.
+
+    Raises:
+        ValueError: if `token_env` names a variable that is not set, or holds no usable token.
+    """
+
+    def __init__(self, hparams: HttpScorerHparams) -> None:
+        self.hparams = hparams
+        self.url = hparams.url
+        self._parts = urlsplit(hparams.url)
+        self._token = _token(hparams.token_env)
+        self._jitter = random.Random()
+
+    def post(self, body: Mapping[str, Any], *, deadline: float, stop: threading.Event) -> Any:
+        """Return the answer to one request.
+
+        Args:
+            body: what is sent, as JSON.
+            deadline: `time.monotonic()` at which nobody waits any more.
+            stop: ends the attempts when another request has failed.
+
+        Raises:
+            ServiceError: if no attempt succeeded, or an answer cannot be used.
+        """
+        payload = json.dumps(body, ensure_ascii=False).encode()
+        started = time.monotonic()
+        attempt = 0
+        while True:
+            try:
+                return self._attempt(payload, deadline)
+            except _UnavailableError as error:
+                attempt += 1
+                wait = max(self._backoff(attempt), error.wait)
+                late = time.monotonic() + wait >= deadline
+                if attempt > self.hparams.max_retries or late or stop.wait(wait):
+                    raise ServiceError(
+                        f"{self.url} did not answer: {error} ({attempt} attempts in "
+                        f"{time.monotonic() - started:.1f} s). Check that the service runs and "
+                        "keeps up; scorer.timeout, scorer.deadline, scorer.max_retries and "
+                        "scorer.batch_size say how long it is waited for"
+                    ) from error
+
+    def _backoff(self, attempt: int) -> float:
+        """Return seconds before the next attempt; the jitter keeps ranks from asking in step."""
+        longest = min(self.hparams.backoff * 2.0 ** (attempt - 1), self.hparams.max_backoff)
+        return longest * self._jitter.uniform(0.5, 1.0)
+
+    def _attempt(self, payload: bytes, deadline: float) -> Any:
+        seconds = min(self.hparams.timeout, deadline - time.monotonic())
+        if seconds <= 0:
+            raise _UnavailableError(f"scorer.deadline={self.hparams.deadline:g} s is over")
+        try:
+            answer = self._exchange(payload, seconds)
+        except TimeoutError as error:
+            raise _UnavailableError(f"no answer within {seconds:.3g} s") from error
+        except ssl.SSLCertVerificationError as error:
+            raise ServiceError(
+                f"{self.url}: its certificate is not trusted ({error}): add its authority to the "
+                "system's certificates, or set SSL_CERT_FILE"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise _UnavailableError(f"{type(error).__name__}: {error}") from error
+        if answer.status == 429 or answer.status >= 500:
+            what = f"HTTP {answer.status}: {self._shown(answer.body)}"
+            raise _UnavailableError(what, answer.retry_after)
+        if not 200 <= answer.status < 300:
+            raise ServiceError(
+                f"{self.url} refused the request with HTTP {answer.status}: "
+                f"{self._shown(answer.body)}. {self._advice(answer.status)}"
+            )
+        try:
+            return json.loads(answer.body)
+        except (ValueError, RecursionError) as error:
+            raise ServiceError(
+                f"{self.url} answered HTTP {answer.status} with something that is not JSON: "
+                f"{self._shown(answer.body)}. Check that scorer.url is the path that scores"
+            ) from error
+
+    def _exchange(self, payload: bytes, seconds: float) -> _Answer:
+        """Send and receive, in `seconds` all together.
+
+        The socket's own time-out only bounds the wait for the next byte, so a timer ends what
+        trickles.
+        """
+        connection = self._connection(seconds)
+        expired = threading.Event()
+        try:
+            connection.connect()
+            timer = threading.Timer(seconds, _hang_up, (connection.sock, expired))
+            timer.daemon = True
+            timer.start()
+            try:
+                connection.request("POST", self._path(), payload, self._headers())
+                response = connection.getresponse()
+                body = response.read(MOST_BYTES + 1)
+                if response.length and len(body) <= MOST_BYTES:  # a read of so many says nothing
+                    raise http.client.IncompleteRead(body, response.length)
+                answer = _Answer(response.status, _seconds(response.headers["Retry-After"]), body)
+            finally:
+                timer.cancel()
+        except (OSError, http.client.HTTPException) as error:
+            if expired.is_set():
+                raise TimeoutError from error
+            raise
+        finally:
+            connection.close()
+        if expired.is_set():  # what was read may have been cut off
+            raise TimeoutError
+        if len(body) > MOST_BYTES:
+            raise ServiceError(
+                f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
+                f"{self._shown(body[: 4 * NUM_SHOWN])}. It must return scores only; fewer answers "
+                "a request are scorer.batch_size"
+            )
+        return answer
+
+    def _connection(self, seconds: float) -> http.client.HTTPConnection:
+        secure = self._parts.scheme == "https"
+        make = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        return make(str(self._parts.hostname), self._parts.port, timeout=seconds)
+
+    def _path(self) -> str:
+        query = f"?{self._parts.query}" if self._parts.query else ""
+        return (self._parts.path or "/") + query
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        return headers
+
+    def _advice(self, status: int) -> str:
+        if status in (401, 403):
+            if self.hparams.token_env is None:
+                return "Name the environment variable that holds its token with scorer.token_env"
+            return f"Check the token in the environment variable {self.hparams.token_env}"
+        if 300 <= status < 400:
+            return "It redirects, which is not followed: give the final address as scorer.url"
+        if status == 413:
+            return "Lower scorer.batch_size"
+        return "Check scorer.url, scorer.request and scorer.extra against what the service expects"
+
+    def _shown(self, body: bytes) -> str:
+        text = " ".join(body.decode(errors="replace").split())
+        if self._token:
+            text = text.replace(self._token, "***")
+        return repr(text[:NUM_SHOWN]) + ("..." if len(text) > NUM_SHOWN else "")
+
+
+def _hang_up(sock: socket.socket, expired: threading.Event) -> None:
+    expired.set()
+    with suppress(OSError):  # it may be gone already
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Return the seconds of a Retry-After header; 0 without one, or if it is a date."""
+    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0
+
+
+def _token(name: str | None) -> str | None:
+    if name is None:
+        return None
+    token = os.environ.get(name, "").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ValueError(
+            f"scorer.token_env={name}: that environment variable holds no token: export it before "
+            "the run"
+        )
+    return token
+
+
+Rows = Mapping[str, Sequence[Any]]
+
+
+class HttpScorer:
+    """A reward served over HTTP: POST of JSON texts, JSON numbers back.
+
+    By default {"prompts": [...], "completions": [...]} -> {"scores": [...]}. Each rank asks for its
+    own rows; if one fails, all fail together.
+
+    Args:
+        request: JSON key -> what it holds, one entry an answer: `prompts`, `completions`, `texts`
+            (prompt and completion as one), `messages` (the whole conversation as a list of role and
+            content), `finished`, or the name of a column of the prompts.
+        extra: further keys that are sent as they are, such as a model's name.
+        response: where the scores stand in the answer: keys with dots between them. A list on the
+            way is walked item by item: `data.score` reads {"data": [{"score": 1.0}, ...]}. Empty
+            where the answer is the list itself.
+        name: of the component.
+        hparams: the fields of `HttpScorerHparams`, `url` among them.
+    """
+
+    def __init__(
+        self,
+        *,
+        request: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        response: str = "scores",
+        name: str = "http",
+        **hparams: Any,
+    ) -> None:
+        self.hparams = HttpScorerHparams(**hparams)
+        self.service = RewardService(self.hparams)
+        default = {"prompts": "prompts", "completions": "completions"}
+        self.request = default if request is None else dict(request)
+        self.extra = dict(extra or {})
+        if not self.request:
+            raise ValueError("scorer.request is empty: name at least one of prompts, completions")
+        if both := sorted(self.request.keys() & self.extra.keys()):
+            raise ValueError(f"scorer.request and scorer.extra both have {both}: keep one of them")
+        self.path = tuple(key for key in response.split(".") if key)
+        self.name = name
+
+    def build(self, base: Any = None) -> list[nn.Module]:
+        """Return no models."""
+        return []
+
+    def __call__(self, answers: Answers) -> Scores:
+        """Return the service's numbers.
+
+        Raises:
+            ServiceError: on every rank, if the service failed on one of them.
+            ValueError: if `request` names a column that the prompts do not have.
+        """
+        rows = self._rows(answers)
+        device = answers.sequences.device
+        values: list[float] = []
+        failure: ServiceError | None = None
+        try:
+            values = self._ask(rows, len(answers.prompts))
+        except ServiceError as error:
+            failure = error
+        if agreed_max(int(failure is not None), device):
+            raise failure or ServiceError(
+                f"another rank got no scores from {self.hparams.url}: see its error"
+            )
+        scores = torch.tensor(values, device=device)
+        total = (scores - self.hparams.mean) / self.hparams.std
+        return Scores(total, {self.name: total})
+
+    def _rows(self, answers: Answers) -> Rows:
+        """Return what is sent, by JSON key."""
+        texts = answer_texts(answers)
+        known: dict[str, Sequence[Any]] = {
+            **{k: v for k, v in answers.prompts.columns.items() if k != CONVERSATION},
+            "prompts": [row.prompt for row in texts],
+            "completions": [row.completion for row in texts],
+            "texts": [row.prompt + row.completion for row in texts],
+            "messages": [_messages(row) for row in texts],
+            "finished": [row.finished for row in texts],
+        }
+        for key, content in self.request.items():
+            if content not in known:
+                raise ValueError(
+                    f"scorer.request.{key}={content} is not there: use one of {sorted(known)}"
+                )
+        return {key: known[content] for key, content in self.request.items()}
+
+    def _ask(self, rows: Rows, num_rows: int) -> list[float]:
+        """Return one number a row; the requests of a call share its deadline."""
+        deadline = time.monotonic() + self.hparams.deadline
+        stop = threading.Event()
+        size = self.hparams.batch_size
+        batches = [slice(start, start + size) for start in range(0, num_rows, size)]
+        pool = ThreadPoolExecutor(min(self.hparams.concurrency, len(batches)))
+
+        def scores_of(batch: slice) -> list[float]:
+            body = {key: list(values[batch]) for key, values in rows.items()}
+            answer = self.service.post(body | self.extra, deadline=deadline, stop=stop)
+            first, last = batch.start, min(batch.stop, num_rows)
+            return self._scores(answer, first, last - first)
+
+        try:
+            futures = [pool.submit(scores_of, batch) for batch in batches]
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()  # the first failure, not that of the first batch
+            return [score for future in futures for score in future.result()]
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _scores(self, answer: Any, first: int, count: int) -> list[float]:
+        """Return the scores of an answer about `count` rows from row `first` on.
+
+        Raises:
+            ServiceError: if they are not there, not that many, or not finite numbers.
+        """
+        try:
+            found = self._find(answer, self.path)
+        except RecursionError as error:
+            raise ServiceError(
+                f"{self.hparams.url} answered with lists within lists, too deep to walk: it must "
+                f"return a list with one number an answer{self._where()}"
+            ) from error
+        if not isinstance(found, list) or len(found) != count:
+            got = f"{len(found)} scores" if isinstance(found, list) else type(found).__name__
+            raise ServiceError(
+                f"{self.hparams.url} returned {got} for {count} answers: it must return a list "
+                f"with one number an answer, in their order{self._where()}"
+            )
+        for row, value in enumerate(found):
+            if not _is_finite(value):
+                raise ServiceError(
+                    f"{self.hparams.url} returned {value!r} as the score of answer {first + row}: "
+                    f"it must return finite numbers{self._where()}"
+                )
+        return [float(value) for value in found]
+
+    def _find(self, node: Any, path: tuple[str, ...]) -> Any:
+        if not path:
+            return node
+        if isinstance(node, list):
+            return [self._find(item, path) for item in node]
+        if isinstance(node, dict) and path[0] in node:
+            return self._find(node[path[0]], path[1:])
+        there = f"the keys {sorted(node)}" if isinstance(node, dict) else repr(node)[:100]
+        raise ServiceError(
+            f"{self.hparams.url} answered without {path[0]!r}, there is {there}: name the place of "
+            "the scores with scorer.response=KEY.KEY"
+        )
+
+    def _where(self) -> str:
+        return f", under {'.'.join(self.path)}" if self.path else ""
+
+
+def _messages(row: AnswerText) -> list[dict[str, str]]:
+    given = [{"role": "user", "content": row.prompt}] if row.messages is None else row.messages
+    return [*given, {"role": "assistant", "content": row.completion}]
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False

@@ -1,0 +1,342 @@
+"""Texts as the tokens of a reward model with its own tokenizer.
+
+Every text is tokenized as a whole, as the reward model's makers do it. Where the prompt ends in it
+is known from the tokens' character offsets, so that cutting takes from the prompt and not from the
+answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.models.template_date import with_fixed_date
+from rlhf_lightning.models.turn_end import first_stop
+from rlhf_lightning.rollout.scorers.base import Answers
+
+PLAIN = "plain"
+BETWEEN_TURNS = "\n\n"
+# Stands where the answer goes while the template is asked what it writes around it.
+_PLACEHOLDER = "\ue000answer\ue001"
+
+
+class AnswerText(NamedTuple):
+    """One answer as text.
+
+    Args:
+        prompt: as the policy sees it: plain, or a conversation as the policy's template writes it.
+        messages: the conversation that the answer ends; a plain prompt has none.
+        completion: without special tokens.
+        finished: it ended by itself.
+    """
+
+    prompt: str
+    messages: list[dict[str, str]] | None
+    completion: str
+    finished: bool
+
+
+def answer_texts(answers: Answers) -> list[AnswerText]:
+    """Return the answers as texts, row by row."""
+    columns = answers.prompts.columns
+    conversations = columns.get(CONVERSATION, ("",) * len(answers.prompts))
+    rows = zip(
+        columns["prompt"],
+        conversations,
+        answers.completions,
+        answers.finished.tolist(),
+        strict=True,
+    )
+    return [
+        AnswerText(prompt, json.loads(messages) if messages else None, completion, finished)
+        for prompt, messages, completion, finished in rows
+    ]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A text in three: what stands before the answer, the answer, what the template closes with."""
+
+    before: str
+    answer: str
+    after: str
+
+
+class Renderer:
+    """Writes prompts and answers as a reward model's texts.
+
+    Text of an answer or a message that spells one of the tokenizer's special tokens loses it: it
+    would end the text early, or open a turn that nobody has spoken.
+
+    Args:
+        tokenizer: the reward model's.
+        chat_template: see `TextRewardModelHparams`.
+
+    Raises:
+        ValueError: if the template's file does not exist.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+        self.tokenizer: Any = tokenizer
+        self.plain = chat_template == PLAIN
+        self.template = None if self.plain else _read_template(chat_template)
+        added = (str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special)
+        special = {*added, *self.tokenizer.all_special_tokens, _PLACEHOLDER}
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)))
+
+    def parts(self, row: AnswerText) -> Parts:
+        """Return prompt, answer and closing marks as one text in three parts.
+
+        Raises:
+            ValueError: if a conversation meets no chat template, or one that writes something else
+                around this answer than around others.
+        """
+        completion = self._without_special(row.completion)
+        if row.messages is None:
+            return Parts(row.prompt, completion, "")
+        if self.plain:
+            return Parts(self.question(row) + BETWEEN_TURNS, completion, "")
+        before, _, after = self._render([*row.messages, _turn(_PLACEHOLDER)]).partition(
+            _PLACEHOLDER
+        )
+        full = self._render([*row.messages, _turn(completion)])
+        if not full.startswith(before) and full.startswith(self.question(row)):
+            # What a template writes in front of an answer may depend on the answer.
+            before = self.question(row)
+        fits = len(before) + len(after) <= len(full)
+        if not (fits and full.startswith(before) and full.endswith(after)):
+            raise ValueError(
+                "the reward model's chat template does not write the answer between "
+                f"{before[-40:]!r} and {after[:40]!r} as it does for others: it made "
+                f"{full[-80:]!r}; give another one with scorer.chat_template=FILE"
+            )
+        return Parts(before, full[len(before) : len(full) - len(after)], after)
+
+    def question(self, row: AnswerText) -> str:
+        """Return the prompt by itself.
+
+        Raises:
+            ValueError: if a conversation meets no chat template.
+        """
+        if row.messages is None:
+            return row.prompt
+        if self.plain:
+            return BETWEEN_TURNS.join(message["content"] for message in row.messages)
+        return self._render(row.messages)
+
+    def answer(self, row: AnswerText) -> str:
+        """Return the answer by itself."""
+        return self._without_special(row.completion)
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if self.template is None and not self.tokenizer.chat_template:
+            raise ValueError(
+                "the prompts are conversations but the reward model's tokenizer has no chat "
+                "template: give one with scorer.chat_template=FILE, or scorer.chat_template=plain "
+                "to write the turns with an empty line between them"
+            )
+        conversation = [dict(message) for message in messages]
+        for message in conversation:
+            if message["content"] != _PLACEHOLDER:
+                message["content"] = self._without_special(message["content"])
+        try:
+            text = self.tokenizer.apply_chat_template(
+                conversation, chat_template=self.template, tokenize=False
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in conversation)
+            raise ValueError(
+                f"the reward model's chat template refuses a conversation of {roles}: {error}; "
+                "give another one with scorer.chat_template=FILE"
+            ) from error
+        return str(text)
+
+    def _without_special(self, text: str) -> str:
+        while (shorter := self._special.sub("", text)) != text:
+            text = shorter  # what is left may spell another one
+        return text
+
+
+def _read_template(chat_template: str | None) -> str | None:
+    if chat_template is None:
+        return None
+    file = Path(chat_template)
+    if not file.is_file():
+        raise ValueError(
+            f"scorer.chat_template={chat_template} is neither a file nor 'plain': give the path of "
+            "a Jinja template"
+        )
+    return with_fixed_date(file.read_text(encoding="utf-8"))
+
+
+def _turn(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+class Tokens(NamedTuple):
+    """What a reward model reads.
+
+    Args:
+        ids: token ids.
+        type_ids: 0 for the first text of a pair, 1 for the second.
+        over_long: the answer alone did not fit: its end is missing, EOS included.
+    """
+
+    ids: list[int]
+    type_ids: list[int]
+    over_long: bool
+
+
+class LastTokenInputs:
+    """Tokens for a decoder whose score is read at the last one.
+
+    Args:
+        renderer: writes the texts.
+        ending: see `TextRewardModelHparams`. An answer that did not finish gets no ending of any
+            kind: its score is read at its last token, as a packed reward model does.
+        max_length: longest text in tokens, None for any.
+
+    Raises:
+        ValueError: if `ending` is `eos` and the tokenizer has no EOS token.
+    """
+
+    def __init__(self, renderer: Renderer, *, ending: str, max_length: int | None) -> None:
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.ending = ending
+        self.max_length = max_length
+        if ending == "eos" and self.tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the reward model's tokenizer has no EOS token: use scorer.ending=template or none"
+            )
+
+    def __call__(self, rows: Sequence[AnswerText]) -> list[Tokens]:
+        """Return each row's tokens."""
+        return [self._tokens(row) for row in rows]
+
+    def _tokens(self, row: AnswerText) -> Tokens:
+        parts = self.renderer.parts(row)
+        closed = row.finished and self.ending != "none"
+        text = parts.before + parts.answer + (self._closing(parts.after) if closed else "")
+        encoding = self.tokenizer(
+            text,
+            # A chat template writes its special tokens itself.
+            add_special_tokens=row.messages is None or self.renderer.plain,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            verbose=False,
+        )
+        ids, special = list(encoding["input_ids"]), list(encoding["special_tokens_mask"])
+        if 0 in special:
+            num_front, end = special.index(0), len(ids) - special[::-1].index(0)
+        else:  # an empty text
+            num_front = end = int(ids[:1] == [self.tokenizer.bos_token_id])
+        prompt_end = num_front + sum(
+            stop <= len(parts.before) for _, stop in encoding["offset_mapping"][num_front:end]
+        )
+        back = ids[end:] if closed and self.ending == "template" else []
+        answer = [*ids[prompt_end:end], *back]
+        eos = self.tokenizer.eos_token_id
+        ended = parts.after and first_stop(parts.after, self.tokenizer) is not None
+        if closed and self.ending == "eos" and not ended and (not answer or answer[-1] != eos):
+            answer.append(int(eos))
+        kept, over_long = self._fit(ids[:num_front], ids[num_front:prompt_end], answer)
+        return Tokens(kept, [0] * len(kept), over_long)
+
+    def _closing(self, after: str) -> str:
+        """Return what the template writes behind the answer, up to its first stop token."""
+        end = first_stop(after, self.tokenizer) if self.ending == "eos" else None
+        return after if end is None else after[: len(after) - len(end.behind)]
+
+    def _fit(
+        self, front: list[int], prompt: list[int], answer: list[int]
+    ) -> tuple[list[int], bool]:
+        """Cut the prompt from the left; without room for the whole answer, cut that at its end."""
+        if self.max_length is None or len(front) + len(prompt) + len(answer) <= self.max_length:
+            # Nothing at all to read: the end of an empty text.
+            return [*front, *prompt, *answer] or [int(self.tokenizer.eos_token_id or 0)], False
+        room = self.max_length - len(front) - len(answer)
+        if room < 0:
+            return [*front, *answer[: self.max_length - len(front)]], True
+        bos = self.tokenizer.bos_token_id
+        if room > 1 and prompt[0] == bos and prompt.count(bos) == 1:
+            return [prompt[0], *prompt[len(prompt) - room + 1 :], *answer], False
+        return [*front, *prompt[len(prompt) - room :], *answer], False
+
+
+class ClassifierInputs:
+    """Tokens for a classifier that is called as it is: its tokenizer's own text or pair of texts.
+
+    Such a text carries no sign of whether the answer finished.
+
+    Args:
+        renderer: writes the texts.
+        input_format: see `TextRewardModelHparams`.
+        max_length: longest input in tokens, special ones included, None for any.
+
+    Raises:
+        ValueError: if `max_length` leaves no token for the answer.
+    """
+
+    def __init__(self, renderer: Renderer, *, input_format: str, max_length: int | None) -> None:
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.pair = input_format == "pair"
+        self.input_format = input_format
+        self.max_length = max_length
+        num_special = self.tokenizer.num_special_tokens_to_add(pair=self.pair)
+        self.room = None if max_length is None else max_length - num_special
+        if self.room is not None and self.room < 1:
+            raise ValueError(
+                f"scorer.max_length={max_length} leaves no token for the answer: {num_special} are "
+                "special ones"
+            )
+
+    def __call__(self, rows: Sequence[AnswerText]) -> list[Tokens]:
+        """Return each row's tokens."""
+        return [self._tokens(row) for row in rows]
+
+    def _tokens(self, row: AnswerText) -> Tokens:
+        if self.pair:
+            prompt, answer = self.renderer.question(row), self.renderer.answer(row)
+            first, second = self._encoding(prompt), self._encoding(answer)
+            num_answer = len(second)
+        else:
+            text, num_before = self._text(row)
+            first, second = self._encoding(text), None
+            num_answer = sum(stop > num_before for _, stop in first.offsets)
+        over_long = self.room is not None and num_answer > self.room
+        if self.room is not None:
+            self._cut(first, second, num_answer, self.room)
+        encoding = self.tokenizer.backend_tokenizer.post_process(first, second, True)
+        return Tokens(encoding.ids, encoding.type_ids, over_long)
+
+    def _text(self, row: AnswerText) -> tuple[str, int]:
+        """Return the text and how many of its characters stand before the answer."""
+        if self.input_format == "completion":
+            return self.renderer.answer(row), 0
+        parts = self.renderer.parts(row)
+        return parts.before + parts.answer + parts.after, len(parts.before)
+
+    def _encoding(self, text: str) -> Any:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False).encodings[0]
+
+    @staticmethod
+    def _cut(first: Any, second: Any, num_answer: int, room: int) -> None:
+        if second is None:
+            if len(first) > room:
+                first.truncate(max(room, num_answer), direction="left")
+                first.truncate(room)
+            return
+        if len(first) + len(second) > room:
+            first.truncate(max(room - num_answer, 0), direction="left")
+            second.truncate(room)

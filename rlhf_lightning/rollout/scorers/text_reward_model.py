@@ -1,0 +1,275 @@
+"""A reward model that reads text: its own tokenizer, chat template, truncation and padding.
+
+Legend: B rows, T padded tokens, b rows of a micro-batch, W their width, L labels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.models.classifiers import (
+    SequenceClassifier,
+    eos_ids,
+    load_classifier,
+    max_positions,
+    reads_padding_on_left,
+)
+from rlhf_lightning.models.forward import bucket_width, by_micro_batch
+from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.models.tokenizers import as_saved
+from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
+from rlhf_lightning.rollout.scorers.text_inputs import (
+    ClassifierInputs,
+    LastTokenInputs,
+    Renderer,
+    Tokens,
+    answer_texts,
+)
+
+logger = logging.getLogger(__name__)
+NO_LIMIT = 10**9  # tokenizers without a limit say 10**30
+
+
+class TextRewardModelScorer:
+    """Any sequence classifier of Hugging Face, with the tokenizer it was trained with.
+
+    Prompt and answer reach it as text. A decoder with a linear `score` is read at the last token of
+    the answer, EOS included if the answer finished; every other classifier is called as
+    transformers calls it. Beside the score stands `<name>_over_long`: 1 where the answer alone was
+    longer than `max_length`, so that its end is missing and its prompt too.
+
+    Args:
+        source: folder or hub name of a checkpoint in safetensors.
+        tokenizer: folder or hub name, if it is not stored with the model.
+        revision: branch, tag or commit of a hub name.
+        name: of the component.
+        hparams: the fields of `TextRewardModelHparams`.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
+        name: str = "text_reward_model",
+        **hparams: Any,
+    ) -> None:
+        self.source = str(source)
+        self.tokenizer_source = self.source if tokenizer is None else str(tokenizer)
+        self.revision = revision
+        self.name = name
+        self.hparams = TextRewardModelHparams(**hparams)
+        self.num_over_long = 0
+        self.model: SequenceClassifier | None = None
+
+    def build(self, base: Any = None) -> list[nn.Module]:
+        """Load tokenizer and model, frozen.
+
+        Raises:
+            ValueError: if settings, tokenizer and model do not fit together.
+        """
+        if self.model is None:
+            revision = self.revision if self.tokenizer_source == self.source else None
+            self.tokenizer = load_fast_tokenizer(self.tokenizer_source, revision=revision)
+            model = load_classifier(self.source, revision=self.revision, dtype=self.hparams.dtype)
+            self.label = label_index(model, self.hparams.label)
+            limit = longest_input(self.tokenizer, model, self.hparams.max_length)
+            self.encode = self._encoder(model, limit)
+            self.pad_id = padding(self.tokenizer, model)
+            self.pad_left = reads_padding_on_left(model, self.pad_id)
+            self.model = model
+        return [self.model]
+
+    @torch.no_grad()
+    def __call__(self, answers: Answers) -> Scores:
+        """Return the reward model's scores and which answers were over-long."""
+        model = self.model
+        if model is None:
+            raise RuntimeError("TextRewardModelScorer.build() was not called")
+        rows = self.encode(answer_texts(answers))
+        device = answers.sequences.device
+        padded = pad(rows, self.pad_id, left=self.pad_left)
+        ids, types, mask = (part.to(device) for part in padded)  # [B, T]
+        has_types = "token_type_ids" in self.tokenizer.model_input_names
+
+        def logits_of(index: Tensor) -> tuple[Tensor]:
+            width = min(int(bucket_width(mask[index].sum(-1)).max()), mask.shape[1])
+            columns = slice(-width, None) if self.pad_left else slice(width)
+            ids_, mask_ = ids[index, columns], mask[index, columns]  # [b, W]
+            types_ = types[index, columns] if has_types and not model.reads_last_token else None
+            return (model(ids_, mask_, types_),)
+
+        (logits,) = by_micro_batch(logits_of, mask, self.hparams.micro_batch_size, agree=agreed_max)
+        reward = rewarded(
+            logits, self.label, self.hparams.output, independent=has_independent_labels(model)
+        )
+        over_long = torch.tensor([float(row.over_long) for row in rows], device=device)
+        self._report(int(over_long.sum()))
+        total = (reward - self.hparams.mean) / self.hparams.std  # [B]
+        return Scores(total, {self.name: total, f"{self.name}_over_long": over_long})
+
+    def _encoder(
+        self, model: SequenceClassifier, max_length: int | None
+    ) -> LastTokenInputs | ClassifierInputs:
+        renderer = Renderer(self.tokenizer, self.hparams.chat_template)
+        what, ending = self.hparams.input_format, self.hparams.ending
+        if not model.reads_last_token:
+            if ending not in (None, "template"):
+                raise ValueError(
+                    f"scorer.ending={ending}: {self.source} is not read at its last token, so that "
+                    "its own tokenizer decides how a text ends: leave scorer.ending out"
+                )
+            return ClassifierInputs(renderer, input_format=what, max_length=max_length)
+        if what != "text":
+            raise ValueError(
+                f"scorer.input_format={what}: {self.source} is a decoder that is read at its last "
+                "token, which reads one text: use scorer.input_format=text"
+            )
+        overlooks_eos = self.tokenizer.eos_token_id in eos_ids(model.model) and (
+            model.model.config.get_text_config().pad_token_id == self.tokenizer.eos_token_id
+        )
+        if overlooks_eos and ending in (None, "eos"):
+            logger.warning(
+                "the pad token of %s is its EOS: its score is read at EOS, where transformers "
+                "alone would read it one token earlier. If the model was trained to be read there, "
+                "set scorer.ending=none",
+                self.source,
+            )
+        return LastTokenInputs(renderer, ending=ending or "eos", max_length=max_length)
+
+    def _report(self, num_over_long: int) -> None:
+        if num_over_long and not self.num_over_long:
+            logger.warning(
+                "%s answers are longer than the %s tokens that %s reads, by themselves: they are "
+                "scored by what fits of them, without prompt and EOS. Their share is logged as "
+                "%s_over_long; raise scorer.max_length or lower module.sampling.max_new_tokens",
+                num_over_long,
+                self.encode.max_length,
+                self.source,
+                self.name,
+            )
+        self.num_over_long += num_over_long
+
+
+def load_fast_tokenizer(source: str, *, revision: str | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder or hub name.
+
+    Raises:
+        ValueError: if it cannot say which characters a token comes from.
+    """
+    tokenizer: PreTrainedTokenizerBase = as_saved(
+        source, loading_options(source, revision=revision)
+    )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer of {source} ({type(tokenizer).__name__}) is no fast tokenizer, so that "
+            "prompt and answer cannot be told apart: serve the model and use scorer=http"
+        )
+    return tokenizer
+
+
+def longest_input(
+    tokenizer: PreTrainedTokenizerBase, model: SequenceClassifier, max_length: int | None
+) -> int | None:
+    """Return how many tokens go in: `max_length`, else the smaller limit of tokenizer and model.
+
+    Raises:
+        ValueError: if `max_length` is more than the model has positions for.
+    """
+    positions = max_positions(model.model)
+    if max_length is not None:
+        if positions is not None and max_length > positions:
+            raise ValueError(
+                f"scorer.max_length={max_length} is more than the {positions} positions of "
+                f"{type(model.model).__name__}: use at most {positions}"
+            )
+        return max_length
+    limits = [n for n in (positions, tokenizer.model_max_length) if n and n < NO_LIMIT]
+    return min(limits, default=None)
+
+
+def label_index(model: SequenceClassifier, label: str | int | None) -> int:
+    """Return the index of the label that is rewarded.
+
+    Raises:
+        ValueError: if it is unknown, or none was given and there are several.
+    """
+    names = {int(index): str(name) for index, name in model.model.config.id2label.items()}
+    if label is None and len(names) == 1:
+        return 0
+    index = label if isinstance(label, int) else {v: k for k, v in names.items()}.get(str(label))
+    if index not in names:
+        known = ", ".join(f"{index}: {name}" for index, name in sorted(names.items()))
+        raise ValueError(
+            f"scorer.label={label!r}: the reward model has {len(names)} labels, say which one is "
+            f"rewarded, by name or index: {known}"
+        )
+    return int(index)
+
+
+def has_independent_labels(model: SequenceClassifier) -> bool:
+    """Return True if each label is true or false by itself, as in multi-label classification."""
+    config = model.model.config
+    return bool(config.num_labels == 1 or config.problem_type == "multi_label_classification")
+
+
+def rewarded(logits: Tensor, label: int, output: str, *, independent: bool) -> Tensor:
+    """Return `[B]` of `[B, L]` logits: the label's logit, log-odds log(p / (1 - p)), or p itself.
+
+    Args:
+        logits: of all labels.
+        label: the index of the one that is rewarded.
+        output: `logit`, `log_odds` or `probability`.
+        independent: p = sigmoid(logit), else p = softmax(logits).
+    """
+    logit = logits[:, label]
+    if output == "logit":
+        return logit
+    log_odds = logit
+    if not independent:
+        others = [i for i in range(logits.shape[1]) if i != label]
+        log_odds = logit - logits[:, others].logsumexp(-1)
+    return log_odds if output == "log_odds" else log_odds.sigmoid()
+
+
+def padding(tokenizer: PreTrainedTokenizerBase, model: SequenceClassifier) -> int:
+    """Return the id that fills padding.
+
+    Raises:
+        ValueError: if a model that is called as it is has no pad token.
+    """
+    if model.reads_last_token:
+        return 0  # the attention mask hides it; a pad token may be one without an embedding
+    pad_id = model.model.config.get_text_config().pad_token_id
+    pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
+    if pad_id is None:
+        raise ValueError(
+            f"{type(model.model).__name__} and its tokenizer have no pad token: set pad_token_id "
+            "in its config.json"
+        )
+    return int(pad_id)
+
+
+def pad(rows: Sequence[Tokens], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, token types and the mask of what is no padding, each `[B, T]`."""
+    width = max(len(row.ids) for row in rows)
+    ids = torch.full((len(rows), width), pad_id)
+    types = torch.zeros_like(ids)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        start = width - len(row.ids) if left else 0
+        columns = slice(start, start + len(row.ids))
+        ids[number, columns] = torch.tensor(row.ids)
+        types[number, columns] = torch.tensor(row.type_ids)
+        mask[number, columns] = True
+    return ids, types, mask
