@@ -209,7 +209,9 @@ def test_every_model_that_a_documented_command_starts_from_is_made_by_one():
     "command", [c for c in COMMANDS if c.module not in ("train", "plan")], ids=str
 )
 def test_another_documented_command_exists_and_has_the_options_it_is_given(command):
-    module = ROOT / "rlhf_lightning" / f"{command.module}.py"
+    entry = ROOT / "rlhf_lightning" / f"{command.module}.py"
+    (home,) = re.findall(r"from rlhf_lightning\.([\w.]+) import main", entry.read_text())
+    module = ROOT / "rlhf_lightning" / f"{home.replace('.', '/')}.py"
     source = module.read_text(encoding="utf-8")
     for argument in command.arguments:
         if argument.startswith("--"):
