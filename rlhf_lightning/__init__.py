@@ -1,3 +1,80 @@
 """RLHF as plain LightningModules: supervised fine-tuning, reward modelling and PPO."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
+    from rlhf_lightning.data.datamodules import (
+        DemonstrationDataModule,
+        PreferenceDataModule,
+        PromptDataModule,
+    )
+    from rlhf_lightning.distributed.strategy import FSDP2Strategy
+    from rlhf_lightning.evaluation.compare import compare
+    from rlhf_lightning.hparams import (
+        LoraHparams,
+        PPOHparams,
+        RewardHparams,
+        SamplingHparams,
+        SFTHparams,
+    )
+    from rlhf_lightning.modules.export import export_model
+    from rlhf_lightning.modules.ppo import PPOModule
+    from rlhf_lightning.modules.reward import RewardModule
+    from rlhf_lightning.modules.sft import SFTModule
+    from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer
+
+# The public names and where they live; imported when they are asked for, as torch takes seconds.
+_HOMES = {
+    "DemonstrationDataModule": "rlhf_lightning.data.datamodules",
+    "FSDP2Strategy": "rlhf_lightning.distributed.strategy",
+    "FunctionScorer": "rlhf_lightning.rollout.scorers.base",
+    "LoraHparams": "rlhf_lightning.hparams",
+    "PPOHparams": "rlhf_lightning.hparams",
+    "PPOModule": "rlhf_lightning.modules.ppo",
+    "PreferenceDataModule": "rlhf_lightning.data.datamodules",
+    "PromptDataModule": "rlhf_lightning.data.datamodules",
+    "RewardHparams": "rlhf_lightning.hparams",
+    "RewardModelScorer": "rlhf_lightning.rollout.scorers.base",
+    "RewardModule": "rlhf_lightning.modules.reward",
+    "SFTHparams": "rlhf_lightning.hparams",
+    "SFTModule": "rlhf_lightning.modules.sft",
+    "SamplingHparams": "rlhf_lightning.hparams",
+    "compare": "rlhf_lightning.evaluation.compare",
+    "export_model": "rlhf_lightning.modules.export",
+    "trainer_arguments": "rlhf_lightning.callbacks.trainer_arguments",
+}
+__all__ = [
+    "DemonstrationDataModule",
+    "FSDP2Strategy",
+    "FunctionScorer",
+    "LoraHparams",
+    "PPOHparams",
+    "PPOModule",
+    "PreferenceDataModule",
+    "PromptDataModule",
+    "RewardHparams",
+    "RewardModelScorer",
+    "RewardModule",
+    "SFTHparams",
+    "SFTModule",
+    "SamplingHparams",
+    "compare",
+    "export_model",
+    "trainer_arguments",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_lightning.app.finalize import full_state
-from rlhf_lightning.distributed.collectives import SHARD, mesh_in_groups, shard
+from rlhf_lightning.distributed.collectives import SHARD, full_state, mesh_in_groups, shard
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, add_scalar_model

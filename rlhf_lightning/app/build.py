@@ -51,7 +51,7 @@ from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import ManifestError, fingerprint, has_manifest, read_manifest
+from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.summary import git_commit, installed_versions
@@ -290,17 +290,6 @@ def make_tokenizer(cfg: DictConfig, start: str | None) -> PreTrainedTokenizerBas
 def origin(cfg: DictConfig) -> dict[str, Any]:
     """Return which version of the stage's start is loaded, and whether its code runs."""
     return {key: cfg.model.get(key) or default for key, default in ORIGIN.items()}
-
-
-def source_fingerprint(source: str, revision: str | None = None) -> str:
-    """Return the fingerprint of a folder, else the hub name with its revision.
-
-    Raises:
-        ManifestError: if the folder is no model, or is not what its manifest says.
-    """
-    if not Path(source).is_dir():
-        return source if revision is None else f"{source}@{revision}"
-    return read_manifest(source).fingerprint if has_manifest(source) else fingerprint(source)
 
 
 def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:

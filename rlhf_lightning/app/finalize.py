@@ -10,12 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.build import Parts, origin, source_fingerprint
+from rlhf_lightning.app.build import Parts, origin
 from rlhf_lightning.app.config.compose import plain
 from rlhf_lightning.app.evaluation import STARTS_FROM, held_out_comparison, prompt_data
 from rlhf_lightning.app.model_export import Outcome, publishes, write_model_folder
@@ -29,6 +28,7 @@ from rlhf_lightning.callbacks.wandb_content import (
 )
 from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.summary import data_counts
+from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.evaluation.final_metrics import (
     Findings,
     held_out_loss,
@@ -52,7 +52,13 @@ from rlhf_lightning.models.precision import release_freed_memory, round_frozen_w
 from rlhf_lightning.models.tokenizers import check_same_tokenizer
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics
 from rlhf_lightning.runs.lock import artifact_lock
-from rlhf_lightning.runs.manifest import ManifestError, fingerprint, publish_artifact, read_manifest
+from rlhf_lightning.runs.manifest import (
+    ManifestError,
+    fingerprint,
+    publish_artifact,
+    read_manifest,
+    source_fingerprint,
+)
 from rlhf_lightning.runs.summary import GateResult, Summary
 
 logger = logging.getLogger(__name__)
@@ -265,16 +271,6 @@ def _start(cfg: DictConfig, trained: PolicyModel | ScalarHeadModel) -> PolicyMod
     policy = frozen(load_policy(cfg.artifacts[STARTS_FROM[cfg.stage]], **origin(cfg)))
     round_frozen_weights(policy.model, str(cfg.trainer.precision))
     return policy
-
-
-def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with every sharded tensor gathered, on the CPU."""
-    state = model.state_dict()
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu()
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def finish_tracking(

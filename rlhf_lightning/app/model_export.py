@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.build import origin, source_fingerprint
+from rlhf_lightning.app.build import origin
 from rlhf_lightning.app.config.compose import plain
 from rlhf_lightning.app.evaluation import STARTS_FROM
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
@@ -37,6 +37,7 @@ from rlhf_lightning.models.rounding import DTYPES, Rounding, base_dtype, measure
 from rlhf_lightning.models.tokenizers import as_saved, stop_ids
 from rlhf_lightning.runs.atomic import follow_umask, write_text
 from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
+from rlhf_lightning.runs.manifest import source_fingerprint
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.summary import GateResult, installed_versions

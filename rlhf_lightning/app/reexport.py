@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.build import make_tokenizer, source_fingerprint
+from rlhf_lightning.app.build import make_tokenizer
 from rlhf_lightning.app.config.compose import ConfigError, check_config, plain, trusted_targets
 from rlhf_lightning.app.evaluation import STARTS_FROM
 from rlhf_lightning.app.export_settings import ExportError, best_of_early_stopping
@@ -29,6 +29,7 @@ from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.checkpoint_state import check_fingerprint
 from rlhf_lightning.runs.atomic import replace_folder
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.manifest import source_fingerprint
 from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.summary import read_summary
 

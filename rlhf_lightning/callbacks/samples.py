@@ -24,7 +24,7 @@ class SampleLog(Callback):
 
     Args:
         folder: the run folder.
-        tokenizer: decodes ids.
+        tokenizer: decodes ids; None takes that of the module.
         every_n_iterations: how often.
         num_samples: rows each time.
 
@@ -35,7 +35,7 @@ class SampleLog(Callback):
     def __init__(
         self,
         folder: RunFolder,
-        tokenizer: Decoder,
+        tokenizer: Decoder | None = None,
         *,
         every_n_iterations: int = 10,
         num_samples: int = 8,
@@ -69,9 +69,8 @@ class SampleLog(Callback):
             self._appender.truncate(self._cut_at)
             self._cut_at = None
         if iteration == 1 or iteration % self.every_n_iterations == 0:
-            self._appender.append(
-                iteration, describe_rollout(rollout, self.tokenizer, self.num_samples)
-            )
+            tokenizer: Any = self.tokenizer or pl_module.tokenizer
+            self._appender.append(iteration, describe_rollout(rollout, tokenizer, self.num_samples))
 
 
 def describe_rollout(

@@ -6,6 +6,7 @@ Each takes the arguments of `RecordDataModule` that make sense for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -13,24 +14,28 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
 from rlhf_lightning.data.encode import OverLong
 from rlhf_lightning.data.record_datamodule import RecordDataModule
-from rlhf_lightning.data.sources.base import JoinedSource, PreferenceFolder, RecordSource
+from rlhf_lightning.data.sources.base import (
+    JoinedSource,
+    PreferenceFolder,
+    RecordSource,
+    as_source,
+)
 
 
-class SFTDataModule(RecordDataModule):
+class DemonstrationDataModule(RecordDataModule):
     """Batches of `SFTBatch`: demonstrations, or unlabelled texts for a base model.
 
-    The arguments are those of `RecordDataModule`; exactly one of `num_epochs` and
-    `num_iterations` must be given.
+    The arguments are those of `RecordDataModule`.
     """
 
     def __init__(
         self,
-        source: RecordSource,
+        source: RecordSource | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int,
-        max_length: int,
-        seed: int,
+        max_length: int = 1024,
+        seed: int | None = None,
         num_epochs: float | None = None,
         num_iterations: int | None = None,
         kind: Literal["demonstrations", "texts"] = "demonstrations",
@@ -68,20 +73,19 @@ class SFTDataModule(RecordDataModule):
 class PreferenceDataModule(RecordDataModule):
     """Batches of `PreferenceBatch`; a row is as long as its longer side.
 
-    The arguments are those of `RecordDataModule`; exactly one of `num_epochs` and
-    `num_iterations` must be given. `path` names a file or folder of preference records, such as
-    `rlhf_lightning.collect` makes, that takes the place of the source; the records of the folders
-    and files `also` are added, as later rounds add theirs.
+    The arguments are those of `RecordDataModule`. `path` names a file or folder of preference
+    records, such as `rlhf_lightning.collect` makes, that takes the place of the source; the records
+    of the folders and files `also` are added, as later rounds add theirs.
     """
 
     def __init__(
         self,
-        source: RecordSource,
+        source: RecordSource | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int,
-        max_length: int,
-        seed: int,
+        max_length: int = 1024,
+        seed: int | None = None,
         path: str | None = None,
         also: Sequence[str] = (),
         num_epochs: float | None = None,
@@ -94,7 +98,7 @@ class PreferenceDataModule(RecordDataModule):
         num_workers: int = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        first = source if path is None else PreferenceFolder(path)
+        first = as_source(source) if path is None else PreferenceFolder(path)
         more = [PreferenceFolder(one, validation_fraction=0.0) for one in also]
         super().__init__(
             JoinedSource([first, *more]) if more else first,
@@ -143,13 +147,13 @@ class PromptDataModule(RecordDataModule):
 
     def __init__(
         self,
-        source: RecordSource,
+        source: RecordSource | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int,
-        num_iterations: int,
-        max_prompt_length: int,
-        seed: int,
+        num_iterations: int | None = None,
+        max_prompt_length: int = 512,
+        seed: int | None = None,
         over_long: OverLong = "drop",
         show_examples: int = 0,
         max_validation_rows: int | None = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,7 @@ from rlhf_lightning.data.sampler import (
     stream_generator,
     validation_part,
 )
-from rlhf_lightning.data.sources.base import RecordSource
+from rlhf_lightning.data.sources.base import RecordSource, as_source
 from rlhf_lightning.data.summary import DataSummary, render_examples, source_notes, summarize
 
 VALIDATION_BATCH_FACTOR = 2
@@ -55,16 +56,17 @@ class RecordDataModule(LightningDataModule):
     """Encodes the records of a source once and deals them out in batches; the stages' base.
 
     Args:
-        source: where the records come from.
+        source: where the records come from: a source, a file, or the hub name of a data set.
         tokenizer: makes ids of them; its pad id (or else its EOS id) fills the padding.
         kind: which records are asked for.
         batch_size: rows of a global batch; the number of ranks must divide it.
-        num_iterations: batches of the stage; None to give `num_epochs`.
-        num_epochs: passes over the training rows, may be fractional; None to give
-            `num_iterations`.
+        num_iterations: batches of the stage.
+        num_epochs: passes over the training rows, may be fractional; without both the stage has
+            as many batches as the Trainer's `limit_train_batches`, `max_iterations` of
+            `trainer_arguments`.
         max_length: most tokens of a row, EOS included.
         over_long: `"drop"` longer rows, or `"truncate_left"`: cut their prompt from the left.
-        seed: of the order of the rows.
+        seed: of the order of the rows; None takes that of the module that is trained.
         group_by_length: put rows of like length into a batch.
         show_examples: how many decoded examples to show before training.
         max_validation_rows: a random part of the held-out rows; None for all.
@@ -73,13 +75,13 @@ class RecordDataModule(LightningDataModule):
         num_workers: processes that collate; 0 is right unless rows are very long.
 
     Raises:
-        ValueError: if a number is out of range, or not exactly one of `num_iterations` and
-            `num_epochs` is given.
+        ValueError: if a number is out of range, or both `num_iterations` and `num_epochs` are
+            given.
     """
 
     def __init__(
         self,
-        source: RecordSource,
+        source: RecordSource | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         kind: RecordKind,
@@ -88,7 +90,7 @@ class RecordDataModule(LightningDataModule):
         num_epochs: float | None,
         max_length: int,
         over_long: OverLong,
-        seed: int,
+        seed: int | None,
         group_by_length: bool,
         show_examples: int,
         max_validation_rows: int | None,
@@ -106,17 +108,17 @@ class RecordDataModule(LightningDataModule):
             validation_batch_size=validation_batch_size,
         )
         _check_positive(or_zero=True, show_examples=show_examples, num_workers=num_workers)
-        if (num_iterations is None) == (num_epochs is None):
-            raise ValueError(f"{num_iterations=} and {num_epochs=}: give exactly one")
+        if num_iterations is not None and num_epochs is not None:
+            raise ValueError(f"{num_iterations=} and {num_epochs=}: give one of them at most")
         if over_long not in ("drop", "truncate_left"):
             raise ValueError(f"over_long={over_long!r} is unknown: use 'drop' or 'truncate_left'")
-        self.source = source
+        self.source = as_source(source)
         self.tokenizer = tokenizer
         self.kind = kind
         self.batch_size = batch_size
         self.max_length = max_length
         self.over_long = over_long
-        self.seed = seed
+        self._seed = seed
         self.group_by_length = group_by_length
         self.show_examples = show_examples
         self.max_validation_rows = max_validation_rows
@@ -131,11 +133,30 @@ class RecordDataModule(LightningDataModule):
 
     @property
     def num_iterations(self) -> int:
-        """Batches of the stage: as given, or `ceil(num_epochs * rows / batch_size)`."""
+        """Batches of the stage: as given, `ceil(num_epochs * rows / batch_size)`, or the Trainer's.
+
+        Raises:
+            ValueError: if nothing says how many.
+        """
         if self._num_iterations is not None:
             return self._num_iterations
-        assert self._num_epochs is not None
-        return math.ceil(self._num_epochs * len(self.rows("train")) / self.batch_size)
+        if self._num_epochs is not None:
+            return math.ceil(self._num_epochs * len(self.rows("train")) / self.batch_size)
+        limit = None if self.trainer is None else self.trainer.limit_train_batches
+        if not isinstance(limit, int):
+            raise ValueError(
+                f"nothing says how long to train: give {type(self).__name__} num_iterations or "
+                "num_epochs, or trainer_arguments max_iterations"
+            )
+        return limit
+
+    @property
+    def seed(self) -> int:
+        """The seed: as given, else of the module that is trained, else 1."""
+        if self._seed is None:
+            module = None if self.trainer is None else self.trainer.lightning_module
+            return int(module.hparams.get("seed", 1)) if module is not None else 1
+        return self._seed
 
     @property
     def summary(self) -> DataSummary:

@@ -298,3 +298,13 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     """Scale gradients so that their global norm is at most `max_norm`; return the norm before."""
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict with every sharded tensor gathered, on the CPU."""
+    state = model.state_dict()
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu()
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }

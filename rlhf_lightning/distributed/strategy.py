@@ -19,26 +19,29 @@ class FSDP2Strategy(ModelParallelStrategy):
     """FSDP2 over all devices, or over groups of them.
 
     Args:
-        num_devices: processes of the run.
+        num_devices: processes of the run; None takes those of the Trainer.
         shard_over: neighbouring devices that share one copy of every model; each such group holds
             the whole, and gradients are averaged between groups.
         cpu_offload: shards, gradients and optimizer state are in the memory of the machine.
         sharded_checkpoints: each rank writes its own share.
         timeout: how long a rank waits for the others.
+        compute_dtype: of forwards and backwards, for modules that were given none; weights,
+            gradients and optimizer stay in fp32.
     """
 
     def __init__(
         self,
         *,
-        num_devices: int,
+        num_devices: int | None = None,
         shard_over: int | None = None,
         cpu_offload: bool = False,
         sharded_checkpoints: bool = False,
-        timeout: timedelta,
+        timeout: timedelta = timedelta(minutes=30),
+        compute_dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:
         super().__init__(
-            data_parallel_size=num_devices,
-            tensor_parallel_size=1,
+            data_parallel_size="auto" if num_devices is None else num_devices,
+            tensor_parallel_size="auto" if num_devices is None else 1,
             save_distributed_checkpoint=sharded_checkpoints,
             # The norm of gradients that are not on the device is exchanged by gloo.
             process_group_backend="cpu:gloo,cuda:nccl"
@@ -47,14 +50,16 @@ class FSDP2Strategy(ModelParallelStrategy):
             timeout=timeout,
         )
         self.num_devices = num_devices
-        self.shard_over = shard_over or num_devices
+        self.shard_over = shard_over
         self.cpu_offload = cpu_offload
+        self.compute_dtype = compute_dtype
 
     def setup_environment(self) -> None:
         """Start the process group, and lay the devices out in groups."""
         super().setup_environment()
         kind = self.root_device.type
-        self._device_mesh = mesh_in_groups(kind, self.num_devices, self.shard_over)
+        count = self.num_devices or self.world_size
+        self._device_mesh = mesh_in_groups(kind, count, self.shard_over or count)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
@@ -119,5 +124,6 @@ def make_strategy(settings: Mapping[str, Any], *, num_devices: int) -> Strategy 
         shard_over=settings.get("shard_over"),
         cpu_offload=bool(settings.get("cpu_offload")),
         sharded_checkpoints=settings.get("checkpoint") == "sharded",
+        compute_dtype=None,  # the modules are given it
         timeout=timeout,
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -20,11 +21,12 @@ from rlhf_lightning.distributed.collectives import global_sum, shard, unsharded,
 from rlhf_lightning.functional.kl import kl_k2
 from rlhf_lightning.functional.losses import clipped_value_loss, ppo_policy_loss
 from rlhf_lightning.functional.masked import zero_off_mask
-from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.hparams import LoraHparams, PPOHparams, SamplingHparams
 from rlhf_lightning.models.forward import micro_batches, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PPOModels
 from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import Gaps, RunningMeans, ratio_counts, rollout_measures
@@ -38,8 +40,10 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
+from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.step_0 import Step0
+from rlhf_lightning.modules.trainer_flags import check_trainer
 from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
@@ -65,6 +69,7 @@ class PPOModule(L.LightningModule):
     Source: Schulman et al. 2017 (PPO), Ziegler et al. 2019 (PPO on language models).
     """
 
+    stage = "ppo"
     reference: PolicyModel
 
     def __init__(
@@ -105,6 +110,106 @@ class PPOModule(L.LightningModule):
         self.trained_roots: tuple[nn.Module, ...] = ()
         self.frozen_models: tuple[nn.Module, ...] = ()
 
+    # -- made from names ----------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        policy: str | Path,
+        reward: Any,
+        *,
+        ppo: PPOHparams | None = None,
+        sampling: SamplingHparams | None = None,
+        value: str | Path | None = None,
+        lora: LoraHparams | None = None,
+        schedule: Schedule | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 1,
+        activation_checkpointing: bool = False,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Return the module that trains `policy`; models are loaded when a Trainer asks for them.
+
+        Args:
+            policy: folder or hub name of the SFT policy, which is the reference too.
+            reward: a function `(prompts, completions, **columns) -> list of numbers`, the folder
+                or hub name of a reward model, or a scorer.
+            ppo: coefficients; the defaults of `PPOHparams`.
+            sampling: how rollouts are sampled; the defaults of `SamplingHparams`.
+            value: folder or hub name that the value model starts from; by default the reward model
+                where it is one with the policy's tokenizer, else the policy with values of 0.
+            lora: train adapters on one frozen base instead of whole models.
+            schedule: of the learning rates; linear to 0 by default.
+            optimizer: parameter groups -> optimizer; AdamW by default.
+            seed: of sampling noise, minibatches and new weights.
+            activation_checkpointing: compute decoder layers again in the backward pass.
+            revision: branch, tag or commit of a hub name.
+            trust_remote_code: run the code beside the weights.
+
+        Raises:
+            TypeError: if `reward` is none of these.
+            ValueError: if tokenizer or settings cannot be used.
+        """
+        ppo, sampling = ppo or PPOHparams(), sampling or SamplingHparams()
+        value = None if value is None else str(value)
+        options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        built: list[Self] = []
+        parts = pretrained.ppo_arguments(
+            lambda: built[0],
+            str(policy),
+            reward,
+            value=value,
+            lora=lora,
+            options=options,
+            seed=seed,
+            activation_checkpointing=activation_checkpointing,
+        ) | pretrained.common_arguments(
+            str(policy), optimizer=optimizer, schedule=schedule, revision=revision
+        )
+        module = cls(ppo=ppo, sampling=sampling, **parts)
+        built.append(module)
+        pretrained.keep_hyper_parameters(
+            module,
+            policy=str(policy),
+            reward=str(reward) if isinstance(reward, str | Path) else reward,
+            ppo=ppo,
+            sampling=sampling,
+            value=value,
+            lora=lora,
+            schedule=module.schedule,
+            seed=seed,
+            activation_checkpointing=activation_checkpointing,
+            **options,
+        )
+        return module
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, reward: Any = None, **changes: Any
+    ) -> Self:
+        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
+
+        Args:
+            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
+            reward: as there; needed where it was a function or a scorer.
+            changes: other arguments of `from_pretrained` that are to differ.
+
+        Raises:
+            ValueError: if the checkpoint holds no hyper-parameters, or no reward is known.
+        """
+        checkpoint, given = pretrained.read_checkpoint(checkpoint_path)
+        kinds = {"ppo": PPOHparams, "sampling": SamplingHparams}
+        given = pretrained.revived(given, kinds) | changes
+        if reward is not None:
+            given["reward"] = reward
+        if given.get("reward") is None:
+            raise ValueError(
+                f"{checkpoint_path} was trained with a reward that no checkpoint can hold: give "
+                "load_from_checkpoint(path, reward=function)"
+            )
+        return pretrained.restored(cls.from_pretrained(**given), checkpoint)
+
     # -- models -----------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -120,12 +225,14 @@ class PPOModule(L.LightningModule):
         object.__setattr__(self, "frozen_models", frozen)
         release_freed_memory()
         if self.device_mesh is not None:
-            place = self.trainer.strategy
+            place: Any = self.trainer.strategy
+            self.compute_dtype = self.compute_dtype or place.compute_dtype
             for model in (*models.trained, *frozen):
                 shard(model, place, frozen=model in frozen, compute_dtype=self.compute_dtype)
 
     def on_fit_start(self) -> None:
-        """Place what Lightning does not know of."""
+        """Refuse flags of the Trainer that would train something else; place frozen models."""
+        check_trainer(self.trainer)
         if self.device_mesh is None:
             for model in (*self.trained_roots, *self.frozen_models):
                 model.to(self.device)

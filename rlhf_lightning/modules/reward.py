@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
 import lightning as L
 import torch
 from torch import Tensor
 from torchmetrics import SumMetric
 from torchmetrics.classification import BinaryCalibrationError
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.distributed.collectives import global_sum, shard
 from rlhf_lightning.functional.losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import wilson_interval
-from rlhf_lightning.hparams import RewardHparams
+from rlhf_lightning.hparams import LoraHparams, RewardHparams
+from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import load_states, save_states
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
@@ -33,7 +38,9 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
+from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.trainer_flags import check_trainer
 
 CONFIDENCE = 0.95
 
@@ -51,6 +58,8 @@ class RewardModule(L.LightningModule):
 
     Source: Ouyang et al. 2022, equation 1; Eisenstein et al. 2023 for `center_coef`.
     """
+
+    stage = "reward"
 
     def __init__(
         self,
@@ -70,6 +79,7 @@ class RewardModule(L.LightningModule):
         self.schedule = schedule
         self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
+        self.tokenizer: PreTrainedTokenizerBase | None = None
         self.gaps = Gaps()
         self.skipped = SkippedSteps(reward.max_skipped_steps, "module.reward.max_skipped_steps")
         self.model: ScalarHeadModel | None = None
@@ -78,6 +88,65 @@ class RewardModule(L.LightningModule):
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
         self.validation_started = 0.0
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        reward: RewardHparams | None = None,
+        lora: LoraHparams | None = None,
+        schedule: Schedule | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 1,
+        activation_checkpointing: bool = False,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Return the module that makes a reward model of `source`, loaded when training starts.
+
+        Args:
+            source: folder or hub name of the model to start from.
+            reward: hyper-parameters; the defaults of `RewardHparams`.
+            lora: train an adapter on the frozen model instead of the model.
+            schedule: of the learning rate; linear to 0 by default.
+            optimizer: parameter groups -> optimizer; AdamW by default.
+            seed: of new weights, and of the order of the data.
+            activation_checkpointing: compute decoder layers again in the backward pass.
+            revision: branch, tag or commit of a hub name.
+            trust_remote_code: run the code beside the weights.
+        """
+        return pretrained.one_model_module(
+            cls,
+            source,
+            argument="model",
+            load=partial(load_scalar_model, head="reward"),
+            hparams={"reward": reward or RewardHparams()},
+            lora=lora,
+            schedule=schedule,
+            optimizer=optimizer,
+            seed=seed,
+            activation_checkpointing=activation_checkpointing,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **changes: Any
+    ) -> Self:
+        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
+
+        Args:
+            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
+            changes: arguments of `from_pretrained` that are to differ.
+
+        Raises:
+            ValueError: if the checkpoint holds no hyper-parameters.
+        """
+        checkpoint, given = pretrained.read_checkpoint(checkpoint_path)
+        given = pretrained.revived(given, {"reward": RewardHparams}) | changes
+        return pretrained.restored(cls.from_pretrained(**given), checkpoint)
+
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
         if self.model is not None:
@@ -85,11 +154,13 @@ class RewardModule(L.LightningModule):
         self.model = self.build_model()
         release_freed_memory()
         if self.device_mesh is not None:
-            place = self.trainer.strategy
+            place: Any = self.trainer.strategy
+            self.compute_dtype = self.compute_dtype or place.compute_dtype
             shard(self.model.root, place, frozen=False, compute_dtype=self.compute_dtype)
 
     def on_fit_start(self) -> None:
-        """Place the base of an adapter, which Lightning does not know of."""
+        """Refuse flags that would train something else; place the base of an adapter."""
+        check_trainer(self.trainer)
         if self.device_mesh is None:
             self.model.root.to(self.device)
 

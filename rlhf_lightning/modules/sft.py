@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import lightning as L
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import SFTBatch
 from rlhf_lightning.distributed.collectives import global_sum, shard
 from rlhf_lightning.functional.sequences import next_token_labels
-from rlhf_lightning.hparams import SFTHparams
+from rlhf_lightning.hparams import LoraHparams, SFTHparams
+from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import micro_batches, pack_right
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import load_states, save_states
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
@@ -31,7 +35,9 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
+from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.trainer_flags import check_trainer
 
 
 class SFTModule(L.LightningModule):
@@ -45,6 +51,8 @@ class SFTModule(L.LightningModule):
         fingerprint: of the model's source; adapters resume only on the base they were trained on.
         compute_dtype: of sharded forwards.
     """
+
+    stage = "sft"
 
     def __init__(
         self,
@@ -64,11 +72,71 @@ class SFTModule(L.LightningModule):
         self.schedule = schedule
         self.fingerprint = fingerprint
         self.compute_dtype = compute_dtype
+        self.tokenizer: PreTrainedTokenizerBase | None = None
         self.gaps = Gaps()
         self.skipped = SkippedSteps(sft.max_skipped_steps, "module.sft.max_skipped_steps")
         self.policy: PolicyModel | None = None
         self.validation_loss = MeanMetric()
         self.validation_started = 0.0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        sft: SFTHparams | None = None,
+        lora: LoraHparams | None = None,
+        schedule: Schedule | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 1,
+        activation_checkpointing: bool = False,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Return the module that fine-tunes `source`; weights are loaded when training starts.
+
+        Args:
+            source: folder or hub name of the model to start from.
+            sft: hyper-parameters; the defaults of `SFTHparams`.
+            lora: train an adapter on the frozen model instead of the model.
+            schedule: of the learning rate; linear to 0 by default.
+            optimizer: parameter groups -> optimizer; AdamW by default.
+            seed: of new weights, and of the order of the data.
+            activation_checkpointing: compute decoder layers again in the backward pass.
+            revision: branch, tag or commit of a hub name.
+            trust_remote_code: run the code beside the weights.
+        """
+        return pretrained.one_model_module(
+            cls,
+            source,
+            argument="policy",
+            load=load_policy,
+            hparams={"sft": sft or SFTHparams()},
+            lora=lora,
+            schedule=schedule,
+            optimizer=optimizer,
+            seed=seed,
+            activation_checkpointing=activation_checkpointing,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **changes: Any
+    ) -> Self:
+        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
+
+        Args:
+            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
+            changes: arguments of `from_pretrained` that are to differ.
+
+        Raises:
+            ValueError: if the checkpoint holds no hyper-parameters.
+        """
+        checkpoint, given = pretrained.read_checkpoint(checkpoint_path)
+        given = pretrained.revived(given, {"sft": SFTHparams}) | changes
+        return pretrained.restored(cls.from_pretrained(**given), checkpoint)
 
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
@@ -77,11 +145,13 @@ class SFTModule(L.LightningModule):
         self.policy = self.build_policy()
         release_freed_memory()
         if self.device_mesh is not None:
-            place = self.trainer.strategy
+            place: Any = self.trainer.strategy
+            self.compute_dtype = self.compute_dtype or place.compute_dtype
             shard(self.policy.root, place, frozen=False, compute_dtype=self.compute_dtype)
 
     def on_fit_start(self) -> None:
-        """Place the base of an adapter, which Lightning does not know of."""
+        """Refuse flags that would train something else; place the base of an adapter."""
+        check_trainer(self.trainer)
         if self.device_mesh is None:
             self.policy.root.to(self.device)
 

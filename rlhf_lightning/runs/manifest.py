@@ -258,3 +258,14 @@ def _sync_files(folder: Path) -> None:
 def _fix(folder: Path) -> str:
     stage = folder.name if folder.name in _STAGES else "<stage>"
     return f"make it with `python -m rlhf_lightning.train +experiment={stage}`"
+
+
+def source_fingerprint(source: str, revision: str | None = None) -> str:
+    """Return the fingerprint of a folder, else the hub name with its revision.
+
+    Raises:
+        ManifestError: if the folder is no model, or is not what its manifest says.
+    """
+    if not Path(source).is_dir():
+        return source if revision is None else f"{source}@{revision}"
+    return read_manifest(source).fingerprint if has_manifest(source) else fingerprint(source)

@@ -6,7 +6,11 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 
-from rlhf_lightning.data.datamodules import PreferenceDataModule, PromptDataModule, SFTDataModule
+from rlhf_lightning.data.datamodules import (
+    DemonstrationDataModule,
+    PreferenceDataModule,
+    PromptDataModule,
+)
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -88,7 +92,7 @@ def prompts(tokenizer, source=None, **options):
 
 def demonstrations(tokenizer, source=None, **options):
     defaults = {"batch_size": 4, "num_epochs": 2, "max_length": 20, "seed": 0}
-    return SFTDataModule(source or CountingSource(), tokenizer, **(defaults | options))
+    return DemonstrationDataModule(source or CountingSource(), tokenizer, **(defaults | options))
 
 
 def preferences(tokenizer, source=None, **options):

@@ -6,7 +6,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from rlhf_lightning.data.control_tokens import control_tokens
-from rlhf_lightning.data.datamodules import SFTDataModule
+from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.encode import (
     encode_all,
     encode_demonstration,
@@ -182,7 +182,7 @@ ROWS = [{"prompt": f"why {n} ?", "completion": f" so{'<|im_end|>' * (n == 3)}"} 
 def test_a_file_says_whether_its_texts_were_rendered(write_jsonl, source, row, wanted):
     path = write_jsonl(ROWS)
     tokenizer = family_tokenizer("chatml")
-    data = SFTDataModule(
+    data = DemonstrationDataModule(
         FileSource(path, validation_fraction=0, rendered=source),
         tokenizer,
         batch_size=2,

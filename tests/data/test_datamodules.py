@@ -142,14 +142,19 @@ def test_dropped_records_are_counted_and_nothing_left_is_an_error(tokenizer):
         demonstrations(tokenizer, max_length=1).setup()
 
 
+def test_data_that_nobody_gave_a_length_say_so_when_they_are_asked(tokenizer):
+    data = demonstrations(tokenizer, CountingSource(), num_epochs=None)
+    with pytest.raises(ValueError, match="nothing says how long to train"):
+        assert data.num_iterations
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size=0 must be positive"),
         ({"max_length": -1}, "max_length=-1 must be positive"),
         ({"num_epochs": float("nan")}, "num_epochs=nan must be positive"),
-        ({"num_iterations": 3}, "give exactly one"),
-        ({"num_epochs": None}, "give exactly one"),
+        ({"num_iterations": 3}, "give one of them at most"),
         ({"over_long": "cut"}, "use 'drop' or 'truncate_left'"),
         ({"kind": "preferences"}, "use 'demonstrations' or 'texts'"),
         ({"max_validation_rows": 0}, "max_validation_rows=0 must be positive"),

@@ -18,10 +18,10 @@ from typing import Any
 import lightning as L
 import torch
 
-from rlhf_lightning.app.finalize import full_state
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.distributed.strategy import FSDP2Strategy
 from tests.modules.test_ppo_resume import InMemorySource
 from tests.modules.tiny_ppo import ppo_hparams, tiny_module, trainer

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from rlhf_lightning.app.finalize import full_state
+from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.distributed.strategy import FSDP2Strategy
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import ppo_models

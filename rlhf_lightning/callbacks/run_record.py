@@ -1,0 +1,113 @@
+"""The record of a run that a Trainer makes without the application: summary, report, resume."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.reports.page import write_report
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+
+
+class RunRecord(Callback):
+    """Keep `summary.json` and `report.html` of a run folder, and refuse to run over another run.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._summary: Summary | None = None
+        self._started = 0.0
+        self._resumes = False
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note that a run goes on."""
+        self._resumes = True
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that the folder is free, or that its run goes on.
+
+        Raises:
+            FileExistsError: if it holds a run and no checkpoint is resumed.
+        """
+        holds_a_run = self.folder.metrics.exists() or self.folder.checkpoints.exists()
+        if holds_a_run and not self._resumes:
+            raise FileExistsError(
+                f"{self.folder.path} holds a run already: go on with it by "
+                'fit(..., ckpt_path="last"), or give trainer_arguments another folder'
+            )
+        self._started = time.perf_counter()
+        seed = pl_module.hparams.get("seed")
+        stage: Any = pl_module.stage
+        self._summary = new_summary(stage, seed=seed, config_hash=None)
+        if trainer.is_global_zero:
+            write_summary(self.folder.create(), self._summary)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the summary of a finished run, and its report."""
+        self._end(trainer, status="completed")
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Write why the run ended."""
+        status = "stopped" if isinstance(exception, KeyboardInterrupt) else "failed"
+        cause = f"{type(exception).__name__}: {exception}"
+        self._end(trainer, status=status, cause=cause.splitlines()[0])
+
+    def _end(self, trainer: Trainer, **ended: Any) -> None:
+        if self._summary is None or not trainer.is_global_zero:
+            return
+        rows = read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
+        last: dict[str, float] = {}
+        for row in rows:
+            last |= {k: v for k, v in row.items() if k.startswith("val/")}
+        seconds = {"total": time.perf_counter() - self._started}
+        summary = replace(self._summary, metrics=last, seconds=seconds, **ended)
+        write_summary(self.folder, summary)
+        if current_iteration(trainer):
+            write_report(self.folder)
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Answer Lightning's question which checkpoint `ckpt_path="last"` means; saves nothing itself.
+
+    Lightning asks callbacks of this class alone, and without one starts anew with a warning.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        super().__init__(dirpath=folder.checkpoints, save_top_k=0)
+        self.folder = folder
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        last = self.folder.last_checkpoint
+        if not last.exists():
+            raise FileNotFoundError(
+                f'ckpt_path="last", and there is no checkpoint in {self.folder.checkpoints}: the '
+                "run ended before its first; leave ckpt_path out and use another folder"
+            )
+        return {str(Path(last).resolve())}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Create no folder."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: there is nothing to keep."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take nothing back."""

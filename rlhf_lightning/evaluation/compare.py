@@ -1,0 +1,159 @@
+"""The held-out win rate of one policy over another, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.data.sources.base import RecordSource, as_source
+from rlhf_lightning.evaluation.generate import Sampling, side_by_side
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions, encode_questions
+from rlhf_lightning.evaluation.metrics import Judges
+from rlhf_lightning.models.factory import frozen, load_policy
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
+from rlhf_lightning.modules.pretrained import as_scorer
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a policy compares with a baseline on the same held-out prompts.
+
+    Args:
+        win_rate: share of prompts on which the policy's answer scores higher, ties one half.
+        low, high: its 95 % interval: Wilson's, or of a bootstrap with several answers a prompt.
+        metrics: everything that was measured, as `val/*`; see docs/metrics.md.
+        samples: prompts with an answer of each side.
+    """
+
+    win_rate: float
+    low: float
+    high: float
+    metrics: Mapping[str, float]
+    samples: Sequence[Mapping[str, Any]]
+
+
+def compare(
+    policy: Any,
+    baseline: Any,
+    prompts: str | Path | RecordSource,
+    *,
+    reward: Any,
+    num_prompts: int = 400,
+    answers_per_prompt: int = 1,
+    max_new_tokens: int = 64,
+    max_prompt_length: int = 512,
+    temperature: float = 1.0,
+    batch_size: int = 64,
+    seed: int = 1,
+) -> Comparison:
+    """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward`.
+
+    Both answer the same prompts, sampled at `temperature` with noise of their own. A reward that a
+    policy was trained on says how far training went, not how good the answers are: for that give
+    one that no stage has seen.
+
+    Args:
+        policy: a module with a trained policy, or the folder or hub name of one.
+        baseline: likewise.
+        prompts: a file, a hub name or a source; its held-out part is asked.
+        reward: function, folder or hub name of a reward model, or scorer; see `PPOModule`.
+        num_prompts: how many are asked at most; the first of the held-out part.
+        answers_per_prompt: of each side.
+        max_new_tokens: of an answer.
+        max_prompt_length: longer prompts are left out.
+        temperature: of sampling; 0 takes the likeliest token.
+        batch_size: prompts that are answered together.
+        seed: of sampling and bootstrap.
+
+    Raises:
+        ValueError: if no prompt is held out, or the two tokenizers differ.
+    """
+    mine, theirs = _side(policy), _side(baseline)
+    check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
+    records: Any = as_source(prompts).records("prompts", "validation")[:num_prompts]
+    (batches,), asked = encode_questions(
+        records,
+        [mine.tokenizer],
+        max_prompt_length=max_prompt_length,
+        batch_size=batch_size,
+        answers_per_prompt=answers_per_prompt,
+    )
+    if not asked:
+        raise ValueError(
+            f"no prompt of {prompts} is held out with at most {max_prompt_length} tokens: give a "
+            "source with a validation part (validation_fraction=, validation_path=)"
+        )
+    pad: Any = mine.tokenizer.pad_token_id
+    sampling = Sampling(
+        CachedGenerator(stop_ids(mine.tokenizer, mine.source), int(pad)),
+        mine.tokenizer,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+    )
+    questions = Questions(batches, answers_per_prompt=answers_per_prompt)
+    return _asked(mine, theirs, questions, sampling, reward, seed=seed, count=len(asked))
+
+
+def _asked(
+    mine: _Side,
+    theirs: _Side,
+    questions: Questions,
+    sampling: Sampling,
+    reward: Any,
+    *,
+    seed: int,
+    count: int,
+) -> Comparison:
+    scorer = as_scorer(reward, mine.source, mine.tokenizer)
+    for model in scorer.build(None):
+        model.to(mine.model.device)
+    comparison = HeldOutComparison(
+        questions, sampling, Judges(scored=True), seed=seed, scorer=scorer
+    )
+    with mine.precision:
+        first = comparison.ask_policy(mine.model, theirs.model)
+        second = comparison.ask_baseline(theirs.model)
+    metrics = comparison.measure(first, second)
+    key = "val/score_win_rate"
+    return Comparison(
+        metrics[key],
+        metrics[f"{key}_low"],
+        metrics[f"{key}_high"],
+        metrics,
+        side_by_side(first.main, second.main, count),
+    )
+
+
+@dataclass(frozen=True)
+class _Side:
+    model: PolicyModel
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    precision: AbstractContextManager[Any]
+
+
+def _side(policy: Any) -> _Side:
+    if isinstance(policy, str | Path):
+        return _Side(
+            frozen(load_policy(policy)), load_tokenizer(policy), str(policy), nullcontext()
+        )
+    model = getattr(policy, "policy", None)
+    if not isinstance(model, PolicyModel):
+        raise TypeError(
+            f"{type(policy).__name__} has no trained policy: give a PPOModule or SFTModule after "
+            "fit or load_from_checkpoint, or the folder or hub name of a policy"
+        )
+    trainer = policy._trainer
+    context = nullcontext()
+    if trainer is not None:
+        model = model.to(trainer.strategy.root_device)
+        context = trainer.strategy.precision_plugin.forward_context()
+    source = policy.hparams.get("policy") or policy.hparams.get("source")
+    return _Side(model, policy.tokenizer, str(source), context)

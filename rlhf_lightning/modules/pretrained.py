@@ -1,0 +1,246 @@
+"""Build modules from names and hyper-parameters: the work behind each `from_pretrained`.
+
+Nothing is said twice: the tokenizer, the stop tokens and the fingerprint come from the model's
+folder or hub name, the precision from the Trainer that the module is given to. What was given is
+kept as plain values in the checkpoint, from which `load_from_checkpoint` builds the module again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.factory import load_scalar_model
+from rlhf_lightning.models.ppo_models import PPOModels, ppo_models
+from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, Scorer
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.runs.manifest import source_fingerprint
+
+ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
+Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+HYPER_PARAMETERS = "hyper_parameters"  # Lightning's key in a checkpoint
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the AdamW of all stages.
+
+    eps is 1e-5, as in Ziegler et al. 2019: Adam's first steps on tiny gradients stay small.
+    """
+    return torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.0, fused=True)
+
+
+def trainer_precision(module: L.LightningModule) -> str:
+    """Return the precision of the Trainer that has the module, "32-true" where none has it."""
+    trainer = module._trainer
+    return "32-true" if trainer is None else str(trainer.precision)
+
+
+def as_scorer(reward: Any, policy: str, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+    """Return the scorer that `reward` names.
+
+    Args:
+        reward: a scorer; a function `(prompts, completions, **columns) -> list of numbers`; or the
+            folder or hub name of a reward model, read by its own tokenizer if that is another one.
+        policy: folder or hub name of the policy.
+        tokenizer: of the policy.
+
+    Raises:
+        TypeError: if it is none of these.
+    """
+    if isinstance(reward, str | Path):
+        source = str(reward)
+        try:
+            check_same_tokenizer(tokenizer, source, fix="")
+        except ValueError:
+            return TextRewardModelScorer(source)
+        return RewardModelScorer(lambda: load_scalar_model(source), policy=policy, source=source)
+    if hasattr(reward, "build") and callable(reward):
+        return reward  # type: ignore[no-any-return]
+    if callable(reward):
+        return FunctionScorer(reward)
+    raise TypeError(
+        f"reward={reward!r} is {type(reward).__name__}: give a function (prompts, completions, "
+        "**columns) -> list of numbers, a scorer, or the folder or hub name of a reward model"
+    )
+
+
+def ppo_arguments(
+    module_of: Callable[[], L.LightningModule],
+    policy: str,
+    reward: Any,
+    *,
+    value: str | None,
+    lora: LoraHparams | None,
+    options: Mapping[str, Any],
+    seed: int,
+    activation_checkpointing: bool,
+) -> dict[str, Any]:
+    """Return what `PPOModule` is made of, besides hyper-parameters and optimizer."""
+    tokenizer = load_tokenizer(policy, **options)
+    scorer = as_scorer(reward, policy, tokenizer)
+    start = value
+    if start is None and isinstance(scorer, RewardModelScorer) and lora is None:
+        start = str(reward) if isinstance(reward, str | Path) else None
+
+    def models() -> PPOModels:
+        precision = trainer_precision(module_of())
+        return ppo_models(
+            policy,
+            start,
+            value_head="zero" if start is None else "stored",
+            lora=None if lora is None else replace(lora, base_precision=precision),
+            activation_checkpointing=activation_checkpointing,
+            precision=precision,
+            seed=seed,
+            **options,
+        )
+
+    stops = stop_ids(tokenizer, policy, revision=options["revision"])
+    pad: Any = tokenizer.pad_token_id
+    return {
+        "models": models,
+        "scorer": scorer,
+        "generator": CachedGenerator(stops, int(pad)),
+        "tokenizer": tokenizer,
+        "seed": seed,
+    }
+
+
+def one_model_module(
+    cls: type[ModuleT],
+    source: str | Path,
+    *,
+    argument: str,
+    load: Callable[..., Any],
+    hparams: Mapping[str, Any],
+    lora: LoraHparams | None,
+    schedule: Schedule | None,
+    optimizer: Optimizer | None,
+    seed: int,
+    activation_checkpointing: bool,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> ModuleT:
+    """Return a module that trains one model, of SFT or a reward model.
+
+    Args:
+        cls: of the module.
+        source: folder or hub name of the model to start from.
+        argument: under which `cls` takes what builds the model.
+        load: loads it, a function of `models.factory`.
+        hparams: the hyper-parameters, by the name under which `cls` takes them.
+        lora: as in `SFTModule.from_pretrained`, and so are all below.
+        schedule: of the learning rate.
+        optimizer: parameter groups -> optimizer.
+        seed: of new weights.
+        activation_checkpointing: compute decoder layers again in the backward pass.
+        revision: of a hub name.
+        trust_remote_code: run the code beside the weights.
+    """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    built: list[ModuleT] = []
+
+    def build() -> Any:
+        precision = trainer_precision(built[0])
+        return load(
+            str(source),
+            seed=seed,
+            lora=None if lora is None else replace(lora, base_precision=precision),
+            activation_checkpointing=activation_checkpointing,
+            **options,
+        )
+
+    module = cls(
+        **{argument: build},
+        **hparams,
+        **common_arguments(str(source), optimizer=optimizer, schedule=schedule, revision=revision),
+    )
+    built.append(module)
+    module.tokenizer = load_tokenizer(source, **options)  # type: ignore[assignment, arg-type]
+    keep_hyper_parameters(
+        module,
+        source=str(source),
+        **hparams,
+        lora=lora,
+        schedule=module.schedule,
+        seed=seed,
+        activation_checkpointing=activation_checkpointing,
+        **options,
+    )
+    return module
+
+
+def common_arguments(
+    source: str,
+    *,
+    optimizer: Optimizer | None,
+    schedule: Schedule | None,
+    revision: str | None,
+) -> dict[str, Any]:
+    """Return what all modules are given alike."""
+    return {
+        "optimizer": adamw if optimizer is None else optimizer,
+        "schedule": Schedule() if schedule is None else schedule,
+        "fingerprint": source_fingerprint(source, revision),
+    }
+
+
+def keep_hyper_parameters(module: L.LightningModule, **given: Any) -> None:
+    """Keep what a module was built from as plain values, in `module.hparams` and checkpoints.
+
+    What has no plain form, a reward function or an optimizer of one's own, is left out and has to
+    be given again.
+    """
+    plain: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None or isinstance(value, str | int | float | bool):
+            plain[name] = value
+        elif hasattr(value, "__dataclass_fields__"):
+            plain[name] = asdict(value)
+    module.save_hyperparameters(plain)
+
+
+def revived(given: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Return kept hyper-parameters with their dataclasses: those of `kinds`, adapters, schedule."""
+    known = {"lora": LoraHparams, "schedule": Schedule, **kinds}
+    return {
+        name: known[name](**value) if isinstance(value, Mapping) else value
+        for name, value in given.items()
+    }
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a checkpoint, read as data on the CPU, and the hyper-parameters in it.
+
+    Raises:
+        ValueError: if it holds none: its module was not built by `from_pretrained`.
+    """
+    if Path(path).is_dir():
+        raise ValueError(
+            f"{path} is a sharded checkpoint: resume it with fit(..., ckpt_path=...), or export it"
+        )
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if not checkpoint.get(HYPER_PARAMETERS):
+        raise ValueError(
+            f"{path} holds no hyper-parameters, since its module was not built by "
+            "from_pretrained(): build the module as it was, or use rlhf-export on its run folder"
+        )
+    return checkpoint, dict(checkpoint[HYPER_PARAMETERS])
+
+
+def restored(module: ModuleT, checkpoint: dict[str, Any]) -> ModuleT:
+    """Give a module the weights and the state of a checkpoint; return it in eval mode."""
+    module.configure_model()
+    module.load_state_dict(checkpoint["state_dict"])
+    module.on_load_checkpoint(checkpoint)
+    return module.eval()

@@ -1,0 +1,48 @@
+"""Refuse flags of a Trainer with which a stage would train something else, in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+TRAINED_IN = ("32-true", "bf16-mixed")
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Check what a stage asks of its Trainer; `trainer_arguments` gives all of it.
+
+    Raises:
+        ValueError: naming the flag, what it is, why that is wrong and what to write.
+    """
+    problem = _problem(trainer)
+    if problem is not None:
+        raise ValueError(f"{problem}. trainer_arguments(folder, ...) sets what a stage needs")
+
+
+def _problem(trainer: Any) -> str | None:
+    if trainer.max_epochs != 1:
+        given = "its default" if trainer.max_epochs in (None, 1000) else "given"
+        return (
+            f"Trainer(max_epochs={trainer.max_epochs}), {given}: a stage is one epoch, as "
+            "long as the DataModule or max_iterations says, and a second one would repeat the "
+            "sampling noise of the first: use max_epochs=1"
+        )
+    if trainer.precision not in TRAINED_IN:
+        return (
+            f"Trainer(precision={trainer.precision!r}): weights in 16 bits lose the small updates "
+            f"of RLHF: use one of {', '.join(TRAINED_IN)}"
+        )
+    name = type(trainer.strategy).__name__
+    if name in ("FSDPStrategy", "DeepSpeedStrategy"):
+        return (
+            f"Trainer(strategy={name}) does not work under manual optimization: use "
+            "strategy=FSDP2Strategy()"
+        )
+    connector = trainer._accelerator_connector
+    if trainer.world_size > 1 and connector.use_distributed_sampler:
+        return (
+            "Trainer(use_distributed_sampler=True), its default: Lightning would deal the rows "
+            "anew, which our DataModules deal to ranks: use use_distributed_sampler=False"
+        )
+    return None

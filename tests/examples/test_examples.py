@@ -1,0 +1,74 @@
+"""The examples run as a user runs them, each on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.examples.material import write_material
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def run(example: str, *arguments: object) -> str:
+    command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--iterations", "2"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def completed(folder: Path, stage: str) -> dict[str, float]:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["stage"], summary["status"]) == (stage, "completed")
+    assert len((folder / "metrics.csv").read_text().splitlines()) == 3
+    assert (folder / "report.html").stat().st_size > 1000
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+    return summary["metrics"]
+
+
+def test_examples_are_short_and_five():
+    assert len(EXAMPLES) == 5
+    for example in EXAMPLES:
+        assert len(example.read_text().splitlines()) < 40, example.name
+
+
+def test_sft(material, tmp_path):
+    run("sft", material["policy"], material["demonstrations"], tmp_path / "run")
+    completed(tmp_path / "run", "sft")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run/export")
+
+
+def test_a_reward_model_and_ppo_against_it(material, tmp_path):
+    run("reward_model", material["policy"], material["pairs"], tmp_path / "reward")
+    completed(tmp_path / "reward", "reward")
+    reward = tmp_path / "reward/export"
+    AutoModelForSequenceClassification.from_pretrained(reward)
+    said = run("ppo", material["policy"], reward, material["prompts"], tmp_path / "ppo")
+    completed(tmp_path / "ppo", "ppo")
+    assert "win rate" in said
+    assert (tmp_path / "ppo/samples.jsonl").exists()
+
+
+@pytest.mark.parametrize("example", ["ppo_custom_reward", "ppo_new_objective"])
+def test_ppo_with_a_function(example, material, tmp_path):
+    run(example, material["policy"], material["prompts"], tmp_path / "run")
+    completed(tmp_path / "run", "ppo")

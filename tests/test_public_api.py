@@ -1,0 +1,224 @@
+"""The library from Python: no Hydra, a Trainer of one's own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+import rlhf_lightning
+from rlhf_lightning import (
+    DemonstrationDataModule,
+    FunctionScorer,
+    LoraHparams,
+    PPOHparams,
+    PPOModule,
+    PromptDataModule,
+    RewardModule,
+    SamplingHparams,
+    SFTHparams,
+    SFTModule,
+    compare,
+    export_model,
+    trainer_arguments,
+)
+from tests.examples.material import write_material
+
+ITERATIONS = 4
+PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def ppo(material: dict[str, Path], **changes: Any) -> PPOModule:
+    sampling = SamplingHparams(max_new_tokens=5)
+    return PPOModule.from_pretrained(
+        material["policy"], length, ppo=PPO, sampling=sampling, **changes
+    )
+
+
+def prompts(material: dict[str, Path], module: PPOModule) -> PromptDataModule:
+    return PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+
+
+def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
+    given = {"max_iterations": ITERATIONS, "accelerator": "cpu", "enable_progress_bar": False}
+    return trainer_arguments(folder, **given | changes)
+
+
+def train(material: dict[str, Path], folder: Path, **changes: Any) -> PPOModule:
+    module = ppo(material)
+    L.Trainer(**arguments(folder, **changes)).fit(module, prompts(material, module))
+    return module
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return [
+            {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
+            for row in csv.DictReader(file)
+        ]
+
+
+class Stop(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            raise RuntimeError("the power went")
+
+
+@pytest.fixture(scope="module")
+def whole(material, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return train(material, folder), folder
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, rlhf_lightning; print(*sorted({'torch', 'lightning'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+    for name in rlhf_lightning.__all__:
+        assert getattr(rlhf_lightning, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'PPOModul'"):
+        rlhf_lightning.PPOModul  # noqa: B018
+
+
+def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, tmp_path):
+    with pytest.raises(RuntimeError, match="the power went"):
+        train(material, tmp_path / "run", checkpoint_every_n_iterations=1, callbacks=Stop())
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
+    module = ppo(material)
+    trainer = L.Trainer(**arguments(tmp_path / "run"))
+    trainer.fit(module, prompts(material, module), ckpt_path="last", weights_only=True)
+    expected, folder = whole
+    assert rows(tmp_path / "run") == rows(folder)
+    assert len(rows(folder)) == ITERATIONS
+    for name, value in expected.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+
+
+def test_a_second_run_into_a_folder_is_refused_with_what_to_do(material, whole):
+    _, folder = whole
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    with pytest.raises(FileExistsError, match=r'go on with it by fit\(\.\.\., ckpt_path="last"\)'):
+        train(material, folder)
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_last_without_a_checkpoint_is_an_error_and_no_new_run(material, tmp_path):
+    module = ppo(material)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        L.Trainer(**arguments(tmp_path / "run")).fit(
+            module, prompts(material, module), ckpt_path="last"
+        )
+
+
+def test_the_summary_and_the_report_are_those_of_the_run(whole):
+    _, folder = whole
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["stage"], summary["status"], summary["seed"]) == ("ppo", "completed", 1)
+    assert "<html" in (folder / "report.html").read_text()
+    assert len((folder / "samples.jsonl").read_text().splitlines()) >= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, r"Trainer\(max_epochs=1000\), its default"),
+        ({"max_epochs": 2}, r"Trainer\(max_epochs=2\), given"),
+        ({"max_epochs": 1, "precision": "bf16-true"}, r"precision='bf16-true'"),
+    ],
+)
+def test_a_flag_of_a_plain_trainer_that_trains_something_else_is_named(
+    material, tmp_path, flags, said
+):
+    module = ppo(material)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
+        enable_checkpointing=False, **flags,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=said):
+        trainer.fit(module, data)
+
+
+def test_a_plain_trainer_works(material, tmp_path):
+    module = SFTModule.from_pretrained(material["policy"], sft=SFTHparams(learning_rate=1e-3))
+    data = DemonstrationDataModule(
+        material["demonstrations"], module.tokenizer, batch_size=4, num_iterations=2
+    )
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    assert trainer.global_step == 2
+
+
+def test_without_a_length_the_data_say_what_is_missing(material, tmp_path):
+    module = ppo(material)
+    trainer = L.Trainer(**arguments(tmp_path, max_iterations=None))
+    with pytest.raises(ValueError, match="nothing says how long to train"):
+        trainer.fit(module, prompts(material, module))
+
+
+def test_the_seed_is_said_once(material, tmp_path):
+    module = ppo(material, seed=7)
+    data = prompts(material, module)
+    L.Trainer(**arguments(tmp_path, max_iterations=1)).fit(module, data)
+    assert data.seed == 7
+    assert json.loads((tmp_path / "summary.json").read_text())["seed"] == 7
+
+
+def test_a_checkpoint_is_loaded_with_its_hyper_parameters(material, whole):
+    trained, folder = whole
+    checkpoint = folder / "checkpoints/last.ckpt"
+    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward=function\)"):
+        PPOModule.load_from_checkpoint(checkpoint)
+    loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length)
+    assert loaded.ppo == PPO
+    assert loaded.sampling.max_new_tokens == 5
+    for name, value in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert not loaded.training
+
+
+def test_an_export_is_the_trained_policy_and_wins_by_what_it_learnt(material, whole, tmp_path):
+    trained, _ = whole
+    folder = export_model(trained, tmp_path / "export")
+    one = compare(folder, material["policy"], material["prompts"], reward=length, max_new_tokens=5)
+    two = compare(trained, material["policy"], material["prompts"], reward=length, max_new_tokens=5)
+    assert dict(one.metrics) == pytest.approx(dict(two.metrics), nan_ok=True)
+    assert one.low <= one.win_rate <= one.high
+    assert one.samples[0].keys() >= {"prompt", "response", "baseline_response"}
+
+
+def test_adapters_are_trained_and_exported_merged(material, tmp_path):
+    module = RewardModule.from_pretrained(material["policy"], lora=LoraHparams(r=4))
+    data = rlhf_lightning.PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
+    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(module, data)
+    folder = export_model(module, tmp_path / "export")
+    assert (folder / "model.safetensors").exists()
+    scored = compare(
+        material["policy"], material["policy"], material["prompts"], reward=folder, max_new_tokens=5
+    )
+    assert 0 <= scored.win_rate <= 1
+
+
+def test_a_reward_that_is_none_is_refused(material):
+    with pytest.raises(TypeError, match=r"reward=3 is int: give a function"):
+        PPOModule.from_pretrained(material["policy"], 3)
+    assert isinstance(ppo(material).scorer, FunctionScorer)
