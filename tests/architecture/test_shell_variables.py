@@ -42,10 +42,10 @@ def test_the_check_finds_what_it_is_for():
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_the_arrays_of_the_readme_become_one_word_an_override(shell):
+def test_the_arrays_of_a_page_become_one_word_an_override(shell):
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "your_model_and_data.md").read_text(encoding="utf-8")
     (block,) = (block for block in FENCE.findall(text) if "REVIEWS=(" in block)
     said = re.sub(r"^python -m", "printf '%s|'", block, flags=re.M)
     result = subprocess.run([shell, "-c", said], capture_output=True, text=True, check=True)
