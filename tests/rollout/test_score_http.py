@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -197,6 +199,71 @@ def test_the_token_comes_from_the_environment_and_is_never_shown(monkeypatch):
 def test_a_column_that_the_prompts_do_not_have_is_an_error():
     with pytest.raises(ValueError, match=r"scorer.request.gold=gold is not there: use one of \["):
         scorer("http://127.0.0.1:1/", request={"gold": "gold"})(answers())
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_the_service_is_asked_directly_whatever_proxy_and_passwords_the_machine_names(
+    tmp_path, monkeypatch, variable
+):
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    passwords = tmp_path / "netrc"
+    passwords.write_text("machine 127.0.0.1 login me password s3cret\n")
+    passwords.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(passwords))
+    with serving(lengths) as server:
+        assert scorer(server.url, max_retries=0)(answers()).total.tolist() == SCORES
+    assert "Authorization" not in server.headers[0]
+
+
+def test_a_service_is_asked_from_a_running_event_loop_such_as_a_notebooks():
+    async def cell():
+        return scorer(server.url)(answers()).total.tolist()
+
+    with serving(lengths) as server:
+        assert asyncio.run(cell()) == SCORES
+
+
+def test_headers_that_trickle_are_a_time_out():
+    def behaviour(body):
+        def write(handler):
+            handler.wfile.write(b"HTTP/1.0 200 OK\r\n")
+            for _ in range(100):
+                handler.wfile.write(b"X-Slow: 1\r\n")
+                handler.wfile.flush()
+                time.sleep(0.05)
+
+        return write
+
+    started = time.monotonic()
+    with (
+        serving(behaviour) as server,
+        pytest.raises(ServiceError, match=r"no answer within 0\.2 s \(1 att"),
+    ):
+        scorer(server.url, timeout=0.2, max_retries=0)(answers())
+    assert time.monotonic() - started < 4
+
+
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_a_service():
+    program = (
+        "import os, signal, sys, threading, time\n"
+        "from tests.rollout.test_score_http import answers, scorer\n"
+        "http = scorer(sys.argv[1], timeout=60, deadline=60)\n"
+        "given = answers()\n"
+        "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
+        "started = time.monotonic()\n"
+        "try:\n"
+        "    http(given)\n"
+        "except KeyboardInterrupt:\n"
+        "    print(time.monotonic() - started)\n"
+    )
+    with serving(slow(30)) as server:
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", program, server.url], capture_output=True, text=True, timeout=60
+        )
+        assert time.monotonic() - started < 25, "it ended before the service answered"
+    assert 0.4 < float(done.stdout) < 10, done.stderr
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

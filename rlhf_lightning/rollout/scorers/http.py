@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
 import math
 import os
 import random
-import socket
 import ssl
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+import httpx
 import torch
 from torch import nn
 
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 from rlhf_lightning.rollout.scorers.base import Answers, Scores
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
 from rlhf_lightning.rollout.scorers.text_inputs import AnswerText, answer_texts
@@ -61,17 +58,36 @@ class RewardService:
     def __init__(self, hparams: HttpScorerHparams) -> None:
         self.hparams = hparams
         self.url = hparams.url
-        self._parts = urlsplit(hparams.url)
         self._token = _token(hparams.token_env)
         self._jitter = random.Random()
 
-    def post(self, body: Mapping[str, Any], *, deadline: float, stop: threading.Event) -> Any:
+    def client(self) -> httpx.AsyncClient:
+        """Return the connections for one call of the scorer.
+
+        The service is asked directly and as its URL says: without `trust_env` no proxy of the
+        environment sees the texts, or stands between a rank and a service on its own machine, and
+        no password of `.netrc` is sent. Certificates are those of the system or `SSL_CERT_FILE`.
+        """
+        secure = self.url.startswith("https:")
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        return httpx.AsyncClient(
+            headers=headers,
+            timeout=None,  # of all steps together: see `_exchange`
+            trust_env=False,
+            verify=ssl.create_default_context() if secure else False,
+        )
+
+    async def post(
+        self, client: httpx.AsyncClient, body: Mapping[str, Any], *, deadline: float
+    ) -> Any:
         """Return the answer to one request.
 
         Args:
+            client: the connections.
             body: what is sent, as JSON.
-            deadline: `time.monotonic()` at which nobody waits any more.
-            stop: ends the attempts when another request has failed.
+            deadline: `time.monotonic()` at which the last attempt ends.
 
         Raises:
             ServiceError: if no attempt succeeded, or an answer cannot be used.
@@ -81,39 +97,41 @@ class RewardService:
         attempt = 0
         while True:
             try:
-                return self._attempt(payload, deadline)
+                return await self._attempt(client, payload, deadline)
             except _UnavailableError as error:
                 attempt += 1
                 wait = max(self._backoff(attempt), error.wait)
-                late = time.monotonic() + wait >= deadline
-                if attempt > self.hparams.max_retries or late or stop.wait(wait):
+                if attempt > self.hparams.max_retries or time.monotonic() + wait >= deadline:
                     raise ServiceError(
                         f"{self.url} did not answer: {error} ({attempt} attempts in "
                         f"{time.monotonic() - started:.1f} s). Check that the service runs and "
                         "keeps up; scorer.timeout, scorer.deadline, scorer.max_retries and "
                         "scorer.batch_size say how long it is waited for"
                     ) from error
+                await asyncio.sleep(wait)
 
     def _backoff(self, attempt: int) -> float:
         """Return seconds before the next attempt; the jitter keeps ranks from asking in step."""
         longest = min(self.hparams.backoff * 2.0 ** (attempt - 1), self.hparams.max_backoff)
         return longest * self._jitter.uniform(0.5, 1.0)
 
-    def _attempt(self, payload: bytes, deadline: float) -> Any:
+    async def _attempt(self, client: httpx.AsyncClient, payload: bytes, deadline: float) -> Any:
         seconds = min(self.hparams.timeout, deadline - time.monotonic())
         if seconds <= 0:
             raise _UnavailableError(f"scorer.deadline={self.hparams.deadline:g} s is over")
         try:
-            answer = self._exchange(payload, seconds)
+            async with asyncio.timeout(seconds):
+                answer = await self._exchange(client, payload)
         except TimeoutError as error:
             raise _UnavailableError(f"no answer within {seconds:.3g} s") from error
-        except ssl.SSLCertVerificationError as error:
-            raise ServiceError(
-                f"{self.url}: its certificate is not trusted ({error}): add its authority to the "
-                "system's certificates, or set SSL_CERT_FILE"
-            ) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise _UnavailableError(f"{type(error).__name__}: {error}") from error
+        except httpx.RequestError as error:
+            cause = _root_cause(error)
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                raise ServiceError(
+                    f"{self.url}: its certificate is not trusted ({cause}): add its authority to "
+                    "the system's certificates, or set SSL_CERT_FILE"
+                ) from error
+            raise _UnavailableError(f"{type(cause).__name__}: {cause}") from error
         if answer.status == 429 or answer.status >= 500:
             what = f"HTTP {answer.status}: {self._shown(answer.body)}"
             raise _UnavailableError(what, answer.retry_after)
@@ -130,58 +148,19 @@ class RewardService:
                 f"{self._shown(answer.body)}. Check that scorer.url is the path that scores"
             ) from error
 
-    def _exchange(self, payload: bytes, seconds: float) -> _Answer:
-        """Send and receive, in `seconds` all together.
-
-        The socket's own time-out only bounds the wait for the next byte, so a timer ends what
-        trickles.
-        """
-        connection = self._connection(seconds)
-        expired = threading.Event()
-        try:
-            connection.connect()
-            timer = threading.Timer(seconds, _hang_up, (connection.sock, expired))
-            timer.daemon = True
-            timer.start()
-            try:
-                connection.request("POST", self._path(), payload, self._headers())
-                response = connection.getresponse()
-                body = response.read(MOST_BYTES + 1)
-                if response.length and len(body) <= MOST_BYTES:  # a read of so many says nothing
-                    raise http.client.IncompleteRead(body, response.length)
-                answer = _Answer(response.status, _seconds(response.headers["Retry-After"]), body)
-            finally:
-                timer.cancel()
-        except (OSError, http.client.HTTPException) as error:
-            if expired.is_set():
-                raise TimeoutError from error
-            raise
-        finally:
-            connection.close()
-        if expired.is_set():  # what was read may have been cut off
-            raise TimeoutError
-        if len(body) > MOST_BYTES:
-            raise ServiceError(
-                f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
-                f"{self._shown(body[: 4 * NUM_SHOWN])}. It must return scores only; fewer answers "
-                "a request are scorer.batch_size"
-            )
-        return answer
-
-    def _connection(self, seconds: float) -> http.client.HTTPConnection:
-        secure = self._parts.scheme == "https"
-        make = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        return make(str(self._parts.hostname), self._parts.port, timeout=seconds)
-
-    def _path(self) -> str:
-        query = f"?{self._parts.query}" if self._parts.query else ""
-        return (self._parts.path or "/") + query
-
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        return headers
+    async def _exchange(self, client: httpx.AsyncClient, payload: bytes) -> _Answer:
+        body = bytearray()
+        async with client.stream("POST", self.url, content=payload) as response:
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > MOST_BYTES:
+                    raise ServiceError(
+                        f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
+                        f"{self._shown(body[: 4 * NUM_SHOWN])}. It must return scores only; fewer "
+                        "answers a request are scorer.batch_size"
+                    )
+        retry_after = _seconds(response.headers.get("Retry-After"))
+        return _Answer(response.status_code, retry_after, bytes(body))
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):
@@ -194,17 +173,20 @@ class RewardService:
             return "Lower scorer.batch_size"
         return "Check scorer.url, scorer.request and scorer.extra against what the service expects"
 
-    def _shown(self, body: bytes) -> str:
+    def _shown(self, body: bytes | bytearray) -> str:
         text = " ".join(body.decode(errors="replace").split())
         if self._token:
             text = text.replace(self._token, "***")
         return repr(text[:NUM_SHOWN]) + ("..." if len(text) > NUM_SHOWN else "")
 
 
-def _hang_up(sock: socket.socket, expired: threading.Event) -> None:
-    expired.set()
-    with suppress(OSError):  # it may be gone already
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+def _root_cause(error: BaseException) -> BaseException:
+    """Return what the errors of httpx and the libraries below it began with: it says the most."""
+    inner: BaseException | None = error
+    while inner is not None:
+        error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
+        inner = error.__cause__ or error.__context__  # they raise "from None", too
+    return error
 
 
 def _seconds(retry_after: str | None) -> float:
@@ -282,7 +264,7 @@ class HttpScorer:
         values: list[float] = []
         failure: ServiceError | None = None
         try:
-            values = self._ask(rows, len(answers.prompts))
+            values = run_async(lambda: self._ask(rows, len(answers.prompts)))
         except ServiceError as error:
             failure = error
         if agreed_max(int(failure is not None), device):
@@ -311,28 +293,20 @@ class HttpScorer:
                 )
         return {key: known[content] for key, content in self.request.items()}
 
-    def _ask(self, rows: Rows, num_rows: int) -> list[float]:
+    async def _ask(self, rows: Rows, num_rows: int) -> list[float]:
         """Return one number a row; the requests of a call share its deadline."""
         deadline = time.monotonic() + self.hparams.deadline
-        stop = threading.Event()
         size = self.hparams.batch_size
-        batches = [slice(start, start + size) for start in range(0, num_rows, size)]
-        pool = ThreadPoolExecutor(min(self.hparams.concurrency, len(batches)))
+        async with self.service.client() as client:
 
-        def scores_of(batch: slice) -> list[float]:
-            body = {key: list(values[batch]) for key, values in rows.items()}
-            answer = self.service.post(body | self.extra, deadline=deadline, stop=stop)
-            first, last = batch.start, min(batch.stop, num_rows)
-            return self._scores(answer, first, last - first)
+            async def scores_of(first: int) -> list[float]:
+                batch = {key: list(values[first : first + size]) for key, values in rows.items()}
+                answer = await self.service.post(client, batch | self.extra, deadline=deadline)
+                return self._scores(answer, first, min(size, num_rows - first))
 
-        try:
-            futures = [pool.submit(scores_of, batch) for batch in batches]
-            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                future.result()  # the first failure, not that of the first batch
-            return [score for future in futures for score in future.result()]
-        finally:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            starts = range(0, num_rows, size)
+            found = await request_all(scores_of, starts, concurrency=self.hparams.concurrency)
+        return [score for scores in found for score in scores]
 
     def _scores(self, answer: Any, first: int, count: int) -> list[float]:
         """Return the scores of an answer about `count` rows from row `first` on.
