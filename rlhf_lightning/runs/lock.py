@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
@@ -10,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.2
-_taken: dict[Path, IO[str]] = {}  # run folders, with their locks
+_taken: dict[Path, FileLock] = {}  # run folders, with their locks
 
 
 @contextmanager
@@ -27,9 +26,9 @@ def artifact_lock(
 ) -> Iterator[None]:
     """Hold the lock of an artefact folder; wait for whoever holds it, and say so.
 
-    The lock is `flock` on `.<name>.lock` beside the folder. The kernel drops it when the holder
-    dies, so a lock left by a killed process does not exist; the lock file itself stays, because
-    deleting it would let two processes lock two different files of one name. Look for the
+    The lock is that of `filelock` on `.<name>.lock` beside the folder. The kernel drops it when
+    the holder dies, so a lock left by a killed process does not exist; the lock file itself stays,
+    because deleting it would let two processes lock two different files of one name. Look for the
     artefact again once the lock is held: the other process may have made it.
 
     Args:
@@ -39,21 +38,18 @@ def artifact_lock(
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("a+") as file:
-        started = next_report = time.monotonic()
-        while not _try_lock(file):
-            if time.monotonic() >= next_report:
-                waited = time.monotonic() - started
-                report(
-                    f"waiting for {_holder(file)}, which is making {folder} ({waited:.0f} s so far)"
-                )
-                next_report += every_seconds
-            time.sleep(_POLL_SECONDS)
-        _sign(file)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
+    lock = _lock(folder.parent / f".{folder.name}.lock")
+    started = time.monotonic()
+    patience = 0.0
+    while not _acquired(lock, patience):
+        waited = time.monotonic() - started
+        report(f"waiting for {_holder(lock)}, which is making {folder} ({waited:.0f} s so far)")
+        patience = every_seconds
+    try:
+        _sign(lock)
+        yield
+    finally:
+        lock.release()
 
 
 class FolderTakenError(RuntimeError):
@@ -74,11 +70,11 @@ def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> I
     Raises:
         FolderTakenError: if a living process writes into the folder.
     """
-    file = _taken.pop(Path(folder).resolve(), None) or _claim(Path(folder), check)
+    lock = _taken.pop(Path(folder).resolve(), None) or _claim(Path(folder), check)
     try:
         yield
     finally:
-        file.close()  # which drops the lock
+        lock.release()
 
 
 def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> None:
@@ -93,51 +89,55 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
 
 def is_claimed(folder: Path | str) -> bool:
     """Return whether a living process writes into the run folder; `take_run` is no writing."""
+    path = Path(folder) / ".lock"
     if Path(folder).resolve() in _taken:
         return False
+    lock = _lock(path)
     try:
-        with (Path(folder) / ".lock").open("r+") as file:
-            if not _try_lock(file):
-                return True
-            fcntl.flock(file, fcntl.LOCK_UN)
-    except OSError:
+        if not path.exists():
+            return False
+        if not _acquired(lock):
+            return True
+    except OSError:  # a folder that cannot be written to
         return False
+    lock.release()
     return False
 
 
-def _claim(folder: Path, check: Callable[[], None]) -> IO[str]:
+def _claim(folder: Path, check: Callable[[], None]) -> FileLock:
     check()
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("a+")
+    lock = _lock(folder / ".lock")
+    if not _acquired(lock):
+        raise FolderTakenError(
+            f"the run folder {folder} is in use by {_holder(lock)}: wait for it to end, "
+            "end it, or choose another folder with hydra.run.dir="
+        )
     try:
-        if not _try_lock(file):
-            raise FolderTakenError(
-                f"the run folder {folder} is in use by {_holder(file)}: wait for it to end, "
-                "end it, or choose another folder with hydra.run.dir="
-            )
         check()  # another run may have begun and ended in between
-        _sign(file)
+        _sign(lock)
     except BaseException:
-        file.close()
+        lock.release()
         raise
-    return file
+    return lock
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _lock(path: Path) -> FileLock:
+    # Never the soft lock, which outlives a process that was killed.
+    return FileLock(path, thread_local=False, poll_interval=0.2, fallback_to_soft=False)
+
+
+def _acquired(lock: FileLock, patience: float = 0.0) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock.acquire(timeout=patience)
+    except Timeout:
         return False
     return True
 
 
-def _sign(file: IO[str]) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+def _sign(lock: FileLock) -> None:
+    Path(lock.lock_file).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
-def _holder(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read().strip() or "another process"
+def _holder(lock: FileLock) -> str:
+    return Path(lock.lock_file).read_text().strip() or "another process"
