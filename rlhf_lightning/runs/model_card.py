@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import ModelCardData
 
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import UNKNOWN, Licence
@@ -14,6 +15,7 @@ from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import GateResult
 
 CONFIG = "training_config.yaml"
+OTHER_LICENCE = "license-of-the-base-model"  # its name beside `license: other`
 _TITLE = {"sft": "SFT policy", "reward": "Reward model", "ppo": "PPO policy"}
 _WHAT = {
     "sft": "A causal language model after supervised fine-tuning.",
@@ -112,23 +114,18 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
 
 
 def _front_matter(facts: CardFacts) -> str:
-    values: dict[str, Any] = {
-        "library_name": "peft" if facts.is_adapter else "transformers",
-        "license": facts.licence.identifier,
-        "base_model": facts.hub_base,
-        "base_model_relation": "adapter" if facts.is_adapter else "finetune",
-        "datasets": list(facts.datasets),
-        "pipeline_tag": "text-classification" if facts.stage == "reward" else "text-generation",
-        "tags": ["rlhf_lightning", facts.stage],
-    }
-    if facts.hub_base is None:
-        del values["base_model"], values["base_model_relation"]
-    if facts.stage == "reward":
-        values["tags"].append("reward-model")
-    if values["license"] == "other":
-        values["license_name"] = "license-of-the-base-model"
-    lines = [f"{key}: {json.dumps(value)}" for key, value in values.items() if value]
-    return "\n".join(["---", *lines, "---"])  # JSON is YAML
+    is_reward = facts.stage == "reward"
+    data = ModelCardData(
+        library_name="peft" if facts.is_adapter else "transformers",
+        license=facts.licence.identifier,
+        license_name=OTHER_LICENCE if facts.licence.identifier == "other" else None,
+        base_model=facts.hub_base,
+        base_model_relation=facts.hub_base and ("adapter" if facts.is_adapter else "finetune"),
+        datasets=list(facts.datasets) or None,
+        pipeline_tag="text-classification" if is_reward else "text-generation",
+        tags=["rlhf_lightning", facts.stage, *(["reward-model"] if is_reward else [])],
+    )
+    return f"---\n{data.to_yaml()}\n---"
 
 
 def _what(facts: CardFacts) -> str:
