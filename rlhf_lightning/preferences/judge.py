@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-import threading
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from rlhf_lightning.preferences.records import (
     Side,
     readable,
 )
+from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 
 SYSTEM = "You compare two answers to a request, fairly and in a few words."
 TEMPLATE = """\
@@ -102,7 +102,6 @@ class JudgeAnnotator:
         self._spent = 0.0
         self._refused = 0
         self._service: JudgeService | None = None
-        self._lock = threading.Lock()
 
     @property
     def judgements(self) -> list[Judgement]:
@@ -126,7 +125,7 @@ class JudgeAnnotator:
             (p, order) for p in pairs for order in _sides() if (p.pair_id, order) not in self._known
         ]
         if todo:
-            self._ask_all(todo)
+            run_async(lambda: self._ask_all(todo))
         return [self._label(pair) for pair in pairs]
 
     def messages(self, pair: Pair, order: Side) -> list[dict[str, str]]:
@@ -138,34 +137,45 @@ class JudgeAnnotator:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": text}]
 
-    def _ask_all(self, todo: Sequence[tuple[Pair, Side]]) -> None:
+    async def _ask_all(self, todo: Sequence[tuple[Pair, Side]]) -> None:
         if self._service is None:
             self._service = JudgeService(self.hparams)
-        stop = threading.Event()
-        pool = ThreadPoolExecutor(min(self.hparams.concurrency, len(todo)))
-        try:
-            futures = [pool.submit(self._ask, pair, order, stop) for pair, order in todo]
-            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                future.result()
-        finally:
-            stop.set()
-            # Wait: a thread that still runs would write behind a run that has ended.
-            pool.shutdown(wait=True, cancel_futures=True)
+        service = self._service
+        stop = asyncio.Event()
+        failures: list[Exception] = []
+        async with service.client(stop) as client:
 
-    def _ask(self, pair: Pair, order: Side, stop: threading.Event) -> None:
-        assert self._service is not None  # made before the threads
-        self._check_cost()
-        messages = self.messages(pair, order)
-        reply = self._service.ask(messages, logprobs=self.read == "logprobs", stop=stop)
-        judgement = self._judgement(pair, order, reply)
-        with self._lock:
-            self._remember(judgement)
-            if self._journal is not None:
-                self._journal.append([judgement])
-            num_replies = len(self._known)
-        if MANY <= num_replies == self._refused:
+            async def ask(item: tuple[Pair, Side]) -> None:
+                if stop.is_set() or not self._may_ask():
+                    return
+                messages = self.messages(*item)
+                try:
+                    reply = await service.ask(client, messages, logprobs=self.read == "logprobs")
+                    self._keep(self._judgement(*item, reply))
+                except Exception as error:  # requests under way are paid for: they end first
+                    failures.append(error)
+                    stop.set()
+
+            await request_all(ask, todo, concurrency=self.hparams.concurrency)
+        if failures:
+            raise failures[0]
+        if any((pair.pair_id, order) not in self._known for pair, order in todo):
             raise AnnotationError(
-                f"{self.name} refused all of {num_replies} requests as bad ones: check "
+                f"{self.name} has cost {self._spent:.4g}, judge.max_cost={self.hparams.max_cost:g} "
+                "is reached: raise it and continue with resume=auto"
+            )
+
+    def _may_ask(self) -> bool:
+        limit = self.hparams.max_cost
+        return limit is None or self._spent < limit
+
+    def _keep(self, judgement: Judgement) -> None:
+        self._remember(judgement)
+        if self._journal is not None:
+            self._journal.append([judgement])
+        if MANY <= len(self._known) == self._refused:
+            raise AnnotationError(
+                f"{self.name} refused all of {self._refused} requests as bad ones: check "
                 "judge.model, judge.read and judge.max_tokens against what the service takes"
             )
 
@@ -173,14 +183,6 @@ class JudgeAnnotator:
         self._known[judgement.pair_id, judgement.order] = judgement
         self._spent += judgement.cost
         self._refused += judgement.reply is None
-
-    def _check_cost(self) -> None:
-        limit = self.hparams.max_cost
-        if limit is not None and self._spent >= limit:
-            raise AnnotationError(
-                f"{self.name} has cost {self._spent:.4g}, judge.max_cost={limit:g} is reached: "
-                "raise it and continue with resume=auto"
-            )
 
     def _judgement(self, pair: Pair, order: Side, reply: Reply) -> Judgement:
         assert self._service is not None  # it has just replied

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import random
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +27,9 @@ class JudgeHparams(Checked):
         api_key_env: name of the environment variable that holds the key; None for a service that
             wants none.
         timeout: seconds for one request.
-        max_retries: after connection errors, time-outs, 408, 409, 429 and 5xx.
-        backoff: seconds before the first retry, doubled each time; at least what the service asks.
-        max_backoff: seconds at most, unless the service asks for more.
+        max_retries: after connection errors, time-outs, 408, 409, 429 and 5xx. The client of the
+            `openai` package makes them: after half a second, doubled each time up to 8 seconds, or
+            after what the service asks for; where that is more than two minutes, it is an error.
         concurrency: requests at once.
         requests_per_minute: at most; None for no limit.
         temperature: of the judge's sampling.
@@ -45,8 +44,6 @@ class JudgeHparams(Checked):
     api_key_env: str | None = "OPENAI_API_KEY"
     timeout: float = number(60.0, above=0)
     max_retries: int = number(5, at_least=0)
-    backoff: float = number(0.5, above=0)
-    max_backoff: float = number(30.0, above=0)
     concurrency: int = number(4, at_least=1)
     requests_per_minute: float | None = number(None, above=0)
     temperature: float = number(0.0, at_least=0)
@@ -80,7 +77,7 @@ class Reply(NamedTuple):
 
 
 class RateLimit:
-    """Lets one request through every `60 / per_minute` seconds, whichever thread asks.
+    """Lets one request through every `60 / per_minute` seconds, whichever task asks.
 
     Args:
         per_minute: None lets everything through.
@@ -89,18 +86,17 @@ class RateLimit:
     def __init__(self, per_minute: float | None) -> None:
         self.interval = 0.0 if per_minute is None else 60.0 / per_minute
         self._next = 0.0
-        self._lock = threading.Lock()
 
-    def wait(self, stop: threading.Event) -> None:
-        """Return when it is this caller's turn, or when `stop` is set."""
-        with self._lock:
-            turn = max(self._next, time.monotonic())
-            self._next = turn + self.interval
-        stop.wait(max(turn - time.monotonic(), 0.0))
+    async def wait(self) -> None:
+        """Return when it is this caller's turn."""
+        now = time.monotonic()
+        turn = max(self._next, now)
+        self._next = turn + self.interval
+        await asyncio.sleep(turn - now)
 
 
 class JudgeService:
-    """Asks the endpoint; safe for several threads.
+    """Asks the endpoint.
 
     Args:
         hparams: where and how.
@@ -120,103 +116,90 @@ class JudgeService:
         self._openai = openai
         self.hparams = hparams
         self._key = _key(hparams.api_key_env)
+        self._base_url = hparams.base_url or "https://api.openai.com/v1"
         self._limit = RateLimit(hparams.requests_per_minute)
-        self._jitter = random.Random()
-        self._client = openai.OpenAI(
+
+    def client(self, stop: asyncio.Event) -> Any:
+        """Return an `openai.AsyncOpenAI`, which keeps connections and makes the retries.
+
+        Args:
+            stop: once it is set, no further attempt is made.
+        """
+
+        async def before_each_attempt(_: Any) -> None:
+            await self._limit.wait()
+            if stop.is_set():
+                raise AnnotationError("stopped")
+
+        return self._openai.AsyncOpenAI(
             # The client wants some key, also where the service wants none.
             api_key=self._key or "none",
-            base_url=hparams.base_url or "https://api.openai.com/v1",
-            timeout=hparams.timeout,
-            max_retries=0,  # ours are counted
+            base_url=self._base_url,
+            timeout=self.hparams.timeout,
+            max_retries=self.hparams.max_retries,
+            http_client=self._openai.DefaultAsyncHttpxClient(
+                event_hooks={"request": [before_each_attempt]}
+            ),
         )
-
-    def close(self) -> None:
-        """End the connections."""
-        self._client.close()
 
     def cost(self, input_tokens: int, output_tokens: int) -> float:
         """Return the price of so many tokens."""
         prices = self.hparams.input_price, self.hparams.output_price
         return (input_tokens * prices[0] + output_tokens * prices[1]) / MILLION
 
-    def ask(
-        self, messages: Sequence[Mapping[str, str]], *, logprobs: bool, stop: threading.Event
+    async def ask(
+        self, client: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool
     ) -> Reply:
         """Return the reply to one conversation.
 
         Args:
+            client: what `client()` returned.
             messages: role and content.
             logprobs: ask for one token and the likeliest ones in its place.
-            stop: ends waiting and retries.
 
         Raises:
             AnnotationError: if there is none, with what to do.
         """
-        retries = 0
-        while True:
-            self._limit.wait(stop)
-            if stop.is_set():
-                raise AnnotationError("stopped")
-            try:
-                return self._attempt(messages, logprobs, retries)
-            except self._passing as error:
-                retries += 1
-                wait = max(self._backoff(retries), _retry_after(error))
-                if retries > self.hparams.max_retries or stop.wait(wait):
-                    raise AnnotationError(
-                        f"{self._where} did not answer: {self._shown(error)} ({retries} attempts). "
-                        "Check that it runs and keeps up; judge.timeout, judge.max_retries and "
-                        "judge.requests_per_minute say how it is asked. What was answered is kept: "
-                        "continue with resume=auto"
-                    ) from error
-
-    @property
-    def _passing(self) -> tuple[type[Exception], ...]:
-        api = self._openai
-        return (
-            api.APIConnectionError,
-            api.RateLimitError,
-            api.InternalServerError,
-            api.ConflictError,
-        )
-
-    def _attempt(
-        self, messages: Sequence[Mapping[str, str]], logprobs: bool, retries: int
-    ) -> Reply:
         api = self._openai
         options: dict[str, Any] = {"max_tokens": self.hparams.max_tokens}
         if logprobs:
             options = {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_TOKENS}
         try:
-            answer: Any = self._client.chat.completions.create(
+            answer = await client.chat.completions.with_raw_response.create(
                 model=self.hparams.model,
-                messages=messages,  # type: ignore[arg-type]
+                messages=messages,
                 temperature=self.hparams.temperature,
                 **options,
             )
-        except (api.BadRequestError, api.UnprocessableEntityError):
-            return Reply(None, 0, 0, {}, retries)  # e.g. a filter of contents
-        except (api.AuthenticationError, api.PermissionDeniedError) as error:
-            name = self.hparams.api_key_env
-            fix = f"check the key in {name}" if name else "name the key's variable: api_key_env"
-            raise AnnotationError(
-                f"{self._where} refuses the key: {self._shown(error)}. Fix: {fix}"
-            ) from error
-        except api.APIStatusError as error:
-            if error.status_code == 408:
-                raise api.APITimeoutError(error.request) from error
-            if error.status_code in (409, 429) or error.status_code >= 500:
-                raise
-            raise AnnotationError(
-                f"{self._where} refused the request: {self._shown(error)}. Check judge.base_url "
-                "(it ends with /v1) and judge.model"
-            ) from error
+            return self._reply(answer.parse(), logprobs, answer.retries_taken)
+        except (api.BadRequestError, api.UnprocessableEntityError) as error:
+            return Reply(None, 0, 0, {}, _retries(error))  # e.g. a filter of contents
+        except (api.APIConnectionError, api.APIStatusError) as error:
+            raise AnnotationError(f"{self._where} {self._complaint(error)}") from error
         except (ValueError, RecursionError) as error:  # no JSON, or too deep a one
             raise AnnotationError(
                 f"{self._where} answered with something that is no JSON: {self._shown(error)}. "
                 "Check judge.base_url"
             ) from error
-        return self._reply(answer, logprobs, retries)
+
+    def _complaint(self, error: Any) -> str:
+        """Say what an error of the client means, and what to do."""
+        status = getattr(error, "status_code", None)  # none without a connection
+        if status is None or status in (408, 409, 429) or status >= 500:
+            return (
+                f"did not answer: {self._shown(error)} ({_retries(error) + 1} attempts). "
+                "Check that it runs and keeps up; judge.timeout, judge.max_retries and "
+                "judge.requests_per_minute say how it is asked. What was answered is kept: "
+                "continue with resume=auto"
+            )
+        if status in (401, 403):
+            name = self.hparams.api_key_env
+            fix = f"check the key in {name}" if name else "name the key's variable: api_key_env"
+            return f"refuses the key: {self._shown(error)}. Fix: {fix}"
+        return (
+            f"refused the request: {self._shown(error)}. Check judge.base_url (it ends with /v1) "
+            "and judge.model"
+        )
 
     def _reply(self, answer: Any, logprobs: bool, retries: int) -> Reply:
         try:
@@ -240,11 +223,7 @@ class JudgeService:
 
     @property
     def _where(self) -> str:
-        return f"the judge {self.hparams.model} at {self._client.base_url}"
-
-    def _backoff(self, attempt: int) -> float:
-        longest = min(self.hparams.backoff * 2.0 ** (attempt - 1), self.hparams.max_backoff)
-        return longest * self._jitter.uniform(0.5, 1.0)
+        return f"the judge {self.hparams.model} at {self._base_url}"
 
     def _shown(self, error: Exception) -> str:
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -265,8 +244,6 @@ def _key(name: str | None) -> str | None:
     return key
 
 
-def _retry_after(error: Exception) -> float:
-    """Return the seconds of a Retry-After header; 0 without one, or if it is a date."""
-    response = getattr(error, "response", None)
-    value = "" if response is None else response.headers.get("retry-after", "")
-    return float(value) if value.isdecimal() else 0.0
+def _retries(error: Any) -> int:
+    """Return how often the client had tried again before the attempt that this error ended."""
+    return int(error.request.headers.get("x-stainless-retry-count", 0))

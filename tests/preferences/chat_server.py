@@ -156,4 +156,5 @@ def always_a(prompt: str, a: str, b: str) -> str:
 
 
 def failing(status: int, **headers: str) -> Behaviour:
-    return lambda *_: Failure(status, **headers)
+    """Fail, and ask for a short pause unless headers say otherwise."""
+    return lambda *_: Failure(status, **(headers or {"Retry_After_Ms": "10"}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 from pathlib import Path
 
@@ -39,7 +39,6 @@ def judge(server, **changes) -> JudgeAnnotator:
         "model": "tiny-judge",
         "base_url": server.url,
         "api_key_env": None,
-        "backoff": 0.01,
         "timeout": 10.0,
     }
     return JudgeAnnotator(**(settings | changes))
@@ -111,7 +110,7 @@ def test_log_probabilities_take_out_what_the_place_alone_is_worth() -> None:
 
 
 def test_what_may_pass_is_tried_again_and_counted() -> None:
-    broken = [failing(503), failing(429), failing(500), lambda *_: Failure(408)]
+    broken = [failing(503), failing(429), failing(500), failing(408)]
     with serving(*broken, prefers_longer) as server:
         annotator = judge(server, concurrency=1)
         assert [x.choice for x in annotator.label(PAIRS[:2])] == ["first", "second"]
@@ -193,23 +192,50 @@ def test_requests_keep_to_the_rate_and_to_so_many_at_once() -> None:
         assert server.times[-1] - server.times[0] >= 0.8
 
 
-def test_the_rate_limit_gives_each_thread_a_turn_of_its_own() -> None:
+def test_the_rate_limit_gives_each_task_a_turn_of_its_own() -> None:
     limit = RateLimit(6000.0)
     passed: list[float] = []
 
-    def ask() -> None:
+    async def ask() -> None:
         for _ in range(5):
-            limit.wait(threading.Event())
+            await limit.wait()
             passed.append(time.monotonic())
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    async def ask_at_once() -> None:
+        await asyncio.gather(*(ask() for _ in range(4)))
+
     started = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    asyncio.run(ask_at_once())
     assert len(passed) == 20
     assert max(passed) - started >= 0.19
+
+
+def test_retries_keep_to_the_rate_too() -> None:
+    with serving(failing(503), failing(503), prefers_longer) as server:
+        judge(server, concurrency=1, requests_per_minute=150.0).label(PAIRS[:1])
+    assert len(server.times) == 4
+    assert server.times[-1] - server.times[0] >= 1.0
+
+
+def test_a_pause_of_more_than_two_minutes_is_an_error_instead_of_a_long_silence() -> None:
+    message = r"did not answer: .*429.*\(1 attempts\)"
+    hours = failing(429, Retry_After="3600")
+    with serving(hours) as server, pytest.raises(AnnotationError, match=message):
+        judge(server, concurrency=1).label(PAIRS[:1])
+    assert len(server.requests) == 1
+
+
+def test_requests_under_way_when_the_limit_is_reached_are_kept(tmp_path: Path) -> None:
+    def pausing(*shown) -> str:
+        time.sleep(0.1)
+        return prefers_longer(*shown)
+
+    with serving(pausing) as server:
+        limited = judge(server, output_price=1e6, concurrency=4, max_cost=0.5)
+        limited.keep_in(tmp_path / "judgements.jsonl")
+        with pytest.raises(AnnotationError, match=r"has cost 4, judge.max_cost=0.5 is reached"):
+            limited.label(PAIRS)
+    assert len(judgement_journal(tmp_path / "judgements.jsonl").read()) == len(server.requests) == 4
 
 
 def test_the_cost_is_that_of_the_tokens_and_a_limit_stops(tmp_path: Path) -> None:
@@ -228,6 +254,26 @@ def test_the_cost_is_that_of_the_tokens_and_a_limit_stops(tmp_path: Path) -> Non
         with pytest.raises(AnnotationError, match=r"max_cost=.* is reached"):
             limited.label(PAIRS)
     assert len(judgement_journal(tmp_path / "judgements.jsonl").read()) == 5
+
+
+def test_a_failure_ends_what_is_tried_again_but_not_what_is_being_answered(tmp_path: Path) -> None:
+    def one_of_each(prompt: str, a: str, b: str):
+        if prompt == PAIRS[0].prompt:
+            time.sleep(0.3)
+            return Failure(401)
+        if prompt == PAIRS[1].prompt:
+            time.sleep(1.0)
+            return "A"
+        return Failure(503, Retry_After="1")
+
+    with serving(one_of_each) as server:
+        failing_judge = judge(server, concurrency=6)
+        failing_judge.keep_in(tmp_path / "judgements.jsonl")
+        with pytest.raises(AnnotationError, match="refuses the key"):
+            failing_judge.label(PAIRS)
+    assert len(server.requests) == 6
+    kept = judgement_journal(tmp_path / "judgements.jsonl").read()
+    assert [j.pair_id for j in kept] == [PAIRS[1].pair_id] * 2
 
 
 def test_what_was_judged_is_not_asked_for_again(tmp_path: Path) -> None:
