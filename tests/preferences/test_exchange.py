@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.preferences.formats.argilla import user_id
 from rlhf_lightning.preferences.formats.io import Collection, read_collection, write_collection
+from rlhf_lightning.preferences.formats.tools import user_id
 from rlhf_lightning.preferences.records import Choice, Label, Pair
 from tests.preferences.some_pairs import make_pair, make_pairs
 

@@ -21,9 +21,7 @@ from typing import Any, Literal, get_args
 
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.files import LocatedRow, Row, read_rows
-from rlhf_lightning.preferences.formats import argilla as argilla_format
-from rlhf_lightning.preferences.formats import label_studio as label_studio_format
-from rlhf_lightning.preferences.formats import trl as trl_format
+from rlhf_lightning.preferences.formats.tools import read_tool, write_labels, write_verdict
 from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, to_row
 from rlhf_lightning.runs.atomic import write_text
 
@@ -41,7 +39,6 @@ _TELLING: tuple[tuple[str, Format], ...] = (
     ("fields", "argilla"),
     ("data", "label_studio"),
 )
-_FOREIGN = {"trl": trl_format, "argilla": argilla_format, "label_studio": label_studio_format}
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class Written:
-    """How many rows a file got, and how many verdicts it has no words for, by kind."""
+    """The number of rows of a file, and of the verdicts it has no words for, by kind."""
 
     rows: int
     left_out: Counter[str]
@@ -87,7 +84,7 @@ def read_collection(
     elif name == "labels":
         labels = [from_row(Label, row, where) for where, row in rows]
     else:
-        pairs, labels = _FOREIGN[name].read(rows, source=path.name, now=now)
+        pairs, labels = read_tool(name, rows, source=path.name, now=now)
     found = Collection(tuple({p.pair_id: p for p in pairs}.values()), tuple(labels))
     if known == "labels" or name == "labels":
         return found
@@ -139,8 +136,8 @@ def write_collection(
         labels: dict[str, list[Label]] = {pair.pair_id: [] for pair in found.pairs}
         for label in found.labels:
             labels[label.pair_id].append(label)
-        write = _FOREIGN[format].write_labels
-        rows = [row for p in found.pairs for row in write(p, labels[p.pair_id], left_out)]
+        asked = ((pair, labels[pair.pair_id]) for pair in found.pairs)
+        rows = [row for p, given in asked for row in write_labels(format, p, given, left_out)]
     else:
         # Brings torch with it, which neither serving nor reading needs.
         from rlhf_lightning.preferences.aggregate import aggregate
@@ -148,7 +145,7 @@ def write_collection(
         people = {label.annotator for label in found.labels if label.kind == "person"}
         rows = []
         for verdict in aggregate(found.pairs, found.labels, people=people, method=method):
-            rows += _FOREIGN[format].write_verdict(verdict, left_out)
+            rows += write_verdict(format, verdict, left_out)
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
     as_list = format in ("argilla", "label_studio")
     text = "[\n" + ",\n".join(lines) + "\n]\n" if as_list else "".join(f"{x}\n" for x in lines)

@@ -1,0 +1,436 @@
+"""Pairs and labels as TRL, Argilla 2 and Label Studio write them, from one table of fields.
+
+* TRL: rows `prompt chosen rejected`, plain or as chat messages, with keys of ours that it ignores:
+  `domain`, `margin`; of single labels `annotator`, `kind`, `seconds`, `reason`, `created`.
+  Source: https://huggingface.co/docs/trl/dataset_formats.
+* Argilla: records as `Dataset.records.to_json` writes them, with `responses` of users and
+  `suggestions` of models. It knows users by UUID and keeps neither order nor time, so ours are in
+  the metadata, and a response is matched with them by a UUID made from the annotator's name.
+  Source: `Record.to_dict` of argilla-io/argilla.
+* Label Studio: tasks with annotations of a `Pairwise` tag, as its JSON export has them. It refuses
+  a `completed_by` that is none of its own accounts, so our annotators stand in `rlhf`, beside all
+  else that it has no key for. docs/annotate.md has the labelling configuration.
+  Source: https://labelstud.io/guide/task_format, and `data_import` in HumanSignal/label-studio.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf_lightning.data.conversations import parse_text
+from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, describe
+from rlhf_lightning.data.files import Row
+from rlhf_lightning.data.formats import parse_rows
+from rlhf_lightning.data.records import PreferenceRecord, Text
+from rlhf_lightning.preferences.records import (
+    SIDES,
+    Choice,
+    Label,
+    LabError,
+    Pair,
+    from_row,
+    pair_name,
+    readable,
+    to_row,
+)
+
+if TYPE_CHECKING:
+    from rlhf_lightning.preferences.aggregate import Verdict
+
+Tool = Literal["trl", "argilla", "label_studio"]
+Located = Iterable[tuple[Location, Row]]
+AGENT = "verdict"  # the author of a verdict, where a tool asks for a name
+TRL_KEYS = ("annotator", "kind", "seconds", "reason", "created")
+LABEL_STUDIO_KEYS = ("annotator", "kind", "order", "margin")
+ARGILLA_KEYS = ("pair_id", "first_source", "second_source", "gold")
+QUESTION, REASON, LABELS = "preference", "reason", "rlhf_labels"  # keys of Argilla's records
+_USERS = uuid.UUID("6f1d8f5e-8f0e-4a53-9f0e-2f5b6f0f6c11")
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The keys under which a tool keeps the parts of a pair.
+
+    Args:
+        texts: object with the prompt and the two answers.
+        domain: object with the domain.
+        ours: object for all that the tool has no key for.
+        pair: key in it of the fields of `Pair`, as an object or its JSON.
+        export: how such a file is made.
+    """
+
+    texts: str
+    domain: str
+    ours: str
+    pair: str
+    export: str
+
+
+FIELDS = {
+    "argilla": Fields(
+        "fields", "metadata", "metadata", "rlhf_pair", "export the records as JSON with Argilla 2"
+    ),
+    "label_studio": Fields(
+        "data", "data", "meta", "pair", "export as JSON, not as JSON-MIN or CSV"
+    ),
+}
+PROMPTS = ("prompt", "instruction", "question", "input", "query")
+_NUMBERED = ("answer{}", "answer-{}", "response{}", "response-{}", "response_{}")
+ANSWERS = (
+    ("first", "second"),
+    *((stem.format(1), stem.format(2)) for stem in _NUMBERED),
+    ("response_a", "response_b"),
+    ("completion1", "completion2"),
+    ("text1", "text2"),
+    ("chosen", "rejected"),
+)
+_WORDS: dict[str, Choice] = {
+    **dict.fromkeys(("first", "1", "a", "left"), "first"),
+    **dict.fromkeys(("second", "2", "b", "right"), "second"),
+    **dict.fromkeys(("tie", "equal", "same", "both"), "tie"),
+    **dict.fromkeys(("both_bad", "both bad", "neither"), "both_bad"),
+    "skip": "skip",
+}
+
+
+def read_tool(
+    tool: Tool, rows: Located, *, source: str, now: str
+) -> tuple[list[Pair], list[Label]]:
+    """Return the pairs and labels of a tool's rows; what a model says is a label of kind `judge`.
+
+    Args:
+        tool: that wrote them.
+        rows: the rows.
+        source: name of the file, for labels without an author.
+        now: time of labels that have none.
+
+    Raises:
+        BadRecordError: for a row without a prompt and two answers, or with a label that means
+            nothing.
+    """
+    if tool == "trl":
+        return _read_trl(rows, source, now)
+    fields, read_labels = FIELDS[tool], {"argilla": _of_argilla, "label_studio": _of_label_studio}
+    pairs: list[Pair] = []
+    labels: list[Label] = []
+    for where, row in rows:
+        texts = row.get(fields.texts)
+        if not isinstance(texts, Mapping):
+            found = f"{fields.texts!r} is {describe(texts)}, expected an object"
+            raise BadRecordError(where, found, fields.export)
+        prompt, first, second, names = find_texts(texts, where)
+        with naming_the_place(where):
+            domain = (row.get(fields.domain) or {}).get("domain")
+            pair = Pair.make(prompt, first, second, domain=str(domain or ""))
+            ours = row.get(fields.ours) or {}
+            if fields.pair in ours:
+                own = ours[fields.pair]
+                pair = replace(pair, **(json.loads(own) if isinstance(own, str) else own))
+            labels += read_labels[tool](row, pair, names, where, source, now)
+        pairs.append(pair)
+    return pairs, labels
+
+
+def write_labels(
+    tool: Tool, pair: Pair, labels: Sequence[Label], left_out: Counter[str]
+) -> list[dict[str, Any]]:
+    """Return the rows of a pair with all its labels; TRL gets a row for each that prefers a side.
+
+    Args:
+        tool: that will read them.
+        pair: the pair.
+        labels: of it.
+        left_out: counts those that the tool has no word for.
+    """
+    if tool != "trl":
+        return [(_argilla if tool == "argilla" else _label_studio)(pair, labels)]
+    rows = []
+    for label in labels:
+        if label.choice not in SIDES:
+            left_out[label.choice.replace("_", " ")] += 1
+            continue
+        answers: list[Any] = [pair.first, pair.second]
+        if not isinstance(pair.prompt, str):
+            answers = [[{"role": "assistant", "content": text}] for text in answers]
+        chosen, rejected = answers if label.choice == "first" else answers[::-1]
+        row = {"prompt": pair.prompt, "chosen": chosen, "rejected": rejected, "domain": pair.domain}
+        extra = {key: getattr(label, key) for key in (*TRL_KEYS, "margin")}
+        rows.append(row | {key: value for key, value in extra.items() if value is not None})
+    return rows
+
+
+def write_verdict(tool: Tool, verdict: Verdict, left_out: Counter[str]) -> list[dict[str, Any]]:
+    """Return the row of a verdict: for TRL a preference or none, else a suggestion or prediction.
+
+    Args:
+        tool: that will read it.
+        verdict: of a pair.
+        left_out: counts verdicts that the tool has no word for, by reason.
+    """
+    from rlhf_lightning.preferences.aggregate import TIE, preference_row
+
+    choice: Choice | None = verdict.choice
+    if verdict.left_out == TIE and tool != "trl":
+        choice = "tie"
+    if choice is None:
+        left_out[str(verdict.left_out)] += 1
+    if tool == "trl":
+        return [preference_row(verdict)] if choice else []
+    said = None
+    if choice is not None:
+        said = choice, round(verdict.votes[choice] / sum(verdict.votes.values()), 6)
+    return [(_argilla if tool == "argilla" else _label_studio)(verdict.pair, said=said)]
+
+
+def find_texts(values: Mapping[str, Any], where: Location) -> tuple[Any, str, str, tuple[str, str]]:
+    """Return prompt, both answers, and how these are called there.
+
+    Raises:
+        BadRecordError: if one is missing or no text.
+    """
+    prompt = next((key for key in PROMPTS if values.get(key)), None)
+    answers = next((pair for pair in ANSWERS if pair[0] in values and pair[1] in values), None)
+    if prompt is None or answers is None:
+        missing = "a prompt" if prompt is None else "two answers"
+        known = PROMPTS if prompt is None else [" and ".join(pair) for pair in ANSWERS]
+        raise BadRecordError(
+            where,
+            f"{missing} cannot be found among {', '.join(map(str, values)) or 'no keys'}",
+            f"name it as one of: {', '.join(known)}",
+        )
+    for key in answers:
+        if not isinstance(values[key], str):
+            found = f"{key!r} holds {describe(values[key])}, expected text"
+            raise BadRecordError(where, found, "give each answer as one text")
+    return (
+        parse_text(values[prompt], prompt, where),
+        values[answers[0]],
+        values[answers[1]],
+        answers,
+    )
+
+
+@contextmanager
+def naming_the_place(where: Location) -> Iterator[None]:
+    """Turn what goes wrong with a foreign value into an error that names file and record."""
+    try:
+        yield
+    except BadRecordError:
+        raise
+    except (LabError, AttributeError, KeyError, TypeError, ValueError) as error:
+        fix = "mend the record, or leave it out"
+        raise BadRecordError(where, f"it cannot be read ({error})", fix) from error
+
+
+def as_choice(value: Any, names: tuple[str, str]) -> Choice | None:
+    """Return the choice that a word of another tool means, None if it means none.
+
+    Args:
+        value: a side, a number, the name of an answer, `tie`, ..., or a ranking of the answers,
+            `[{"value": ..., "rank": ...}, ...]`.
+        names: of the two answers there.
+    """
+    if isinstance(value, list):
+        ranks = {as_choice(item.get("value"), names): item.get("rank") for item in value}
+        first, second = ranks.get("first"), ranks.get("second")
+        if not isinstance(first, int) or not isinstance(second, int):
+            return None
+        return "tie" if first == second else "first" if first < second else "second"
+    word = str(value).strip().lower()
+    own: dict[str, Choice] = {names[0].lower(): "first", names[1].lower(): "second"}
+    return own.get(word) or _WORDS.get(word)
+
+
+def user_id(annotator: str) -> str:
+    """Return the UUID that stands for an annotator at Argilla."""
+    return str(uuid.uuid5(_USERS, annotator))
+
+
+def _read_trl(rows: Located, source: str, now: str) -> tuple[list[Pair], list[Label]]:
+    located = list(rows)
+    own = {str(at): {key: row[key] for key in TRL_KEYS if key in row} for at, row in located}
+    pairs, labels = [], []
+    for parsed in parse_rows(located, columns=None, skipped=SkippedRecords("raise")):
+        record, where = parsed.record, parsed.where
+        if not isinstance(record, PreferenceRecord):
+            found = "the row has no 'chosen' and 'rejected'"
+            raise BadRecordError(where, found, "give pairs, or another annotate.format")
+        answers = [_one_answer(getattr(record, k), k, where) for k in ("chosen", "rejected")]
+        values: dict[str, Any] = {"annotator": source, "kind": "person", "created": now}
+        try:
+            # The order must not tell which was chosen; a hash knows nothing of which is better.
+            names = [pair_name(record.prompt, *order) for order in (answers, answers[::-1])]
+            side: Choice = "first" if names[0] < names[1] else "second"
+            first, second = answers if side == "first" else answers[::-1]
+            pairs.append(Pair.make(record.prompt, first, second, domain=record.domain))
+            values |= own[str(where)] | {"margin": record.margin}
+            labels.append(Label(pairs[-1].pair_id, choice=side, order="first", **values))
+        except LabError as error:
+            raise BadRecordError(where, str(error), "mend the row, or leave it out") from error
+    return pairs, labels
+
+
+def _one_answer(text: Text, key: str, where: Location) -> str:
+    if isinstance(text, str):
+        return text
+    if len(text) != 1:
+        found = f"{key!r} has {len(text)} messages, expected one answer"
+        raise BadRecordError(where, found, "put all turns but the last one into 'prompt'")
+    return text[0]["content"]
+
+
+def _of_argilla(
+    row: Row, pair: Pair, names: tuple[str, str], where: Location, source: str, now: str
+) -> Iterator[Label]:
+    texts = (row.get("metadata") or {}).get(LABELS) or ()
+    ours = [from_row(Label, json.loads(text), where) for text in texts]
+    known = {user_id(label.annotator): label for label in ours}
+    responses = row.get("responses") or {}
+    reasons = {given.get("user_id"): given.get("value") for given in responses.get(REASON) or ()}
+    questions = [key for key in responses if key != REASON]
+    if len(questions) > 1 and QUESTION not in questions:
+        found = f"the questions {', '.join(questions)} have responses"
+        raise BadRecordError(where, found, f"name the one about the better answer {QUESTION!r}")
+    question = QUESTION if QUESTION in questions or not questions else questions[0]
+
+    def choice_of(given: Mapping[str, Any], kind: str) -> Choice:
+        choice = as_choice(given.get("value"), names)
+        if choice is None:
+            found = f"the {kind} {describe(given.get('value'))} names neither answer"
+            raise BadRecordError(where, found, "use first, second, tie or both_bad, or a ranking")
+        return choice
+
+    for given in responses.get(question) or ():
+        user, reason = str(given.get("user_id")), reasons.get(given.get("user_id"))
+        choice = choice_of(given, "response")
+        before = known.pop(user, None)
+        if before is None:
+            yield Label(pair.pair_id, user, choice, "person", "first", now, reason=reason)
+        elif before.choice == choice:
+            yield replace(before, reason=reason)
+        else:  # judged anew over there
+            who, kind = before.annotator, before.kind
+            yield Label(pair.pair_id, who, choice, kind, "first", now, reason=reason)
+    yield from (label for label in known.values() if label.choice == "skip")
+    given = (row.get("suggestions") or {}).get(QUESTION)
+    if given is not None:
+        agent = str(given.get("agent") or source)
+        yield Label(pair.pair_id, agent, choice_of(given, "suggestion"), "judge", "first", now)
+
+
+def _argilla(
+    pair: Pair, labels: Sequence[Label] = (), said: tuple[Choice, float] | None = None
+) -> dict[str, Any]:
+    """Return a record; a label that skips is in the metadata only."""
+    own = json.dumps({key: getattr(pair, key) for key in ARGILLA_KEYS}, ensure_ascii=False)
+    metadata: dict[str, Any] = {FIELDS["argilla"].pair: own}
+    if pair.domain:
+        metadata["domain"] = pair.domain
+    if labels:
+        metadata[LABELS] = [json.dumps(to_row(label), ensure_ascii=False) for label in labels]
+    given = [(label, user_id(label.annotator)) for label in labels if label.choice != "skip"]
+    responses = {
+        QUESTION: [{"value": label.choice, "user_id": user} for label, user in given],
+        REASON: [{"value": x.reason, "user_id": user} for x, user in given if x.reason],
+    }
+    suggestion = {"value": said[0], "score": said[1], "agent": AGENT} if said else None
+    return {
+        "id": pair.pair_id,
+        "fields": {"prompt": pair.prompt, "first": pair.first, "second": pair.second},
+        "metadata": metadata,
+        "suggestions": {QUESTION: suggestion} if suggestion else {},
+        "responses": {key: value for key, value in responses.items() if value},
+        "vectors": {},
+    }
+
+
+def _of_label_studio(
+    row: Row, pair: Pair, names: tuple[str, str], where: Location, source: str, now: str
+) -> Iterator[Label]:
+    predictions = [
+        {"rlhf": {"annotator": str(given.get("model_version") or source), "kind": "judge"}} | given
+        for given in row.get("predictions") or ()
+    ]
+    for given in (*(row.get("annotations") or ()), *predictions):
+        choice: Choice | None = "skip" if given.get("was_cancelled") else None
+        reason = None
+        for part in given.get("result") or ():
+            value = part.get("value") or {}
+            if part.get("type") == "pairwise":
+                choice = as_choice(value.get("selected"), names)
+            elif part.get("type") == "choices" and choice is None:
+                choice = as_choice((value.get("choices") or [None])[0], names)
+            elif part.get("type") == "textarea":
+                reason = "\n".join(value.get("text") or ()) or None
+        if choice is None and not given.get("result"):
+            continue  # opened and left
+        if choice is None:
+            found = f"the annotation {describe(given['result'])} prefers neither answer"
+            fix = "annotate with Pairwise, or with Choices tie, both_bad"
+            raise BadRecordError(where, found, fix)
+        account = given.get("completed_by")
+        if isinstance(account, Mapping):
+            account = account.get("email") or account.get("id")
+        values: dict[str, Any] = {
+            "annotator": source if account is None else str(account),
+            "kind": "person",
+            "order": "first",
+            "created": _time(given.get("created_at"), now),
+            "seconds": None if given.get("lead_time") is None else float(given["lead_time"]),
+        }
+        own = (given.get("rlhf") or {}).items()
+        values |= {key: value for key, value in own if key in LABEL_STUDIO_KEYS}
+        yield Label(pair.pair_id, choice=choice, reason=reason, **values)
+
+
+def _label_studio(
+    pair: Pair, labels: Sequence[Label] = (), said: tuple[Choice, float] | None = None
+) -> dict[str, Any]:
+    """Return a task; a label that skips is a cancelled annotation."""
+    data = {"prompt": readable(pair.prompt), "answer1": pair.first, "answer2": pair.second}
+    prediction = (
+        {"model_version": AGENT, "score": said[1], "result": _result(said[0])} if said else None
+    )
+    return {
+        "data": data | ({"domain": pair.domain} if pair.domain else {}),
+        "meta": {FIELDS["label_studio"].pair: to_row(pair)},
+        "annotations": [
+            {
+                "result": _result(label.choice, label.reason),
+                "was_cancelled": label.choice == "skip",
+                "created_at": label.created,
+                "lead_time": label.seconds,
+                "rlhf": {key: getattr(label, key) for key in LABEL_STUDIO_KEYS},
+            }
+            for label in labels
+        ],
+        "predictions": [prediction] if prediction else [],
+    }
+
+
+def _result(choice: Choice, reason: str | None = None) -> list[dict[str, Any]]:
+    parts: list[tuple[str, str, str, dict[str, Any]]] = []
+    if choice in SIDES:
+        selected = "left" if choice == "first" else "right"
+        parts.append(("pairwise", "preference", "answer1,answer2", {"selected": selected}))
+    elif choice != "skip":
+        parts.append(("choices", "verdict", "prompt", {"choices": [choice]}))
+    if reason:
+        parts.append(("textarea", "reason", "prompt", {"text": [reason]}))
+    return [dict(zip(("type", "from_name", "to_name", "value"), x, strict=True)) for x in parts]
+
+
+def _time(text: Any, now: str) -> str:
+    """Return a time of Label Studio's, which writes Z for the zone, as Python does."""
+    try:
+        time = datetime.fromisoformat(str(text))
+    except ValueError:
+        return now
+    return str(text) if time.tzinfo is not None else time.replace(tzinfo=UTC).isoformat()
