@@ -12,12 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.preferences.annotation import assignment as rules
 from rlhf_lightning.preferences.annotation.assignment import Sharing
-from rlhf_lightning.preferences.annotation.database import StoreError, connect
+from rlhf_lightning.preferences.annotation.database import (
+    Change,
+    ResultT,
+    StoreError,
+    Writer,
+    connect,
+)
 from rlhf_lightning.preferences.annotation.rows import (
     LABELS,
     as_label,
@@ -28,10 +34,7 @@ from rlhf_lightning.preferences.annotation.rows import (
     iso_time,
 )
 from rlhf_lightning.preferences.annotation.tasks import Answer, Outcome, Progress, Task, choice_of
-from rlhf_lightning.preferences.annotation.writer import Writer
 from rlhf_lightning.preferences.records import Label, Pair, from_row, to_row
-
-ResultT = TypeVar("ResultT")
 
 _NEWEST = (
     "SELECT * FROM assignments WHERE rater_id = ? AND state = 'open' AND expires > ? "
@@ -65,7 +68,7 @@ class LabelStore:
         self.close()
 
     def close(self) -> None:
-        """Finish what waits to be written, and close the file."""
+        """Finish what is being written, and close the file."""
         self._writer.close()
         with self._reading:
             self._reader.close()
@@ -270,7 +273,7 @@ class LabelStore:
         with self._reading:
             return self._reader.execute(query, values).fetchall()
 
-    def _write(self, change: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+    def _write(self, change: Change[ResultT]) -> ResultT:
         try:
             return self._writer.run(change)
         except (sqlite3.Error, UnicodeEncodeError) as error:
