@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.preferences.agreement import Share
-from rlhf_lightning.preferences.judge import JudgeAnnotator
-from rlhf_lightning.preferences.judgements import Judgement, judge_figures
+from rlhf_lightning.preferences.judge import JudgeAnnotator, Judgement, judge_figures
 from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.preferences.public_sets import read_pandalm
 from rlhf_lightning.preferences.records import SIDES, Label, Pair

@@ -192,7 +192,7 @@ def run(request: Request) -> None:
             if request.action == "export":
                 _export(request, store)
             elif request.action == "status":
-                from rlhf_lightning.preferences.annotation.stats import describe_store
+                from rlhf_lightning.preferences.annotation.store import describe_store
 
                 say(describe_store(store))
             else:
@@ -205,7 +205,7 @@ def run(request: Request) -> None:
 
 
 def _import(request: Request, store: LabelStore) -> None:
-    from rlhf_lightning.preferences.annotation.rows import iso_time
+    from rlhf_lightning.preferences.annotation.assignment import iso_time
     from rlhf_lightning.preferences.formats.io import read_collection
 
     assert request.file is not None

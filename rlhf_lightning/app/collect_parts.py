@@ -17,10 +17,10 @@ from rlhf_lightning.app.config.targets import TargetError, check_names, check_ta
 
 if TYPE_CHECKING:
     from rlhf_lightning.data.records import PromptRecord
-    from rlhf_lightning.preferences.adversarial import WorstSamples
     from rlhf_lightning.preferences.annotators import Annotator
     from rlhf_lightning.preferences.candidates import LoadedPolicy
     from rlhf_lightning.preferences.collection import Lab
+    from rlhf_lightning.preferences.pairing import WorstSamples
 
 SPLITS = ("train", "validation")
 
@@ -140,7 +140,7 @@ def _annotators(cfg: DictConfig) -> list[Annotator]:
 
 
 def _worst(values: dict[str, Any]) -> WorstSamples | None:
-    from rlhf_lightning.preferences.adversarial import WorstSamples
+    from rlhf_lightning.preferences.pairing import WorstSamples
     from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 
     if values["run"] is None:

@@ -1,1 +1,1 @@
-"""From prompts to labelled pairs: candidates, annotators, budget, agreement, the labelling page."""
+"""The preference lab: candidates, annotators, budget, agreement and the labelling page."""

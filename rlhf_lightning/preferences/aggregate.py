@@ -1,4 +1,4 @@
-"""From labels to preferences: whose word counts, how sure it is, and what is left out."""
+"""Aggregation of labels into preferences: deciding votes, margins, and pairs that are left out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rlhf_lightning.data.records import Text
-from rlhf_lightning.preferences.agreement import THREE, collect_votes
-from rlhf_lightning.preferences.ceiling import Tally, tally_votes
-from rlhf_lightning.preferences.dawid_skene import dawid_skene
+from rlhf_lightning.preferences.agreement import THREE, collect_votes, dawid_skene
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 
 Method = Literal["people_first", "majority", "dawid_skene"]
@@ -22,7 +20,7 @@ TIE = "tie: neither answer is better"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the labels of one pair come to.
+    """The preference that the labels of one pair amount to.
 
     Args:
         pair: the pair.
@@ -59,7 +57,7 @@ def aggregate(
 ) -> list[Verdict]:
     """Return one verdict a pair, in their order.
 
-    * `people_first`: the majority of the people asked; where nobody was, that of all annotators.
+    * `people_first`: the majority of the people asked; where none was, that of all annotators.
       The margin is the votes for minus those against, of all annotators, in units of all votes,
       at least 0.
     * `majority`: the same, every annotator counting alike.
@@ -120,14 +118,6 @@ def preference_row(verdict: Verdict, *, margin_scale: float = 1.0) -> dict[str, 
 def left_out(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """Return how many pairs are no preference, by reason."""
     return dict(Counter(v.left_out for v in verdicts if v.left_out is not None))
-
-
-def side_tally(labels: Iterable[Label]) -> Tally:
-    """Return how many pairs have which votes for first and second, as a ceiling is read from."""
-    return tally_votes(
-        (sum(x.choice == "first" for x in found), sum(x.choice == "second" for x in found))
-        for found in by_pair(labels).values()
-    )
 
 
 def _by_count(pair: Pair, labels: Sequence[Label], people: Collection[str]) -> Verdict:

@@ -1,4 +1,4 @@
-"""Whoever compares two answers: the protocol, rules, and simulated people."""
+"""Annotators of pairs: the protocol, rules, and simulated people."""
 
 from __future__ import annotations
 

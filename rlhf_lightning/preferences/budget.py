@@ -1,4 +1,4 @@
-"""Which pairs people look at, and what that costs.
+"""The budget of labels: the pairs that people look at, and their cost.
 
 Rules and judges are cheap and people are dear, so people get the pairs that the others are unsure
 of, and a random share for validation, which is never trained on.
@@ -19,7 +19,7 @@ SECONDS_AN_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class BudgetHparams(Checked):
-    """What is spent on labels.
+    """The shares of pairs, votes and wages that make the budget.
 
     Args:
         automatic_share: of the pairs, labelled by rule, judge or reward model alone.
@@ -54,7 +54,7 @@ class BudgetHparams(Checked):
 
 @dataclass(frozen=True)
 class Routing:
-    """Who labels what; each pair is in exactly one of the three.
+    """The split of pairs among annotators; each pair is in exactly one part.
 
     Args:
         automatic: left to rules and judges.
@@ -69,7 +69,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Cost:
-    """What labels cost: people's time and wage, and what a judge's endpoint charges.
+    """The cost of labels: people's time and wage, and the charges of a judge's endpoint.
 
     Args:
         labels: by people.
@@ -136,7 +136,7 @@ def route(
     ranked = sorted(
         rest, key=lambda p: (-sure.get(p.pair_id, 0.0), split_fraction(p.pair_id, hparams.seed))
     )
-    # A pair on which nobody automatic took a side must not become an automatic label.
+    # A pair on which no automatic annotator took a side must not become an automatic label.
     able = sum(sure.get(pair.pair_id, 0.0) > 0 for pair in rest)
     kept = {p.pair_id for p in ranked[: min(round(hparams.automatic_share * len(pairs)), able)]}
     return Routing(

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import Checked, number
-from rlhf_lightning.preferences.adversarial import WorstSamples
 from rlhf_lightning.preferences.aggregate import METHODS, Method, Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.budget import (
@@ -32,22 +31,28 @@ from rlhf_lightning.preferences.candidates import (
     OVER_LONG,
     Sampling,
     candidate_journal,
+    describe_dropped,
     sample_candidates,
     usable,
+    what_to_change,
 )
 from rlhf_lightning.preferences.human_annotators import People
 from rlhf_lightning.preferences.journal import Journal, record_journal, write_records
-from rlhf_lightning.preferences.judge import JudgeAnnotator
-from rlhf_lightning.preferences.judgements import JudgeFigures, judge_figures
+from rlhf_lightning.preferences.judge import JudgeAnnotator, JudgeFigures, judge_figures
 from rlhf_lightning.preferences.near_duplicates import near_duplicates
-from rlhf_lightning.preferences.pairing import PAIRINGS, Pairing, ScoreFunction, make_pairs
+from rlhf_lightning.preferences.pairing import (
+    PAIRINGS,
+    Pairing,
+    ScoreFunction,
+    WorstSamples,
+    make_pairs,
+)
 from rlhf_lightning.preferences.records import Label, Pair, readable
-from rlhf_lightning.preferences.usability import describe_dropped, what_to_change
 
 
 @dataclass(frozen=True)
 class LabHparams(Checked):
-    """How pairs are made and labels are put together.
+    """Settings of pairing and aggregation.
 
     Args:
         pairing: random, most_different or best_against_worst.
@@ -82,7 +87,7 @@ class LabHparams(Checked):
 
 @dataclass(frozen=True)
 class Collection:
-    """What a lab has made.
+    """The result of a lab.
 
     Args:
         train: verdicts on the pairs to train on.

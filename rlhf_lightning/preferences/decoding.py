@@ -1,4 +1,4 @@
-"""How candidates are decoded: temperature, top-k and top-p, and grids of them.
+"""Decoding of candidates: temperature, top-k and top-p, and grids of them.
 
 PPO's rollouts must sample the full distribution; candidates for labelling need not.
 

@@ -1,4 +1,4 @@
-"""Prompts that are nearly the same on both sides of a split, found exactly.
+"""Exact search for prompts that are nearly the same on both sides of a split.
 
 Two texts are near duplicates if their sets of word n-grams overlap by a Jaccard index of at least
 a threshold. The search reads an inverted index of each set's rarest n-grams, which must share one

@@ -1,4 +1,4 @@
-"""How far a long piece of work is, and how long it will take: a bar, or a line now and then."""
+"""Progress of long work and the time it will take: a bar, or a line now and then."""
 
 from __future__ import annotations
 

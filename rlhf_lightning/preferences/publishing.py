@@ -1,4 +1,4 @@
-"""What a collection leaves: preference records, figures of reliability, and flat metrics."""
+"""Output of a collection: preference records, figures of reliability, and flat metrics."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rlhf_lightning.data.sources.base import RELIABILITY
 from rlhf_lightning.preferences.aggregate import Verdict, aggregate, left_out, preference_row
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import Gold
+from rlhf_lightning.preferences.candidates import METRICS
 from rlhf_lightning.preferences.collection import Collection, LabHparams
 from rlhf_lightning.preferences.journal import write_rows
 from rlhf_lightning.preferences.records import Pair, readable
@@ -25,7 +26,6 @@ from rlhf_lightning.preferences.reliability import (
     people_majority,
     verdicts_agree,
 )
-from rlhf_lightning.preferences.usability import METRICS
 from rlhf_lightning.runs.atomic import replace_folder, write_text
 from rlhf_lightning.runs.folder import to_json
 

@@ -1,4 +1,4 @@
-"""What passes between the parts of the preference lab: candidates, pairs and labels.
+"""Records that pass between the parts of the preference lab: candidates, pairs and labels.
 
 Each is a frozen dataclass and one JSON object a line. Names of records are hashes of what they
 say, so that reading the same file twice adds nothing.
@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def source(self) -> str:
-        """Who wrote it and how, in one line: `sft temperature=0.7 top_p=0.9 seed=1`."""
+        """Author and settings in one line: `sft temperature=0.7 top_p=0.9 seed=1`."""
         settings = (f"{key}={value:g}" for key, value in self.settings.items())
         return " ".join((self.model, *settings, f"seed={self.seed}"))
 
@@ -160,7 +160,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Label:
-    """What one annotator said of one pair.
+    """The judgement of one annotator on one pair.
 
     Args:
         pair_id: of the pair.
@@ -207,7 +207,7 @@ class Label:
 
     @property
     def shown_first_won(self) -> bool | None:
-        """Whether the answer shown first was chosen; None where neither was."""
+        """True if the answer shown first was chosen; None where neither was."""
         return self.choice == self.order if self.choice in SIDES else None
 
 
@@ -220,7 +220,7 @@ def prompt_name(prompt: Text) -> str:
 
 
 def response_name(prompt: Text, response: str) -> str:
-    """Return the name of an answer to a prompt: equal answers have one name, whoever wrote them."""
+    """Return the name of an answer to a prompt: equal answers have one name."""
     return _hash("response", text_key(prompt), response)
 
 

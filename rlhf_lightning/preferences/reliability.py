@@ -1,38 +1,195 @@
-"""How far labels can be trusted: people among themselves, and the others beside them."""
+"""Reliability of labels: people among themselves, others beside them, and the ceiling they set.
+
+The ceiling is the accuracy that noisy labels leave possible. People differ about a pair: a share p
+of them prefers its first answer. A reward model that always names the side most people are on still
+misses the labels of the others. With labels that are one vote each, its accuracy is
+`E[max(p, 1 - p)]`, and none is higher. p is never seen; what is seen is a few votes a pair.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_lightning.preferences.aggregate import Verdict, by_pair, side_tally
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.special import betaln, comb
+from scipy.stats import beta, binom
+
+from rlhf_lightning.preferences.aggregate import Verdict, by_pair
 from rlhf_lightning.preferences.agreement import (
     THREE,
     Share,
     agreement_with,
     cohen_kappa,
     collect_votes,
+    dawid_skene,
     fleiss_kappa,
     majority,
     position_bias,
     raw_agreement,
 )
-from rlhf_lightning.preferences.ceiling import (
-    Ceiling,
-    estimate_ceiling,
-    expected_correct,
-    tally_votes,
-)
-from rlhf_lightning.preferences.dawid_skene import dawid_skene
 from rlhf_lightning.preferences.records import Label, Pair
+
+# (votes for one side, votes for the other) of an item -> how many items.
+Tally = Mapping[tuple[int, int], int]
+LOG_SHAPES = (-6.0, 7.0)  # p is nearly 0 or 1, or nearly one half
+GRID = 1000
+BOOTSTRAPS = 200
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The accuracy that noise in the labels leaves possible.
+
+    Args:
+        single: of labels that are one vote each, by the model; `single_low` to `single_high` is a
+            95 % interval over draws of the items.
+        agreement: how often two votes on one item agree.
+        lowest: bound on `single` that needs no model, from below: the agreement.
+        highest: the same from above, `(1 + sqrt(2 * agreement - 1)) / 2`.
+        majority: of labels that are the majority of n votes, by n; n = 1 is `single`.
+        shape: the model's one parameter.
+        num_items: with at least two votes.
+    """
+
+    single: float
+    single_low: float
+    single_high: float
+    agreement: float
+    lowest: float
+    highest: float
+    majority: Mapping[int, float]
+    shape: float
+    num_items: int
+
+
+def tally_votes(counts: Iterable[tuple[int, int]]) -> Tally:
+    """Return how many items have which votes for first and second; ties are left out before."""
+    return Counter((int(a), int(b)) for a, b in counts)
+
+
+def estimate_ceiling(
+    tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5), seed: int = 0
+) -> Ceiling | None:
+    """Return the ceiling from a few votes an item, None where no item has two.
+
+    p is taken to follow Beta(a, a): which answer stands first says nothing. Its shape a has the
+    largest likelihood of the votes. The bounds need no such model: with d = |2p - 1|, two votes
+    agree with probability `(1 + E[d^2]) / 2`, the ceiling is `(1 + E[d]) / 2`, and
+    `E[d^2] <= E[d] <= sqrt(E[d^2])`.
+
+    Args:
+        tally: votes for the first and for the second answer of each item -> number of items.
+        majorities: numbers of votes whose majority is the label.
+        seed: of the interval.
+    """
+    several = {votes: n for votes, n in tally.items() if sum(votes) >= 2}
+    if not several:
+        return None
+    shape = fit_shape(several)
+    agreement = _agreement(several)
+    keys = list(several)
+    weights = np.array([several[key] for key in keys], dtype=np.float64)
+    total = int(weights.sum())
+    draws = np.random.default_rng(seed).multinomial(total, weights / total, size=BOOTSTRAPS)
+    shapes = [fit_shape(dict(zip(keys, map(int, draw), strict=True))) for draw in draws]
+    low, high = np.quantile(shapes, [0.025, 0.975])  # the larger, the nearer p is to one half
+    return Ceiling(
+        single=majority_ceiling(shape, 1),
+        single_low=majority_ceiling(float(high), 1),
+        single_high=majority_ceiling(float(low), 1),
+        agreement=agreement,
+        lowest=max(agreement, 0.5),
+        highest=(1.0 + math.sqrt(max(2.0 * agreement - 1.0, 0.0))) / 2.0,
+        majority={n: majority_ceiling(shape, n) for n in majorities},
+        shape=shape,
+        num_items=total,
+    )
+
+
+def fit_shape(tally: Tally) -> float:
+    """Return the shape a of Beta(a, a) under which the votes are likeliest."""
+    votes = np.array([key for key in tally if sum(key) >= 2 and tally[key]], dtype=np.float64)
+    items = np.array([tally[key] for key in tally if sum(key) >= 2 and tally[key]])
+    if not len(items):
+        return 1.0
+
+    def loss(log_shape: float) -> float:
+        a = math.exp(log_shape)
+        return -float((items * (betaln(votes[:, 0] + a, votes[:, 1] + a) - betaln(a, a))).sum())
+
+    found = minimize_scalar(loss, bounds=LOG_SHAPES, method="bounded", options={"xatol": 1e-6})
+    return math.exp(float(found.x))
+
+
+def majority_ceiling(shape: float, num_votes: int) -> float:
+    """Return how often the majority of `num_votes` is on the side that most people are on.
+
+    Over p of Beta(shape, shape); of an even number, over those votes that have a majority.
+
+    Raises:
+        ValueError: if there are no votes.
+    """
+    if num_votes < 1:
+        raise ValueError(f"num_votes={num_votes} must be at least 1")
+    favoured = _favoured(shape)
+    tied = binom.pmf(num_votes / 2, num_votes, favoured) if num_votes % 2 == 0 else 0.0
+    right = binom.sf(num_votes // 2, num_votes, favoured)
+    return float(np.mean(right) / np.mean(1.0 - tied))
+
+
+def expected_correct(tally: Tally, shape: float) -> float:
+    """Return the expected share of majority labels that name the side most people are on.
+
+    Given its votes, an item's p follows Beta(a + votes for, a + votes against). It is the accuracy
+    that the best reward model can expect on just these labels; NaN where no item has a majority.
+
+    Args:
+        tally: votes for and against -> number of items; items without a majority do not count.
+        shape: a, from `fit_shape`.
+    """
+    decided = {votes: n for votes, n in tally.items() if votes[0] != votes[1] and n}
+    if not decided:
+        return math.nan
+    right = [
+        n * float(beta.sf(0.5, shape + max(votes), shape + min(votes)))
+        for votes, n in decided.items()
+    ]
+    return sum(right) / sum(decided.values())
+
+
+def _favoured(shape: float) -> NDArray[np.float64]:
+    """Return a grid of max(p, 1 - p) with equal weights: the upper half of the quantiles."""
+    quantiles = 0.5 + (np.arange(GRID) + 0.5) / (2 * GRID)
+    return np.clip(beta.ppf(quantiles, shape, shape), 0.5, 1.0)
+
+
+def _agreement(tally: Tally) -> float:
+    total, items = 0.0, 0
+    for (a, b), n in tally.items():
+        total += n * (comb(a, 2) + comb(b, 2)) / comb(a + b, 2)
+        items += n
+    return total / items
+
 
 Judged = Mapping[str, str]
 
 
+def side_tally(labels: Iterable[Label]) -> Tally:
+    """Return how many pairs have which votes for first and second, as a ceiling is read from."""
+    return tally_votes(
+        (sum(x.choice == "first" for x in found), sum(x.choice == "second" for x in found))
+        for found in by_pair(labels).values()
+    )
+
+
 @dataclass(frozen=True)
 class PeopleFigures:
-    """What the labels of people say about people.
+    """Figures of people, from their labels.
 
     Args:
         labels: of them, skips left out.
@@ -57,7 +214,7 @@ class PeopleFigures:
 
 @dataclass(frozen=True)
 class AnnotatorFigures:
-    """What one annotator that is no person is like.
+    """Figures of one annotator that is no person.
 
     Args:
         name: of the annotator.

@@ -16,9 +16,9 @@ from rlhf_lightning.preferences.aggregate import (
     aggregate,
     left_out,
     preference_row,
-    side_tally,
 )
 from rlhf_lightning.preferences.records import Pair
+from rlhf_lightning.preferences.reliability import side_tally
 from tests.preferences.test_rater_quality import ACCURACIES, simulated
 from tests.preferences.votes import label
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_lightning.preferences.ceiling import (
+from rlhf_lightning.preferences.reliability import (
     estimate_ceiling,
     expected_correct,
     fit_shape,

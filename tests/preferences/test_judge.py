@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.preferences.annotators import AnnotationError
-from rlhf_lightning.preferences.judge import JudgeAnnotator
+from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures, judgement_journal
 from rlhf_lightning.preferences.judge_service import RateLimit
-from rlhf_lightning.preferences.judgements import (
-    judge_figures,
-    judgement_journal,
-)
 from rlhf_lightning.preferences.records import Pair
 from tests.preferences.chat_server import (
     Failure,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlhf_lightning.preferences.judgements import letter_probabilities, parse_verdict
+from rlhf_lightning.preferences.judge import letter_probabilities, parse_verdict
 
 
 @pytest.mark.parametrize(

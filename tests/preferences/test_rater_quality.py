@@ -7,8 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rlhf_lightning.preferences.agreement import MISSING, Votes, make_votes
-from rlhf_lightning.preferences.dawid_skene import dawid_skene, likely_choices
+from rlhf_lightning.preferences.agreement import (
+    MISSING,
+    Votes,
+    dawid_skene,
+    likely_choices,
+    make_votes,
+)
 
 ACCURACIES = {"ada": 0.95, "bob": 0.85, "eve": 0.7, "mal": 0.35}
 

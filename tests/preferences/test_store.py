@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.assignment import Answer, Sharing, Task
 from rlhf_lightning.preferences.annotation.database import StoreError
 from rlhf_lightning.preferences.annotation.store import LabelStore
-from rlhf_lightning.preferences.annotation.tasks import Answer, Task
 from rlhf_lightning.preferences.records import Label
 from tests.preferences.invariants import check_store
 from tests.preferences.some_pairs import make_pair, make_pairs

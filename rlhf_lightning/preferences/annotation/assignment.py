@@ -1,24 +1,83 @@
-"""Who rates what next: leases on pairs, so that no pair gets more labels than were asked for.
+"""Assignments of pairs to raters, and the labels that end them.
 
-Every function changes an open transaction of `Writer`; transactions are one after the other, so
-what is counted here cannot change meanwhile. A lease that is not used ends, and the pair goes to
-somebody else.
+An assignment is a lease: one that is not used ends, and the pair goes to another rater, so that no
+pair gets more labels than were asked for. The functions that take `db` change an open transaction
+of `Writer`; transactions are one after the other, so a count cannot change meanwhile.
+
+A rater answers about the left and the right of a screen (`Answer`), a label is about the pair.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sqlite3
+import unicodedata
 from dataclasses import dataclass
-from typing import cast
+from datetime import UTC, datetime
+from typing import Literal, cast
 
 from rlhf_lightning.hparams import Checked, number
-from rlhf_lightning.preferences.records import Side
+from rlhf_lightning.preferences.annotation.database import StoreError
+from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side
+
+Answer = Literal["left", "right", "tie", "both_bad", "skip"]
+ANSWERS: tuple[Answer, ...] = ("left", "right", "tie", "both_bad", "skip")
+Outcome = Literal["kept", "repeated", "differs", "undone", "gone"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A pair that is shown to one rater.
+
+    Args:
+        assignment_id: to be given back with the label.
+        pair: the pair.
+        shown_first: which answer of the pair stands on the left.
+        served: when, in seconds since 1970.
+        before: the label that was taken back for it, if one was.
+    """
+
+    assignment_id: int
+    pair: Pair
+    shown_first: Side
+    served: float
+    before: Label | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of the whole store and of one rater.
+
+    Args:
+        wanted: labels that were asked for, gold questions not counted.
+        done: how many of them there are.
+        labelled: by this rater, gold questions among them.
+        skipped: by this rater.
+    """
+
+    wanted: int
+    done: int
+    labelled: int
+    skipped: int
+
+
+def choice_of(answer: Answer, shown_first: Side) -> Choice:
+    """Return what an answer about the screen says of the pair."""
+    other: Side = "second" if shown_first == "first" else "first"
+    sides: dict[str, Side] = {"left": shown_first, "right": other}
+    return sides.get(answer, cast(Choice, answer))
+
+
+def answer_of(choice: Choice, shown_first: Side) -> Answer:
+    """Return which answer about the screen says that of the pair."""
+    if choice in ("first", "second"):
+        return "left" if choice == shown_first else "right"
+    return cast(Answer, choice)
 
 
 @dataclass(frozen=True)
 class Sharing(Checked):
-    """How pairs are shared among raters.
+    """Rules by which pairs are shared among raters.
 
     Args:
         gold_share: share of questions whose answer is known, among those that a rater gets.
@@ -241,3 +300,141 @@ def _has_room(db: sqlite3.Connection, position: int) -> bool:
         "SELECT is_gold = 1 OR taken < wanted FROM pairs WHERE position = ?", (position,)
     )
     return bool(row.fetchone()[0])
+
+
+LONGEST_NAME = 60
+LONGEST_REASON = 2000
+CLOCK_SLACK = 1.0  # seconds that a browser's clock may run ahead of ours
+
+LABELS = (
+    "SELECT labels.*, pairs.pair_id, raters.name FROM labels "
+    "JOIN pairs USING (position) JOIN raters USING (rater_id)"
+)
+
+
+def as_label(row: sqlite3.Row) -> Label:
+    """Return a row of `LABELS` as a record."""
+    return Label(
+        pair_id=row["pair_id"],
+        annotator=row["name"],
+        choice=row["choice"],
+        kind=row["kind"],
+        order=row["shown_first"],
+        created=row["created"],
+        seconds=row["seconds"],
+        reason=row["reason"],
+        margin=row["margin"],
+    )
+
+
+def insert_answer(
+    db: sqlite3.Connection,
+    assignment: sqlite3.Row,
+    answer: Answer,
+    seconds: float | None,
+    reason: str | None,
+    now: float,
+) -> None:
+    """Keep what a rater answered to an open assignment.
+
+    Args:
+        db: in a transaction.
+        assignment: the row of `assignments`.
+        answer: about what was on the left and on the right.
+        seconds: by the rater's own clock; what cannot be is replaced by ours.
+        reason: in words; cut at `LONGEST_REASON` characters.
+        now: seconds since 1970.
+    """
+    choice = choice_of(answer, assignment["shown_first"])
+    passed = max(now - assignment["served"], 0.0)
+    believable = seconds is not None and 0 <= seconds <= passed + CLOCK_SLACK
+    db.execute(
+        "INSERT INTO labels (position, rater_id, assignment_id, choice, kind, shown_first, "
+        "created, seconds, reason) VALUES (?, ?, ?, ?, 'person', ?, ?, ?, ?)",
+        (
+            assignment["position"],
+            assignment["rater_id"],
+            assignment["assignment_id"],
+            choice,
+            assignment["shown_first"],
+            iso_time(now),
+            round(cast(float, seconds) if believable else passed, 3),
+            (reason or "").strip()[:LONGEST_REASON] or None,
+        ),
+    )
+    db.execute(
+        "UPDATE assignments SET state = 'labelled' WHERE assignment_id = ?",
+        (assignment["assignment_id"],),
+    )
+    count(db, assignment["position"], assignment["rater_id"], choice, 1)
+    if choice == "skip":  # another rater may take the pair
+        db.execute(
+            "UPDATE pairs SET taken = taken - 1 WHERE position = ?", (assignment["position"],)
+        )
+
+
+def insert_label(db: sqlite3.Connection, label: Label) -> bool:
+    """Keep a label that was given elsewhere; return whether it is new.
+
+    Raises:
+        StoreError: if its pair is unknown.
+    """
+    pair = db.execute("SELECT position FROM pairs WHERE pair_id = ?", (label.pair_id,)).fetchone()
+    if pair is None:
+        raise StoreError(
+            f"a label of {label.annotator} is about the pair {label.pair_id}, which the store does "
+            "not have: import the pairs first"
+        )
+    row = db.execute("SELECT rater_id FROM raters WHERE name = ?", (label.annotator,)).fetchone()
+    created = datetime.fromisoformat(label.created).timestamp()
+    rater_id = row[0] if row else insert_rater(db, label.annotator, label.kind, created)
+    added = db.execute(
+        "INSERT INTO labels (position, rater_id, choice, kind, shown_first, created, seconds, "
+        "reason, margin) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (rater_id, position) WHERE undone IS NULL DO NOTHING",
+        (
+            pair[0],
+            rater_id,
+            label.choice,
+            label.kind,
+            label.order,
+            label.created,
+            label.seconds,
+            label.reason,
+            label.margin,
+        ),
+    ).rowcount
+    if added and label.kind == "person":
+        count(db, pair[0], rater_id, label.choice, 1)
+        if label.choice != "skip":
+            db.execute("UPDATE pairs SET taken = taken + 1 WHERE position = ?", (pair[0],))
+    return bool(added)
+
+
+def insert_rater(db: sqlite3.Connection, name: str, kind: AnnotatorKind, now: float) -> int:
+    """Add a rater and return its number."""
+    row = db.execute(
+        "INSERT INTO raters (name, kind, created) VALUES (?, ?, ?) RETURNING rater_id",
+        (name, kind, iso_time(now)),
+    )
+    return cast(int, row.fetchone()[0])
+
+
+def clean_name(name: str) -> str:
+    """Return a rater's name in one spelling: composed characters, single spaces.
+
+    Raises:
+        StoreError: if nothing is left of it, or too much, or it has characters that cannot be seen.
+    """
+    clean = " ".join(unicodedata.normalize("NFC", name).split())
+    if not clean or len(clean) > LONGEST_NAME:
+        raise StoreError(f"a name has 1 to {LONGEST_NAME} characters, this one {len(clean)}")
+    hidden = [c for c in clean if unicodedata.category(c)[0] == "C"]
+    if hidden:
+        raise StoreError(f"the name holds the invisible character U+{ord(hidden[0]):04X}")
+    return clean
+
+
+def iso_time(seconds: float) -> str:
+    """Return seconds since 1970 as text, with the zone."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

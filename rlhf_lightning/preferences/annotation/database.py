@@ -30,7 +30,7 @@ CREATE TABLE totals (wanted INTEGER NOT NULL, done INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0);
 
 -- `position` is the order in which pairs are served. `done` counts labels of people, `taken` these
--- and the leases that may become one. A gold question is asked of everybody: it wants no number.
+-- and the leases that may become one. A gold question is asked of all: it wants no number.
 CREATE TABLE pairs (
   position INTEGER PRIMARY KEY,
   pair_id TEXT NOT NULL UNIQUE,

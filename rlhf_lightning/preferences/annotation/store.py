@@ -10,13 +10,30 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 from rlhf_lightning.data.errors import Location
 from rlhf_lightning.preferences.annotation import assignment as rules
-from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.assignment import (
+    LABELS,
+    Answer,
+    Outcome,
+    Progress,
+    Sharing,
+    Task,
+    as_label,
+    choice_of,
+    clean_name,
+    insert_answer,
+    insert_label,
+    insert_rater,
+    iso_time,
+)
 from rlhf_lightning.preferences.annotation.database import (
     Change,
     ResultT,
@@ -24,17 +41,7 @@ from rlhf_lightning.preferences.annotation.database import (
     Writer,
     connect,
 )
-from rlhf_lightning.preferences.annotation.rows import (
-    LABELS,
-    as_label,
-    clean_name,
-    insert_answer,
-    insert_label,
-    insert_rater,
-    iso_time,
-)
-from rlhf_lightning.preferences.annotation.tasks import Answer, Outcome, Progress, Task, choice_of
-from rlhf_lightning.preferences.records import Label, Pair, from_row, to_row
+from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair, from_row, to_row
 
 _NEWEST = (
     "SELECT * FROM assignments WHERE rater_id = ? AND state = 'open' AND expires > ? "
@@ -84,7 +91,7 @@ class LabelStore:
         Args:
             pairs: served in this order; one whose name is known is left as it is.
             ratings_per_pair: labels of different people that each of them gets; gold questions are
-                asked of everybody.
+                asked of all raters.
 
         Raises:
             StoreError: if a text cannot be stored.
@@ -232,7 +239,7 @@ class LabelStore:
         return self._write(change)
 
     def progress(self, rater_id: int | None = None) -> Progress:
-        """Return how far everybody and this rater have come."""
+        """Return the progress of the whole store and of this rater."""
         own = self._read("SELECT labelled, skipped FROM raters WHERE rater_id = ?", (rater_id,))
         labelled, skipped = own[0] if own else (0, 0)
         wanted, done = self._read("SELECT wanted, done FROM totals")[0]
@@ -278,3 +285,72 @@ class LabelStore:
             return self._writer.run(change)
         except (sqlite3.Error, UnicodeEncodeError) as error:
             raise StoreError(f"{self.path} could not take that: {error}") from error
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One annotator in numbers.
+
+    Args:
+        name: of the annotator.
+        kind: what sort of annotator it is.
+        labelled: pairs that were judged.
+        skipped: pairs that were not.
+        seconds: median time of a label; None where none was measured.
+        gold_right: known answers that were found.
+        gold_asked: labels on pairs with a known answer.
+    """
+
+    name: str
+    kind: AnnotatorKind
+    labelled: int
+    skipped: int
+    seconds: float | None
+    gold_right: int
+    gold_asked: int
+
+
+def standings(store: LabelStore) -> list[Standing]:
+    """Return every annotator's numbers, in the order in which they came."""
+    gold = {pair.pair_id: pair.gold for pair in store.pairs() if pair.gold is not None}
+    labels: defaultdict[tuple[str, AnnotatorKind], list[Label]] = defaultdict(list)
+    for label in store.labels():
+        labels[label.annotator, label.kind].append(label)
+    return [_standing(name, kind, given, gold) for (name, kind), given in labels.items()]
+
+
+def describe_store(store: LabelStore) -> str:
+    """Return how the store stands, as lines for a terminal."""
+    progress = store.progress()
+    rows = [("annotator", "kind", "labels", "skips", "seconds", "known answers found")]
+    for standing in standings(store):
+        found = f"{standing.gold_right} of {standing.gold_asked}" if standing.gold_asked else "-"
+        seconds = "-" if standing.seconds is None else f"{standing.seconds:.1f}"
+        counts = str(standing.labelled), str(standing.skipped)
+        rows.append((standing.name, standing.kind, *counts, seconds, found))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [f"{store.path}: {progress.done} of {progress.wanted} labels"]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _standing(
+    name: str, kind: AnnotatorKind, labels: list[Label], gold: Mapping[str, str]
+) -> Standing:
+    judged = [label for label in labels if label.choice != "skip"]
+    seconds = [label.seconds for label in judged if label.seconds is not None]
+    asked = [label for label in judged if label.pair_id in gold]
+    return Standing(
+        name=name,
+        kind=kind,
+        labelled=len(judged),
+        skipped=len(labels) - len(judged),
+        seconds=median(seconds) if seconds else None,
+        gold_right=sum(label.choice == gold[label.pair_id] for label in asked),
+        gold_asked=len(asked),
+    )

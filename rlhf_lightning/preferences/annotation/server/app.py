@@ -22,13 +22,17 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.assignment import (
+    ANSWERS,
+    Answer,
+    Sharing,
+    Task,
+    answer_of,
+)
 from rlhf_lightning.preferences.annotation.database import StoreError
-from rlhf_lightning.preferences.annotation.server.auth import Identity, Visitor
-from rlhf_lightning.preferences.annotation.server.security import Guard
+from rlhf_lightning.preferences.annotation.server.security import Guard, Identity, Visitor
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.preferences.annotation.store import LabelStore
-from rlhf_lightning.preferences.annotation.tasks import ANSWERS, Answer, Task, answer_of
 
 
 class Button(NamedTuple):

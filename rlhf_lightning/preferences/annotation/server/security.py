@@ -1,17 +1,26 @@
-"""What every request must pass, and what every answer carries: an ASGI layer around the page.
+"""Protection of the page: hosts, origins and headers, signed cookies, form words and the token.
 
-A foreign `Host` is what a browser sends when a name of somebody else was made to point here (DNS
-rebinding); a foreign `Origin` is another site's form. Both are refused before anything is read.
+A foreign `Host` is what a browser sends when a foreign name was made to point here (DNS rebinding);
+a foreign `Origin` is another site's form. Both are refused before anything is read.
+
+The cookie `visit` is a random number that a browser keeps; the hidden word of its forms is made
+from it, so another site cannot know that word. `rater` says who signed in, in that browser. Both
+are signed with a secret of the store and the access token: another token signs all raters out.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import secrets
 from collections.abc import Collection
+from dataclasses import dataclass
 from email.utils import formatdate
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Nothing but our own files may run or be loaded, nothing may be framed, forms lead nowhere else.
@@ -66,7 +75,7 @@ class Guard:
         given = headers.getlist("host")
         host = host_name(given[0]) if len(given) == 1 else None
         if host not in self._hosts:
-            # The name is not repeated: it is somebody else's text.
+            # The name is not repeated: it is foreign text.
             return PlainTextResponse(
                 "This page is not served under that name. If it should be, start it with "
                 "annotate.page.hosts=[NAME].\n",
@@ -96,3 +105,94 @@ def is_same_origin(headers: Headers, host: str) -> bool:
         return headers.get("sec-fetch-site", "same-origin") == "same-origin"
     parts = urlsplit(origin)
     return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
+
+
+LASTS_SECONDS = 30 * 24 * 3600
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """A browser.
+
+    Args:
+        visit: its random number.
+        is_new: whether it was drawn just now and has to be kept by the browser.
+        rater_id: the rater who signed in there, or None.
+    """
+
+    visit: str
+    is_new: bool
+    rater_id: int | None
+
+
+class Identity:
+    """Makes and checks cookies and hidden words.
+
+    Args:
+        secret: of the store.
+        token: the access token, or None.
+        name: tells the cookies of two servers on one machine apart.
+    """
+
+    def __init__(self, secret: str, token: str | None, name: str) -> None:
+        self._token = token
+        self._key = hmac.digest(secret.encode(), f"key:{token or ''}".encode(), "sha256")
+        self._visit, self._rater = f"visit_{name}", f"rater_{name}"
+
+    @property
+    def needs_token(self) -> bool:
+        """True if raters are asked for a token."""
+        return self._token is not None
+
+    def visitor(self, request: Request) -> Visitor:
+        """Return who is asking."""
+        visit = request.cookies.get(self._visit, "")
+        if not _is_hex(visit):
+            return Visitor(secrets.token_hex(16), True, None)
+        number, _, signature = request.cookies.get(self._rater, "").partition(".")
+        expected = self._sign(f"rater:{visit}:{number}")
+        known = number.isdecimal() and number.isascii() and _same(signature, expected)
+        return Visitor(visit, False, int(number) if known else None)
+
+    def form_word(self, visitor: Visitor) -> str:
+        """Return the hidden word of the forms of this browser."""
+        return self._sign(f"form:{visitor.visit}")
+
+    def is_own_form(self, visitor: Visitor, word: str) -> bool:
+        """Return whether a form came from a page of ours in this browser."""
+        return not visitor.is_new and _same(word, self.form_word(visitor))
+
+    def is_token(self, given: str) -> bool:
+        """Return whether this is the token, or none is needed."""
+        return self._token is None or _same(given, self._token)
+
+    def keep_visit(self, response: Response, visitor: Visitor, *, secure: bool) -> None:
+        """Let the browser keep its number."""
+        if visitor.is_new:
+            self._set(response, self._visit, visitor.visit, secure)
+
+    def sign_in(self, response: Response, visitor: Visitor, rater_id: int, *, secure: bool) -> None:
+        """Let the browser say from now on that this rater asks."""
+        signature = self._sign(f"rater:{visitor.visit}:{rater_id}")
+        self._set(response, self._rater, f"{rater_id}.{signature}", secure)
+
+    def sign_out(self, response: Response) -> None:
+        """Let the browser forget the rater."""
+        response.delete_cookie(self._rater, httponly=True, samesite="lax")
+
+    def _set(self, response: Response, key: str, value: str, secure: bool) -> None:
+        response.set_cookie(
+            key, value, max_age=LASTS_SECONDS, httponly=True, samesite="lax", secure=secure
+        )
+
+    def _sign(self, text: str) -> str:
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _same(given: str, expected: str) -> bool:
+    # As bytes: compare_digest refuses text that is not ASCII.
+    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
+
+
+def _is_hex(text: str) -> bool:
+    return len(text) == 32 and all(c in "0123456789abcdef" for c in text)

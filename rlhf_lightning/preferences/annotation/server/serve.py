@@ -16,7 +16,7 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 
 
 class QuietServer(uvicorn.Server):
-    """A server that sleeps until somebody asks or it is told to stop.
+    """A server that sleeps until a request or a signal comes.
 
     Uvicorn's own loop wakes ten times a second, to look for a signal and to renew the `Date`
     header, which `Guard` writes here.

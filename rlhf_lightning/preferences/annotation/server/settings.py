@@ -1,4 +1,4 @@
-"""Where the page is served, who may come, and what it says."""
+"""Settings of the page: its address, its access and its texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PageSettings(Checked):
         instructions: what raters are to look at; shown before they begin and while they work.
 
     Raises:
-        ValueError: if others could come without a token, or nobody could come at all.
+        ValueError: if others could come without a token, or no rater could come at all.
     """
 
     host: str = "127.0.0.1"
@@ -60,7 +60,7 @@ class PageSettings(Checked):
 
     @property
     def is_private(self) -> bool:
-        """Whether nobody but this machine is let in."""
+        """True if the page lets in this machine alone."""
         return self._is_loopback and self._names <= LOOPBACK
 
     @property
