@@ -6,7 +6,7 @@ Legend: N votes, I items (pairs), A annotators, K categories. A vote is an index
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,24 +150,28 @@ class Share(NamedTuple):
         low, high = wilson_interval(successes, n, confidence=CONFIDENCE)
         return cls(successes / n if n else math.nan, low, high, n)
 
+    @classmethod
+    def among(cls, hits: Iterable[bool | None]) -> Share:
+        """Return the share of those that are true."""
+        found = list(hits)
+        return cls.of(sum(map(bool, found)), len(found))
+
 
 def position_bias(labels: Iterable[Label]) -> Share:
     """Return how often the answer that was shown first won, of the labels that took a side.
 
     0.5 is no bias, provided that the order was drawn at random.
     """
-    won = [label.shown_first_won for label in labels if label.choice in SIDES]
-    return Share.of(sum(bool(first) for first in won), len(won))
+    return Share.among(label.shown_first_won for label in labels if label.choice in SIDES)
 
 
-def agreement_with(labels: Iterable[Label], reference: dict[str, str]) -> Share:
+def agreement_with(labels: Iterable[Label], reference: Mapping[str, str]) -> Share:
     """Return how often labels agree with `reference` {pair id: choice}, where both took a side."""
-    both = [
+    return Share.among(
         label.choice == reference[label.pair_id]
         for label in labels
         if label.choice in SIDES and reference.get(label.pair_id) in SIDES
-    ]
-    return Share.of(sum(both), len(both))
+    )
 
 
 def majority(counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from random import Random
 from typing import Protocol
@@ -89,6 +90,7 @@ class RuleAnnotator:
         return labels
 
 
+@dataclass(eq=False)
 class SimulatedPerson:
     """A person who sees one order of a pair and prefers by gold, with noise and weaknesses.
 
@@ -104,40 +106,30 @@ class SimulatedPerson:
         name: another name than the person's.
     """
 
-    kind: AnnotatorKind = "simulated"
-    batch_size = 1000
+    person: SimulatedAnnotator
+    gold: Gold
+    _: KW_ONLY
+    seed: int
+    position_bias: float = 0.0
+    tie_below: float = 0.0
+    bad_below: float | None = None
+    name: str = ""
+    kind: AnnotatorKind = field(default="simulated", init=False)
+    batch_size: int = field(default=1000, init=False)
 
-    def __init__(
-        self,
-        person: SimulatedAnnotator,
-        gold: Gold,
-        *,
-        seed: int,
-        position_bias: float = 0.0,
-        tie_below: float = 0.0,
-        bad_below: float | None = None,
-        name: str | None = None,
-    ) -> None:
-        if not person.temperature > 0 or tie_below < 0:
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not self.person.temperature > 0 or self.tie_below < 0:
             raise ValueError(
-                f"SimulatedPerson: temperature={person.temperature} must be above 0, "
-                f"tie_below={tie_below} at least 0"
+                f"SimulatedPerson: temperature={self.person.temperature} must be above 0, "
+                f"tie_below={self.tie_below} at least 0"
             )
-        self.person = person
-        self.gold = gold
-        self.seed = seed
-        self.position_bias = position_bias
-        self.tie_below = tie_below
-        self.bad_below = bad_below
-        self.name = name or person.name
+        self.name = self.name or self.person.name
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair."""
-        prompts = [readable(pair.prompt) for pair in pairs]
-        finished = [True] * len(pairs)
-        first = self.gold(prompts, [pair.first for pair in pairs], finished)
-        second = self.gold(prompts, [pair.second for pair in pairs], finished)
-        return [self._label(pair, a, b) for pair, a, b in zip(pairs, first, second, strict=True)]
+        scores = gold_scores(pairs, self.gold)
+        return [self._label(pair, *both) for pair, both in zip(pairs, scores, strict=True)]
 
     def _label(self, pair: Pair, first: float, second: float) -> Label:
         rng = Random(f"{self.seed}/{self.name}/{pair.pair_id}")
@@ -151,6 +143,15 @@ class SimulatedPerson:
         elif abs(first - second + self.person.length_bias * words) < self.tie_below:
             choice = "tie"
         return Label(pair.pair_id, self.name, choice, self.kind, order, now())
+
+
+def gold_scores(pairs: Sequence[Pair], gold: Gold) -> list[tuple[float, float]]:
+    """Return the gold reward of the first and of the second answer of every pair."""
+    prompts = [readable(pair.prompt) for pair in pairs]
+    finished = [True] * len(pairs)
+    first = gold(prompts, [pair.first for pair in pairs], finished)
+    second = gold(prompts, [pair.second for pair in pairs], finished)
+    return list(zip(first, second, strict=True))
 
 
 def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0.0) -> Label:

@@ -277,19 +277,14 @@ def _answer(
 def _candidates(
     unit: Unit, done: DoneUnit, prompts: Sequence[PromptRecord], sampling: Sampling
 ) -> Iterator[Candidate]:
-    settings: dict[str, Any] = sampling.decodings[unit.decoding].settings
-    name = list(sampling.policies)[unit.policy]
-    for number, text, finished in done.answers:
-        prompt = prompts[number]
-        yield Candidate.make(
-            prompt.prompt,
-            text,
-            model=name,
-            settings=settings,
-            seed=sampling.seed,
-            domain=prompt.domain,
-            finished=finished,
-        )
+    same: dict[str, Any] = {
+        "model": list(sampling.policies)[unit.policy],
+        "settings": sampling.decodings[unit.decoding].settings,
+        "seed": sampling.seed,
+    }
+    for number, text, end in done.answers:
+        prompt, domain = prompts[number].prompt, prompts[number].domain
+        yield Candidate.make(prompt, text, domain=domain, finished=end, **same)
 
 
 # Reason -> the name of its metric.

@@ -253,7 +253,7 @@ class JudgeAnnotator:
             AnnotationError: if the service fails, or `max_cost` is reached.
         """
         todo = [
-            (p, order) for p in pairs for order in _sides() if (p.pair_id, order) not in self._known
+            (p, order) for p in pairs for order in SIDES if (p.pair_id, order) not in self._known
         ]
         if todo:
             run_async(lambda: self._ask_all(todo))
@@ -322,27 +322,20 @@ class JudgeAnnotator:
         if self.read == "logprobs" and reply.text is not None:
             probabilities = letter_probabilities(reply.top_tokens)
             letter = max(probabilities, key=lambda k: probabilities[k]) if probabilities else None
-        sides: dict[str, Any] = {"A": order, "B": _other(order), "C": "tie"}
-        cost = self._service.cost(reply.input_tokens, reply.output_tokens)
+        sides: dict[str | None, Any] = {"A": order, "B": _other(order), "C": "tie"}
+        text = None if reply.text is None else reply.text[:200]
+        used, made = reply.input_tokens, reply.output_tokens
+        cost, tries = self._service.cost(used, made), reply.retries
+        said = sides.get(letter), text
         return Judgement(
-            pair.pair_id,
-            self.name,
-            order,
-            sides[letter] if letter else None,
-            None if reply.text is None else reply.text[:200],
-            reply.input_tokens,
-            reply.output_tokens,
-            cost,
-            reply.retries,
-            probabilities,
+            pair.pair_id, self.name, order, *said, used, made, cost, tries, probabilities
         )
 
     def _label(self, pair: Pair) -> Label:
-        both = [self._known[pair.pair_id, order] for order in _sides()]
+        both = [self._known[pair.pair_id, order] for order in SIDES]
         verdicts = [j.verdict for j in both]
         choice: Choice = "tie"
-        reason: str | None = None
-        margin: float | None = None
+        reason, margin = None, None
         if None in verdicts:
             choice, reason = "skip", "a reply could not be read"
         elif self.read == "logprobs":
@@ -357,10 +350,6 @@ class JudgeAnnotator:
         return Label(
             pair.pair_id, self.name, choice, self.kind, "first", now(), reason=reason, margin=margin
         )
-
-
-def _sides() -> tuple[Side, Side]:
-    return ("first", "second")
 
 
 def _other(side: Side) -> Side:

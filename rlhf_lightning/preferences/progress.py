@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from dataclasses import KW_ONLY, dataclass, field
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rlhf_lightning.runs.metric_catalog import duration
 
 
+@dataclass(eq=False)
 class WorkProgress:
     """Count what is done of a known amount of work.
 
@@ -25,23 +26,16 @@ class WorkProgress:
         console: where to write; standard output by default.
     """
 
-    def __init__(
-        self,
-        what: str,
-        total: int,
-        *,
-        done: int = 0,
-        every_n_seconds: float = 10.0,
-        console: Console | None = None,
-    ) -> None:
-        self.what = what
-        self.total = total
-        self.done = done
-        self.every_n_seconds = every_n_seconds
-        self.console = console or Console(highlight=False, soft_wrap=True)
-        self._before = done
+    what: str
+    total: int
+    _: KW_ONLY
+    done: int = 0
+    every_n_seconds: float = 10.0
+    console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
+
+    def __post_init__(self) -> None:
+        self._before = self._shown = self.done  # by an earlier run; by the last line
         self._started = self._told = time.monotonic()
-        self._shown = done  # by the last line
         self._bar: Progress | None = None
 
     def __enter__(self) -> WorkProgress:
@@ -60,12 +54,7 @@ class WorkProgress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,10 @@ from typing import Any
 from rlhf_lightning.data.sources.base import RELIABILITY
 from rlhf_lightning.preferences.aggregate import Verdict, aggregate, left_out, preference_row
 from rlhf_lightning.preferences.agreement import Share
-from rlhf_lightning.preferences.annotators import Gold
+from rlhf_lightning.preferences.annotators import Gold, gold_scores
 from rlhf_lightning.preferences.candidates import METRICS
 from rlhf_lightning.preferences.collection import Collection, LabHparams
 from rlhf_lightning.preferences.journal import write_rows
-from rlhf_lightning.preferences.records import Pair, readable
 from rlhf_lightning.preferences.reliability import (
     agreement_with_truth,
     all_annotators,
@@ -42,28 +42,31 @@ def write_collection(
         gold: scores answers as they truly are, where that is known; it changes no label.
     """
     figures = describe(collection, gold=gold)
-    staging = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    for name, verdicts in (("train", collection.train), ("validation", collection.validation)):
-        kept = [verdict for verdict in verdicts if verdict.choice is not None]
-        if kept or name == "train":
-            rows = (preference_row(v, margin_scale=hparams.margin_scale) for v in kept)
-            write_rows(staging / f"{name}.jsonl", rows)
-    write_text(staging / RELIABILITY, to_json(figures, indent=2) + "\n")
-    former = replace_folder(staging, folder)
-    if former is not None:
-        shutil.rmtree(former, ignore_errors=True)
+    with _replacing(folder) as staging:
+        staging.mkdir(parents=True)
+        for name, verdicts in (("train", collection.train), ("validation", collection.validation)):
+            kept = [verdict for verdict in verdicts if verdict.choice is not None]
+            if kept or name == "train":
+                rows = (preference_row(v, margin_scale=hparams.margin_scale) for v in kept)
+                write_rows(staging / f"{name}.jsonl", rows)
+        write_text(staging / RELIABILITY, to_json(figures, indent=2) + "\n")
     return figures
 
 
 def copy_collection(source: Path, target: Path) -> None:
     """Put a copy of the folder at `target`, in one step."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.new")
+    with _replacing(target) as staging:
+        shutil.copytree(source, staging)
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """Yield the path of a new folder that takes the place of `folder` once it is whole."""
+    staging = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(staging, ignore_errors=True)
-    shutil.copytree(source, staging)
-    former = replace_folder(staging, target)
+    yield staging
+    former = replace_folder(staging, folder)
     if former is not None:
         shutil.rmtree(former, ignore_errors=True)
 
@@ -91,14 +94,8 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
             "near_duplicate_prompts_removed": collection.near_duplicates,
         },
         "records": {
-            name: {
-                "kept": sum(v.choice is not None for v in verdicts),
-                "left_out": left_out(verdicts),
-            }
-            for name, verdicts in (
-                ("train", collection.train),
-                ("validation", collection.validation),
-            )
+            name: {"kept": sum(v.choice is not None for v in part), "left_out": left_out(part)}
+            for name, part in (("train", collection.train), ("validation", collection.validation))
         },
         "cost": {
             "before": asdict(collection.before) | {"money": collection.before.money},
@@ -152,24 +149,14 @@ def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
 def _truth(collection: Collection, gold: Gold) -> dict[str, Share]:
     routing = collection.routing
     pairs = (*routing.automatic, *routing.people, *routing.validation)
-    truth = gold_gaps(pairs, _gold_scores(pairs, gold))
-    by_people = [v for v in collection.train if v.by_people]
-    automatic = [v for v in collection.train if not v.by_people]
+    truth = gold_gaps(pairs, gold_scores(pairs, gold))
     parts: dict[str, Sequence[Verdict]] = {
         "train": collection.train,
-        "train_automatic": automatic,
-        "train_people": by_people,
+        "train_automatic": [v for v in collection.train if not v.by_people],
+        "train_people": [v for v in collection.train if v.by_people],
         "validation": collection.validation,
     }
     return {name: agreement_with_truth(verdicts, truth) for name, verdicts in parts.items()}
-
-
-def _gold_scores(pairs: Sequence[Pair], gold: Gold) -> list[tuple[float, float]]:
-    prompts = [readable(pair.prompt) for pair in pairs]
-    finished = [True] * len(pairs)
-    first = gold(prompts, [pair.first for pair in pairs], finished)
-    second = gold(prompts, [pair.second for pair in pairs], finished)
-    return list(zip(first, second, strict=True))
 
 
 def _plain(value: Any) -> Any:

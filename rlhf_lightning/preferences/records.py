@@ -23,7 +23,7 @@ Choice = Literal["first", "second", "tie", "both_bad", "skip"]
 Side = Literal["first", "second"]
 AnnotatorKind = Literal["person", "rule", "judge", "simulated", "reward_model"]
 CHOICES: tuple[str, ...] = get_args(Choice)
-SIDES: tuple[str, ...] = get_args(Side)
+SIDES: tuple[Side, Side] = get_args(Side)  # type: ignore[assignment]
 ANNOTATOR_KINDS: tuple[str, ...] = get_args(AnnotatorKind)
 
 
@@ -84,10 +84,8 @@ class Candidate:
         finished: bool | None = None,
     ) -> Candidate:
         """Return the candidate with its two names made from what it says."""
-        names = prompt_name(prompt), response_name(prompt, response)
-        return cls(
-            names[0], prompt, domain, response, model, dict(settings), seed, names[1], finished
-        )
+        own, name = prompt_name(prompt), response_name(prompt, response)
+        return cls(own, prompt, domain, response, model, dict(settings), seed, name, finished)
 
     @property
     def source(self) -> str:
@@ -145,17 +143,8 @@ class Pair:
         gold: Choice | None = None,
     ) -> Pair:
         """Return the pair with its names made from what it says."""
-        return cls(
-            pair_name(prompt, first, second),
-            prompt_name(prompt),
-            prompt,
-            domain,
-            first,
-            second,
-            first_source,
-            second_source,
-            gold,
-        )
+        names = pair_name(prompt, first, second), prompt_name(prompt)
+        return cls(*names, prompt, domain, first, second, first_source, second_source, gold)
 
 
 @dataclass(frozen=True)

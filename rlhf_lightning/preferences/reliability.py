@@ -32,7 +32,7 @@ from rlhf_lightning.preferences.agreement import (
     position_bias,
     raw_agreement,
 )
-from rlhf_lightning.preferences.records import Label, Pair
+from rlhf_lightning.preferences.records import SIDES, Label, Pair
 
 # (votes for one side, votes for the other) of an item -> how many items.
 Tally = Mapping[tuple[int, int], int]
@@ -181,10 +181,12 @@ Judged = Mapping[str, str]
 
 def side_tally(labels: Iterable[Label]) -> Tally:
     """Return how many pairs have which votes for first and second, as a ceiling is read from."""
-    return tally_votes(
-        (sum(x.choice == "first" for x in found), sum(x.choice == "second" for x in found))
-        for found in by_pair(labels).values()
-    )
+    return _tally_sides(by_pair(labels).values())
+
+
+def _tally_sides(by_item: Iterable[Sequence[Label]]) -> Tally:
+    votes = (Counter(label.choice for label in labels) for labels in by_item)
+    return tally_votes((found["first"], found["second"]) for found in votes)
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ def annotator_figures(labels: Sequence[Label], people: Judged) -> AnnotatorFigur
         labels=len(given),
         skips=len(labels) - len(given),
         ties=ties / len(given) if given else math.nan,
-        agrees=agreement_with(given, dict(people)),
+        agrees=agreement_with(given, people),
         kappa=cohen_kappa(*zip(*both, strict=True)) if both else math.nan,
     )
 
@@ -304,12 +306,11 @@ def all_annotators(labels: Iterable[Label], people: Collection[str]) -> list[Ann
 
 def verdicts_agree(verdicts: Iterable[Verdict], people: Judged) -> Share:
     """Return how often verdicts name the side that most people are on, where both take one."""
-    both = [
+    return Share.among(
         v.choice == people[v.pair.pair_id]
         for v in verdicts
-        if v.choice is not None and people.get(v.pair.pair_id) in ("first", "second")
-    ]
-    return Share.of(sum(both), len(both))
+        if v.choice is not None and people.get(v.pair.pair_id) in SIDES
+    )
 
 
 def label_ceiling(
@@ -326,11 +327,7 @@ def label_ceiling(
         return math.nan
     found = by_pair(labels)
     kept = [found.get(v.pair.pair_id, []) for v in verdicts if v.choice is not None]
-    tally = tally_votes(
-        (sum(x.choice == "first" for x in own), sum(x.choice == "second" for x in own))
-        for own in kept
-    )
-    return expected_correct(tally, shape)
+    return expected_correct(_tally_sides(kept), shape)
 
 
 def agreement_with_truth(verdicts: Iterable[Verdict], truth: Mapping[str, float]) -> Share:
@@ -340,12 +337,11 @@ def agreement_with_truth(verdicts: Iterable[Verdict], truth: Mapping[str, float]
         verdicts: of any pairs.
         truth: pair id -> first minus second, in units of the gold reward; 0 counts nowhere.
     """
-    both = [
+    return Share.among(
         (v.choice == "first") == (truth[v.pair.pair_id] > 0)
         for v in verdicts
         if v.choice is not None and truth.get(v.pair.pair_id)
-    ]
-    return Share.of(sum(both), len(both))
+    )
 
 
 def gold_gaps(pairs: Sequence[Pair], scores: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -6,6 +6,8 @@ Legend: B answers, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rlhf_lightning.preferences.annotators import by_gap, now
 from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair
 
 
+@dataclass(eq=False)
 class RewardModelAnnotator:
     """Scores prompt and answer as the reward stage encodes them, read at the last token.
 
@@ -38,33 +41,31 @@ class RewardModelAnnotator:
         ValueError: for numbers that cannot be.
     """
 
-    kind: AnnotatorKind = "reward_model"
+    source: str | Path
+    _: KW_ONLY
+    name: str = "reward_model"
+    max_length: int = 1024
+    tie_below: float = 0.0
+    batch_size: int = 256
+    micro_batch_size: int = 32
+    revision: str | None = None
+    kind: AnnotatorKind = field(default="reward_model", init=False)
 
-    def __init__(
-        self,
-        source: str | Path,
-        *,
-        name: str = "reward_model",
-        max_length: int = 1024,
-        tie_below: float = 0.0,
-        batch_size: int = 256,
-        micro_batch_size: int = 32,
-        revision: str | None = None,
-    ) -> None:
-        if min(max_length, batch_size, micro_batch_size) < 1 or tie_below < 0:
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if min(self.max_length, self.batch_size, self.micro_batch_size) < 1 or self.tie_below < 0:
             raise ValueError(
-                f"RewardModelAnnotator: max_length={max_length}, batch_size={batch_size} and "
-                f"micro_batch_size={micro_batch_size} must be at least 1, tie_below={tie_below} "
-                "at least 0"
+                f"RewardModelAnnotator: max_length={self.max_length}, batch_size="
+                f"{self.batch_size} and micro_batch_size={self.micro_batch_size} must be at least "
+                f"1, tie_below={self.tie_below} at least 0"
             )
-        self.source = source
-        self.name = name
-        self.max_length = max_length
-        self.tie_below = tie_below
-        self.batch_size = batch_size
-        self.micro_batch_size = micro_batch_size
-        self.revision = revision
-        self._loaded: tuple[Any, Any] | None = None
+
+    @cached_property
+    def _loaded(self) -> tuple[Any, Any]:
+        """Tokenizer and model."""
+        tokenizer = load_tokenizer(self.source, revision=self.revision)
+        model = frozen(load_scalar_model(self.source, revision=self.revision))
+        return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair; the margin is the difference of the scores."""
@@ -74,23 +75,17 @@ class RewardModelAnnotator:
         labels = []
         for pair in pairs:
             first, second = scores[pair.prompt_id, pair.first], scores[pair.prompt_id, pair.second]
-            if first is None or second is None:
-                why = f"longer than {self.max_length} tokens"
-                labels.append(
-                    Label(pair.pair_id, self.name, "skip", self.kind, "first", now(), reason=why)
-                )
-            else:
+            if first is not None and second is not None:
                 labels.append(by_gap(pair, first - second, self, tie_below=self.tie_below))
+                continue
+            why = f"longer than {self.max_length} tokens"
+            said = Label(pair.pair_id, self.name, "skip", self.kind, "first", now(), reason=why)
+            labels.append(said)
         return labels
 
     @torch.no_grad()
     def scores(self, answers: Sequence[tuple[Text, str]]) -> list[float | None]:
         """Return the score of each (prompt, answer), None where it is too long."""
-        if self._loaded is None:
-            tokenizer = load_tokenizer(self.source, revision=self.revision)
-            model = frozen(load_scalar_model(self.source, revision=self.revision))
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self._loaded = (tokenizer, model.to(device))
         tokenizer, model = self._loaded
         encoded = [self._encode(prompt, answer) for prompt, answer in answers]
         found: list[float | None] = [None] * len(answers)
@@ -110,7 +105,6 @@ class RewardModelAnnotator:
         return found
 
     def _encode(self, prompt: Text, answer: str) -> EncodedSequence | None:
-        assert self._loaded is not None  # or there is no tokenizer
         completion: Text = answer
         if not isinstance(prompt, str):
             completion = ({"role": "assistant", "content": answer},)

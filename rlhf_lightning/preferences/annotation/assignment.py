@@ -14,7 +14,7 @@ import sqlite3
 import unicodedata
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotation.database import StoreError
@@ -23,6 +23,9 @@ from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pai
 Answer = Literal["left", "right", "tie", "both_bad", "skip"]
 ANSWERS: tuple[Answer, ...] = ("left", "right", "tie", "both_bad", "skip")
 Outcome = Literal["kept", "repeated", "differs", "undone", "gone"]
+LONGEST_NAME = 60
+LONGEST_REASON = 2000
+CLOCK_SLACK = 1.0  # seconds that a browser's clock may run ahead of ours
 
 
 @dataclass(frozen=True)
@@ -90,16 +93,15 @@ class Sharing(Checked):
     seed: int = number(1, at_least=0)
 
 
+def one(db: sqlite3.Connection, query: str, *values: object) -> Any:
+    """Return the first row of a query, None if it has none."""
+    return db.execute(query, values).fetchone()
+
+
 def current(db: sqlite3.Connection, rater_id: int) -> sqlite3.Row | None:
     """Return the rater's newest open assignment; the one before it is next after that."""
-    return cast(
-        sqlite3.Row | None,
-        db.execute(
-            "SELECT * FROM assignments WHERE rater_id = ? AND state = 'open' "
-            "ORDER BY assignment_id DESC LIMIT 1",
-            (rater_id,),
-        ).fetchone(),
-    )
+    newest = "WHERE rater_id = ? AND state = 'open' ORDER BY assignment_id DESC LIMIT 1"
+    return cast(sqlite3.Row | None, one(db, f"SELECT * FROM assignments {newest}", rater_id))
 
 
 def assign(
@@ -117,19 +119,19 @@ def assign(
     found = current(db, rater_id)
     if found is not None:
         return found
-    rater = db.execute("SELECT * FROM raters WHERE rater_id = ?", (rater_id,)).fetchone()
+    rater = one(db, "SELECT * FROM raters WHERE rater_id = ?", rater_id)
     place = f"{sharing.seed}/{rater['name']}/{rater['served']}"
     position = None
     if uniform(f"gold/{place}") < sharing.gold_share:
         position = _unseen_gold(db, rater_id)
     if position is None:
         position = _next_open(db, rater)
-    if position is None and db.execute("SELECT wanted FROM totals").fetchone()[0] == 0:
+    if position is None and one(db, "SELECT wanted FROM totals")[0] == 0:
         position = _unseen_gold(db, rater_id)  # a store of gold questions alone is a test
     if position is None:
         return None
     db.execute("UPDATE raters SET served = served + 1 WHERE rater_id = ?", (rater_id,))
-    pair_id = db.execute("SELECT pair_id FROM pairs WHERE position = ?", (position,)).fetchone()[0]
+    pair_id = one(db, "SELECT pair_id FROM pairs WHERE position = ?", position)[0]
     coin = uniform(f"order/{sharing.seed}/{rater['name']}/{pair_id}")
     return lease(db, position, rater_id, "first" if coin < 0.5 else "second", sharing, now)
 
@@ -155,15 +157,13 @@ def lease(
         now: seconds since 1970.
         redoes: the label that was taken back for it.
     """
-    db.execute("UPDATE pairs SET taken = taken + 1 WHERE position = ?", (position,))
-    return cast(
-        sqlite3.Row,
-        db.execute(
-            "INSERT INTO assignments (position, rater_id, shown_first, served, expires, redoes) "
-            "VALUES (?, ?, ?, ?, ?, ?) RETURNING *",
-            (position, rater_id, shown_first, now, now + sharing.lease_seconds, redoes),
-        ).fetchone(),
+    _take(db, position, 1)
+    insert = (
+        "INSERT INTO assignments (position, rater_id, shown_first, served, expires, redoes) "
+        "VALUES (?, ?, ?, ?, ?, ?) RETURNING *"
     )
+    values = position, rater_id, shown_first, now, now + sharing.lease_seconds, redoes
+    return cast(sqlite3.Row, one(db, insert, *values))
 
 
 def renew(db: sqlite3.Connection, row: sqlite3.Row, sharing: Sharing, now: float) -> bool:
@@ -180,9 +180,9 @@ def renew(db: sqlite3.Connection, row: sqlite3.Row, sharing: Sharing, now: float
     given = "SELECT 1 FROM labels WHERE rater_id = ? AND position = ? AND undone IS NULL"
     leased = "SELECT 1 FROM assignments WHERE rater_id = ? AND position = ? AND state = 'open'"
     own = (row["rater_id"], row["position"])
-    if db.execute(f"{given} UNION ALL {leased}", own + own).fetchone():
+    if one(db, f"{given} UNION ALL {leased}", *own, *own):
         return False
-    db.execute("UPDATE pairs SET taken = taken + 1 WHERE position = ?", (row["position"],))
+    _take(db, row["position"], 1)
     db.execute(
         "UPDATE assignments SET state = 'open', expires = ? WHERE assignment_id = ?",
         (now + sharing.lease_seconds, row["assignment_id"]),
@@ -204,41 +204,28 @@ def take_back(
         now: seconds since 1970.
         when: the same as text.
     """
-    skipped = label["choice"] == "skip"
-    if skipped and not _has_room(db, label["position"]):
+    position, rater_id = label["position"], label["rater_id"]
+    if label["choice"] == "skip" and not _has_room(db, position):
         return False
     db.execute("UPDATE labels SET undone = ? WHERE label_id = ?", (when, label["label_id"]))
     db.execute(
         "UPDATE assignments SET state = 'undone' WHERE assignment_id = ?", (label["assignment_id"],)
     )
-    count(db, label["position"], label["rater_id"], label["choice"], -1)
-    if not skipped:
-        db.execute("UPDATE pairs SET taken = taken - 1 WHERE position = ?", (label["position"],))
-    lease(
-        db,
-        label["position"],
-        label["rater_id"],
-        label["shown_first"],
-        sharing,
-        now,
-        redoes=label["label_id"],
-    )
+    count(db, position, rater_id, label["choice"], -1)
+    if label["choice"] != "skip":
+        _take(db, position, -1)
+    lease(db, position, rater_id, label["shown_first"], sharing, now, redoes=label["label_id"])
     return True
 
 
 def count(db: sqlite3.Connection, position: int, rater_id: int, choice: str, step: int) -> None:
     """Add a person's label to the counters, or with `step` -1 take it off them."""
     column = "skipped" if choice == "skip" else "labelled"
-    db.execute(
-        f"UPDATE raters SET {column} = {column} + ? WHERE rater_id = ?",
-        (step, rater_id),
-    )
+    db.execute(f"UPDATE raters SET {column} = {column} + ? WHERE rater_id = ?", (step, rater_id))
     if choice == "skip":
         return
-    pair = db.execute(
-        "UPDATE pairs SET done = done + ? WHERE position = ? RETURNING done, wanted",
-        (step, position),
-    ).fetchone()
+    change = "UPDATE pairs SET done = done + ? WHERE position = ? RETURNING done, wanted"
+    pair = one(db, change, step, position)
     after = pair["done"] if step > 0 else pair["done"] + 1
     if after <= pair["wanted"]:  # labels beyond what was asked for are no progress
         db.execute("UPDATE totals SET done = done + ?", (step,))
@@ -252,7 +239,7 @@ def expire(db: sqlite3.Connection, now: float) -> None:
         (now,),
     ).fetchall()
     for position, rater_id in rows:
-        db.execute("UPDATE pairs SET taken = taken - 1 WHERE position = ?", (position,))
+        _take(db, position, -1)
         db.execute(
             "UPDATE raters SET passed = min(passed, ?) WHERE rater_id = ?", (position - 1, rater_id)
         )
@@ -272,10 +259,8 @@ _NOT_SEEN = """
 
 
 def _unseen_gold(db: sqlite3.Connection, rater_id: int) -> int | None:
-    row = db.execute(
-        f"SELECT position FROM pairs WHERE is_gold = 1 {_NOT_SEEN} ORDER BY position LIMIT 1",
-        {"rater": rater_id},
-    ).fetchone()
+    query = f"SELECT position FROM pairs WHERE is_gold = 1 {_NOT_SEEN} ORDER BY position LIMIT 1"
+    row = db.execute(query, {"rater": rater_id}).fetchone()
     return None if row is None else cast(int, row[0])
 
 
@@ -296,16 +281,16 @@ def _next_open(db: sqlite3.Connection, rater: sqlite3.Row) -> int | None:
 
 
 def _has_room(db: sqlite3.Connection, position: int) -> bool:
-    row = db.execute(
-        "SELECT is_gold = 1 OR taken < wanted FROM pairs WHERE position = ?", (position,)
-    )
-    return bool(row.fetchone()[0])
+    query = "SELECT is_gold = 1 OR taken < wanted FROM pairs WHERE position = ?"
+    return bool(one(db, query, position)[0])
 
 
-LONGEST_NAME = 60
-LONGEST_REASON = 2000
-CLOCK_SLACK = 1.0  # seconds that a browser's clock may run ahead of ours
+def _take(db: sqlite3.Connection, position: int, step: int) -> None:
+    """Count labels and leases of a pair: one more, or with `step` -1 one less."""
+    db.execute("UPDATE pairs SET taken = taken + ? WHERE position = ?", (step, position))
 
+
+_LABEL_COLUMNS = ("choice", "kind", "order", "created", "seconds", "reason", "margin")
 LABELS = (
     "SELECT labels.*, pairs.pair_id, raters.name FROM labels "
     "JOIN pairs USING (position) JOIN raters USING (rater_id)"
@@ -314,17 +299,8 @@ LABELS = (
 
 def as_label(row: sqlite3.Row) -> Label:
     """Return a row of `LABELS` as a record."""
-    return Label(
-        pair_id=row["pair_id"],
-        annotator=row["name"],
-        choice=row["choice"],
-        kind=row["kind"],
-        order=row["shown_first"],
-        created=row["created"],
-        seconds=row["seconds"],
-        reason=row["reason"],
-        margin=row["margin"],
-    )
+    same = {key: row[key] for key in ("pair_id", *_LABEL_COLUMNS) if key != "order"}
+    return Label(annotator=row["name"], order=row["shown_first"], **same)
 
 
 def insert_answer(
@@ -345,32 +321,27 @@ def insert_answer(
         reason: in words; cut at `LONGEST_REASON` characters.
         now: seconds since 1970.
     """
-    choice = choice_of(answer, assignment["shown_first"])
-    passed = max(now - assignment["served"], 0.0)
-    believable = seconds is not None and 0 <= seconds <= passed + CLOCK_SLACK
+    keys = ("position", "rater_id", "assignment_id", "shown_first")
+    position, rater_id, assignment_id, shown_first = (assignment[key] for key in keys)
+    choice = choice_of(answer, shown_first)
+    took = max(now - assignment["served"], 0.0)
+    if seconds is not None and 0 <= seconds <= took + CLOCK_SLACK:
+        took = seconds
+    measured, text = (
+        (iso_time(now), round(took, 3)),
+        (reason or "").strip()[:LONGEST_REASON] or None,
+    )
     db.execute(
         "INSERT INTO labels (position, rater_id, assignment_id, choice, kind, shown_first, "
         "created, seconds, reason) VALUES (?, ?, ?, ?, 'person', ?, ?, ?, ?)",
-        (
-            assignment["position"],
-            assignment["rater_id"],
-            assignment["assignment_id"],
-            choice,
-            assignment["shown_first"],
-            iso_time(now),
-            round(cast(float, seconds) if believable else passed, 3),
-            (reason or "").strip()[:LONGEST_REASON] or None,
-        ),
+        (position, rater_id, assignment_id, choice, shown_first, *measured, text),
     )
     db.execute(
-        "UPDATE assignments SET state = 'labelled' WHERE assignment_id = ?",
-        (assignment["assignment_id"],),
+        "UPDATE assignments SET state = 'labelled' WHERE assignment_id = ?", (assignment_id,)
     )
-    count(db, assignment["position"], assignment["rater_id"], choice, 1)
+    count(db, position, rater_id, choice, 1)
     if choice == "skip":  # another rater may take the pair
-        db.execute(
-            "UPDATE pairs SET taken = taken - 1 WHERE position = ?", (assignment["position"],)
-        )
+        _take(db, position, -1)
 
 
 def insert_label(db: sqlite3.Connection, label: Label) -> bool:
@@ -379,45 +350,32 @@ def insert_label(db: sqlite3.Connection, label: Label) -> bool:
     Raises:
         StoreError: if its pair is unknown.
     """
-    pair = db.execute("SELECT position FROM pairs WHERE pair_id = ?", (label.pair_id,)).fetchone()
+    pair = one(db, "SELECT position FROM pairs WHERE pair_id = ?", label.pair_id)
     if pair is None:
         raise StoreError(
             f"a label of {label.annotator} is about the pair {label.pair_id}, which the store does "
             "not have: import the pairs first"
         )
-    row = db.execute("SELECT rater_id FROM raters WHERE name = ?", (label.annotator,)).fetchone()
+    row = one(db, "SELECT rater_id FROM raters WHERE name = ?", label.annotator)
     created = datetime.fromisoformat(label.created).timestamp()
     rater_id = row[0] if row else insert_rater(db, label.annotator, label.kind, created)
     added = db.execute(
         "INSERT INTO labels (position, rater_id, choice, kind, shown_first, created, seconds, "
         "reason, margin) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (rater_id, position) WHERE undone IS NULL DO NOTHING",
-        (
-            pair[0],
-            rater_id,
-            label.choice,
-            label.kind,
-            label.order,
-            label.created,
-            label.seconds,
-            label.reason,
-            label.margin,
-        ),
+        (pair[0], rater_id, *(getattr(label, key) for key in _LABEL_COLUMNS)),
     ).rowcount
     if added and label.kind == "person":
         count(db, pair[0], rater_id, label.choice, 1)
         if label.choice != "skip":
-            db.execute("UPDATE pairs SET taken = taken + 1 WHERE position = ?", (pair[0],))
+            _take(db, pair[0], 1)
     return bool(added)
 
 
 def insert_rater(db: sqlite3.Connection, name: str, kind: AnnotatorKind, now: float) -> int:
     """Add a rater and return its number."""
-    row = db.execute(
-        "INSERT INTO raters (name, kind, created) VALUES (?, ?, ?) RETURNING rater_id",
-        (name, kind, iso_time(now)),
-    )
-    return cast(int, row.fetchone()[0])
+    insert = "INSERT INTO raters (name, kind, created) VALUES (?, ?, ?) RETURNING rater_id"
+    return cast(int, one(db, insert, name, kind, iso_time(now))[0])
 
 
 def clean_name(name: str) -> str:

@@ -198,18 +198,15 @@ class LabelStore:
         now = self._clock()
 
         def change(db: sqlite3.Connection) -> Outcome:
-            row = db.execute(
-                "SELECT * FROM assignments WHERE assignment_id = ? AND rater_id = ?",
-                (assignment_id, rater_id),
-            ).fetchone()
+            query = "SELECT * FROM assignments WHERE assignment_id = ? AND rater_id = ?"
+            row = rules.one(db, query, assignment_id, rater_id)
             if row is None:
                 return "gone"
             if row["state"] == "undone":
                 return "undone"
             if row["state"] == "labelled":
-                given = db.execute(
-                    "SELECT choice FROM labels WHERE assignment_id = ?", (assignment_id,)
-                ).fetchone()[0]
+                query = "SELECT choice FROM labels WHERE assignment_id = ?"
+                given = rules.one(db, query, assignment_id)[0]
                 return "repeated" if given == choice_of(answer, row["shown_first"]) else "differs"
             if row["state"] != "open" and not rules.renew(db, row, sharing, now):
                 return "gone"
@@ -265,13 +262,8 @@ class LabelStore:
         before = None
         if row["redoes"] is not None:
             before = as_label(self._read(f"{LABELS} WHERE label_id = ?", (row["redoes"],))[0])
-        return Task(
-            row["assignment_id"],
-            self._pair(record[0]["record"]),
-            row["shown_first"],
-            row["served"],
-            before,
-        )
+        pair = self._pair(record[0]["record"])
+        return Task(row["assignment_id"], pair, row["shown_first"], row["served"], before)
 
     def _pair(self, text: str) -> Pair:
         return from_row(Pair, json.loads(text), Location(str(self.path)))
