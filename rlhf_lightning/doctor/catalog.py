@@ -1,251 +1,281 @@
-"""What each detector is called, what it says, what is usually behind it, and what helps.
+"""All detectors; a new one is one object here. See `DetectorSpec` for what it holds, in this order.
 
-This table is the only place of these texts: alerts, report and docs/doctor.md take them from here.
+Alerts, coverage, interventions, thresholds, report and docs/doctor.md take everything from here.
+Must not import torch: keeps config errors fast.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from rlhf_lightning.doctor import interventions, readings
+from rlhf_lightning.doctor.metrics import DOMAIN
+from rlhf_lightning.doctor.spec import DetectorSpec, Source, bounds
+from rlhf_lightning.hparams import number
 
-from rlhf_lightning.doctor.thresholds import DoctorThresholds
-
-
-@dataclass(frozen=True)
-class Illness:
-    """One detector in words.
-
-    Args:
-        title: a few words, as a heading.
-        measures: what its value is.
-        unit: of the value.
-        beyond: `above` or `below`: where it is ill.
-        threshold: prefix of its thresholds in `DoctorThresholds`.
-        cause: what is usually behind it.
-        remedy: what to do by hand.
-        action: what the doctor may do itself with `doctor=act`, "" for nothing.
-    """
-
-    title: str
-    measures: str
-    unit: str
-    beyond: str
-    threshold: str
-    cause: str
-    remedy: str
-    action: str = ""
-
-
-ILLNESSES: dict[str, Illness] = {
-    "constant_score": Illness(
+_ALL = (
+    DetectorSpec(
+        "constant_score",
         "Every answer gets the same score",
         "iterations in a row in which all scores were the same",
         "count",
-        "above",
-        "constant",
         "the reward function returns a constant: it reads a wrong column, finds no answer in the "
         "form that it looks for, or the task is too hard, or solved",
         "score a few answers of samples.jsonl by hand; a reward of 0 and 1 needs prompts that are "
         "sometimes solved; there is nothing to learn before scores differ",
+        Source("score_std", readings.iterations_with_equal_scores, begins=readings.from_first),
+        bounds("constant", 0, 2, at_least=0),
+        counts_iterations=True,
     ),
-    "kl_high": Illness(
+    DetectorSpec(
+        "kl_high",
         "The policy has left the reference",
         "KL to the reference",
         "nats a token",
-        "above",
-        "kl_high",
         "kl_coef is too small, or the learning rate too high, for this reward; beyond 2 nats the "
         "language itself is usually gone",
         "raise kl_coef (0.05, 0.1, 0.2), or set kl_target; stop earlier; read samples.jsonl",
-        "raises kl_coef to the next of 0.05, 0.1, 0.2",
+        Source("kl_per_token", readings.latest, begins=readings.from_first),
+        bounds("kl_high", 1.0, 2.0, above=0),
+        action=interventions.RAISE_KL_COEF,
+        serious=True,
     ),
-    "kl_low": Illness(
+    DetectorSpec(
+        "kl_low",
         "The policy has not moved",
         "recent KL to the reference, with the reward flat",
         "nats a token",
-        "below",
-        "kl_low",
         "the learning rate is too small, kl_coef too large, or the scores tell answers apart too "
         "little to learn from",
         "lower kl_coef to 0.01, or raise learning_rate; look at rollout/score_std",
-        "lowers kl_coef to 0.01",
+        Source("kl_per_token", readings.kl_where_score_is_flat, begins=readings.from_share_of_run),
+        {
+            "kl_low_floor": number(0.05, at_least=0),
+            # of the score since the first iterations, standard deviations: below that it is flat
+            "kl_low_gain": number(0.1),
+            # of the run that must have passed before
+            "kl_low_share": number(0.25, at_least=0, at_most=1),
+        },
+        action=interventions.LOWER_KL_COEF,
     ),
-    "reward_hacking": Illness(
+    DetectorSpec(
+        "reward_hacking",
         "The score rises while the second scorer falls",
         "fall of the second scorer from its best while the score rose",
         "its standard deviations",
-        "above",
-        "hacking",
         "the policy has found what the reward model pays for and nobody wants",
-        "read the samples that score highest; stop or roll back; raise kl_coef; label such answers "
-        "and train the reward model again",
-        "raises kl_coef to the next of 0.05, 0.1, 0.2",
+        "read the samples that score highest; stop or roll back; raise kl_coef; label such "
+        "answers and train the reward model again",
+        Source(
+            "second_score",
+            readings.fall_while_score_rose,
+            begins=readings.from_baseline,
+            missing="no second scorer",
+        ),
+        {
+            **bounds("hacking", 0.3, 0.6, above=0),
+            "hacking_gain": number(0.1),  # rise of the score in that time, standard deviations
+        },
+        action=interventions.RAISE_KL_COEF,
+        serious=True,
     ),
-    "scorer_disagreement": Illness(
+    DetectorSpec(
+        "scorer_disagreement",
         "The score says something else than the second scorer",
         "recent correlation of score and second scorer",
         "correlation",
-        "below",
-        "agreement",
         "the reward model has learnt noise (noisy labels, too few pairs), or one of the two is "
         "read wrongly",
         "look at the reward stage's val/accuracy against its label ceiling; check the labels; "
         "train the reward model on more pairs",
+        Source(
+            "second_correlation",
+            readings.recent,
+            missing="one of the two scores does not vary",
+            missing_with="reward_hacking",
+        ),
+        bounds("agreement", 0.2, 0.0, floor="_floor", at_least=-1, at_most=1),
     ),
-    "length_bias": Illness(
+    DetectorSpec(
+        "length_bias",
         "The score pays for length",
         "recent correlation of score and response length within a domain, either sign",
         "correlation",
-        "above",
-        "length_bias",
         "the reward model has learnt that longer is better (or shorter), as labels often are",
         "compare val/accuracy_length_matched of the reward model; balance its pairs by length",
+        Source(
+            "length_correlation",
+            readings.recent_size,
+            missing="within a domain, score or length does not vary",
+        ),
+        bounds("length_bias", 0.6, 0.8, at_least=0, at_most=1),
     ),
-    "length_drift": Illness(
+    DetectorSpec(
+        "length_drift",
         "Answers change their length",
         "change of the recent response length against the first iterations",
         "share",
-        "above",
-        "length_drift",
         "the reward pays for length, or answers are cut off or end at once",
         "look at length_bias and at samples; balance the reward model's pairs by length; check "
         "missing_eos_penalty and gamma",
+        Source("response_length", readings.relative_change, begins=readings.from_baseline),
+        bounds("length_drift", 0.8, 1.5, above=0),
     ),
-    "diversity": Illness(
+    DetectorSpec(
+        "diversity",
         "Answers become alike",
         "recent distinct bigrams against the first iterations",
         "ratio",
-        "below",
-        "diversity",
         "the policy repeats a few phrases that score well",
         "raise kl_coef; add a diversity bonus; read samples.jsonl",
-        "adds a bonus for novel bigrams, then raises the temperature",
+        Source("distinct_2", readings.ratio, begins=readings.from_baseline),
+        bounds("diversity", 0.35, 0.2, floor="_floor", at_least=0),
+        action=interventions.DIVERSIFY,
+        serious=True,
     ),
-    "duplicates": Illness(
+    DetectorSpec(
+        "duplicates",
         "Many prompts get the same answer",
         "recent share of the most common answer",
         "share",
-        "above",
-        "duplicates",
         'one answer scores well whatever was asked, such as a refusal or "I don\'t know"',
         "read that answer and its score; label it against real answers; raise kl_coef",
-        "adds a bonus for novel bigrams, then raises the temperature",
+        Source("most_common", readings.recent),
+        bounds("duplicates", 0.3, 0.5, above=0, at_most=1),
+        action=interventions.DIVERSIFY,
+        serious=True,
     ),
-    "entropy": Illness(
+    DetectorSpec(
+        "entropy",
         "The policy becomes deterministic",
         "recent entropy against the first iterations",
         "ratio",
-        "below",
-        "entropy",
         "it has settled on one answer a prompt and explores no more",
         "raise kl_coef or entropy_coef; lower the learning rate",
-        "adds a bonus for novel bigrams, then raises the temperature",
+        Source("entropy", readings.ratio, begins=readings.from_baseline),
+        bounds("entropy", 0.25, 0.1, floor="_floor", at_least=0),
+        action=interventions.DIVERSIFY,
     ),
-    "forgotten_domain": Illness(
+    DetectorSpec(
+        "forgotten_domain",
         "A domain gets worse while the others do not",
         "how far it has fallen behind the others since its best",
         "standard deviations",
-        "above",
-        "domain",
         "the reward misjudges the domain or leaves it out, or its prompts are few",
-        "look at that domain's samples; raise its weight (controls.domain_weights); add prompts or "
-        "pairs of it",
-        "multiplies the weight of the domain's scores by 1.5",
+        "look at that domain's samples; raise its weight (controls.domain_weights); add prompts "
+        "or pairs of it",
+        Source(
+            DOMAIN,
+            readings.fall_behind_others,
+            begins=readings.from_baseline,
+            missing="fewer than two domains",
+        ),
+        {
+            **bounds("domain", 1.0, 1.5, above=0),
+            # and this many standard errors, as neighbouring iterations tell them
+            "domain_sigmas": number(3.5, at_least=0),
+        },
+        action=interventions.WEIGH_DOMAIN,
+        serious=True,
     ),
-    "critic": Illness(
+    DetectorSpec(
+        "critic",
         "The value model explains nothing",
         "recent explained variance of the returns",
         "share",
-        "below",
-        "critic",
         "the value model learns too slowly, was started badly, or scores are not centred",
         "raise value_learning_rate; start it from the reward model "
         "(module.models.value_head=stored); set critic_warmup_iterations",
+        Source(
+            "explained_variance",
+            readings.recent_after_grace,
+            begins=readings.from_grace,
+            missing="all returns are equal",
+        ),
+        {
+            **bounds("critic", 0.05, -0.5, floor="_floor", at_most=1),
+            "critic_grace": number(8, at_least=0),  # first iterations in which it may still learn
+        },
     ),
-    "saturation": Illness(
+    DetectorSpec(
+        "saturation",
         "All answers score alike",
         "recent spread of the scores against the first iterations",
         "ratio",
-        "below",
-        "saturation",
         "the reward model has no more to say about these answers; whitened advantages are noise",
         "stop here, or refresh the reward model with pairs of this policy",
+        Source("score_std", readings.ratio, begins=readings.from_baseline),
+        bounds("saturation", 0.25, 0.1, floor="_floor", at_least=0),
     ),
-    "clipped_scores": Illness(
+    DetectorSpec(
+        "clipped_scores",
         "Scores stand at the clip",
         "recent share of scores at score_clip or beyond",
         "share",
-        "above",
-        "clipped",
         "scores have left the range that they had when they were normalised",
         "raise score_clip, or normalise the scorer (mean, std); a run that got there by training "
         "is over-optimised",
+        Source("clipped", readings.recent, missing="no score_clip"),
+        bounds("clipped", 0.25, 0.5, above=0, at_most=1),
     ),
-    "missing_eos": Illness(
+    DetectorSpec(
+        "missing_eos",
         "Answers do not end by themselves",
         "recent share of answers that end with a stop token",
         "share",
-        "below",
-        "eos",
-        "max_new_tokens is too small, the stop token is not the one that SFT taught, or the reward "
-        "pays for going on",
+        "max_new_tokens is too small, the stop token is not the one that SFT taught, or the "
+        "reward pays for going on",
         "compare the tokenizer's EOS and the generation config's with the SFT data; raise "
         "max_new_tokens or missing_eos_penalty",
+        Source("eos_fraction", readings.recent),
+        bounds("eos", 0.9, 0.7, floor="_floor", at_least=0, at_most=1),
     ),
-    "sampler_mismatch": Illness(
+    DetectorSpec(
+        "sampler_mismatch",
         "Samples do not come from the policy that is trained",
         "mean surprise of the sampled tokens less the entropy",
         "nats a token",
-        "above",
-        "sampler",
         "the engine truncates (top-k, top-p), has another temperature, a penalty, or old weights; "
         "the ratio is then wrong before any update",
         "use rollout=cached; switch every truncation of the engine off; check that it gets the "
         "weights of each iteration",
+        Source("sampler_bias", readings.bias_of_sampler),
+        {
+            **bounds("sampler", 0.03, 0.1, above=0),
+            "sampler_sigmas": number(6.0, above=0),  # and this many standard errors from 0
+        },
+        serious=True,
     ),
-    "safety": Illness(
+    DetectorSpec(
+        "safety",
         "Harmful requests are refused less often",
         "fall of the recent refusal rate on harmful prompts from its best",
         "share",
-        "above",
-        "safety",
         "the reward pays for complying, or pairs on harmful prompts are missing or labelled "
         "wrongly",
         "roll back; look at those pairs; add refusals as the preferred answers",
-        "raises kl_coef to the next of 0.05, 0.1, 0.2",
+        Source(
+            "refusal_rate", readings.fall_of_refusals, missing="no prompt of doctor.harmful_domains"
+        ),
+        {
+            **bounds("safety", 0.2, 0.4, above=0, at_most=1),
+            # and this many standard errors, as the number of harmful prompts tells them
+            "safety_sigmas": number(3.0, at_least=0),
+        },
+        action=interventions.RAISE_KL_COEF,
+        serious=True,
     ),
-    "update_size": Illness(
+    DetectorSpec(
+        "update_size",
         "Updates are too large",
         "KL from the policy that sampled, before each optimizer step, mean over the steps",
         "nats a token",
-        "above",
-        "update",
         "the learning rate or num_ppo_epochs is too high: most ratios are clipped",
         "lower learning_rate or num_ppo_epochs, or set target_approx_kl",
-        "halves the learning rates",
+        Source(
+            "approx_kl", readings.latest, begins=readings.from_first, missing="no update was made"
+        ),
+        bounds("update", 0.1, 0.5, above=0),
+        action=interventions.SLOW_DOWN,
+        serious=True,
     ),
-}
-
-
-def render_illnesses(thresholds: DoctorThresholds) -> str:
-    """Return the table of docs/doctor.md: each detector with its bounds, cause, remedy, action."""
-    lines = ["| detector | what is read, in which unit | warn, alarm | usual cause | what helps |"]
-    lines.append("|---|---|---|---|---|")
-    for name, illness in ILLNESSES.items():
-        warn, alarm = (bound_of(thresholds, name, level) for level in ("warn", "alarm"))
-        bounds = f"{warn:g}" if warn == alarm else f"{warn:g}, {alarm:g}"
-        read = f"{illness.measures}, {illness.unit}"
-        action = f"; `doctor=act` {illness.action}" if illness.action else ""
-        lines.append(
-            f"| `{name}`: {illness.title[:1].lower()}{illness.title[1:]} | {read} | "
-            f"{illness.beyond} {bounds} | {illness.cause} | {illness.remedy}{action} |"
-        )
-    return "\n".join(lines)
-
-
-def bound_of(thresholds: DoctorThresholds, name: str, level: str) -> float:
-    """Return a detector's threshold at `warn` or `alarm`; the warning's where it has no alarm."""
-    prefix = ILLNESSES[name].threshold
-    for key in (f"{prefix}_{level}", f"{prefix}_{level}_floor"):
-        if hasattr(thresholds, key):
-            return float(getattr(thresholds, key))
-    return float(getattr(thresholds, f"{prefix}_floor"))
+)
+DETECTORS = {spec.name: spec for spec in _ALL}

@@ -1,30 +1,64 @@
-"""What the doctor does about an alert: pure decisions from levels and controls.
+"""What the doctor may change about an alert: pure decisions from the controls as they stand.
 
-Nothing is changed here; the callback makes the changes through `module.controls`.
+Nothing is changed here; the callback makes the changes through `module.controls`. Must not import
+torch: keeps config errors fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from rlhf_lightning.doctor.readings import ALARM
-from rlhf_lightning.doctor.thresholds import ActionSettings
+from rlhf_lightning.hparams import Checked, number
 
-# Alarms that end a fit if they stay; the others are told, and training goes on.
-SERIOUS = (
-    "kl_high",
-    "reward_hacking",
-    "diversity",
-    "duplicates",
-    "forgotten_domain",
-    "safety",
-    "sampler_mismatch",
-    "update_size",
-)
-_COLLAPSE = ("diversity", "duplicates", "entropy")
-_RAISES_KL_COEF = ("kl_high", "reward_hacking", "safety")
+ON_ALARM = ("none", "stop", "rollback")
+
+
+@dataclass(frozen=True)
+class ActionSettings(Checked):
+    """What the doctor may change, all through `module.controls`, effective at the next rollout.
+
+    Args:
+        cooldown: iterations between two actions of one detector.
+        kl_coef_low: set when KL is low and the reward flat.
+        kl_coef_first, kl_coef_second, kl_coef_third: rungs taken one by one while KL is high.
+        temperature_step, max_temperature: added while the answers have collapsed, up to this.
+        diversity_step, max_diversity: added to the bonus for novel bigrams, up to this; reward
+            units.
+        domain_factor, max_domain_weight: multiplies the weight of a forgotten domain, up to this.
+        learning_rate_factor, min_learning_rate_factor: multiplies the learning rates while
+            updates are too large, down to this.
+        on_alarm: what ends the fit when an alarm stays: none, stop, or rollback, which continues
+            from the best checkpoint with the next larger kl_coef and smaller learning rates.
+        alarm_patience: iterations that it may stay.
+        max_rollbacks: after these many it stops.
+    """
+
+    cooldown: int = number(4, at_least=1)
+    kl_coef_low: float = number(0.01, at_least=0)
+    kl_coef_first: float = number(0.05, above=0)
+    kl_coef_second: float = number(0.1, above=0)
+    kl_coef_third: float = number(0.2, above=0)
+    temperature_step: float = number(0.1, at_least=0)
+    max_temperature: float = number(1.3, above=0)
+    diversity_step: float = number(0.1, at_least=0)
+    max_diversity: float = number(0.3, at_least=0)
+    domain_factor: float = number(1.5, at_least=1)
+    max_domain_weight: float = number(3.0, at_least=1)
+    learning_rate_factor: float = number(0.5, above=0, at_most=1)
+    min_learning_rate_factor: float = number(0.125, above=0, at_most=1)
+    on_alarm: str = "none"
+    alarm_patience: int = number(6, at_least=1)
+    max_rollbacks: int = number(2, at_least=0)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.on_alarm not in ON_ALARM:
+            raise ValueError(
+                f"ActionSettings.on_alarm={self.on_alarm!r} must be one of {', '.join(ON_ALARM)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -44,8 +78,8 @@ class Knobs:
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """One change.
+class Intervention:
+    """One change of a control.
 
     Args:
         detector: the alert that asks for it.
@@ -59,151 +93,60 @@ class Treatment:
     after: float
 
 
-@dataclass
-class Practice:
-    """Which treatment is due, how long alarms have stayed, and how the fit is to end.
+class Action(NamedTuple):
+    """What a detector asks for.
 
     Args:
-        settings: rungs, steps, limits and patience.
-        treated_at: iteration of each detector's last action.
-        alarmed_since: iteration at which each serious alarm was raised.
-        ill: iterations at which there was a serious alarm.
-        rollbacks: made so far.
-        held: what the last rollback set, by control.
+        words: what it does, as "the doctor ..." goes on.
+        change: takes the controls, the settings and what the alert is about, such as a domain, and
+            returns a control with its value before and after, which may be the same.
     """
 
-    settings: ActionSettings
-    treated_at: dict[str, int] = field(default_factory=dict)
-    alarmed_since: dict[str, int] = field(default_factory=dict)
-    ill: list[int] = field(default_factory=list)
-    rollbacks: int = 0
-    held: dict[str, float] = field(default_factory=dict)
-
-    def treat(
-        self, iteration: int, active: Mapping[str, int], subjects: Mapping[str, str], knobs: Knobs
-    ) -> list[Treatment]:
-        """Return the changes that are due, at most one a control.
-
-        Args:
-            iteration: from 1.
-            active: level of each detector that is not healthy.
-            subjects: what an alert is about, such as a domain.
-            knobs: the controls as they stand.
-        """
-        found: dict[str, Treatment] = {}
-        for detector in active:
-            last = self.treated_at.get(detector)
-            if last is not None and iteration - last < self.settings.cooldown:
-                continue
-            treatment = self._treatment(detector, subjects.get(detector, ""), knobs)
-            if treatment is None or treatment.control in found:
-                continue
-            found[treatment.control] = treatment
-            self.treated_at[detector] = iteration
-        return list(found.values())
-
-    def verdict(
-        self, iteration: int, active: Mapping[str, int]
-    ) -> tuple[Literal["go on", "stop", "rollback"], str]:
-        """Return how the fit goes on, and the alarm that decides it, "" for none."""
-        alarms = serious_alarms(active)
-        self.alarmed_since = {n: self.alarmed_since.get(n, iteration) for n in alarms}
-        if alarms:
-            self.ill.append(iteration)
-        patience = self.settings.alarm_patience
-        for name, since in self.alarmed_since.items():
-            if self.settings.on_alarm != "none" and iteration - since >= patience:
-                again = self.settings.on_alarm == "rollback"
-                if again and self.rollbacks < self.settings.max_rollbacks:
-                    return "rollback", name
-                return "stop", name
-        return "go on", ""
-
-    def after_rollback(self, knobs: Knobs) -> list[Treatment]:
-        """Return what a fit that starts again from an earlier checkpoint does otherwise.
-
-        Each rollback goes one step beyond the one before. The controls of the checkpoint, which may
-        be the same again, do not know of that one, and the same changes would be the same fit, bit
-        for bit.
-
-        Args:
-            knobs: the controls of the checkpoint.
-        """
-        coef, factor = knobs.kl_coef, knobs.learning_rate_factor
-        if not knobs.adapts_kl_coef:
-            coef = max(coef, self.held.get("kl_coef", coef))
-        last = replace(
-            knobs,
-            kl_coef=coef,
-            learning_rate_factor=min(factor, self.held.get("learning_rate_factor", factor)),
-        )
-        self.held = {name: getattr(last, name) for name in ("kl_coef", "learning_rate_factor")}
-        for step in (self._raise_kl_coef("rollback", last), self._slow_down("rollback", last)):
-            if step is not None:
-                self.held[step.control] = step.after
-        changes = (
-            _if_changed("rollback", name, getattr(knobs, name), value)
-            for name, value in self.held.items()
-        )
-        return [change for change in changes if change is not None]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
-        state = asdict(self)
-        del state["settings"]
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a checkpoint."""
-        self.treated_at = dict(state["treated_at"])
-        self.alarmed_since = dict(state["alarmed_since"])
-        self.rollbacks = int(state["rollbacks"])
-        # A checkpoint of an earlier version has none of these.
-        self.ill = list(state.get("ill", ()))
-        self.held = dict(state.get("held", {}))
-
-    def _treatment(self, detector: str, subject: str, knobs: Knobs) -> Treatment | None:
-        if detector in _RAISES_KL_COEF:
-            return self._raise_kl_coef(detector, knobs)
-        if detector == "kl_low":
-            low = self.settings.kl_coef_low
-            lowers = low < knobs.kl_coef and not knobs.adapts_kl_coef
-            return Treatment(detector, "kl_coef", knobs.kl_coef, low) if lowers else None
-        if detector in _COLLAPSE:
-            return self._diversify(detector, knobs)
-        if detector == "forgotten_domain" and subject:
-            weight = knobs.domain_weights.get(subject, 1.0)
-            heavier = min(weight * self.settings.domain_factor, self.settings.max_domain_weight)
-            return _if_changed(detector, f"domain_weights.{subject}", weight, heavier)
-        return self._slow_down(detector, knobs) if detector == "update_size" else None
-
-    def _raise_kl_coef(self, detector: str, knobs: Knobs) -> Treatment | None:
-        limits = self.settings
-        rungs = (limits.kl_coef_first, limits.kl_coef_second, limits.kl_coef_third)
-        higher = [rung for rung in rungs if rung > knobs.kl_coef]
-        if not higher or knobs.adapts_kl_coef:
-            return None
-        return Treatment(detector, "kl_coef", knobs.kl_coef, higher[0])
-
-    def _diversify(self, detector: str, knobs: Knobs) -> Treatment | None:
-        limits, bonus = self.settings, knobs.diversity_bonus
-        if bonus < limits.max_diversity and limits.diversity_step:
-            more = min(round(bonus + limits.diversity_step, 6), limits.max_diversity)
-            return Treatment(detector, "diversity_bonus", bonus, more)
-        warmer = round(knobs.temperature + limits.temperature_step, 6)
-        warmer = max(knobs.temperature, min(warmer, limits.max_temperature))
-        return _if_changed(detector, "temperature", knobs.temperature, warmer)
-
-    def _slow_down(self, detector: str, knobs: Knobs) -> Treatment | None:
-        factor, limits = knobs.learning_rate_factor, self.settings
-        slower = max(factor * limits.learning_rate_factor, limits.min_learning_rate_factor)
-        return _if_changed(detector, "learning_rate_factor", factor, min(slower, factor))
+    words: str
+    change: Callable[[Knobs, ActionSettings, str], tuple[str, float, float]]
 
 
-def serious_alarms(active: Mapping[str, int]) -> list[str]:
-    """Return the alarms that end a fit if they stay, of the levels of what is not healthy."""
-    return [name for name in SERIOUS if active.get(name) == ALARM]
+def raise_kl_coef(knobs: Knobs, limits: ActionSettings, subject: str) -> tuple[str, float, float]:
+    """Take the next rung of kl_coef."""
+    coef = knobs.kl_coef
+    rungs = (limits.kl_coef_first, limits.kl_coef_second, limits.kl_coef_third)
+    higher = [rung for rung in rungs if rung > coef and not knobs.adapts_kl_coef]
+    return "kl_coef", coef, higher[0] if higher else coef
 
 
-def _if_changed(detector: str, control: str, before: float, after: float) -> Treatment | None:
-    return None if after == before else Treatment(detector, control, before, after)
+def lower_kl_coef(knobs: Knobs, limits: ActionSettings, subject: str) -> tuple[str, float, float]:
+    """Set kl_coef to the low value."""
+    coef = knobs.kl_coef
+    return "kl_coef", coef, coef if knobs.adapts_kl_coef else min(limits.kl_coef_low, coef)
+
+
+def diversify(knobs: Knobs, limits: ActionSettings, subject: str) -> tuple[str, float, float]:
+    """Raise the bonus for novel bigrams, and when that is at its limit the temperature."""
+    bonus = knobs.diversity_bonus
+    if bonus < limits.max_diversity and limits.diversity_step:
+        more = min(round(bonus + limits.diversity_step, 6), limits.max_diversity)
+        return "diversity_bonus", bonus, more
+    warmer = round(knobs.temperature + limits.temperature_step, 6)
+    warmer = max(knobs.temperature, min(warmer, limits.max_temperature))
+    return "temperature", knobs.temperature, warmer
+
+
+def weigh_domain(knobs: Knobs, limits: ActionSettings, subject: str) -> tuple[str, float, float]:
+    """Raise the weight of the domain's scores; there is none without a name."""
+    weight = knobs.domain_weights.get(subject, 1.0)
+    heavier = min(weight * limits.domain_factor, limits.max_domain_weight) if subject else weight
+    return f"domain_weights.{subject}", weight, heavier
+
+
+def slow_down(knobs: Knobs, limits: ActionSettings, subject: str) -> tuple[str, float, float]:
+    """Lower the learning rates."""
+    factor = knobs.learning_rate_factor
+    slower = max(factor * limits.learning_rate_factor, limits.min_learning_rate_factor)
+    return "learning_rate_factor", factor, min(slower, factor)
+
+
+RAISE_KL_COEF = Action("raises kl_coef to the next of 0.05, 0.1, 0.2", raise_kl_coef)
+LOWER_KL_COEF = Action("lowers kl_coef to 0.01", lower_kl_coef)
+DIVERSIFY = Action("adds a bonus for novel bigrams, then raises the temperature", diversify)
+WEIGH_DOMAIN = Action("multiplies the weight of the domain's scores by 1.5", weigh_domain)
+SLOW_DOWN = Action("halves the learning rates", slow_down)

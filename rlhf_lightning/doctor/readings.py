@@ -1,107 +1,147 @@
-"""What a detector reads at an iteration, and how an alert changes."""
+"""What a detector may read of a history, and how many iterations that takes.
+
+Must not import torch: keeps config errors fast.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
 
-from rlhf_lightning.doctor.catalog import ILLNESSES
-
-HEALTHY, WARN, ALARM = 0, 1, 2
-LEVELS = ("healthy", "warn", "alarm")
-
-
-@dataclass
-class Hysteresis:
-    """The level of one detector: up after `raise_after` readings, down after `clear_after`.
-
-    Args:
-        raise_after: readings in a row at a higher level before it is taken.
-        clear_after: readings in a row at a lower level before it is left.
-        level: HEALTHY, WARN or ALARM.
-        above_warn, above_alarm: readings in a row at that level or a higher one.
-        below_warn, below_alarm: readings in a row under that level.
-    """
-
-    raise_after: int
-    clear_after: int
-    level: int = HEALTHY
-    above_warn: int = 0
-    above_alarm: int = 0
-    below_warn: int = 0
-    below_alarm: int = 0
-
-    def update(self, reading: int) -> int:
-        """Take one iteration's reading and return the level."""
-        self.above_warn = self.above_warn + 1 if reading >= WARN else 0
-        self.above_alarm = self.above_alarm + 1 if reading >= ALARM else 0
-        self.below_warn = self.below_warn + 1 if reading < WARN else 0
-        self.below_alarm = self.below_alarm + 1 if reading < ALARM else 0
-        reached = HEALTHY
-        if self.above_alarm >= self.raise_after:
-            reached = ALARM
-        elif self.above_warn >= self.raise_after:
-            reached = WARN
-        if reached > self.level:
-            self.level = reached
-        elif self.below_warn >= self.clear_after:
-            self.level = HEALTHY
-        elif self.level == ALARM and self.below_alarm >= self.clear_after:
-            self.level = WARN
-        return self.level
-
-    def state_dict(self) -> dict[str, int]:
-        """Return plain values for a checkpoint."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take the counts of a checkpoint; how many are needed stays as it is configured."""
-        for name in ("level", "above_warn", "above_alarm", "below_warn", "below_alarm"):
-            setattr(self, name, int(state[name]))
+from rlhf_lightning.doctor.history import History
+from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
+from rlhf_lightning.doctor.spec import Measured
 
 
-_BARE = ("share", "ratio", "correlation", "count")  # units that a sentence leaves out
+def latest(history: History, name: str) -> float | None:
+    """Read the value of the last iteration."""
+    return history.of(name).latest
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one detector reads at one iteration.
-
-    Args:
-        value: in the detector's unit.
-        level: HEALTHY, WARN or ALARM of this iteration alone.
-        subject: what it is about, such as a domain; "" for the run.
-    """
-
-    value: float
-    level: int
-    subject: str = ""
+def recent(history: History, name: str) -> float | None:
+    """Read the recent mean."""
+    return history.of(name).recent
 
 
-@dataclass(frozen=True)
-class Transition:
-    """An alert that was raised, grew, shrank or was cleared.
+def recent_size(history: History, name: str) -> float | None:
+    """Read the size of the recent mean, whatever its sign."""
+    found = history.of(name).recent
+    return None if found is None else abs(found)
 
-    Args:
-        detector: a key of `ILLNESSES`.
-        before, after: levels.
-        reading: of the iteration.
-        threshold: the bound of the level it is about.
-    """
 
-    detector: str
-    before: int
-    after: int
-    reading: Reading
-    threshold: float
+def ratio(history: History, name: str) -> float | None:
+    """Read the recent mean as a share of the baseline."""
+    return history.of(name).ratio
 
-    def describe(self) -> str:
-        """Return one sentence: what was read, in which unit, against which bound."""
-        illness = ILLNESSES[self.detector]
-        about = f" ({self.reading.subject})" if self.reading.subject else ""
-        word = LEVELS[self.after] if self.after else "cleared"
-        side = illness.beyond if self.after else "now within"
-        unit = "" if illness.unit in _BARE else f" {illness.unit}"
-        return (
-            f"{illness.title}{about} [{word}]: {illness.measures} {self.reading.value:.3g}{unit}, "
-            f"{side} {self.threshold:g}"
-        )
+
+def relative_change(history: History, name: str) -> float | None:
+    """Read by which share of the baseline the recent mean differs from it."""
+    found = history.of(name).ratio
+    return None if found is None else abs(found - 1)
+
+
+def iterations_with_equal_scores(history: History, name: str) -> float:
+    """Read how many iterations in a row have had equal scores."""
+    from rlhf_lightning.functional.statistics import all_equal
+
+    note = "iterations in a row with one score"
+    mean, std = history.of("score").latest or 0.0, history.of(name).latest or 0.0
+    count = history.notes.get(note, 0.0) + 1 if all_equal(mean, std) else 0.0
+    history.notes[note] = count
+    return count
+
+
+def kl_where_score_is_flat(history: History, name: str) -> Measured | None:
+    """Read the recent KL; it counts where the score has gained less than `kl_low_gain`."""
+    limits, kl = history.thresholds, history.of(name).recent
+    score, baseline = history.of("score").recent, history.of("score").baseline
+    std = history.of("score_std").baseline
+    begins = from_share_of_run(limits, history.num_iterations)
+    if history.iteration < begins or kl is None or score is None or baseline is None or not std:
+        return None
+    return Measured(kl, (score - baseline) / std < limits.kl_low_gain)
+
+
+def fall_while_score_rose(history: History, name: str) -> float | None:
+    """Read the fall from the best in standard deviations; 0 where the score did not rise since."""
+    note, score = f"score at best {name}", history.of("score").recent
+    if name in history.improved and score is not None:
+        history.notes[note] = score
+    second, best, at_best = history.of(name).recent, history.of(name).best, history.notes.get(note)
+    std, spread = history.of("second_std").baseline, history.of("score_std").baseline
+    if second is None or best is None or score is None or at_best is None or not std or not spread:
+        return None
+    rose = (score - at_best) / spread >= history.thresholds.hacking_gain
+    return (best - second) / std if rose else 0.0
+
+
+def fall_behind_others(history: History, prefix: str) -> Measured | None:
+    """Read how far the domain that fell most has fallen behind the others, standard deviations."""
+    std = history.of("second_std").baseline or history.of("score_std").baseline
+    names = sorted(name for name in history.series if name.startswith(prefix))
+    error = history.error(names)
+    slack = error / math.sqrt(max(len(names) - 1, 1))  # of the mean of the others
+    worst: Measured | None = None
+    for name in names:
+        others = history.mean_recent([other for other in names if other != name])
+        note = f"others at best {name}"
+        if name in history.improved and others is not None:
+            history.notes[note] = others
+        now, best, then = history.of(name).recent, history.of(name).best, history.notes.get(note)
+        if now is None or best is None or others is None or then is None or not std:
+            continue
+        fell, behind = best - now, best - now + others - then
+        real = fell > error and behind > history.thresholds.domain_sigmas * error
+        fall = behind / std if real and others >= then - slack else 0.0
+        if worst is None or fall > worst.value:
+            worst = Measured(fall, subject=name.removeprefix(prefix) or "without a name")
+    return worst
+
+
+def recent_after_grace(history: History, name: str) -> float | None:
+    """Read the recent mean, after the iterations in which the value model may still learn."""
+    return history.of(name).recent if history.iteration > history.thresholds.critic_grace else None
+
+
+def bias_of_sampler(history: History, name: str) -> Measured | None:
+    """Read the size of the bias; it counts beyond so many of its standard errors."""
+    bias, errors = history.of(name).recent, history.of("sampler_error").last
+    if bias is None or not errors:
+        return None
+    error = math.sqrt(math.fsum(e * e for e in errors)) / len(errors)
+    return Measured(abs(bias), abs(bias) >= history.thresholds.sampler_sigmas * error)
+
+
+def fall_of_refusals(history: History, name: str) -> Measured | None:
+    """Read the fall from the best; it counts beyond so many standard errors of two shares."""
+    now, best, prompts = (
+        history.of(name).recent,
+        history.of(name).best,
+        history.of("harmful_prompts").recent,
+    )
+    if now is None or best is None or not prompts:
+        return None
+    fall, pooled = best - now, (best + now) / 2
+    # Of the difference of two shares, each of the prompts of a window.
+    error = math.sqrt(2 * pooled * (1 - pooled) / (prompts * history.thresholds.window))
+    return Measured(fall, fall > history.thresholds.safety_sigmas * error)
+
+
+def from_first(limits: SharedThresholds, num_iterations: int) -> int:
+    """Return the first iteration."""
+    return 1
+
+
+def from_baseline(limits: SharedThresholds, num_iterations: int) -> int:
+    """Return the first iteration with a baseline and a recent mean."""
+    return max(limits.baseline_iterations, limits.window)
+
+
+def from_share_of_run(limits: SharedThresholds, num_iterations: int) -> int:
+    """Return the first iteration after a share of the run whose window holds none of the first."""
+    apart = limits.baseline_iterations + limits.window
+    return max(math.ceil(limits.kl_low_share * num_iterations), apart)
+
+
+def from_grace(limits: SharedThresholds, num_iterations: int) -> int:
+    """Return the first iteration with a recent mean after the grace of the value model."""
+    return max(int(limits.critic_grace) + 1, limits.window)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_lightning.doctor.catalog import ILLNESSES
+from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.reports.html import text
 from rlhf_lightning.runs.changes import read_changes
 from rlhf_lightning.runs.doctor_log import DoctorEvent, actions_of, alerts_of, coverage_of
@@ -183,7 +183,7 @@ _TONES = {"warn": "neutral", "alarm": "bad"}
 
 
 def doctor_section(events: Sequence[DoctorEvent]) -> str:
-    """Return alerts with cause and remedy, actions and the preflight; "" if nobody watched."""
+    """Return alerts with cause and remedy, actions and the preflight; "" without a doctor."""
     if not events:
         return ""
     alerts, actions = alerts_of(events), actions_of(events)
@@ -204,11 +204,11 @@ def _lead(events: Sequence[DoctorEvent], alerts: Sequence[Mapping[str, Any]]) ->
         return "The run did not begin."
     told = coverage.describe()
     if not alerts:
-        found = "." if told.startswith("None") else ", none of them found anything."
-        return f"{told}{found}" if coverage.idle else f"{told}, none found anything."
-    ill = sorted({str(alert["detector"]) for alert in alerts})
-    names = ", ".join(ILLNESSES[name].title.lower() if name in ILLNESSES else name for name in ill)
-    return f"{told}; {len(ill)} found something: {names}."
+        end = "." if told.startswith("None") else ", none of them found anything."
+        return f"{told}{end}" if coverage.idle else f"{told}, none found anything."
+    found = sorted({str(alert["detector"]) for alert in alerts})
+    known = [DETECTORS[name].title.lower() if name in DETECTORS else name for name in found]
+    return f"{told}; {len(found)} found something: {', '.join(known)}."
 
 
 def _idle(why: str, names: Sequence[str]) -> str:

@@ -118,7 +118,7 @@ def coverage_of(events: Iterable[DoctorEvent]) -> Coverage | None:
 
 
 def alerts_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
-    """Return one entry for each time that a detector was ill, in the order of their beginning.
+    """Return one entry for each time that a detector raised an alert, in order.
 
     `level` is the worst that was reached, with the value and the bound of that moment;
     `cleared_at` is None for one that was there at the end, or when training went back.

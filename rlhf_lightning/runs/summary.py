@@ -55,7 +55,7 @@ class Summary:
         git_commit: of the working folder, None outside a repository.
         config_hash: of `runs.resume.config_hash`.
         cause: of a run that failed or was stopped, in one line; else None.
-        alerts: of the doctor, one a time that a detector was ill, with cause and remedy.
+        alerts: of the doctor, one a time that a detector raised one, with cause and remedy.
         actions: of the doctor: changes of controls, stops and rollbacks.
     """
 

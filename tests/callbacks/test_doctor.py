@@ -12,9 +12,9 @@ import torch
 
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.records import Refusals
-from rlhf_lightning.doctor.catalog import ILLNESSES
-from rlhf_lightning.doctor.interventions import SERIOUS
-from rlhf_lightning.doctor.thresholds import ActionSettings, DoctorThresholds
+from rlhf_lightning.doctor.catalog import DETECTORS
+from rlhf_lightning.doctor.interventions import ActionSettings
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.final_metrics import score_spread
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -99,7 +99,7 @@ def test_a_run_that_fails_before_its_first_iteration_has_watched_nothing(tmp_pat
         fit(tmp_path, doctor_of(tmp_path), scorer=TokenScorer(breaks))
     coverage = coverage_of(read_events(RunFolder(tmp_path).doctor))
     assert coverage is not None
-    assert coverage.describe() == f"None of {len(ILLNESSES)} detectors had enough to watch"
+    assert coverage.describe() == f"None of {len(DETECTORS)} detectors had enough to watch"
 
 
 def test_an_alert_is_written_with_value_unit_cause_and_remedy(watched):
@@ -120,7 +120,7 @@ def test_alerts_make_a_checkpoint_worse_and_only_serious_alarms_worse_than_that(
     alerts = [e for e in read_events(RunFolder(watched[0]).doctor) if e.kind == "alert"]
     alarms = {e.name for e in alerts if e.level == "alarm"}
     assert "missing_eos" in alarms
-    assert not alarms & set(SERIOUS)
+    assert not [name for name in alarms if DETECTORS[name].serious]
     assert rows[-1]["doctor/alarms"] >= 1
     for before, row, mean in zip(seconds, rows[1:], seconds[1:], strict=False):
         alert = row["doctor/warnings"] + row["doctor/alarms"] > 0
@@ -224,7 +224,7 @@ def test_training_goes_back_only_to_before_the_alarm(tmp_path, save_every, kind,
     doctor = doctor_of(tmp_path, actions=actions, limits=limits)
     saves = {"every_n_iterations": save_every, "monitor": "doctor/quality", "mode": "max"}
     fit(tmp_path, doctor, saves=saves)
-    assert doctor.practice.ill == [3, 4, 5]
+    assert doctor.policy.alarmed_iterations == [3, 4, 5]
     assert doctor.request is not None
     assert (doctor.request.kind, doctor.request.checkpoint) == (kind, back_to)
     assert ("no checkpoint from before an alarm" in doctor.request.reason) == (kind == "stop")

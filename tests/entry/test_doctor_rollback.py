@@ -97,7 +97,7 @@ def test_the_second_rollback_to_a_checkpoint_goes_a_step_further_than_the_first(
 
 def killed_after(rollbacks: int) -> Any:
     def hook(doctor: Doctor, trainer: Any, *_: Any) -> None:
-        if doctor.practice.rollbacks == rollbacks and current_iteration(trainer) == BEST + 1:
+        if doctor.policy.rollbacks == rollbacks and current_iteration(trainer) == BEST + 1:
             raise KeyError("killed")
 
     return (Doctor, "on_train_batch_start", hook)
@@ -135,7 +135,7 @@ def test_a_run_killed_around_a_rollback_and_resumed_is_the_run_never_killed(
     assert sum("a new fit starts" in each.message for each in caplog.records) == left
     ours, theirs = state_of(folder), state_of(whole[0])
     assert ours["callbacks"]["Doctor"] == theirs["callbacks"]["Doctor"]
-    assert ours["callbacks"]["Doctor"]["practice"]["rollbacks"] == 2
+    assert ours["callbacks"]["Doctor"]["policy"]["rollbacks"] == 2
     assert ours["controls"] == theirs["controls"]
     assert ours["state_dict"].keys() == theirs["state_dict"].keys()
     for name, value in theirs["state_dict"].items():

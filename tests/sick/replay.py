@@ -12,9 +12,10 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_lightning.doctor.catalog import ILLNESSES
+from rlhf_lightning.doctor.alerts import Transition
+from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.detectors import Detectors
-from rlhf_lightning.doctor.readings import Reading, Transition
+from rlhf_lightning.doctor.spec import Reading
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
@@ -65,7 +66,7 @@ def nearest(
         num_iterations: that the run was going to have; None: as many as there are rows.
     """
     detectors = Detectors(thresholds, num_iterations or len(rows))
-    read: dict[str, list[float]] = {name: [] for name in ILLNESSES}
+    read: dict[str, list[float]] = {name: [] for name in DETECTORS}
     last: dict[str, Reading] = {}
     for row in rows:
         values = {k.partition("/")[2]: v for k, v in row.items() if k.startswith(PHASES)}
@@ -77,7 +78,7 @@ def nearest(
     found, length = {}, thresholds.raise_after
     for name, values_read in read.items():
         windows = [values_read[i : i + length] for i in range(len(values_read) - length + 1)]
-        if windows and ILLNESSES[name].beyond == "above":
+        if windows and DETECTORS[name].beyond == "above":
             found[name] = max(min(window) for window in windows)
         elif windows:
             found[name] = min(max(window) for window in windows)

@@ -181,7 +181,8 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 def margins(results: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table: how near healthy runs came to each warning, over all seeds."""
-    from rlhf_lightning.doctor.catalog import ILLNESSES, bound_of
+    from rlhf_lightning.doctor.catalog import DETECTORS
+    from rlhf_lightning.doctor.spec import WARN
     from rlhf_lightning.doctor.thresholds import DoctorThresholds
     from tests.sick.replay import nearest
 
@@ -191,12 +192,12 @@ def margins(results: Sequence[dict[str, Any]]) -> str:
         "| detector | warns | farthest of each run: median | and of all |",
         "|---|---|---|---|",
     ]
-    for name, illness in ILLNESSES.items():
+    for name, spec in DETECTORS.items():
         values = sorted(k[name] for k in kept if name in k)
         if not values:
             continue
-        worst = values[-1] if illness.beyond == "above" else values[0]
-        bound = f"{illness.beyond} {bound_of(limits, name, 'warn'):g}"
+        worst = values[-1] if spec.beyond == "above" else values[0]
+        bound = f"{spec.beyond} {spec.bound(limits, WARN):g}"
         lines.append(f"| {name} | {bound} | {values[len(values) // 2]:.3g} | {worst:.3g} |")
     return "\n".join(lines)
 

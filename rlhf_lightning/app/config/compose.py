@@ -29,7 +29,8 @@ from rlhf_lightning.app.config.targets import (
     resolve,
 )
 from rlhf_lightning.distributed.launch import launch_time
-from rlhf_lightning.doctor.thresholds import ActionSettings, DoctorThresholds
+from rlhf_lightning.doctor.interventions import ActionSettings
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
 from rlhf_lightning.hparams import (
     LoraHparams,

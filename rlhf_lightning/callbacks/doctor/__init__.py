@@ -1,1 +1,1 @@
-"""The doctor: watches PPO for illnesses, tells of them and, if asked, treats them."""
+"""The doctor: watches PPO, raises alerts and, if asked, intervenes."""

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlhf_lightning.doctor.catalog import ILLNESSES
-from rlhf_lightning.doctor.interventions import Treatment
+from rlhf_lightning.doctor.alerts import Transition
+from rlhf_lightning.doctor.catalog import DETECTORS
+from rlhf_lightning.doctor.interventions import Intervention
 from rlhf_lightning.doctor.preflight_checks import Check
-from rlhf_lightning.doctor.readings import HEALTHY, LEVELS, Transition
+from rlhf_lightning.doctor.spec import HEALTHY, LEVELS
 from rlhf_lightning.runs.doctor_log import DoctorEvent, event_from, write_events
 from rlhf_lightning.runs.folder import RunFolder
 
@@ -37,7 +38,7 @@ class Request:
 
 
 @dataclass
-class MedicalRecord:
+class AlertLog:
     """The events of a run, written to `doctor.jsonl` whenever one is added.
 
     Args:
@@ -72,17 +73,15 @@ class MedicalRecord:
 
     def note_check(self, check: Check) -> None:
         """Add a check of the preflight."""
-        level = "healthy" if check.passed else "alarm"
-        self._tell(check.passed, f"preflight, {check.name}: {check.found}")
-        remedy = "" if check.passed else check.fix
-        self.events.append(DoctorEvent(0, "check", check.name, level, check.found, remedy=remedy))
-        self._write()
+        level, remedy = ("healthy", "") if check.passed else ("alarm", check.fix)
+        event = DoctorEvent(0, "check", check.name, level, check.found, remedy=remedy)
+        self._add(event, f"preflight, {check.name}: {check.found}", warns=not check.passed)
 
     def note_alert(
         self, iteration: int, transition: Transition, loggers: Iterable[Any] = ()
     ) -> None:
-        """Add an alert that was raised, changed or cleared, and tell loggers that take alerts."""
-        illness = ILLNESSES[transition.detector]
+        """Add an alert that was raised, changed or cleared, and send it to loggers that alert."""
+        spec = DETECTORS[transition.detector]
         worse = transition.after > transition.before
         event = DoctorEvent(
             iteration,
@@ -92,37 +91,30 @@ class MedicalRecord:
             transition.describe(),
             transition.reading.value,
             transition.threshold,
-            illness.unit,
-            illness.cause if transition.after != HEALTHY else "",
-            illness.remedy if transition.after != HEALTHY else "",
+            spec.unit,
+            spec.cause if transition.after != HEALTHY else "",
+            spec.remedy if transition.after != HEALTHY else "",
         )
-        self.events.append(event)
-        advice = f". Usual cause: {illness.cause}. What helps: {illness.remedy}" if worse else ""
-        self._tell(not worse, f"iteration {iteration}: {event.message}{advice}")
-        if worse and self._writes:
-            for each in loggers:
-                alert = getattr(each, "alert", None)
-                if alert is not None:
-                    alert(illness.title, f"iteration {iteration}: {event.message}{advice}")
-        self._write()
+        advice = f". Usual cause: {spec.cause}. What helps: {spec.remedy}" if worse else ""
+        message = f"iteration {iteration}: {event.message}{advice}"
+        self._add(event, message, warns=worse)
+        for each in loggers if worse and self._writes else ():
+            if (alert := getattr(each, "alert", None)) is not None:
+                alert(spec.title, message)
 
-    def note_action(self, iteration: int, treatment: Treatment) -> None:
+    def note_action(self, iteration: int, intervention: Intervention) -> None:
         """Add a change of a control."""
-        told = (
-            f"{treatment.control} from {treatment.before:g} to {treatment.after:g}, because of "
-            f"{treatment.detector}"
-        )
-        self._tell(True, f"iteration {iteration}: {told}")
-        changes = {treatment.control: [treatment.before, treatment.after]}
-        self.events.append(
-            DoctorEvent(iteration, "action", treatment.detector, "", told, changes=changes)
-        )
-        self._write()
+        detector, control = intervention.detector, intervention.control
+        before, after = intervention.before, intervention.after
+        told = f"{control} from {before:g} to {after:g}, because of {detector}"
+        changes = {control: [before, after]}
+        event = DoctorEvent(iteration, "action", detector, "", told, changes=changes)
+        self._add(event, f"iteration {iteration}: {told}", warns=False)
 
     def note_end(self, iteration: int, kind: str, alarm: str, checkpoint: int | None) -> Request:
         """Add how the fit ends, and return it; without a checkpoint to go back to it stops."""
-        illness = ILLNESSES[alarm]
-        reason = f"the alarm {alarm} has stayed: {illness.title.lower()}"
+        spec = DETECTORS[alarm]
+        reason = f"the alarm {alarm} has stayed: {spec.title.lower()}"
         if kind == "rollback" and checkpoint is not None:
             told = f"{reason}; training goes back to the checkpoint of iteration {checkpoint}"
             event = DoctorEvent(iteration, "rollback", alarm, "alarm", told, value=checkpoint)
@@ -132,10 +124,8 @@ class MedicalRecord:
                 missing = ", as there is no checkpoint from before an alarm to go back to"
             kind, checkpoint, told = "stop", None, f"{reason}; training stops{missing}"
             event = DoctorEvent(iteration, "stop", alarm, "alarm", told)
-        self._tell(False, f"iteration {iteration}: {told}")
-        self.events.append(event)
-        self._write()
-        return Request(kind, iteration, told, checkpoint, illness.remedy)
+        self._add(event, f"iteration {iteration}: {told}", warns=True)
+        return Request(kind, iteration, told, checkpoint, spec.remedy)
 
     def state(self) -> list[dict[str, Any]]:
         """Return the events as plain values."""
@@ -145,9 +135,12 @@ class MedicalRecord:
         """Take the events of a checkpoint."""
         self.events = [event_from(content) for content in state]
 
-    def _tell(self, well: bool, message: str) -> None:
+    def _add(self, event: DoctorEvent, message: str, *, warns: bool) -> None:
+        """Add an event, and on the first rank log and write it."""
+        self.events.append(event)
         if self._writes:
-            logger.log(logging.INFO if well else logging.WARNING, "doctor: %s", message)
+            logger.log(logging.WARNING if warns else logging.INFO, "doctor: %s", message)
+        self._write()
 
     def _write(self) -> None:
         if self._writes:

@@ -1,4 +1,4 @@
-"""The callback: measures each iteration, raises alerts, treats them, and says how the fit goes on.
+"""The callback: measures each iteration, raises alerts, intervenes, and says how the fit goes on.
 
 Every decision is taken on values of all ranks, so it is the same everywhere. Changes go through
 `module.controls` alone and act on the next rollout.
@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf_lightning.callbacks.doctor.alert_log import MedicalRecord, Request
+from rlhf_lightning.callbacks.doctor.alert_log import AlertLog, Request
 from rlhf_lightning.callbacks.doctor.preflight import PreflightError, first_rollout
 from rlhf_lightning.callbacks.doctor.records import (
     Refusals,
@@ -27,10 +27,11 @@ from rlhf_lightning.callbacks.doctor.records import (
 )
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
 from rlhf_lightning.doctor.detectors import Detectors
-from rlhf_lightning.doctor.interventions import Knobs, Practice, Treatment, serious_alarms
+from rlhf_lightning.doctor.interventions import ActionSettings, Intervention, Knobs
 from rlhf_lightning.doctor.metrics import measure_answers
+from rlhf_lightning.doctor.policy import InterventionPolicy, serious_alarms
 from rlhf_lightning.doctor.preflight_checks import check_first_rollout
-from rlhf_lightning.doctor.thresholds import ActionSettings, DoctorThresholds
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.rollout.scorers.base import Scorer
@@ -54,19 +55,19 @@ def knobs_of(module: Any) -> Knobs:
     )
 
 
-def apply(module: Any, treatment: Treatment) -> None:
+def apply(module: Any, intervention: Intervention) -> None:
     """Make one change in the controls of a `PPOModule` that is being trained.
 
     Raises:
         AttributeError: if it names no control.
     """
     controls: Controls = module.controls
-    name = treatment.control
+    name = intervention.control
     if name.startswith(_WEIGHT):
-        weights = controls.domain_weights | {name.removeprefix(_WEIGHT): treatment.after}
+        weights = controls.domain_weights | {name.removeprefix(_WEIGHT): intervention.after}
         controls.domain_weights = weights
     elif hasattr(controls, name):
-        setattr(controls, name, treatment.after)
+        setattr(controls, name, intervention.after)
         if name == "learning_rate_factor":
             _renew_learning_rates(module.lr_schedulers())
     else:
@@ -171,9 +172,9 @@ class Doctor(Callback):
         self.refusals = refusals or Refusals()
         self.preflight = preflight
         self.folder = folder
-        self.record = MedicalRecord(folder)
+        self.alert_log = AlertLog(folder)
         self.detectors = Detectors(thresholds, 0)
-        self.practice = Practice(actions or ActionSettings())
+        self.policy = InterventionPolicy(actions or ActionSettings())
         self.request: Request | None = None
         self.gaps = Gaps()
 
@@ -186,20 +187,20 @@ class Doctor(Callback):
                 model.to(pl_module.device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take up the record, and after a rollback make the changes that it was made for."""
-        self.detectors.num_iterations = last_iteration(trainer)
+        """Open the log, and after a rollback make the changes that it was made for."""
+        self.detectors.history.num_iterations = last_iteration(trainer)
         start = current_iteration(trainer)
         handover = self._taken_over(trainer, start)
         if handover is not None:
-            self.practice.rollbacks, self.practice.held = handover.rollbacks, dict(handover.held)
-            self.practice.alarmed_since, self.request = {}, None
-            self.record.events = list(handover.events)
+            self.policy.rollbacks, self.policy.held = handover.rollbacks, dict(handover.held)
+            self.policy.alarmed_since, self.request = {}, None
+            self.alert_log.events = list(handover.events)
         elif self.request is not None:  # a kill came before the rollback
             trainer.should_stop = True
         watched = list(self.detectors.levels)
-        self.record.open(trainer.is_global_zero, start, watched, self.detectors.idle)
+        self.alert_log.open(trainer.is_global_zero, start, watched, self.detectors.idle)
         if handover is not None:
-            for change in self.practice.after_rollback(knobs_of(pl_module)):
+            for change in self.policy.after_rollback(knobs_of(pl_module)):
                 self._change(pl_module, change, start)
 
     def on_train_batch_start(
@@ -217,7 +218,7 @@ class Doctor(Callback):
             first = first_rollout(pl_module, batch)
         checks = check_first_rollout(first)
         for check in checks:
-            self.record.note_check(check)
+            self.alert_log.note_check(check)
         failed = [check for check in checks if not check.passed]
         if failed:
             told = "; ".join(f"{check.name}: {check.found}. {check.fix}" for check in failed)
@@ -229,7 +230,7 @@ class Doctor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure, log, raise alerts, treat."""
+        """Measure, log, raise alerts, intervene."""
         rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
         if rollout is None:
             return
@@ -251,8 +252,8 @@ class Doctor(Callback):
             if name.startswith(("rollout/", "ppo/"))  # not what this callback logged before
         }
         for transition in self.detectors.observe(iteration, logged | measured):
-            self.record.note_alert(iteration, transition, trainer.loggers)
-        self.record.note_idle(iteration, self.detectors.idle)
+            self.alert_log.note_alert(iteration, transition, trainer.loggers)
+        self.alert_log.note_idle(iteration, self.detectors.idle)
         self._log(pl_module, measured)
         if self.actions is not None:
             self._act(trainer, module, iteration)
@@ -266,9 +267,9 @@ class Doctor(Callback):
 
     def hand_over(self, checkpoint: int) -> Handover:
         """Return what the fit that starts from `checkpoint` has to know of this one."""
-        practice = self.practice
+        policy = self.policy
         return Handover(
-            checkpoint, practice.rollbacks, dict(practice.held), tuple(self.record.events)
+            checkpoint, policy.rollbacks, dict(policy.held), tuple(self.alert_log.events)
         )
 
     def _taken_over(self, trainer: Trainer, start: int) -> Handover | None:
@@ -277,7 +278,7 @@ class Doctor(Callback):
         handover: Handover | None = trainer.strategy.broadcast(found)
         if handover is None or self.actions is None or handover.checkpoint != start:
             return None
-        return handover if handover.rollbacks > self.practice.rollbacks else None
+        return handover if handover.rollbacks > self.policy.rollbacks else None
 
     # -- acting -----------------------------------------------------------------------------
 
@@ -285,20 +286,20 @@ class Doctor(Callback):
         active = self.detectors.active
         readings = self.detectors.readings
         subjects = {name: readings[name].subject for name in active if name in readings}
-        for treatment in self.practice.treat(iteration, active, subjects, knobs_of(module)):
-            self._change(module, treatment, iteration)
-        kind, alarm = self.practice.verdict(iteration, active)
-        if kind == "go on" or iteration >= self.detectors.num_iterations:
+        for intervention in self.policy.due(iteration, active, subjects, knobs_of(module)):
+            self._change(module, intervention, iteration)
+        kind, alarm = self.policy.verdict(iteration, active)
+        if kind == "go on" or iteration >= self.detectors.history.num_iterations:
             return
-        healthy = best_checkpoint(trainer, self.practice.ill)
-        self.request = self.record.note_end(iteration, kind, alarm, healthy)
+        healthy = best_checkpoint(trainer, self.policy.alarmed_iterations)
+        self.request = self.alert_log.note_end(iteration, kind, alarm, healthy)
         if self.request.kind == "rollback":
-            self.practice.rollbacks += 1
+            self.policy.rollbacks += 1
         trainer.should_stop = True
 
-    def _change(self, module: Any, treatment: Treatment, iteration: int) -> None:
-        apply(module, treatment)
-        self.record.note_action(iteration, treatment)
+    def _change(self, module: Any, intervention: Intervention, iteration: int) -> None:
+        apply(module, intervention)
+        self.alert_log.note_action(iteration, intervention)
 
     # -- telling ----------------------------------------------------------------------------
 
@@ -306,7 +307,7 @@ class Doctor(Callback):
         active = self.detectors.active
         levels = list(active.values())
         warnings, alarms = levels.count(1), levels.count(2)
-        series = self.detectors.series
+        series = self.detectors.history.series
         judged = series.get("score" if self.second_scorer is None else "second_score")
         values = {f"doctor/{name}": value for name, value in measured.items()}
         values |= {"doctor/warnings": float(warnings), "doctor/alarms": float(alarms)}
@@ -323,40 +324,40 @@ class Doctor(Callback):
         """Return plain values: what was seen, said and done; a resumed run goes on alike."""
         return {
             "detectors": self.detectors.state_dict(),
-            "practice": self.practice.state_dict(),
-            "events": self.record.state(),
+            "policy": self.policy.state_dict(),
+            "events": self.alert_log.state(),
             "request": None if self.request is None else asdict(self.request),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what a checkpoint holds.
 
-        A run that the doctor stopped, and that somebody resumes all the same, goes on: an alarm
+        A run that the doctor stopped, and that is resumed all the same, goes on: an alarm
         that is still there has its patience again. A rollback that was asked for is made, unless
         the settings do not want one any more.
         """
         self.detectors.load_state_dict(state_dict["detectors"])
-        self.practice.load_state_dict(state_dict["practice"])
-        self.record.load_state(state_dict["events"])
+        self.policy.load_state_dict(state_dict["policy"])
+        self.alert_log.load_state(state_dict["events"])
         request = state_dict["request"]
         self.request = None
         if request is None:
             return
-        if request["kind"] == "rollback" and self.practice.settings.on_alarm == "rollback":
+        if request["kind"] == "rollback" and self.policy.settings.on_alarm == "rollback":
             self.request = Request(**request)
         else:
-            self.practice.alarmed_since = {}
+            self.policy.alarmed_since = {}
 
 
-def best_checkpoint(trainer: Trainer, ill: Collection[int]) -> int | None:
+def best_checkpoint(trainer: Trainer, alarmed: Collection[int]) -> int | None:
     """Return the iteration of the best checkpoint before this one; None if there is none.
 
     Args:
         trainer: whose checkpoint callback keeps it.
-        ill: iterations to which going back would help nothing.
+        alarmed: iterations to which going back would help nothing.
     """
     for callback in trainer.checkpoint_callbacks:
         found: int | None = getattr(callback, "best_iteration", None)
         if found is not None and found < current_iteration(trainer):
-            return None if found in ill else found
+            return None if found in alarmed else found
     return None

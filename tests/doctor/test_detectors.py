@@ -1,18 +1,17 @@
-"""Each detector on a series in which nothing but its illness happens, and on a healthy one."""
+"""Each detector on a series in which nothing but what it is for happens, and on a healthy one."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_lightning.doctor.catalog import ILLNESSES, render_illnesses
+from rlhf_lightning.doctor.alerts import Hysteresis, Transition
+from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.detectors import Detectors
-from rlhf_lightning.doctor.readings import ALARM, HEALTHY, WARN, Hysteresis, Transition
+from rlhf_lightning.doctor.spec import ALARM, HEALTHY, WARN
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 ITERATIONS = 40
@@ -51,8 +50,8 @@ def after(t: int, since: int = 10) -> float:
     return max(0.0, (t - since) / 10)
 
 
-# What an illness changes from iteration 11 on, and how many iterations later it is noticed.
-ILL: dict[str, tuple[Any, int]] = {
+# What changes from iteration 11 on, and how many iterations later it is noticed.
+CASES: dict[str, tuple[Any, int]] = {
     "constant_score": (lambda t: {"score_std": 0.0}, 1),
     "kl_high": (lambda t: {"kl_per_token": 0.1 + after(t)}, 14),
     "reward_hacking": (lambda t: {"second_score": 1.1 - 0.8 * after(t)}, 10),
@@ -80,17 +79,16 @@ def run(change: Any = lambda t: {}, seed: int = 0, **limits: Any) -> list[tuple[
     found = []
     for t in range(1, ITERATIONS + 1):
         values = healthy(t, noise)
-        ill = change(t) if t > 10 or change is ILL["kl_low"][0] else {}
-        found += [(t, transition) for transition in detectors.observe(t, values | ill)]
+        changed = change(t) if t > 10 or change is CASES["kl_low"][0] else {}
+        found += [(t, transition) for transition in detectors.observe(t, values | changed)]
     return found
 
 
 def test_every_detector_has_a_case_and_thresholds() -> None:
-    assert set(ILL) == set(ILLNESSES)
-    detectors = Detectors(DoctorThresholds(), 1)
-    for name in ILLNESSES:
-        warn, alarm = detectors.bound(name, WARN), detectors.bound(name, ALARM)
-        ordered = warn <= alarm if ILLNESSES[name].beyond == "above" else warn >= alarm
+    assert set(CASES) == set(DETECTORS)
+    for name, spec in DETECTORS.items():
+        warn, alarm = (spec.bound(DoctorThresholds(), level) for level in (WARN, ALARM))
+        ordered = warn <= alarm if spec.beyond == "above" else warn >= alarm
         assert ordered, name
 
 
@@ -99,26 +97,26 @@ def test_nothing_fires_on_a_healthy_series(seed: int) -> None:
     assert run(seed=seed) == []
 
 
-@pytest.mark.parametrize("name", ILL)
-def test_each_illness_is_found_in_time_and_by_its_own_detector_first(name: str) -> None:
-    change, within = ILL[name]
+@pytest.mark.parametrize("name", CASES)
+def test_each_case_is_found_in_time_and_by_its_own_detector_first(name: str) -> None:
+    change, within = CASES[name]
     found = run(change)
     raised = [t for t, transition in found if transition.detector == name]
     assert raised, f"{name} was not found"
     assert 10 <= raised[0] <= 10 + within
     assert found[0][1].detector == name
     described = found[0][1].describe()
-    assert ILLNESSES[name].title in described
-    assert ILLNESSES[name].measures in described
+    assert DETECTORS[name].title in described
+    assert DETECTORS[name].measures in described
 
 
-def test_an_illness_that_grows_becomes_an_alarm() -> None:
-    levels = [x.after for _, x in run(ILL["kl_high"][0]) if x.detector == "kl_high"]
+def test_an_alert_that_grows_becomes_an_alarm() -> None:
+    levels = [x.after for _, x in run(CASES["kl_high"][0]) if x.detector == "kl_high"]
     assert levels == [WARN, ALARM]
 
 
 def test_low_kl_is_no_alert_before_a_quarter_of_the_run_nor_with_a_rising_reward() -> None:
-    found = [t for t, x in run(ILL["kl_low"][0]) if x.detector == "kl_low"]
+    found = [t for t, x in run(CASES["kl_low"][0]) if x.detector == "kl_low"]
     assert found[0] >= ITERATIONS / 4 + 1
     short = Detectors(DoctorThresholds(), 8)
     early = [x for t in range(1, 9) for x in short.observe(t, {"kl_per_token": 0.01, "score": 0.0})]
@@ -138,7 +136,7 @@ def test_domains_that_all_fall_are_no_forgotten_domain() -> None:
 
 
 def test_the_forgotten_domain_is_named() -> None:
-    found = [x for _, x in run(ILL["forgotten_domain"][0]) if x.detector == "forgotten_domain"]
+    found = [x for _, x in run(CASES["forgotten_domain"][0]) if x.detector == "forgotten_domain"]
     assert found[0].reading.subject == "lists"
 
 
@@ -156,7 +154,7 @@ def wavering(seed: int, falls: float, **limits: Any) -> list[tuple[int, str]]:
 
 
 def test_a_domain_of_few_answers_may_waver() -> None:
-    # Noise alone is taken for an illness in at most two runs of thirty within 24 iterations.
+    # Noise alone raises an alert in at most two runs of thirty within 24 iterations.
     false = [found[0] for seed in range(30) if (found := wavering(seed, 0.0))]
     assert sum(iteration <= 24 for iteration, _ in false) <= 2
     assert wavering(0, 0.0, domain_warn=0.2, domain_sigmas=0.0)
@@ -202,7 +200,7 @@ def test_a_value_that_is_missing_or_not_finite_changes_nothing() -> None:
     assert run(lambda t: {"kl_per_token": float("nan"), "second_score": float("inf")}) == []
 
 
-def test_an_alert_is_cleared_when_the_illness_is_over() -> None:
+def test_an_alert_is_cleared_when_its_cause_is_over() -> None:
     found = run(lambda t: {"kl_per_token": 1.5 if t < 20 else 0.2})
     assert [(t, x.after) for t, x in found] == [(12, WARN), (22, HEALTHY)]
 
@@ -246,7 +244,7 @@ def test_a_score_that_pays_for_short_answers_is_a_length_bias_too() -> None:
 
 @pytest.mark.parametrize("name", ["kl_high", "reward_hacking", "forgotten_domain", "entropy"])
 def test_detectors_restored_in_the_middle_go_on_as_if_nothing_had_been(name: str) -> None:
-    change, noise = ILL[name][0], random.Random(3)
+    change, noise = CASES[name][0], random.Random(3)
     whole, first = (Detectors(DoctorThresholds(), ITERATIONS) for _ in range(2))
     later: Detectors = first
     for t in range(1, ITERATIONS + 1):
@@ -264,15 +262,3 @@ def test_thresholds_name_the_key_of_a_value_that_cannot_be() -> None:
         DoctorThresholds(clipped_warn=1.5)
     with pytest.raises(TypeError, match=r"DoctorThresholds.window='4' is str"):
         DoctorThresholds(window="4")  # type: ignore[arg-type]
-
-
-def test_every_threshold_belongs_to_a_detector_or_to_all() -> None:
-    shared = {"raise_after", "clear_after", "baseline_iterations", "window"}
-    prefixes = tuple(illness.threshold for illness in ILLNESSES.values())
-    for item in fields(DoctorThresholds):
-        assert item.name in shared or item.name.startswith(prefixes), item.name
-
-
-def test_the_page_holds_the_table_of_the_code() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "doctor.md"
-    assert render_illnesses(DoctorThresholds()) in page.read_text()

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from rlhf_lightning.doctor.interventions import Knobs, Practice, Treatment
-from rlhf_lightning.doctor.readings import ALARM, WARN
-from rlhf_lightning.doctor.thresholds import ActionSettings
+from rlhf_lightning.doctor.interventions import ActionSettings, Intervention, Knobs
+from rlhf_lightning.doctor.policy import InterventionPolicy
+from rlhf_lightning.doctor.spec import ALARM, WARN
 
 PLAIN = Knobs(0.05, 1.0, 1.0, 0.0, {})
 
@@ -17,8 +17,10 @@ def knobs(**changes: object) -> Knobs:
     return Knobs(**(PLAIN.__dict__ | changes))
 
 
-def first(detector: str, state: Knobs = PLAIN, subject: str = "") -> Treatment | None:
-    found = Practice(ActionSettings()).treat(1, {detector: WARN}, {detector: subject}, state)
+def first(detector: str, state: Knobs = PLAIN, subject: str = "") -> Intervention | None:
+    found = InterventionPolicy(ActionSettings()).due(
+        1, {detector: WARN}, {detector: subject}, state
+    )
     return found[0] if found else None
 
 
@@ -31,7 +33,7 @@ def test_high_kl_raises_the_coefficient_by_one_rung(now: float, then: float | No
 
 
 def test_low_kl_lowers_the_coefficient_once() -> None:
-    assert first("kl_low") == Treatment("kl_low", "kl_coef", 0.05, 0.01)
+    assert first("kl_low") == Intervention("kl_low", "kl_coef", 0.05, 0.01)
     assert first("kl_low", knobs(kl_coef=0.01)) is None
 
 
@@ -41,15 +43,15 @@ def test_a_coefficient_that_follows_a_target_is_left_alone(detector: str) -> Non
 
 
 def test_a_collapse_is_met_by_the_bonus_first_and_then_by_temperature() -> None:
-    assert first("diversity") == Treatment("diversity", "diversity_bonus", 0.0, 0.1)
+    assert first("diversity") == Intervention("diversity", "diversity_bonus", 0.0, 0.1)
     most = knobs(diversity_bonus=0.3)
-    assert first("duplicates", most) == Treatment("duplicates", "temperature", 1.0, 1.1)
+    assert first("duplicates", most) == Intervention("duplicates", "temperature", 1.0, 1.1)
     assert first("entropy", knobs(diversity_bonus=0.3, temperature=1.3)) is None
 
 
 def test_a_forgotten_domain_gets_more_weight_up_to_the_most() -> None:
     found = first("forgotten_domain", subject="lists")
-    assert found == Treatment("forgotten_domain", "domain_weights.lists", 1.0, 1.5)
+    assert found == Intervention("forgotten_domain", "domain_weights.lists", 1.0, 1.5)
     heavy = knobs(domain_weights={"lists": 2.5})
     assert first("forgotten_domain", heavy, "lists").after == 3.0
     assert first("forgotten_domain", knobs(domain_weights={"lists": 3.0}), "lists") is None
@@ -66,37 +68,37 @@ def test_what_no_control_can_help_is_only_told(detector: str) -> None:
 
 
 def test_one_detector_acts_again_only_after_the_cooldown() -> None:
-    practice = Practice(ActionSettings(cooldown=4))
-    acted = [bool(practice.treat(t, {"kl_high": WARN}, {}, PLAIN)) for t in range(1, 7)]
+    policy = InterventionPolicy(ActionSettings(cooldown=4))
+    acted = [bool(policy.due(t, {"kl_high": WARN}, {}, PLAIN)) for t in range(1, 7)]
     assert acted == [True, False, False, False, True, False]
 
 
 def test_two_alerts_turn_one_control_once() -> None:
     active = {"kl_high": WARN, "reward_hacking": ALARM}
-    assert len(Practice(ActionSettings()).treat(1, active, {}, PLAIN)) == 1
+    assert len(InterventionPolicy(ActionSettings()).due(1, active, {}, PLAIN)) == 1
 
 
 def verdicts(settings: ActionSettings, alarms: list[dict[str, int]]) -> list[str]:
-    practice = Practice(settings)
+    policy = InterventionPolicy(settings)
     found = []
     for t, active in enumerate(alarms, 1):
-        word, _ = practice.verdict(t, active)
-        practice.rollbacks += word == "rollback"
+        word, _ = policy.verdict(t, active)
+        policy.rollbacks += word == "rollback"
         found.append(word)
     return found
 
 
 def test_an_alarm_that_stays_ends_the_fit_as_it_is_set() -> None:
-    ill = [{"safety": ALARM}] * 4
+    alarms = [{"safety": ALARM}] * 4
     for mode in ("stop", "rollback"):
-        found = verdicts(ActionSettings(on_alarm=mode, alarm_patience=2), ill)
+        found = verdicts(ActionSettings(on_alarm=mode, alarm_patience=2), alarms)
         assert found == ["go on", "go on", mode, mode]
-    assert set(verdicts(ActionSettings(alarm_patience=2), ill)) == {"go on"}
+    assert set(verdicts(ActionSettings(alarm_patience=2), alarms)) == {"go on"}
 
 
 def test_an_alarm_that_goes_and_comes_has_its_patience_again() -> None:
-    ill = [{"safety": ALARM}, {"safety": ALARM}, {"safety": WARN}, {"safety": ALARM}] * 2
-    assert set(verdicts(ActionSettings(on_alarm="stop", alarm_patience=3), ill)) == {"go on"}
+    alarms = [{"safety": ALARM}, {"safety": ALARM}, {"safety": WARN}, {"safety": ALARM}] * 2
+    assert set(verdicts(ActionSettings(on_alarm="stop", alarm_patience=3), alarms)) == {"go on"}
 
 
 def test_alarms_of_what_cannot_be_undone_by_going_back_do_not_end_the_fit() -> None:
@@ -111,7 +113,7 @@ def test_after_the_last_rollback_the_run_stops() -> None:
 
 
 def test_what_begins_again_is_held_tighter_and_learns_slower() -> None:
-    changes = Practice(ActionSettings()).after_rollback(PLAIN)
+    changes = InterventionPolicy(ActionSettings()).after_rollback(PLAIN)
     assert [(c.control, c.after) for c in changes] == [
         ("kl_coef", 0.1),
         ("learning_rate_factor", 0.5),
@@ -119,9 +121,9 @@ def test_what_begins_again_is_held_tighter_and_learns_slower() -> None:
 
 
 def ladder(knobs_before: list[Knobs]) -> list[dict[str, tuple[float, float]]]:
-    practice = Practice(ActionSettings())
+    policy = InterventionPolicy(ActionSettings())
     return [
-        {c.control: (c.before, c.after) for c in practice.after_rollback(each)}
+        {c.control: (c.before, c.after) for c in policy.after_rollback(each)}
         for each in knobs_before
     ]
 
@@ -148,13 +150,13 @@ def test_a_rollback_leaves_a_coefficient_that_follows_a_target() -> None:
     assert [list(changes) for changes in ladder([first, second])] == [["learning_rate_factor"]] * 2
 
 
-def test_the_practice_goes_on_from_its_state() -> None:
-    one = Practice(ActionSettings(on_alarm="rollback", alarm_patience=3))
-    one.treat(1, {"kl_high": ALARM}, {}, PLAIN)
+def test_the_policy_goes_on_from_its_state() -> None:
+    one = InterventionPolicy(ActionSettings(on_alarm="rollback", alarm_patience=3))
+    one.due(1, {"kl_high": ALARM}, {}, PLAIN)
     one.verdict(1, {"kl_high": ALARM})
     one.rollbacks = 1
     one.after_rollback(PLAIN)
-    other = Practice(one.settings)
+    other = InterventionPolicy(one.settings)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert other == one
 

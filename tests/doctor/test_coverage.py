@@ -7,12 +7,11 @@ import random
 
 import pytest
 
-from rlhf_lightning.doctor.catalog import ILLNESSES
-from rlhf_lightning.doctor.coverage import first_alert
+from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.detectors import Detectors
-from rlhf_lightning.doctor.readings import LEVELS
+from rlhf_lightning.doctor.spec import LEVELS
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
-from tests.evaluation.test_doctor_detectors import ILL, ITERATIONS, healthy
+from tests.doctor.test_detectors import CASES, ITERATIONS, healthy
 
 
 def scores(spreads: list[float], mean: float = 0.0) -> list[tuple[int, str]]:
@@ -40,7 +39,7 @@ def test_a_score_of_0_and_1_that_begins_with_all_0_is_no_alarm_unless_it_stays()
 
 def test_a_detector_says_what_it_has_had_to_watch() -> None:
     detectors, noise = Detectors(DoctorThresholds(), ITERATIONS), random.Random(0)
-    assert set(detectors.idle) == set(ILLNESSES)
+    assert set(detectors.idle) == set(DETECTORS)
     assert detectors.idle["missing_eos"] == "not enough iterations: 0 of 5"
     for t in (1, 2):
         values = healthy(t, noise) | {"eos_fraction": 0.0}
@@ -57,9 +56,9 @@ def test_a_detector_says_what_it_has_had_to_watch() -> None:
     assert detectors.idle == {}
 
 
-@pytest.mark.parametrize("name", ILL)
+@pytest.mark.parametrize("name", CASES)
 def test_no_detector_raises_an_alert_while_it_is_said_to_have_had_too_little(name: str) -> None:
-    change = ILL[name][0]
+    change = CASES[name][0]
     begin, noise = {"kl_low": 0}.get(name, 10), random.Random(0)
     detectors = Detectors(DoctorThresholds(), ITERATIONS)
     alone = 0
@@ -69,7 +68,7 @@ def test_no_detector_raises_an_alert_while_it_is_said_to_have_had_too_little(nam
         if any(transition.detector == name for transition in raised):
             assert name not in detectors.idle
         alone += idle is not None
-    assert alone == first_alert(DoctorThresholds(), name, ITERATIONS)
+    assert alone == DETECTORS[name].first_alert(DoctorThresholds(), ITERATIONS)
 
 
 def test_what_is_not_measured_and_what_cannot_be_compared_is_said_as_such() -> None:

@@ -1,0 +1,128 @@
+"""When the doctor acts, and how the fit goes on: decisions from levels and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from rlhf_lightning.doctor.catalog import DETECTORS
+from rlhf_lightning.doctor.interventions import (
+    ActionSettings,
+    Intervention,
+    Knobs,
+    raise_kl_coef,
+    slow_down,
+)
+from rlhf_lightning.doctor.spec import ALARM
+
+
+@dataclass
+class InterventionPolicy:
+    """Which intervention is due, how long alarms have stayed, and how the fit is to end.
+
+    Args:
+        settings: rungs, steps, limits and patience.
+        acted_at: iteration of each detector's last action.
+        alarmed_since: iteration at which each serious alarm was raised.
+        alarmed_iterations: those with a serious alarm.
+        rollbacks: made so far.
+        held: what the last rollback set, by control.
+    """
+
+    settings: ActionSettings
+    acted_at: dict[str, int] = field(default_factory=dict)
+    alarmed_since: dict[str, int] = field(default_factory=dict)
+    alarmed_iterations: list[int] = field(default_factory=list)
+    rollbacks: int = 0
+    held: dict[str, float] = field(default_factory=dict)
+
+    def due(
+        self, iteration: int, active: Mapping[str, int], subjects: Mapping[str, str], knobs: Knobs
+    ) -> list[Intervention]:
+        """Return the changes that are due, at most one a control.
+
+        Args:
+            iteration: from 1.
+            active: level of each detector that is not healthy.
+            subjects: what an alert is about, such as a domain.
+            knobs: the controls as they stand.
+        """
+        found: dict[str, Intervention] = {}
+        for detector in active:
+            last = self.acted_at.get(detector)
+            if last is not None and iteration - last < self.settings.cooldown:
+                continue
+            action = DETECTORS[detector].action
+            if action is None:
+                continue
+            asked = action.change(knobs, self.settings, subjects.get(detector, ""))
+            step = Intervention(detector, *asked)
+            if step.after == step.before or step.control in found:
+                continue
+            found[step.control] = step
+            self.acted_at[detector] = iteration
+        return list(found.values())
+
+    def verdict(
+        self, iteration: int, active: Mapping[str, int]
+    ) -> tuple[Literal["go on", "stop", "rollback"], str]:
+        """Return how the fit goes on, and the alarm that decides it, "" for none."""
+        alarms = serious_alarms(active)
+        self.alarmed_since = {n: self.alarmed_since.get(n, iteration) for n in alarms}
+        if alarms:
+            self.alarmed_iterations.append(iteration)
+        patience = self.settings.alarm_patience
+        for name, since in self.alarmed_since.items():
+            if self.settings.on_alarm != "none" and iteration - since >= patience:
+                again = self.settings.on_alarm == "rollback"
+                if again and self.rollbacks < self.settings.max_rollbacks:
+                    return "rollback", name
+                return "stop", name
+        return "go on", ""
+
+    def after_rollback(self, knobs: Knobs) -> list[Intervention]:
+        """Return what a fit that starts again from an earlier checkpoint does otherwise.
+
+        Each rollback goes one step beyond the one before. The controls of the checkpoint, which may
+        be the same again, do not know of that one, and the same changes would be the same fit, bit
+        for bit.
+
+        Args:
+            knobs: the controls of the checkpoint.
+        """
+        coef, factor = knobs.kl_coef, knobs.learning_rate_factor
+        if not knobs.adapts_kl_coef:
+            coef = max(coef, self.held.get("kl_coef", coef))
+        last = replace(
+            knobs,
+            kl_coef=coef,
+            learning_rate_factor=min(factor, self.held.get("learning_rate_factor", factor)),
+        )
+        self.held = {name: getattr(last, name) for name in ("kl_coef", "learning_rate_factor")}
+        for act in (raise_kl_coef, slow_down):
+            control, _, self.held[control] = act(last, self.settings, "")
+        return [
+            Intervention("rollback", name, before, after)
+            for name, after in self.held.items()
+            if (before := getattr(knobs, name)) != after
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+        state = asdict(self)
+        del state["settings"]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the values of a checkpoint."""
+        self.acted_at = dict(state["acted_at"])
+        self.alarmed_since = dict(state["alarmed_since"])
+        self.rollbacks = int(state["rollbacks"])
+        self.alarmed_iterations = list(state["alarmed_iterations"])
+        self.held = dict(state["held"])
+
+
+def serious_alarms(active: Mapping[str, int]) -> list[str]:
+    """Return the alarms that end a fit if they stay, of the levels of what is not healthy."""
+    return [name for name, spec in DETECTORS.items() if spec.serious and active.get(name) == ALARM]

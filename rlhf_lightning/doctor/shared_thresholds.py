@@ -1,0 +1,36 @@
+"""Thresholds that all detectors share.
+
+Must not import torch: keeps config errors fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhf_lightning.hparams import Checked, number
+
+
+@dataclass(frozen=True)
+class SharedThresholds(Checked):
+    """What all detectors share; `DoctorThresholds` adds the fields of each.
+
+    "Baseline" is the mean over the first iterations, "recent" the mean over the last ones,
+    "standard deviation" that of the scores in the first iterations.
+
+    Args:
+        raise_after: iterations in a row beyond a bound before an alert is raised; where a detector
+            counts iterations itself, one is enough.
+        clear_after: iterations in a row within it before it is cleared.
+        baseline_iterations: at the start of the run, that others are compared with.
+        window: iterations of a recent mean.
+    """
+
+    raise_after: int = number(2, at_least=1)
+    clear_after: int = number(3, at_least=1)
+    baseline_iterations: int = number(4, at_least=1)
+    window: int = number(4, at_least=1)
+
+    if TYPE_CHECKING:  # the fields that a detector adds
+
+        def __getattr__(self, name: str) -> float: ...

@@ -1,0 +1,171 @@
+"""What a detector is: one object that holds its words, thresholds, reading and action.
+
+Must not import torch: keeps config errors fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rlhf_lightning.doctor.history import History
+from rlhf_lightning.doctor.interventions import Action
+from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
+from rlhf_lightning.hparams import number
+
+HEALTHY, WARN, ALARM = 0, 1, 2
+LEVELS = ("healthy", "warn", "alarm")
+
+
+class Measured(NamedTuple):
+    """A value with what else decides on it.
+
+    Args:
+        value: in the detector's unit.
+        counts: False where it is healthy wherever the bounds are, such as one within its noise.
+        subject: what it is about, such as a domain; "" for the run.
+    """
+
+    value: float
+    counts: bool = True
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one detector reads at one iteration.
+
+    Args:
+        value: in the detector's unit.
+        level: HEALTHY, WARN or ALARM of this iteration alone.
+        subject: what it is about, such as a domain; "" for the run.
+    """
+
+    value: float
+    level: int
+    subject: str = ""
+
+
+def from_window(limits: SharedThresholds, num_iterations: int) -> int:
+    """Return the first iteration with a recent mean."""
+    return limits.window
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a detector's value comes from, and when there is one.
+
+    Args:
+        measure: without which an iteration has nothing to read; one that ends with a slash is each
+            that begins so.
+        value: takes the history and `measure`; None where there is no value yet.
+        begins: takes thresholds and number of iterations, and returns the first iteration that can
+            give a value.
+        missing: why the measure may never be made.
+        missing_with: another detector, whose reason holds where that had nothing to read either.
+    """
+
+    measure: str
+    value: Callable[[History, str], Measured | float | None]
+    begins: Callable[[SharedThresholds, int], int] = from_window
+    missing: str = ""
+    missing_with: str = ""
+
+    def measured_in(self, names: Iterable[str]) -> bool:
+        """Return whether these measures hold what it reads."""
+        if self.measure.endswith("/"):
+            return any(name.startswith(self.measure) for name in names)
+        return self.measure in names
+
+
+@dataclass(frozen=True, eq=False)
+class DetectorSpec:
+    """One detector: all that the code, the alerts, the report and docs/doctor.md have of it.
+
+    Args:
+        name: under which it is logged.
+        title: a few words, as a heading.
+        measures: what its value is.
+        unit: of the value.
+        cause: what is usually behind it.
+        remedy: what to do by hand.
+        source: of its value.
+        thresholds: its fields of `DoctorThresholds`, first the warning's bound, then the alarm's
+            if there is one (`bounds` makes both), then what else it compares with. Beyond a bound
+            it raises an alert: below one that is called a floor, above all others.
+        counts_iterations: its value is a number of iterations, so one reading raises an alert.
+        action: what the doctor may do itself with `doctor=act`.
+        serious: whether its alarm may end a fit if it stays; others are told, and training goes on.
+    """
+
+    name: str
+    title: str
+    measures: str
+    unit: str
+    cause: str
+    remedy: str
+    source: Source
+    thresholds: Mapping[str, Any]
+    counts_iterations: bool = False
+    action: Action | None = None
+    serious: bool = False
+
+    @property
+    def beyond(self) -> str:
+        """Where it raises an alert, `above` or `below` its bounds; elsewhere it is healthy."""
+        return "below" if self.bound_keys[0].endswith("_floor") else "above"
+
+    def bound(self, limits: SharedThresholds, level: int) -> float:
+        """Return its bound at WARN or ALARM; the warning's where it has no alarm."""
+        warn, alarm = self.bound_keys
+        return float(getattr(limits, alarm if alarm and level == ALARM else warn))
+
+    @property
+    def bound_keys(self) -> tuple[str, str | None]:
+        """The names of its bounds among the thresholds: the warning's, and the alarm's if any."""
+        warn, *others = self.thresholds
+        return warn, next((key for key in others if "_alarm" in key), None)
+
+    def reading(self, history: History) -> Reading | None:
+        """Return what it reads at the last iteration; None where there is no value."""
+        found = self.source.value(history, self.source.measure)
+        if found is None:
+            return None
+        measured = found if isinstance(found, Measured) else Measured(found)
+        if not math.isfinite(measured.value):
+            return None
+        level = self._level(measured.value, history.thresholds) if measured.counts else HEALTHY
+        return Reading(measured.value, level, measured.subject)
+
+    def _level(self, value: float, limits: SharedThresholds) -> int:
+        level = HEALTHY
+        for candidate, key in zip((WARN, ALARM), self.bound_keys, strict=True):
+            bound = getattr(limits, key) if key else math.nan  # beyond which there is nothing
+            if value > bound if self.beyond == "above" else value < bound:
+                level = candidate
+        return level
+
+    def raise_after(self, limits: SharedThresholds) -> int:
+        """Return how many readings in a row raise an alert."""
+        return 1 if self.counts_iterations else limits.raise_after
+
+    def first_alert(self, limits: SharedThresholds, num_iterations: int) -> int:
+        """Return the iteration at which it can raise an alert at the earliest."""
+        return self.source.begins(limits, num_iterations) + self.raise_after(limits) - 1
+
+
+def bounds(prefix: str, warn: float, alarm: float, floor: str = "", **limits: float) -> Any:
+    """Return the threshold fields `<prefix>_warn` and `<prefix>_alarm`, with `floor` behind.
+
+    Args:
+        prefix: of their names.
+        warn: default of the one.
+        alarm: default of the other.
+        floor: "_floor" for those of a detector that alerts below them.
+        **limits: of their values, as `number` takes them.
+    """
+    both: Any = {"warn": warn, "alarm": alarm}
+    keywords: Any = limits
+    return {f"{prefix}_{n}{floor}": number(value, **keywords) for n, value in both.items()}
