@@ -14,9 +14,8 @@ from typing import Any
 
 from rlhf_lightning.doctor.alerts import Hysteresis, Transition
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.doctor.coverage import idle_detectors
 from rlhf_lightning.doctor.history import History
-from rlhf_lightning.doctor.spec import Reading
+from rlhf_lightning.doctor.spec import DetectorSpec, Reading
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 
@@ -46,9 +45,15 @@ class Detectors:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Why each detector that could not have raised an alert so far could not."""
-        counts = (self.iterations, self.measured, self.read)
-        return idle_detectors(self.thresholds, self.history.num_iterations, *counts)
+        """Why each detector that could not have raised an alert so far could not.
+
+        It has found nothing in another sense than one that watched: a run says which it was.
+        """
+        return {
+            name: self._why_idle(spec)
+            for name, spec in DETECTORS.items()
+            if self.read[name] < spec.raise_after(self.thresholds)
+        }
 
     def observe(self, iteration: int, values: Mapping[str, float]) -> list[Transition]:
         """Take one iteration's measures and return the alerts that changed.
@@ -76,6 +81,17 @@ class Detectors:
                 bound = spec.bound(self.thresholds, after or before)
                 transitions.append(Transition(name, before, after, reading, bound))
         return transitions
+
+    def _why_idle(self, spec: DetectorSpec) -> str:
+        needed = spec.first_alert(self.thresholds, self.history.num_iterations)
+        count, source = self.measured[spec.name], spec.source
+        if self.iterations and not count:
+            if source.missing_with and not self.measured[source.missing_with]:
+                source = DETECTORS[source.missing_with].source
+            return source.missing or f"{source.measure} was not measured"
+        if count < needed:
+            return f"not enough iterations: {count} of {needed}"
+        return "the first iterations give nothing to compare with"
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""

@@ -32,9 +32,7 @@ class Series:
     best: float | None = None
 
     def add(self, value: float) -> bool:
-        """Take a value that is finite; return whether its recent mean is the best so far."""
-        if not math.isfinite(value):
-            return False
+        """Take a finite value; return whether its recent mean is the best so far."""
         if len(self.first) < self.baseline_length:
             self.first.append(value)
         self.last = [*self.last, value][-self.window :]

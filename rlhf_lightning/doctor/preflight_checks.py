@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf_lightning.functional.statistics import EQUAL_SCORES
@@ -71,7 +70,8 @@ class Check:
 
 def check_first_rollout(first: FirstRollout) -> list[Check]:
     """Return every check with its finding; a run in which one fails is not worth starting."""
-    return [check(first) for check in _CHECKS]
+    checks = (_ratio, _reference, _stops, _pads, _scores, _lengths, _sampler)
+    return [check(first) for check in checks]
 
 
 def _ratio(first: FirstRollout) -> Check:
@@ -148,14 +148,3 @@ def _sampler(first: FirstRollout) -> Check:
         "the engine samples from another distribution than the one that is trained: switch off "
         "top-k, top-p and penalties, and compare the temperatures",
     )
-
-
-_CHECKS: tuple[Callable[[FirstRollout], Check], ...] = (
-    _ratio,
-    _reference,
-    _stops,
-    _pads,
-    _scores,
-    _lengths,
-    _sampler,
-)

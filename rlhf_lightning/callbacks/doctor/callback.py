@@ -307,13 +307,13 @@ class Doctor(Callback):
         active = self.detectors.active
         levels = list(active.values())
         warnings, alarms = levels.count(1), levels.count(2)
-        series = self.detectors.history.series
-        judged = series.get("score" if self.second_scorer is None else "second_score")
+        name = "score" if self.second_scorer is None else "second_score"
+        last = self.detectors.history.of(name).last
         values = {f"doctor/{name}": value for name, value in measured.items()}
         values |= {"doctor/warnings": float(warnings), "doctor/alarms": float(alarms)}
         quality = math.nan
-        if judged is not None and judged.last:
-            quality = sum(judged.last) / len(judged.last)
+        if last:
+            quality = sum(last) / len(last)
             quality -= _ALERT_COSTS * bool(levels) + _SERIOUS_COSTS * bool(serious_alarms(active))
         values["doctor/quality"] = quality
         module.log_dict(self.gaps.filled(values), on_step=True)
