@@ -9,17 +9,25 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_lightning.app.stages.spec import StageSpec, find_stage
+
 FEW_STEPS = 30  # Adam's moments and a warm-up of 5 % mean little in fewer
 SMALLEST_BATCH = 8  # of the batches that are suggested
 
 
 def batch_unit(container: Mapping[str, Any]) -> int:
-    """Return what `data.batch_size` must be a multiple of: devices times minibatches of PPO."""
-    trainer = container["trainer"]
+    """Return what `data.batch_size` must be a multiple of: devices times minibatches."""
+    trainer, stage = container["trainer"], find_stage(container["stage"])
     minibatches = 1
-    if container["stage"] == "ppo":
-        minibatches = int(container["module"]["ppo"]["num_minibatches"])
+    if stage.minibatches is not None:
+        minibatches = int(container["module"][stage.settings][stage.minibatches.count])
     return int(trainer["devices"]) * int(trainer["num_nodes"]) * minibatches
+
+
+def minibatches_key(stage: StageSpec) -> str | None:
+    """Return the setting that divides a batch into minibatches; None where nothing does."""
+    minibatches = stage.minibatches
+    return None if minibatches is None else f"module.{stage.settings}.{minibatches.count}"
 
 
 def check_batch_divides(container: Mapping[str, Any]) -> None:
@@ -41,21 +49,18 @@ def check_batch_divides(container: Mapping[str, Any]) -> None:
     unit = batch_unit(container)
     if rows % unit == 0:
         return
+    key = minibatches_key(find_stage(container["stage"]))
     ranks = int(container["trainer"]["devices"]) * int(container["trainer"]["num_nodes"])
     if ranks == 1:
         divisors = [n for n in range(1, 17) if rows % n == 0]
         raise ValueError(
-            f"module.ppo.num_minibatches={unit} must divide data.batch_size={rows}: "
+            f"{key}={unit} must divide data.batch_size={rows}: "
             f"use one of {divisors}, or data.batch_size={_multiples(rows, unit)}"
         )
     nodes = int(container["trainer"]["num_nodes"])
     devices = f"{ranks} devices (trainer.devices={ranks // nodes}, trainer.num_nodes={nodes})"
     minibatches = unit // ranks
-    parts = (
-        devices
-        if container["stage"] != "ppo"
-        else (f"{devices} x module.ppo.num_minibatches={minibatches} = {unit}")
-    )
+    parts = devices if key is None else f"{devices} x {key}={minibatches} = {unit}"
     raise ValueError(
         f"data.batch_size={rows} is global and must be a multiple of {parts}: use "
         f"data.batch_size={_multiples(rows, unit)}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,17 +15,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.batch_arithmetic import batch_unit
+from rlhf_lightning.app.batch_arithmetic import batch_unit, minibatches_key
 from rlhf_lightning.app.config.compose import ConfigError, plain
 from rlhf_lightning.app.config.targets import did_you_mean
-from rlhf_lightning.app.evaluation import (
-    STARTS_FROM,
-    check_context_length,
-    context_length,
-    held_out_comparison,
-    safety_prompts,
-)
+from rlhf_lightning.app.evaluation import check_context_length, context_length, safety_prompts
 from rlhf_lightning.app.learning_rates import choose_rates
+from rlhf_lightning.app.stages.spec import Parts, StageCallbacks, find_stage, start_of
 from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
@@ -34,10 +28,8 @@ from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.records import Refusals
 from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
-from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.random_state import RandomState
-from rlhf_lightning.callbacks.same_configuration import SameConfiguration, SameSources
-from rlhf_lightning.callbacks.samples import SampleLog
+from rlhf_lightning.callbacks.same_configuration import SameConfiguration
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_content import WandbContent
 from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger, wandb_logger
@@ -46,9 +38,7 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.evaluation.generate import Sampling
-from rlhf_lightning.models.adapter_files import read_adapter
-from rlhf_lightning.models.ppo_models import ADAPTER
-from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
+from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
@@ -68,13 +58,13 @@ KEYS = (
 
 
 def make_doctor(cfg: DictConfig, folder: RunFolder) -> list[Doctor]:
-    """Return the doctor of a PPO run; none for another stage and with `doctor=none`.
+    """Return the doctor of a PPO run; none with `doctor=none`.
 
     Raises:
         ConfigError: for an unknown key, a value that cannot be, gold as the second scorer, or a
             rollback without a best checkpoint.
     """
-    if cfg.stage != "ppo" or cfg.doctor is None:
+    if cfg.doctor is None:
         return []
     values = plain(cfg.doctor)
     for key in values:
@@ -177,22 +167,9 @@ STOPS_BY = "val/loss"  # early stopping
 ORIGIN: dict[str, Any] = {"revision": None, "trust_remote_code": False}
 
 
-@dataclass
-class Parts:
-    """Everything a stage needs; the scorer only for PPO."""
-
-    tokenizer: PreTrainedTokenizerBase
-    data: RecordDataModule
-    module: Any  # SFTModule, RewardModule or PPOModule, by stage
-    trainer: L.Trainer
-    sampling: Sampling
-    scorer: Scorer | None
-    rates: tuple[str, ...]  # the learning rates, with why, a line each
-
-
 def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
     """Build what `cfg` describes; models are built later, in `configure_model`."""
-    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    stage, start = find_stage(cfg.stage), start_of(cfg)
     tokenizer = make_tokenizer(cfg, start)
     check_context_length(cfg, context_length(cfg, start))
     rates = choose_rates(cfg, start)
@@ -207,17 +184,8 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
         "compute_dtype": _dtype(cfg.strategy.get("compute_dtype")),
         "fingerprint": "" if start is None else source_fingerprint(start, revision),
     }
-    scorer: Scorer | None = None
-    if cfg.stage == "ppo":
-        scorer = instantiate(cfg.scorer)
-        extras |= {
-            "scorer": scorer,
-            "generator": generator,
-            "tokenizer": tokenizer,
-            "seed": cfg.seed,
-        }
-        check_adapter(cfg, extras["fingerprint"])
-        _check_value_tokenizer(cfg, tokenizer)
+    extras |= stage.arguments(cfg, tokenizer, generator, extras["fingerprint"])
+    scorer: Scorer | None = extras.get("scorer")
     module = instantiate(cfg.module, _partial_=True)(**extras)
     sampling = Sampling(
         generator,
@@ -226,10 +194,10 @@ def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
         max_new_tokens=cfg.evaluation.max_new_tokens,
         micro_batch_size=cfg.evaluation.micro_batch_size,
     )
-    if cfg.stage != "reward":
+    if stage.trains_policy:
         safety_prompts(cfg, tokenizer)  # those of a file are asked at the end: fail before training
-    during = _during_training(cfg, tokenizer, sampling, scorer)
-    trainer = make_trainer(cfg, folder, data, tokenizer, during)
+    own = stage.callbacks(cfg, folder, tokenizer, sampling, scorer)
+    trainer = make_trainer(cfg, folder, data, tokenizer, own)
     return Parts(tokenizer, data, module, trainer, sampling, scorer, rates)
 
 
@@ -245,29 +213,14 @@ def read_records(cfg: DictConfig, data: RecordDataModule) -> None:
         unit = batch_unit(plain(cfg))
         fits = batch_that_fits(error.num_rows, unit)
         devices = "fewer trainer.devices"
-        fewer = f"module.ppo.num_minibatches=1 or {devices}" if cfg.stage == "ppo" else devices
+        minibatches = minibatches_key(find_stage(cfg.stage))
+        fewer = devices if minibatches is None else f"{minibatches}=1 or {devices}"
         more = f"or give more {error.kind}"
         fix = f"use data.batch_size={fits}, {more}" if fits else f"use {fewer}, {more}"
         raise ConfigError(
             f"data.batch_size={error.batch_size} is more than the {error.num_rows:,} training "
             f"{error.kind}, so a batch would hold some of them several times: {fix}"
         ) from error
-
-
-def _during_training(
-    cfg: DictConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    scorer: Scorer | None,
-) -> list[L.Callback]:
-    """Return the callback that evaluates PPO every few iterations, if that is asked for."""
-    every = cfg.evaluation.every_n_iterations
-    if every is None or cfg.stage != "ppo":
-        return []
-    comparison = held_out_comparison(
-        cfg, tokenizer, sampling, scorer, num_prompts=cfg.evaluation.during_training
-    )
-    return [] if comparison is None else [PeriodicEvaluation(comparison, every_n_iterations=every)]
 
 
 def make_tokenizer(cfg: DictConfig, start: str | None) -> PreTrainedTokenizerBase:
@@ -309,55 +262,16 @@ def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def check_adapter(cfg: DictConfig, fingerprint: str) -> None:
-    """Check that the reward model's adapter was trained on the policy that PPO starts from.
-
-    Raises:
-        ConfigError: if it was not, or if there is none.
-    """
-    shares = cfg.scorer.get("_target_", "").endswith("RewardAdapterScorer")
-    starts = cfg.lora is not None and cfg.module.models.value_head == "stored"
-    if not (shares or starts):
-        return
-    folder = Path(cfg.artifacts.reward) / ADAPTER
-    try:
-        files = read_adapter(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{error}. PPO with lora=lora starts its value model from the reward model's adapter; "
-            "module.models.value_head=zero starts it from the policy instead"
-        ) from error
-    if files.base_fingerprint not in ("", fingerprint):
-        raise ConfigError(
-            f"the adapter in {folder} was trained on {files.base} "
-            f"({files.base_fingerprint[:12]}), artifacts.sft={cfg.artifacts.sft} is "
-            f"{fingerprint[:12]}: train the reward model on that policy with lora=lora, or use "
-            "scorer=reward_model module.models.value_head=zero"
-        )
-
-
-def _check_value_tokenizer(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    models = cfg.module.models
-    unused = models.value is None or (cfg.lora is not None and models.value_head == "zero")
-    if unused or models.value == cfg.artifacts.sft:
-        return
-    fix = "start the value model from the policy: artifacts.reward=null"
-    try:
-        check_same_tokenizer(tokenizer, models.value, fix=f"{fix} module.models.value_head=zero")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def make_trainer(
     cfg: DictConfig,
     folder: RunFolder,
     data: RecordDataModule,
     tokenizer: PreTrainedTokenizerBase,
-    during: Sequence[L.Callback] = (),
+    own: StageCallbacks,
 ) -> L.Trainer:
     """Return the Trainer: one epoch of `num_iterations` batches, our callbacks, our checkpoints."""
     total = data.num_iterations
-    validates = cfg.stage != "ppo" and cfg.trainer.validations > 0
+    validates = find_stage(cfg.stage).validates and cfg.trainer.validations > 0
     limit = cfg.trainer.limit_train_batches
     total = total if limit is None else min(total, int(limit))
     trainer = L.Trainer(
@@ -370,7 +284,7 @@ def make_trainer(
             plain(cfg.strategy), num_devices=int(cfg.trainer.devices) * int(cfg.trainer.num_nodes)
         ),
         logger=make_logger(cfg, folder),
-        callbacks=[*during, *make_callbacks(cfg, folder, tokenizer)],  # its values get into rows
+        callbacks=make_callbacks(cfg, folder, tokenizer, own),
         plugins=[AtomicCheckpointIO()],
         limit_train_batches=limit,
         limit_val_batches=cfg.trainer.limit_val_batches if validates else 0,
@@ -388,13 +302,12 @@ def make_trainer(
 
 
 def make_callbacks(
-    cfg: DictConfig, folder: RunFolder, tokenizer: PreTrainedTokenizerBase
+    cfg: DictConfig, folder: RunFolder, tokenizer: PreTrainedTokenizerBase, own: StageCallbacks
 ) -> list[L.Callback]:
-    """Return our callbacks and the user's."""
+    """Return our callbacks, those of the stage, and the user's."""
     settings = cfg.callbacks
-    # The doctor is first: what it logs stands in the row of its iteration.
     callbacks: list[L.Callback] = [
-        *make_doctor(cfg, folder),
+        *own.first,
         RandomState(),
         MetricsLog(folder),
         IterationCheckpoint(folder.checkpoints, **_kept(settings), started=started()),
@@ -404,11 +317,9 @@ def make_callbacks(
         SameConfiguration(
             config_hash(cast(Any, OmegaConf.to_container(cfg, resolve=False))), str(folder.path)
         ),
+        *own.last,
     ]
-    if cfg.stage == "ppo":
-        callbacks.append(SameSources(scorer_fingerprints(plain(cfg.scorer))))
-        callbacks.append(SampleLog(folder, cast(Any, tokenizer), **settings.samples))
-    elif settings.early_stopping is not None:
+    if settings.early_stopping is not None:
         # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
         stops = {"check_on_train_epoch_end": False} | plain(settings.early_stopping)
         callbacks.append(PatientStopping(STOPS_BY, **stops))

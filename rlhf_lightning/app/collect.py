@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.app.collect_parts import build_lab, check_collection, read_prompts
 from rlhf_lightning.app.command_line import compose_and_check, fail, say
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register, trusted_targets
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.save import keep_secrets
+from rlhf_lightning.app.config.targets import trusted_targets
 from rlhf_lightning.app.failures import exit_with, exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder

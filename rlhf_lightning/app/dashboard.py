@@ -96,7 +96,7 @@ def make_report(entity: str, project: str, runs: Sequence[str]) -> Any:
     Raises:
         ConfigError: if wandb-workspaces is not installed.
     """
-    from rlhf_lightning.reports.panels import OUTCOMES, SECTIONS
+    from rlhf_lightning.reports.panels import OUTCOMES, PPO_SECTIONS
     from rlhf_lightning.runs.metric_catalog import quantity
 
     _, reports = _libraries()
@@ -115,13 +115,9 @@ def make_report(entity: str, project: str, runs: Sequence[str]) -> Any:
         reports.H1("What differs"),
         reports.PanelGrid(runsets=[runset], panels=[reports.RunComparer(diff_only="split")]),
     ]
-    for section in SECTIONS:
-        if section.stage == "ppo":
-            panels = [_panel(panel) for panel in section.panels]
-            blocks += [
-                reports.H1(section.name),
-                reports.PanelGrid(runsets=[runset], panels=panels),
-            ]
+    for section in PPO_SECTIONS:
+        panels = [_panel(panel) for panel in section.panels]
+        blocks += [reports.H1(section.name), reports.PanelGrid(runsets=[runset], panels=panels)]
     return reports.Report(
         entity=entity,
         project=project,

@@ -20,9 +20,9 @@ from rlhf_lightning.app.config.compose import (
     conf_dir,
     plain,
     register,
-    trusted_targets,
 )
 from rlhf_lightning.app.config.save import keep_secrets
+from rlhf_lightning.app.config.targets import trusted_targets
 from rlhf_lightning.app.evaluate_parts import (
     SPREAD,
     Sides,

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.stages.spec import find_stage, start_of
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.evaluation.generate import Sampling
@@ -65,11 +66,7 @@ def check_context_length(cfg: DictConfig, limit: int | None) -> None:
     """
     if limit is None:
         return
-    sums: list[tuple[str, ...]] = [("data.max_length",), ("evaluation.max_new_tokens",)]
-    if cfg.stage == "ppo":
-        answers = ("module.sampling.max_new_tokens", "evaluation.max_new_tokens")
-        sums = [("data.max_prompt_length", key) for key in answers]
-    for keys in sums:
+    for keys in find_stage(cfg.stage).context:
         values = [int(OmegaConf.select(cfg, key)) for key in keys]
         if sum(values) > limit:
             asked = " + ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True))
@@ -85,10 +82,6 @@ def longest_prompt(cfg: DictConfig, limit: int | None) -> int:
     wanted = int(cfg.data.get("max_prompt_length", cfg.data.get("max_length")))
     room = wanted if limit is None else limit - int(cfg.evaluation.max_new_tokens)
     return max(min(wanted, room), 1)
-
-
-# What a stage's tokenizer comes from: the model it starts from.
-STARTS_FROM = {"sft": "base", "reward": "sft", "ppo": "sft"}
 
 
 class EvaluationPrompts(PromptDataModule):
@@ -183,4 +176,4 @@ def safety_prompts(
 
 
 def _max_prompt_length(cfg: DictConfig) -> int:
-    return longest_prompt(cfg, context_length(cfg, cfg.artifacts[STARTS_FROM[cfg.stage]]))
+    return longest_prompt(cfg, context_length(cfg, start_of(cfg)))

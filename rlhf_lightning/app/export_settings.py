@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import is_claimed
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
@@ -73,11 +74,12 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
 def best_of_early_stopping(folder: RunFolder) -> Path | None:
     """Return the checkpoint with which a finished run with early stopping has ended, else None."""
     summary = summary_or_none(folder)
-    if summary is None or summary.status != "completed" or summary.stage == "ppo":
+    if summary is None or summary.status != "completed":
         return None
     try:
         cfg = yaml.safe_load(folder.config.read_text("utf-8"))
-        stops = cfg["callbacks"]["early_stopping"] is not None
+        validates = find_stage(cfg["stage"]).validates
+        stops = validates and cfg["callbacks"]["early_stopping"] is not None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None
     best = folder.best_checkpoint.resolve()

@@ -18,8 +18,9 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_disk, write_text
 from rlhf_lightning.runs.folder import RunFolder
@@ -104,21 +105,20 @@ def describe_out_of_memory(error: BaseException, cfg: DictConfig, overrides: lis
         _one_line(error) or "no more memory",
     )
     evaluates = any(name == f"{PACKAGE}.finish" for name in _modules_passed(error))
-    stage = cfg.module[cfg.stage]
+    stage = find_stage(cfg.stage)
     fixes = [_smaller("evaluation.micro_batch_size", cfg.evaluation.micro_batch_size, 8)]
     if not evaluates:
-        key = f"module.{cfg.stage}.micro_batch_size"
+        key = f"module.{stage.settings}.micro_batch_size"
+        micro_batch_size = cfg.module[stage.settings].micro_batch_size
         rows = int(cfg.data.batch_size)
-        fixes = [_smaller(key, stage.micro_batch_size, min(8, max(rows // 2, 1)))]
+        fixes = [_smaller(key, micro_batch_size, min(8, max(rows // 2, 1)))]
         if not cfg.model.activation_checkpointing:
             fixes.append("model.activation_checkpointing=true")
         if cfg.lora is None:
             fixes.append("lora=lora")
     length = ("evaluation.max_new_tokens", cfg.evaluation.max_new_tokens)
     if not evaluates:
-        length = ("data.max_length", cfg.data.get("max_length"))
-        if cfg.stage == "ppo":
-            length = ("module.sampling.max_new_tokens", cfg.module.sampling.max_new_tokens)
+        length = (stage.shortened_by, OmegaConf.select(cfg, stage.shortened_by))
     fixes.append(f"{length[0]} below {length[1]}")
     command = " ".join(["python -m rlhf_lightning.plan", *overrides])
     return (

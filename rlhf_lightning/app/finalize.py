@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.build import Parts, origin
 from rlhf_lightning.app.config.compose import plain
-from rlhf_lightning.app.evaluation import STARTS_FROM, held_out_comparison, prompt_data
 from rlhf_lightning.app.model_export import Outcome, publishes, write_model_folder
+from rlhf_lightning.app.stages.spec import Parts, find_stage, start_of
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_content import (
     Origin,
@@ -26,31 +25,17 @@ from rlhf_lightning.callbacks.wandb_content import (
     records_fingerprint,
     wandb_loggers,
 )
-from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.summary import data_counts
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.evaluation.final_metrics import (
     Findings,
-    held_out_loss,
-    normalize_reward_model,
-    score_spread,
 )
 from rlhf_lightning.evaluation.gates import check_gates
-from rlhf_lightning.evaluation.generate import side_by_side
-from rlhf_lightning.evaluation.reward_accuracy import (
-    ScoredPair,
-    comparable_rows,
-    pair_measures,
-    score_pairs,
-    share_right,
-)
 from rlhf_lightning.evaluation.safety import required_measures
-from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.models.precision import release_freed_memory, round_frozen_weights
-from rlhf_lightning.models.tokenizers import check_same_tokenizer
-from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import (
     ManifestError,
@@ -73,20 +58,16 @@ def finish(
 
     Every rank measures the same; the first alone writes.
     """
+    stage = find_stage(cfg.stage)
     _let_go(parts)
     begun = time.perf_counter()
     with _precision(parts):
-        if cfg.stage == "reward":
-            findings = _finish_reward(cfg, parts)
-        else:
-            findings = _finish_policy(cfg, parts)
+        findings = stage.finish(cfg, folder, parts)
     findings.metrics.update(data_counts(list(parts.data.summaries.values())))
-    if cfg.stage == "ppo" and parts.trainer.is_global_zero:
-        findings.metrics |= score_spread(read_metrics(folder.metrics))
     measured = time.perf_counter()
     required = required_measures((cfg.get("safety") or {}).get("prompts"))
     gates = check_gates(plain(cfg.gates), findings.metrics, required=required)
-    model = _trained(cfg, parts)
+    model = getattr(parts.module, stage.trained)
     state = full_state(model)  # every rank takes part in gathering it
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         model.base.drop_weights()  # it is about to be read once more
@@ -139,11 +120,11 @@ def _publish(cfg: DictConfig, folder: RunFolder, source: Path, outcome: Outcome)
         publish_artifact(
             source,
             target,
-            stage=cfg.stage,
+            stage=find_stage(cfg.stage).name,
             run=str(folder.path),
             metrics=outcome.metrics,
             gates=outcome.gates,
-            base=cfg.artifacts[STARTS_FROM[cfg.stage]],
+            base=start_of(cfg),
         )
 
 
@@ -159,118 +140,6 @@ def _precision(parts: Parts) -> Iterator[None]:
     """The precision of training, for what happens after `fit`."""
     with parts.trainer.strategy.precision_plugin.forward_context():
         yield
-
-
-def _placed(parts: Parts, model: ModelT) -> ModelT:
-    """Put a model where training was: Lightning leaves its own on the CPU after `fit`."""
-    return model.to(parts.trainer.strategy.root_device)
-
-
-def _trained(cfg: DictConfig, parts: Parts) -> PolicyModel | ScalarHeadModel:
-    model: PolicyModel | ScalarHeadModel
-    model = parts.module.model if cfg.stage == "reward" else parts.module.policy
-    return model
-
-
-def _validation(parts: Parts) -> dict[str, float]:
-    trainer, loader = parts.trainer, parts.data.val_dataloader()
-    trainer.limit_val_batches = 1.0
-    # Lightning would log a row behind the last iteration; the summary gets these values.
-    loggers, trainer.loggers = trainer.loggers, []
-    try:
-        results = trainer.validate(parts.module, dataloaders=loader, verbose=False)
-    finally:
-        trainer.loggers = loggers
-    return dict(results[0]) if results else {}
-
-
-def _finish_policy(cfg: DictConfig, parts: Parts) -> Findings:
-    """Compare the policy with the one it started from, on held-out prompts."""
-    metrics = _validation(parts) if cfg.stage == "sft" else {}
-    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
-    if start is None:
-        return Findings(metrics)  # nothing to compare with
-    module = parts.module
-    if cfg.stage == "sft" and cfg.evaluation.gold is None and module.device_mesh is not None:
-        return Findings(metrics)  # nobody to judge, and no room for a second model that is whole
-    baseline = module.reference if cfg.stage == "ppo" else _start(cfg, module.policy)
-    if cfg.stage == "sft" and metrics:
-        loader = parts.data.val_dataloader()
-        metrics["val/baseline_loss"] = held_out_loss(module, _placed(parts, baseline), loader)
-        if cfg.evaluation.gold is None:
-            return Findings(metrics)  # nobody to judge
-    comparison = held_out_comparison(
-        cfg,
-        parts.tokenizer,
-        parts.sampling,
-        parts.scorer,
-        num_prompts=cfg.evaluation.num_prompts,
-    )
-    if comparison is None:
-        logger.warning("no prompt is held out: the policy is not compared with %s", start)
-        return Findings(metrics)
-    mine = comparison.ask_policy(_placed(parts, module.policy), _placed(parts, baseline))
-    theirs = comparison.ask_baseline(baseline)
-    samples = side_by_side(mine.main, theirs.main, cfg.evaluation.num_samples)
-    return Findings(metrics | comparison.measure(mine, theirs), samples)
-
-
-def _finish_reward(cfg: DictConfig, parts: Parts) -> Findings:
-    """Validate, add what the data knows of its own noise, and normalize."""
-    metrics = _validation(parts)
-    ceiling = getattr(parts.data.source, "label_ceiling", None)
-    if ceiling is not None:
-        metrics["val/label_ceiling"] = float(ceiling())
-    if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
-        metrics |= pair_measures(_scored(cfg, parts, parts.module.model, rows))
-        metrics |= _evidence(cfg, parts, rows)
-    count = parts.module.reward.normalization_samples
-    if count:
-        policy = _start(cfg, parts.module.model)
-        data = prompt_data(cfg, parts.tokenizer, num_prompts=count)
-        metrics |= normalize_reward_model(
-            _placed(parts, parts.module.model),
-            _placed(parts, policy),
-            data.train_dataloader(),
-            parts.sampling,
-            seed=cfg.seed,
-        )
-    return Findings(metrics)
-
-
-def _evidence(cfg: DictConfig, parts: Parts, rows: Sequence[EncodedPreference]) -> dict[str, float]:
-    """Return what tells overfitting, noise and too small a model apart."""
-    train = cast("Sequence[EncodedPreference]", parts.data.rows("train"))
-    found = {}
-    if seen := comparable_rows(train, rows, count=min(len(rows), MOST_TRAINING_PAIRS)):
-        found["val/train_accuracy"] = share_right(_scored(cfg, parts, parts.module.model, seen))
-    source = cfg.evaluation.larger_reward_model
-    if source is not None:
-        fix = "train it on the same policy's tokenizer"
-        check_same_tokenizer(parts.tokenizer, source, fix=fix)
-        larger = frozen(load_scalar_model(source))
-        found["val/larger_model_accuracy"] = share_right(_scored(cfg, parts, larger, rows))
-    return found
-
-
-def _scored(
-    cfg: DictConfig, parts: Parts, model: ScalarHeadModel, rows: Sequence[EncodedPreference]
-) -> list[ScoredPair]:
-    return score_pairs(
-        _placed(parts, model),
-        rows,
-        batch_size=cfg.evaluation.batch_size,
-        pad_token_id=int(parts.tokenizer.pad_token_id),  # type: ignore[arg-type]
-    )
-
-
-def _start(cfg: DictConfig, trained: PolicyModel | ScalarHeadModel) -> PolicyModel:
-    """Return the policy that the stage started from, frozen; of an adapter the base itself."""
-    if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
-        return frozen(AdaptedPolicy(trained.base, None))
-    policy = frozen(load_policy(cfg.artifacts[STARTS_FROM[cfg.stage]], **origin(cfg)))
-    round_frozen_weights(policy.model, str(cfg.trainer.precision))
-    return policy
 
 
 def finish_tracking(
@@ -302,7 +171,7 @@ def used_by(cfg: DictConfig, parts: Parts) -> Iterator[Origin]:
     )
     for role in ("base", "sft", "reward", "ppo"):
         source = cfg.artifacts[role]
-        if source is not None and _is_used(cfg, role):
+        if source is not None and role in find_stage(cfg.stage).uses:
             revision = cfg.model.get("revision")
             yield Origin(
                 role, artifact_name(source), "model", source_fingerprint(source, revision), {}
@@ -336,9 +205,3 @@ def _fingerprint(cfg: DictConfig, folder: RunFolder) -> str:
 def artifact_name(source: str) -> str:
     """Return what a model is called in W&B: the last two parts of its folder, or of a hub name."""
     return "-".join(Path(source).parts[-2:])
-
-
-def _is_used(cfg: DictConfig, role: str) -> bool:
-    return (
-        role in {"sft": ("base",), "reward": ("sft",), "ppo": ("sft", "reward", "ppo")}[cfg.stage]
-    )

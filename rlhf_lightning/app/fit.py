@@ -8,8 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rlhf_lightning.app.build import Parts, assemble
+from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.failures import watch_children
+from rlhf_lightning.app.stages.spec import Parts
 from rlhf_lightning.callbacks.doctor.alert_log import Request
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.runs.folder import RunFolder

@@ -8,14 +8,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.evaluation import model_config
-from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
-
-# What each setting of a stage is the rate of.
-RATES: dict[str, dict[str, Kind]] = {
-    "sft": {"learning_rate": "sft"},
-    "reward": {"learning_rate": "reward"},
-    "ppo": {"learning_rate": "policy", "value_learning_rate": "value"},
-}
+from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning.models.learning_rates import default_learning_rate
 
 
 def choose_rates(cfg: DictConfig, start: str | None) -> tuple[str, ...]:
@@ -33,10 +27,10 @@ def choose_rates(cfg: DictConfig, start: str | None) -> tuple[str, ...]:
     Raises:
         ConfigError: if the config does not say how large the model is.
     """
-    settings = cfg.module[cfg.stage]
-    rates = RATES[cfg.stage]
+    stage = find_stage(cfg.stage)
+    settings, rates = cfg.module[stage.settings], stage.rates
     unset = [key for key in rates if settings[key] is None]
-    count = _count(cfg, start, f"module.{cfg.stage}.{unset[0]}") if unset else 0
+    count = _count(cfg, start, f"module.{stage.settings}.{unset[0]}") if unset else 0
     for key in unset:
         settings[key] = default_learning_rate(rates[key], count, lora=cfg.lora is not None)
     adapters = ", of which adapters are trained" if cfg.lora is not None else ""

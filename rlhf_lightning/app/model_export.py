@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.build import origin
 from rlhf_lightning.app.config.compose import plain
-from rlhf_lightning.app.evaluation import STARTS_FROM
+from rlhf_lightning.app.stages.spec import find_stage, start_of
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
 from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
@@ -95,7 +95,7 @@ def write_model_folder(
     Raises:
         ValueError: if only an adapter is asked for and none was trained.
     """
-    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    start = start_of(cfg)
     adapted = model if isinstance(model, AdaptedPolicy | AdaptedScalarModel) else None
     if adapter_only and adapted is None:
         raise ValueError("the run trained the whole model and no adapter (lora: null)")
@@ -133,7 +133,7 @@ def _write_whole(
     full: Path | None,
 ) -> None:
     model, tokenizer, state = trained
-    start, revision = cfg.artifacts[STARTS_FROM[cfg.stage]], cfg.model.get("revision")
+    start, revision = start_of(cfg), cfg.model.get("revision")
     stops = stop_ids(tokenizer, start, revision=revision)
     dtype, base_dtype = export_dtypes(cfg, asked)
     cost: Rounding | None = None
@@ -175,7 +175,7 @@ def export_dtypes(cfg: DictConfig, asked: str | None = None) -> tuple[torch.dtyp
 
     `auto` is the latter, where the fp32 weights are published besides; else fp32.
     """
-    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    start = start_of(cfg)
     base = torch.float32
     if start is not None:
         base = base_dtype(load_config(start, loading_options(start, **origin(cfg))))
@@ -210,8 +210,9 @@ def _describe(
     written = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
     public = public_config(resolved, written)
     write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(public)))
+    stage = find_stage(cfg.stage)
     facts = CardFacts(
-        stage=cfg.stage,
+        stage=stage.name,
         run=outcome.run,
         base=start,
         data=str(cfg.world.name),
@@ -223,7 +224,7 @@ def _describe(
         gates=outcome.gates,
         versions=installed_versions(),
         checkpoint=outcome.checkpoint,
-        reward=_reward_facts(folder) if cfg.stage == "reward" and not is_adapter else {},
+        reward={} if stage.trains_policy or is_adapter else _reward_facts(folder),
         is_adapter=is_adapter,
         against=_against(resolved.get("scorer")),
         needs=_needs(folder) if is_adapter else None,
@@ -274,7 +275,7 @@ def _hub_data(world: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyper-parameters that decide what was learnt, flat."""
-    module, stage = config["module"], config["stage"]
+    module, stage = config["module"], find_stage(config["stage"]).settings
     groups = {
         stage: module.get(stage),
         "sampling": module.get("sampling"),

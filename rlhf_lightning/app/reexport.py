@@ -17,10 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.build import make_tokenizer
-from rlhf_lightning.app.config.compose import ConfigError, check_config, plain, trusted_targets
-from rlhf_lightning.app.evaluation import STARTS_FROM
+from rlhf_lightning.app.config.compose import ConfigError, check_config, plain
+from rlhf_lightning.app.config.targets import trusted_targets
 from rlhf_lightning.app.export_settings import ExportError, best_of_early_stopping
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
+from rlhf_lightning.app.stages.spec import find_stage, start_of
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
@@ -37,7 +38,6 @@ _LOADERS = (
     "rlhf_lightning.models.factory.load_policy",
     "rlhf_lightning.models.factory.load_scalar_model",
 )
-_PPO_MODELS = "rlhf_lightning.models.ppo_models.ppo_models"
 _TOKENIZERS = ("rlhf_lightning.data.demo.vocabulary.demo_tokenizer",)
 Model = PolicyModel | ScalarHeadModel
 
@@ -97,7 +97,7 @@ def _configuration(folder: RunFolder) -> DictConfig:
         raise ConfigError("it is no configuration of a run")
     check_config(cfg, trusted_targets())
     _refuse_code(cfg.model)
-    key = STARTS_FROM[cfg.stage]
+    key = find_stage(cfg.stage).starts_from
     start = cfg.artifacts[key]
     if start is not None and not Path(start).exists():
         hydra_file = folder.config.with_name("hydra.yaml")
@@ -117,7 +117,7 @@ def _refuse_code(node: Any) -> None:
 
 
 def _tokenizer(cfg: DictConfig) -> PreTrainedTokenizerBase:
-    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    start = start_of(cfg)
     if start is None:
         target = str(cfg.model.tokenizer.get("_target_"))
         if target not in _TOKENIZERS and not target.startswith(trusted_targets() or ("\0",)):
@@ -130,7 +130,7 @@ def _tokenizer(cfg: DictConfig) -> PreTrainedTokenizerBase:
 
 def _model(cfg: DictConfig, checkpoint: Mapping[str, Any]) -> Model:
     """Return the trained model with the checkpoint's weights."""
-    name = "model" if cfg.stage == "reward" else "policy"
+    name = find_stage(cfg.stage).trained
     prefix = f"{name}."
     state = {
         key.removeprefix(prefix): value
@@ -139,21 +139,22 @@ def _model(cfg: DictConfig, checkpoint: Mapping[str, Any]) -> Model:
     }
     if not state:
         raise ValueError(f"it holds no weights of a {name}")
-    model = _untrained(cfg, name)
+    model = _untrained(cfg)
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
-        start = str(cfg.artifacts[STARTS_FROM[cfg.stage]])
+        start = str(start_of(cfg))
         check_fingerprint(dict(checkpoint), source_fingerprint(start, cfg.model.get("revision")))
     model.load_state_dict(state)
     return model
 
 
-def _untrained(cfg: DictConfig, name: str) -> Model:
+def _untrained(cfg: DictConfig) -> Model:
     """Return the model that the stage began with, built by our own loaders from plain values."""
-    node = plain(cfg.module["models" if cfg.stage == "ppo" else name])
+    stage = find_stage(cfg.stage)
+    node = plain(cfg.module[stage.models])
     target, arguments = node.pop("_target_"), {k: v for k, v in node.items() if k[0] != "_"}
-    if cfg.stage == "ppo" and target == _PPO_MODELS:
+    if target == stage.factory:
         kept = ("lora", "revision", "trust_remote_code")
-        arguments = {"source": arguments["policy"]} | {k: arguments.get(k) for k in kept}
+        arguments = {"source": arguments[stage.trained]} | {k: arguments.get(k) for k in kept}
     elif target not in _LOADERS:
         raise ConfigError(
             f"{target} builds the model, which is none of our loaders ({', '.join(_LOADERS)}): "
@@ -165,7 +166,7 @@ def _untrained(cfg: DictConfig, name: str) -> Model:
         values = {k: v for k, v in arguments["lora"].items() if k != "_target_"}
         # The adapter is the same on a base in full precision, which needs no CUDA.
         arguments["lora"] = LoraHparams(**values | {"quantization": "none"})
-    load = load_scalar_model if cfg.stage == "reward" else load_policy
+    load = load_policy if stage.trains_policy else load_scalar_model
     model: Model = load(**arguments)
     return model
 

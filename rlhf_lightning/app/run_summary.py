@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, batch_unit, more_steps
-from rlhf_lightning.app.build import Parts
 from rlhf_lightning.app.config.compose import ConfigError, plain
 from rlhf_lightning.app.memory_plan.request import policy_shape
 from rlhf_lightning.app.memory_plan.shapes import Shape, ShapeError
 from rlhf_lightning.app.memory_plan.sizes import readable
+from rlhf_lightning.app.stages.spec import Parts, find_stage
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration
 from rlhf_lightning.runs.summary import read_summary
@@ -36,6 +35,7 @@ def start_settings(
         config_hash: of the run; an earlier run that has the same says how long it takes.
     """
     starts = {k: v for k, v in cfg.artifacts.items() if v is not None and k != "publish"}
+    stage = find_stage(cfg.stage)
     settings: dict[str, object] = {
         "model": _model(cfg),
         "starts from": ", ".join(f"{k}: {v}" for k, v in starts.items()) or "random weights",
@@ -43,14 +43,7 @@ def start_settings(
         "batches": batch_arithmetic(cfg, _iterations(cfg, parts), parts.trainer.world_size),
     }
     settings["learning rate"] = "\n".join(parts.rates)
-    if cfg.stage == "ppo":
-        settings["reward"] = _reward(plain(cfg.scorer))
-        ppo, sampling = cfg.module.ppo, cfg.module.sampling
-        target = "" if ppo.kl_target is None else f", aims at {ppo.kl_target:g} nats a response"
-        settings["rollouts"] = (
-            f"up to {sampling.max_new_tokens} tokens at temperature {sampling.temperature:g}; "
-            f"kl_coef {ppo.kl_coef:g}{target}"
-        )
+    settings |= stage.start_lines(cfg)
     settings["compute"] = _compute(cfg, parts)
     settings["memory"] = _memory(cfg)
     settings["seed"] = cfg.seed
@@ -58,7 +51,7 @@ def start_settings(
     few = few_steps(cfg, rows["train"], _iterations(cfg, parts))
     if few is not None:
         settings["warning"] = few
-    notes = repeated_prompts(cfg, rows["train"], rows["validation"])
+    notes = stage.start_notes(cfg, rows["train"], rows["validation"])
     if notes:
         settings["note"] = "\n".join(notes)
     seconds = earlier_seconds(Path(cfg.paths.outputs) / cfg.name, config_hash)
@@ -75,15 +68,14 @@ def batch_arithmetic(cfg: DictConfig, iterations: int, world_size: int) -> str:
     """Return how the rows of an iteration become optimizer steps, in one line."""
     rows = int(cfg.data.batch_size)
     share = f", {rows // world_size} a process" if world_size > 1 else ""
-    minibatches = cfg.module.ppo.num_minibatches if cfg.stage == "ppo" else 1
+    stage = find_stage(cfg.stage)
+    epochs, minibatches = _passes(cfg)
     at_once = _at_once(cfg, rows // world_size // minibatches)
-    if cfg.stage != "ppo":
-        noun = "pairs" if cfg.stage == "reward" else "rows"
+    if stage.minibatches is None:
         return (
-            f"{iterations} iterations of {rows} {noun}{share}{at_once} = "
+            f"{iterations} iterations of {rows} {stage.rows}{share}{at_once} = "
             f"{count_steps(cfg, iterations):,} optimizer steps"
         )
-    epochs = cfg.module.ppo.num_ppo_epochs
     return (
         f"{iterations} iterations of {rows} prompts{share}; on each {epochs} x {minibatches} "
         f"minibatches of {rows // minibatches} rows{at_once} = {epochs * minibatches} optimizer "
@@ -91,23 +83,30 @@ def batch_arithmetic(cfg: DictConfig, iterations: int, world_size: int) -> str:
     )
 
 
+def _passes(cfg: DictConfig) -> tuple[int, int]:
+    """Return how often the rows of an iteration are gone through, in how many minibatches."""
+    stage = find_stage(cfg.stage)
+    if stage.minibatches is None:
+        return 1, 1
+    settings = cfg.module[stage.settings]
+    return int(settings[stage.minibatches.epochs]), int(settings[stage.minibatches.count])
+
+
 def _at_once(cfg: DictConfig, rows: int) -> str:
     """Return how many of a process's rows of a step go through a model together."""
-    micro = cfg.module[cfg.stage].micro_batch_size
+    settings = find_stage(cfg.stage).settings
+    micro = cfg.module[settings].micro_batch_size
     if micro is None:
         return ""
     if micro > rows:
-        return (
-            f", all at once (module.{cfg.stage}.micro_batch_size={micro} is more than the {rows})"
-        )
+        return f", all at once (module.{settings}.micro_batch_size={micro} is more than the {rows})"
     return f", {micro} at once"
 
 
 def count_steps(cfg: DictConfig, iterations: int) -> int:
     """Return the optimizer steps of the run."""
-    if cfg.stage != "ppo":
-        return iterations
-    return int(cfg.module.ppo.num_ppo_epochs * cfg.module.ppo.num_minibatches * iterations)
+    epochs, minibatches = _passes(cfg)
+    return epochs * minibatches * iterations
 
 
 def few_steps(cfg: DictConfig, num_rows: int, iterations: int) -> str | None:
@@ -126,27 +125,6 @@ def few_steps(cfg: DictConfig, num_rows: int, iterations: int) -> str | None:
         num_rows, int(cfg.data.batch_size), cfg.data.num_epochs, unit=batch_unit(plain(cfg))
     )
     return f"{told}: data.batch_size={size} data.num_epochs={epochs:g} makes {more}"
-
-
-def repeated_prompts(cfg: DictConfig, num_rows: int, held_out: int) -> list[str]:
-    """Return what asks for more prompts than there are, and what is done about it."""
-    notes = []
-    asked = int(cfg.evaluation.num_prompts)
-    if cfg.stage == "ppo" and held_out < asked:
-        more = ""
-        if cfg.data.source.get("validation_fraction") is not None:
-            more = "; a larger world.source.validation_fraction holds out more"
-        notes.append(
-            f"evaluation.num_prompts={asked} is more than the {held_out:,} held-out prompts, which "
-            f"are asked once each{more}"
-        )
-    samples = cfg.module.reward.normalization_samples if cfg.stage == "reward" else 0
-    if samples > num_rows:
-        notes.append(
-            f"module.reward.normalization_samples={samples} is more than the {num_rows:,} training "
-            "records: prompts are answered several times, each time anew"
-        )
-    return notes
 
 
 def _iterations(cfg: DictConfig, parts: Parts) -> int:
@@ -210,7 +188,7 @@ def _memory(cfg: DictConfig) -> str:
     if cfg.lora is not None or cfg.strategy.name == "fsdp":
         return peak
     weights = cfg.model.get("num_parameters") or count_parameters(shape)
-    trained = 2 if cfg.stage == "ppo" else 1
+    trained = len(find_stage(cfg.stage).trains)
     size = readable(trained * weights * BYTES_TRAINED)
     return f"{size} of fp32 weights, gradients and Adam state on a device; {peak}"
 
@@ -219,12 +197,6 @@ def _data(cfg: DictConfig, parts: Parts) -> str:
     counts = [len(parts.data.rows(split)) for split in ("train", "validation")]
     name = cfg.world.name if cfg.world is not None else type(parts.data.source).__name__
     return f"{name}: {counts[0]:,} {parts.data.kind}, {counts[1]:,} held out"
-
-
-def _reward(scorer: dict[str, Any]) -> str:
-    kind = str(scorer.get("_target_", "")).rpartition(".")[2]
-    source = scorer.get("source") or scorer.get("function") or scorer.get("url") or ""
-    return f"{kind} {source}".strip()
 
 
 def _compute(cfg: DictConfig, parts: Parts) -> str:

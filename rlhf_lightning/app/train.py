@@ -24,10 +24,10 @@ from rlhf_lightning.app.config.compose import (
     ConfigError,
     conf_dir,
     register,
-    trusted_targets,
 )
 from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.save import keep_changes, keep_secrets
+from rlhf_lightning.app.config.targets import trusted_targets
 from rlhf_lightning.app.config.validate import check_composed, check_devices, check_run
 from rlhf_lightning.app.failures import (
     exit_with,
@@ -38,6 +38,7 @@ from rlhf_lightning.app.failures import (
 )
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder
+from rlhf_lightning.app.stages.spec import StageSpec, find_stage
 from rlhf_lightning.app.sweep import goes_on
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
@@ -98,7 +99,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     agree_on("inputs", prepared, patience=timedelta(days=1))
     digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
     folder, checkpoint = _agreed_start(cfg, folder, digest)
-    summary = new_summary(cfg.stage, seed=cfg.seed, config_hash=digest)
+    summary = new_summary(find_stage(cfg.stage).name, seed=cfg.seed, config_hash=digest)
     # The first rank alone writes.
     mine = claim_run(folder.path, lambda: check_folder(cfg, folder)) if first else nullcontext()
     with mine:
@@ -199,16 +200,13 @@ def _where_to_start(
     return unfinished, checkpoint
 
 
-def objective(summary: Summary) -> float | None:
-    """Return what a sweep maximises: never gold, which may not choose a setting.
+def objective(summary: Summary, stage: StageSpec) -> float | None:
+    """Return what a sweep maximises, of a summary of this stage.
 
     PPO: win rate by the learnt score; reward model: accuracy; SFT: minus the held-out loss.
     """
-    key = {"ppo": "val/score_win_rate", "reward": "val/accuracy"}.get(summary.stage)
-    if key is not None:
-        return summary.metrics.get(key)
-    loss = summary.metrics.get("val/loss")
-    return None if loss is None else -loss
+    value = summary.metrics.get(stage.objective)
+    return value if value is None or stage.maximised else -value
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
@@ -234,7 +232,7 @@ def _hydra_main(cfg: DictConfig) -> float | None:
     finally:
         if several:
             forget_ranks()
-    return objective(summary)
+    return objective(summary, find_stage(cfg.stage))
 
 
 def _check_early(cfg: DictConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_lightning.runs.summary import GateResult
@@ -60,11 +60,13 @@ def _of_stage(
     stage: str, failed: Mapping[str, GateResult], metrics: Mapping[str, Metrics]
 ) -> Blame:
     own = metrics.get(stage, {})
-    if stage in ("ppo", "evaluate"):
-        return _policy(failed, own, metrics.get("reward", {}))
-    if stage == "reward":
-        return _reward(failed)
-    return _sft(failed, own) if stage == "sft" else _unknown(stage, failed)
+    causes: dict[str, Callable[[], Blame]] = {
+        "ppo": lambda: _policy(failed, own, metrics.get("reward", {})),
+        "evaluate": lambda: _policy(failed, own, metrics.get("reward", {})),
+        "reward": lambda: _reward(failed),
+        "sft": lambda: _sft(failed, own),
+    }
+    return causes.get(stage, lambda: _unknown(stage, failed))()
 
 
 def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> Blame:

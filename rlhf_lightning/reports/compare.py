@@ -51,7 +51,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         raise ValueError(f"{len(folders)} run given, at least two are needed to compare")
     runs = read_runs(folders)
     choice = choose(runs)
-    stages = sorted({STAGES[run.summary.stage] for run in runs})
+    stages = sorted({STAGES.get(run.summary.stage, run.summary.stage) for run in runs})
     body = (
         _head(runs, choice, stages)
         + _table(runs, choice)

@@ -53,7 +53,7 @@ def render_report(folder: RunFolder) -> str:
     title = folder.name
     if summary is not None:
         head = verdict_section(summary, folder)
-        title = f"{STAGES[summary.stage]} {folder.name}"
+        title = f"{STAGES.get(summary.stage, summary.stage)} {folder.name}"
     metrics = {} if summary is None else summary.metrics
     body = (
         head

@@ -52,7 +52,7 @@ def _lines(*names: str) -> tuple[Panel, ...]:
     return tuple(Panel((name,)) for name in names)
 
 
-SECTIONS = (
+PPO_SECTIONS = (
     Section(
         "PPO: what the policy does",
         "ppo",
@@ -105,6 +105,9 @@ SECTIONS = (
             *_lines("throughput/tokens_per_second"),
         ),
     ),
+)
+SECTIONS = (
+    *PPO_SECTIONS,
     Section(
         "Reward model",
         "reward",

@@ -49,9 +49,10 @@ def verdict_section(summary: Summary, folder: RunFolder) -> str:
         + "</dd></div>"
         for f in result.facts
     )
-    sentence = f'<h1 class="sentence">{text(result.sentence or STAGES[summary.stage])}</h1>'
+    stage = text(STAGES.get(summary.stage, summary.stage))
+    sentence = f'<h1 class="sentence">{text(result.sentence) or stage}</h1>'
     return (
-        f'<header><div class="overline"><strong>{text(STAGES[summary.stage])}</strong>'
+        f'<header><div class="overline"><strong>{stage}</strong>'
         f'<span>{text(folder.name)}</span>{seed}<span class="status {tone}">'
         f"{text(summary.status)}</span>{_gates_in_short(summary)}</div>"
         f'<div class="hero">{figure}{sentence}</div>'

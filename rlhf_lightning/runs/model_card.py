@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCardData
 
@@ -16,13 +16,6 @@ from rlhf_lightning.runs.summary import GateResult
 
 CONFIG = "training_config.yaml"
 OTHER_LICENCE = "license-of-the-base-model"  # its name beside `license: other`
-_TITLE = {"sft": "SFT policy", "reward": "Reward model", "ppo": "PPO policy"}
-_WHAT = {
-    "sft": "A causal language model after supervised fine-tuning.",
-    "reward": "A reward model: a sequence classifier with one label. Its score is the classifier's "
-    "output plus `reward_offset` of config.json, read at the last token (EOS).",
-    "ppo": "A causal language model after PPO against {against}.",
-}
 _POLICY_USE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,6 +39,39 @@ from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 model = AutoPeftModelForSequenceClassification.from_pretrained(FOLDER, num_labels=1)
 model.config.pad_token_id = tokenizer.pad_token_id"""
+
+
+class _Kind(NamedTuple):
+    """What the cards of one stage say."""
+
+    title: str
+    what: str
+    use: str = _POLICY_USE
+    adapter_use: str = _ADAPTER_USE
+    task: str = "text-generation"
+    tags: tuple[str, ...] = ()
+    precision: str = ""  # of its head
+    from_scratch: str | None = None  # in place of `what`, of a model without a base
+
+
+_KINDS = {
+    "sft": _Kind(
+        "SFT policy",
+        "A causal language model after supervised fine-tuning.",
+        from_scratch="A causal language model trained from random weights.",
+    ),
+    "reward": _Kind(
+        "Reward model",
+        "A reward model: a sequence classifier with one label. Its score is the classifier's "
+        "output plus `reward_offset` of config.json, read at the last token (EOS).",
+        _REWARD_USE,
+        _REWARD_ADAPTER_USE,
+        "text-classification",
+        ("reward-model",),
+        '. The head is in fp32: `from_pretrained(FOLDER, dtype="float32")` uses it so',
+    ),
+    "ppo": _Kind("PPO policy", "A causal language model after PPO against {against}."),
+}
 
 
 RoundingCost = tuple[float, float | None]  # relative error, kept share of what was learnt
@@ -98,7 +124,7 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
     """Write `README.md` beside the weights, with the front matter that the hub reads."""
     parts = [
         _front_matter(facts),
-        f"# {_TITLE[facts.stage]}{' (adapter)' if facts.is_adapter else ''}: {facts.data}",
+        f"# {_kind(facts).title}{' (adapter)' if facts.is_adapter else ''}: {facts.data}",
         _what(facts),
         f"```python\n{_use(facts)}\n```",
         _origin(facts),
@@ -113,8 +139,13 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
     return path
 
 
+def _kind(facts: CardFacts) -> _Kind:
+    """Return what is said of a stage; one that another package brings makes a language model."""
+    name = facts.stage
+    return _KINDS.get(name) or _Kind(f"{name} model", f"A causal language model after {name}.")
+
+
 def _front_matter(facts: CardFacts) -> str:
-    is_reward = facts.stage == "reward"
     data = ModelCardData(
         library_name="peft" if facts.is_adapter else "transformers",
         license=facts.licence.identifier,
@@ -122,16 +153,17 @@ def _front_matter(facts: CardFacts) -> str:
         base_model=facts.hub_base,
         base_model_relation=facts.hub_base and ("adapter" if facts.is_adapter else "finetune"),
         datasets=list(facts.datasets) or None,
-        pipeline_tag="text-classification" if is_reward else "text-generation",
-        tags=["rlhf_lightning", facts.stage, *(["reward-model"] if is_reward else [])],
+        pipeline_tag=_kind(facts).task,
+        tags=["rlhf_lightning", facts.stage, *_kind(facts).tags],
     )
     return f"---\n{data.to_yaml()}\n---"
 
 
 def _what(facts: CardFacts) -> str:
-    what = _WHAT[facts.stage].replace("{against}", facts.against)
-    if facts.stage == "sft" and facts.base is None:
-        what = "A causal language model trained from random weights."
+    kind = _kind(facts)
+    what = kind.what.replace("{against}", facts.against)
+    if facts.base is None:
+        what = kind.from_scratch or what
     if "reward/sample_std" in facts.metrics:
         what += " Over samples of the SFT policy it has mean 0 and standard deviation 1."
     if facts.reward:
@@ -148,9 +180,8 @@ def _what(facts: CardFacts) -> str:
 
 
 def _use(facts: CardFacts) -> str:
-    if facts.is_adapter:
-        return _REWARD_ADAPTER_USE if facts.stage == "reward" else _ADAPTER_USE
-    return _REWARD_USE if facts.stage == "reward" else _POLICY_USE
+    kind = _kind(facts)
+    return kind.adapter_use if facts.is_adapter else kind.use
 
 
 def _origin(facts: CardFacts) -> str:
@@ -180,9 +211,7 @@ def _precision(facts: CardFacts) -> str:
     )
     if kept is not None:
         text += f" and kept {100 * kept:.1f} % of what training changed"
-    if facts.stage == "reward":
-        text += '. The head is in fp32: `from_pretrained(FOLDER, dtype="float32")` uses it so'
-    return f"{text}."
+    return f"{text}{_kind(facts).precision}."
 
 
 def _gates(facts: CardFacts) -> str:

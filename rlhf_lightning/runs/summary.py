@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -15,8 +16,8 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import actions_of, alerts_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, to_json
 
-Stage = Literal["base", "sft", "reward", "ppo", "collect", "evaluate", "pipeline"]
 Status = Literal["running", "completed", "failed", "stopped"]
+_STAGE = re.compile(r"[a-z][a-z0-9_]*")  # ours, and those that other packages bring
 
 _PACKAGES = ("rlhf_lightning", "torch", "lightning", "transformers", "hydra-core", "wandb")
 
@@ -45,7 +46,7 @@ class Summary:
     """The content of `summary.json`, with exactly these keys.
 
     Args:
-        stage: the kind of run.
+        stage: the kind of run: the name of a stage, or of a command such as `collect`.
         status: `running` until the end is known; a killed run stays `running`.
         seed: the seed of the run.
         metrics: flat names to final values.
@@ -59,7 +60,7 @@ class Summary:
         actions: of the doctor: changes of controls, stops and rollbacks.
     """
 
-    stage: Stage
+    stage: str
     status: Status
     seed: int | None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
@@ -74,11 +75,12 @@ class Summary:
 
     def __post_init__(self) -> None:
         """Check the two words, and accept gates as mappings."""
-        for key, allowed in (("stage", get_args(Stage)), ("status", get_args(Status))):
-            if getattr(self, key) not in allowed:
-                raise ValueError(
-                    f"Summary.{key}={getattr(self, key)!r}, expected one of {', '.join(allowed)}"
-                )
+        if not isinstance(self.stage, str) or not _STAGE.fullmatch(self.stage):
+            raise ValueError(f"Summary.stage={self.stage!r}, expected a name such as sft or ppo")
+        if self.status not in get_args(Status):
+            raise ValueError(
+                f"Summary.status={self.status!r}, expected one of {', '.join(get_args(Status))}"
+            )
         gates = tuple(g if isinstance(g, GateResult) else GateResult(**g) for g in self.gates)
         object.__setattr__(self, "gates", gates)
         for key in ("alerts", "actions"):
@@ -90,7 +92,7 @@ class Summary:
         return all(gate.passed for gate in self.gates)
 
 
-def new_summary(stage: Stage, *, seed: int | None, config_hash: str | None) -> Summary:
+def new_summary(stage: str, *, seed: int | None, config_hash: str | None) -> Summary:
     """Return the summary of a run that begins: status `running`, versions and commit filled in."""
     return Summary(
         stage=stage,

@@ -16,9 +16,9 @@ from rlhf_lightning.app.evaluation import prompt_data
 from rlhf_lightning.app.run_summary import (
     batch_arithmetic,
     few_steps,
-    repeated_prompts,
     start_settings,
 )
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.data.batch_size import batch_that_fits
 from rlhf_lightning.models import factory
 from rlhf_lightning.runs.folder import RunFolder
@@ -137,7 +137,7 @@ def test_few_prompts_may_be_asked_several_times_where_nothing_is_trained_on_them
     parts = assemble(cfg, RunFolder(tmp_path / "run"))
     asked = list(prompt_data(cfg, parts.tokenizer, num_prompts=8).train_dataloader())
     assert sum(len(batch) for batch in asked) == 8
-    assert repeated_prompts(cfg, 5, 3) == [
+    assert find_stage(cfg.stage).start_notes(cfg, 5, 3) == [
         "module.reward.normalization_samples=512 is more than the 5 training records: prompts are "
         "answered several times, each time anew"
     ]
@@ -185,9 +185,9 @@ def test_few_iterations_of_ppo_are_said_and_a_run_cut_short_on_purpose_is_not(st
 
 def test_prompts_and_micro_batches_beyond_what_there_is_are_said(start):
     cfg = composed("ppo", start, "evaluation.num_prompts=512", "module.ppo.micro_batch_size=64")
-    (note,) = repeated_prompts(cfg, 600, 30)
+    (note,) = find_stage(cfg.stage).start_notes(cfg, 600, 30)
     assert note.startswith("evaluation.num_prompts=512 is more than the 30 held-out prompts, which")
-    assert repeated_prompts(cfg, 600, 512) == []
+    assert find_stage(cfg.stage).start_notes(cfg, 600, 512) == []
     assert "4 rows, all at once (module.ppo.micro_batch_size=64 is more than the 4)" in (
         batch_arithmetic(cfg, 50, 1)
     )

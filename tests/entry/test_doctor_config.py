@@ -17,6 +17,7 @@ from rlhf_lightning.app.config.compose import (
     conf_dir,
     register,
 )
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.runs.folder import RunFolder
 
 GOLD = "rlhf_lightning.data.demo.gold.gold_scores"
@@ -47,7 +48,8 @@ def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
 
 
 def test_nobody_watches_other_stages_or_where_it_is_switched_off(tmp_path):
-    assert doctors(tmp_path, stage="sft") == []
+    callbacks = find_stage("sft").callbacks
+    assert callbacks(composed(stage="sft"), RunFolder(tmp_path), None, None, None).first == ()
     assert doctors(tmp_path, "doctor=none") == []
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from rlhf_lightning.app import evaluation as held_out_prompts
 from rlhf_lightning.app import finalize as finish
+from rlhf_lightning.app.final_evaluation import compare, placed, validate
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 
@@ -15,7 +16,7 @@ from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 def test_models_are_measured_on_the_device_they_were_trained_on():
     device = torch.device("meta")  # stands for a GPU: after fit Lightning leaves the policy behind
     parts = SimpleNamespace(trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=device)))
-    assert finish._placed(parts, nn.Linear(2, 2)).weight.device == device
+    assert placed(parts, nn.Linear(2, 2)).weight.device == device
 
 
 def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(tmp_path):
@@ -40,20 +41,20 @@ def test_without_held_out_prompts_the_stage_ends_without_a_comparison(monkeypatc
     parts = SimpleNamespace(
         tokenizer=None, module=SimpleNamespace(reference=None), sampling=None, scorer=None
     )
-    assert finish._finish_policy(cfg, parts) == Findings({})
+    assert compare(cfg, parts, None, {}) == Findings({})
     assert "no prompt is held out" in caplog.text
 
 
 def test_the_final_validation_logs_no_row_behind_the_last_iteration():
     loggers, during = ["a logger"], []
 
-    def validate(module, dataloaders, verbose):
+    def validates(module, dataloaders, verbose):
         during.append(list(parts.trainer.loggers))
         return [{"val/loss": 1.0}]
 
-    trainer = SimpleNamespace(loggers=loggers, validate=validate, limit_val_batches=0)
+    trainer = SimpleNamespace(loggers=loggers, validate=validates, limit_val_batches=0)
     data = SimpleNamespace(val_dataloader=lambda: ["batch"])
     parts = SimpleNamespace(trainer=trainer, data=data, module=None)
-    assert finish._validation(parts) == {"val/loss": 1.0}
+    assert validate(parts) == {"val/loss": 1.0}
     assert during == [[]]
     assert trainer.loggers is loggers

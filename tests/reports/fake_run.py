@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
-from rlhf_lightning.runs.summary import GateResult, Stage, Status, Summary, write_summary
+from rlhf_lightning.runs.summary import GateResult, Status, Summary, write_summary
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "lightning": "2.6.6", "transformers": "5.23.0"}
 
@@ -152,7 +152,7 @@ def _write_samples(folder: RunFolder, last: int, compared: bool, noise: random.R
 
 def _finish(
     folder: RunFolder,
-    stage: Stage,
+    stage: str,
     metrics: dict[str, float | None],
     *,
     gates: tuple[GateResult, ...] = (),

@@ -71,8 +71,8 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
 def test_unknown_words_are_refused():
     with pytest.raises(ValueError, match="status='done', expected one of running, completed"):
         Summary("ppo", "done", 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="stage='rl'"):
-        Summary("rl", "running", 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stage='PPO run'"):
+        Summary("PPO run", "running", 1)
 
 
 def test_a_missing_or_damaged_summary_is_named(tmp_path):

@@ -5,7 +5,6 @@ Light on purpose: no torch, so that `--help` and a config error answer at once.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import MISSING, fields
 from functools import cache
@@ -28,27 +27,18 @@ from rlhf_lightning.app.config.targets import (
     listed,
     resolve,
 )
+from rlhf_lightning.app.stages.spec import StageError, find_stage, stage_names
 from rlhf_lightning.distributed.launch import launch_time
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
-from rlhf_lightning.hparams import (
-    LoraHparams,
-    PPOHparams,
-    RewardHparams,
-    SamplingHparams,
-    SFTHparams,
-)
-from rlhf_lightning.rollout.scorers.hparams import check_scorer
+from rlhf_lightning.hparams import LoraHparams
 
-HPARAMS = {
+HPARAMS: dict[str, Any] = {
     "doctor": DoctorThresholds,
     "doctor_actions": ActionSettings,
     "lora": LoraHparams,
-    "ppo": PPOHparams,
-    "reward": RewardHparams,
-    "sampling": SamplingHparams,
-    "sft": SFTHparams,
+    **{key: cls for stage in stage_names() for key, cls in find_stage(stage).hparams.items()},
 }
 # Groups that are read key by key; what is built by name is held against its signature.
 PLAIN_GROUPS = (
@@ -115,22 +105,21 @@ def check_config(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
                 f"(+experiment=, +preset= and +sweeps= take what stands in conf/ and sweeps/: "
                 f"{listed(choices('experiment'))})"
             )
-    if cfg.stage not in ("sft", "reward", "ppo"):
+    try:
+        find_stage(cfg.stage)
+    except StageError as error:
+        if "." in str(cfg.stage):
+            raise ConfigError(str(error)) from error
         raise ConfigError(
             f"stage={cfg.stage}: choose what to train with +experiment=NAME, one of "
             f"{listed(choices('experiment'))}"
-        )
+        ) from error
     _check_keys(cfg)
     check_gates_config(cfg)
     try:
         check_names(OmegaConf.to_container(cfg, resolve=False), extra_targets)
     except TargetError as error:
         raise ConfigError(str(error)) from error
-
-
-def trusted_targets() -> tuple[str, ...]:
-    """Return the prefixes of `_target_` that the user trusts besides ours."""
-    return tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
 
 
 def check_built(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
@@ -184,57 +173,34 @@ def check_hparams(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    _check_module(cfg)
+    stage = find_stage(cfg.stage)
+    _check_module(cfg, stage.settings)
     container = plain(cfg)
     module: dict[str, Any] = container["module"] or {}
     nodes = {"lora": container["lora"]} | {f"module.{key}": node for key, node in module.items()}
     doctor: dict[str, Any] = container["doctor"] or {}
     nodes |= {f"doctor.{key}": doctor.get(key) for key in ("thresholds", "actions")}
+    known = HPARAMS_BY_NAME | {cls.__name__: cls for cls in stage.hparams.values()}
     try:
         check_settings(container)
         for where, node in nodes.items():
             target = str(node.get("_target_", "")) if isinstance(node, dict) else ""
-            if target.rpartition(".")[2] in HPARAMS_BY_NAME:
+            if target.rpartition(".")[2] in known:
                 values = {k: v for k, v in node.items() if k != "_target_"}
-                build_checked(HPARAMS_BY_NAME[target.rpartition(".")[2]], values, where)
+                build_checked(known[target.rpartition(".")[2]], values, where)
         check_batch_divides(container)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if cfg.stage == "ppo":
-        _check_kl_horizon(cfg)
-        _check_scorer(cfg)
-        if cfg.lora is not None and (rate := cfg.lora.dropout):
-            raise ConfigError(f"lora.dropout={rate}: PPO needs 0, or the ratio does not start at 1")
+    stage.check(cfg)
 
 
-def _check_module(cfg: DictConfig) -> None:
+def _check_module(cfg: DictConfig, settings: str) -> None:
     module = cfg.get("module")
-    if OmegaConf.select(cfg, f"module.{cfg.stage}._target_") is None:
+    if OmegaConf.select(cfg, f"module.{settings}._target_") is None:
         name = str(module.get("_target_")) if isinstance(module, DictConfig) else str(module)
         raise ConfigError(
-            f"stage={cfg.stage} needs the settings module.{cfg.stage}, and module is {name}: "
-            f"use module={cfg.stage}, or the experiment of another stage"
-        )
-
-
-def _check_scorer(cfg: DictConfig) -> None:
-    if cfg.get("scorer") is None:
-        raise ConfigError(f"PPO needs a scorer: scorer=NAME, one of {', '.join(choices('scorer'))}")
-    missing = sorted(OmegaConf.missing_keys(cfg.scorer))
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set: add {missing[0]}=...")
-    try:
-        check_scorer(plain(cfg.scorer))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_kl_horizon(cfg: DictConfig) -> None:
-    rows, ppo = cfg.data.batch_size, cfg.module.ppo
-    if ppo.kl_target is not None and ppo.kl_horizon * 5 <= rows:
-        raise ConfigError(
-            f"module.ppo.kl_horizon={ppo.kl_horizon} is too small for data.batch_size={rows}: the "
-            f"KL coefficient would change its sign; use more than {rows // 5}"
+            f"stage={cfg.stage} needs the settings module.{settings}, and module is {name}: "
+            f"use module={settings}, or the experiment of another stage"
         )
 
 

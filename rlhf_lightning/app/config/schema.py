@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rlhf_lightning.app.config.targets import TargetError, did_you_mean
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.runs.stopping import deadline
 
@@ -224,10 +225,11 @@ def _check_callbacks(container: Mapping[str, Any]) -> None:
         return
     if not isinstance(early, Mapping):
         raise ValueError(f"callbacks.early_stopping={early!r} must be null or {{patience: 2}}")
-    if container["stage"] == "ppo":
+    stage = find_stage(container["stage"])
+    if not stage.validates:
         raise ValueError(
             f"callbacks.early_stopping={dict(early)} stops SFT and reward training by val/loss, "
-            "which PPO does not have: leave it null"
+            f"which {stage.title} does not have: leave it null"
         )
     known = {item.name for item in fields(EarlyStoppingSettings)}
     build_checked(

@@ -12,6 +12,7 @@ import collections.abc
 import difflib
 import importlib
 import inspect
+import os
 import pkgutil
 import sys
 import types
@@ -132,6 +133,11 @@ SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 
 class TargetError(ValueError):
     """A configuration names something that it may not build, or arguments that it does not take."""
+
+
+def trusted_targets() -> tuple[str, ...]:
+    """Return the prefixes of `_target_` that the user trusts besides ours."""
+    return tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

@@ -27,6 +27,7 @@ from rlhf_lightning.app.config.compose import (
     plain,
 )
 from rlhf_lightning.app.config.targets import did_you_mean
+from rlhf_lightning.app.stages.spec import find_stage
 
 BUILT = ("module", "data", "rollout", "optimizer", "scheduler")  # by `_target_`
 PLAIN = ("paths", "trainer", "strategy", "logger", "callbacks", "evaluation", "model", "world")
@@ -112,16 +113,6 @@ def _keys(file: Path) -> frozenset[str]:
     return frozenset(str(key) for key in OmegaConf.load(file)) - {"defaults"}
 
 
-# Scorers whose constructors load no model.
-LIGHT_SCORERS = frozenset(
-    {
-        "rlhf_lightning.rollout.scorers.base.FunctionScorer",
-        "rlhf_lightning.rollout.scorers.base.WeightedScorer",
-        "rlhf_lightning.rollout.scorers.http.HttpScorer",
-    }
-)
-
-
 def check_composed(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> None:
     """Check what needs no import of torch, so that a mistake is answered at once.
 
@@ -174,7 +165,7 @@ def check_devices(cfg: DictConfig) -> None:
 
 
 def check_buildable(cfg: DictConfig) -> None:
-    """Build data module, optimizer, schedule and sample log once, and a scorer without a model.
+    """Build data module, optimizer and schedule once, and what is cheap of the stage.
 
     Nothing is read but the file of a reward function.
 
@@ -188,16 +179,10 @@ def check_buildable(cfg: DictConfig) -> None:
         _check_exists(key, OmegaConf.select(cfg, key), wanted)
     for path in OmegaConf.select(cfg, "data.also") or ():
         _check_exists("data.also", path, "list of files or folders of records")
-    _attempt("data", cfg.data, lambda make: make(tokenizer=None))
-    _attempt("optimizer", cfg.optimizer, lambda make: make([_parameter()], lr=1e-3))
-    _attempt("scheduler", cfg.scheduler, lambda make: make())
-    if cfg.stage != "ppo":
-        return
-    if set(_targets(plain(cfg.scorer))) <= LIGHT_SCORERS:
-        _attempt("scorer", cfg.scorer, lambda make: make())
-    for name, value in plain(cfg.callbacks.samples).items():
-        if value < 1:
-            raise ConfigError(f"callbacks.samples.{name}={value} must be at least 1")
+    attempt("data", cfg.data, lambda make: make(tokenizer=None))
+    attempt("optimizer", cfg.optimizer, lambda make: make([_parameter()], lr=1e-3))
+    attempt("scheduler", cfg.scheduler, lambda make: make())
+    find_stage(cfg.stage).check_buildable(cfg)
 
 
 def _check_exists(key: str, path: Any, wanted: str) -> None:
@@ -205,7 +190,12 @@ def _check_exists(key: str, path: Any, wanted: str) -> None:
         raise ConfigError(f"{key}={path} does not exist: give a {wanted}")
 
 
-def _attempt(where: str, node: DictConfig, call: Callable[[Any], object]) -> None:
+def attempt(where: str, node: DictConfig, call: Callable[[Any], object]) -> None:
+    """Build `node` and call what it makes.
+
+    Raises:
+        ConfigError: with the place, and the key that was refused.
+    """
     try:
         call(instantiate(node, _partial_=True))
     except (InstantiationException, ValueError, TypeError, RuntimeError, OSError) as error:
@@ -231,12 +221,3 @@ def _parameter() -> Any:
     import torch
 
     return torch.nn.Parameter(torch.zeros(1))
-
-
-def _targets(node: Any) -> list[str]:
-    if isinstance(node, Mapping):
-        own = [str(node["_target_"])] if "_target_" in node else []
-        return own + [target for value in node.values() for target in _targets(value)]
-    if isinstance(node, list):
-        return [target for value in node for target in _targets(value)]
-    return []

@@ -95,11 +95,10 @@ def _first_that_fits(
 
 
 def _micro_batches(run: Run, planned: Plan) -> Iterator[Option]:
-    pair = 2 if run.stage == "reward" else 1
-    rows = run.micro_rows // pair
+    rows = run.micro_rows // run.spec.sequences_per_row
     while planned.peak.name in ("update", "score") and rows > 1:
         rows = -(-rows // 2)
-        settings: tuple[str, ...] = (f"module.{run.stage}.micro_batch_size={rows}",)
+        settings: tuple[str, ...] = (f"module.{run.spec.settings}.micro_batch_size={rows}",)
         if run.scoring.kind == "model" and run.scoring.micro_batch_size != run.micro_batch_size:
             settings += (f"scorer.micro_batch_size={rows}",)
         scoring = replace(run.scoring, micro_batch_size=rows)
@@ -175,12 +174,12 @@ def sharded(run: Run, count: int) -> Run:
 
 
 def _shorter(run: Run) -> Iterator[Option]:
-    if run.stage == "ppo":
+    if run.spec.rolls_out:
         tokens = run.response_length // 2
         if tokens:
             evaluation = run.evaluation and replace(run.evaluation, max_new_tokens=tokens)
             changed = replace(run, response_length=tokens, evaluation=evaluation)
-            yield (f"module.sampling.max_new_tokens={tokens}",), TASK, changed
+            yield (f"{run.spec.shortened_by}={tokens}",), TASK, changed
     elif run.prompt_length > 1:
         tokens = run.prompt_length // 2
-        yield (f"data.max_length={tokens}",), TASK, replace(run, prompt_length=tokens)
+        yield (f"{run.spec.shortened_by}={tokens}",), TASK, replace(run, prompt_length=tokens)

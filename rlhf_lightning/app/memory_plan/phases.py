@@ -77,7 +77,7 @@ def plan(run: Run) -> Plan:
     if run.strategy == "ddp" and run.num_devices > 1:
         held[BUCKETS] = trained_bytes(bench)  # Lightning's wrapper makes them for all gradients
     phases = []
-    if run.stage == "ppo":
+    if run.spec.rolls_out:
         held[ROLLOUT] = rollout_bytes(run)
         generated = generation(bench, run.rows, run.response_length)
         phases += [Phase("generate", held + generated), Phase("score", held + scoring(bench))]
@@ -90,21 +90,16 @@ def plan(run: Run) -> Plan:
     return Plan(models, optimizer, tuple(phases), elements)
 
 
-def trained_kinds(run: Run) -> tuple[str, ...]:
-    """Return the models that the stage trains."""
-    return {"sft": (POLICY,), "reward": (VALUE,), "ppo": (POLICY, VALUE)}[run.stage]
-
-
 def model_bytes(bench: Workbench) -> dict[str, int]:
     """Return what the weights of each model take on one device, by the model's name."""
     run, found = bench.run, {}
-    names = {POLICY: "policy", VALUE: "value model" if run.stage == "ppo" else "reward model"}
+    names = {POLICY: "policy", VALUE: "value model" if run.spec.trains_policy else "reward model"}
     if run.style.lora is not None:
         found["frozen base"] = bench.weights(POLICY, part=BASE)[FROZEN]
         names = {kind: f"{name}'s adapter" for kind, name in names.items()}
-    for kind in trained_kinds(run):
+    for kind in run.spec.trains:
         found[names[kind]] = bench.weights(kind)[TRAINED]
-    if run.stage == "ppo" and run.style.lora is None:
+    if run.spec.holds_reference and run.style.lora is None:
         found["reference"] = bench.weights(REFERENCE)[FROZEN]
     if run.scoring.kind == "model":
         found["reward model"] = bench.weights(REWARD)[FROZEN]
@@ -115,12 +110,12 @@ def model_bytes(bench: Workbench) -> dict[str, int]:
 
 def trained_bytes(bench: Workbench) -> int:
     """Return the bytes of all trained weights, not sharded: those of a full set of gradients."""
-    return sum(bench.weights(kind)[TRAINED] for kind in trained_kinds(bench.run))
+    return sum(bench.weights(kind)[TRAINED] for kind in bench.run.spec.trains)
 
 
 def optimizer_bytes(bench: Workbench) -> int:
     """Return what the optimizer keeps between steps on one device."""
-    return sum(_optimizer(bench, kind)["state"] for kind in trained_kinds(bench.run))
+    return sum(_optimizer(bench, kind)["state"] for kind in bench.run.spec.trains)
 
 
 def rollout_bytes(run: Run) -> int:
@@ -131,7 +126,7 @@ def rollout_bytes(run: Run) -> int:
 def update(bench: Workbench) -> Iterator[Counter[str]]:
     """Yield what is held beside weights and optimizer: in each backward, and in the step."""
     run = bench.run
-    kinds = trained_kinds(run)
+    kinds = run.spec.trains
     accumulated = run.num_micro_batches > 1
     gradients = {kind: -(-bench.weights(kind)[TRAINED] // run.sharded) for kind in kinds}
     everything = sum(gradients.values())
@@ -199,13 +194,13 @@ def scoring(bench: Workbench) -> Counter[str]:
         length = _padded(run.scoring.max_length or run.length)
         candidates.append(_forward(bench, REWARD, Rows(together, length, 1)))
     parts = _largest(candidates)
-    return parts + gathered(bench, trained_kinds(run), backward=False)
+    return parts + gathered(bench, run.spec.trains, backward=False)
 
 
 def validation(bench: Workbench) -> Counter[str]:
     """Return what a validation batch holds."""
     run = bench.run
-    (kind,) = trained_kinds(run)
+    (kind,) = run.spec.trains
     asked = run.length if kind == POLICY else 1
     rows = Rows(run.validation_rows, _padded(run.length), asked)
     found = _forward(bench, kind, rows)
@@ -218,7 +213,7 @@ def evaluation(bench: Workbench) -> Counter[str]:
     assert run.evaluation is not None
     rows, new_tokens = run.evaluation.rows, run.evaluation.max_new_tokens
     candidates = [generation(bench, rows, new_tokens)]
-    if run.stage != "reward":
+    if run.spec.trains_policy:
         together = min(run.evaluation.micro_batch_size or rows, rows)
         width = _padded(run.prompt_length + new_tokens)
         compared = Rows(together, width, new_tokens)
@@ -231,7 +226,7 @@ def _held_by_evaluation(bench: Workbench, held: Counter[str]) -> Counter[str]:
     if run.evaluation is not None and run.evaluation.during_training:
         return held
     start = 0
-    if run.stage != "ppo" and run.style.lora is None:  # the policy that it started from
+    if not run.spec.holds_reference and run.style.lora is None:  # the policy that it started from
         start = -(-bench.weights(REFERENCE)[FROZEN] // run.sharded)
     if run.device == "cpu":  # training's gradients and optimizer state are freed before
         return Counter({part: n for part, n in held.items() if part != OPTIMIZER}) + Counter(
@@ -244,7 +239,8 @@ def _held_by_evaluation(bench: Workbench, held: Counter[str]) -> Counter[str]:
 
 
 def _training_rows(run: Run) -> Rows:
-    asked = {"sft": run.length, "reward": 1, "ppo": run.response_length}[run.stage]
+    answered = run.response_length if run.spec.rolls_out else run.length
+    asked = answered if run.spec.trains_policy else 1
     return Rows(run.micro_rows, _padded(run.length), asked)
 
 

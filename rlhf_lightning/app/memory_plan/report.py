@@ -106,15 +106,13 @@ def make_report(run: Run, device_memory: int | None, notes: Sequence[str]) -> Re
 def describe(run: Run, planned: Plan) -> dict[str, str]:
     """Return the run in words, by topic."""
     config = run.shape.config()
-    names = {"sft": "supervised fine-tuning", "reward": "reward model", "ppo": "PPO"}
     lora = run.style.lora
     trained = "all weights" if lora is None else f"LoRA, r={lora.r}, {lora.target_modules}"
-    rows = "pairs" if run.stage == "reward" else "rows"
     lengths = f"{run.length} tokens"
-    if run.stage == "ppo":
+    if run.spec.rolls_out:
         lengths = f"{run.prompt_length} + {run.response_length} tokens"
-    share = run.micro_rows // 2 if run.stage == "reward" else run.micro_rows
-    batch = f"{run.batch_size} {rows} of up to {lengths}, {share} at once"
+    share = run.micro_rows // run.spec.sequences_per_row
+    batch = f"{run.batch_size} {run.spec.rows} of up to {lengths}, {share} at once"
     where = f"{run.num_devices} x {run.device}"
     if run.num_devices > 1:
         where += f", {run.strategy}"
@@ -128,7 +126,7 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
         f"{run.shape.num_layers} layers, vocabulary {run.shape.vocab_size:,}"
     )
     return {
-        "stage": f"{names[run.stage]}, {trained}",
+        "stage": f"{run.spec.title}, {trained}",
         "model": model,
         "batch": batch,
         "compute": compute,

@@ -18,9 +18,8 @@ from rlhf_lightning.app.memory_plan.fake_models import Style
 from rlhf_lightning.app.memory_plan.run import Evaluation, Run, Scoring
 from rlhf_lightning.app.memory_plan.shapes import Shape, ShapeError, read_shape
 from rlhf_lightning.app.memory_plan.sizes import parse_bytes
+from rlhf_lightning.app.stages.spec import find_stage, start_of
 from rlhf_lightning.hparams import LoraHparams
-
-STARTS_FROM = {"sft": "base", "reward": "sft", "ppo": "sft"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,9 @@ def read_run(cfg: DictConfig, settings: Mapping[str, Any]) -> Request:
         raise ConfigError(str(error)) from error
     device = _device(cfg, settings)
     num_devices = _num_devices(cfg, notes)
-    ppo = cfg.module.ppo if cfg.stage == "ppo" else None
+    stage = find_stage(cfg.stage)
+    settings_of_stage, rolls_out = cfg.module[stage.settings], stage.rolls_out
+    minibatches = stage.minibatches
     run = Run(
         stage=cfg.stage,
         shape=shape,
@@ -58,11 +59,11 @@ def read_run(cfg: DictConfig, settings: Mapping[str, Any]) -> Request:
         strategy=_strategy(cfg, num_devices),
         num_devices=num_devices,
         batch_size=int(cfg.data.batch_size),
-        micro_batch_size=cfg.module[cfg.stage].micro_batch_size,
-        prompt_length=int(cfg.data.max_length if ppo is None else cfg.data.max_prompt_length),
-        response_length=0 if ppo is None else int(cfg.module.sampling.max_new_tokens),
-        num_minibatches=1 if ppo is None else int(ppo.num_minibatches),
-        with_entropy=ppo is not None and ppo.entropy_coef > 0,
+        micro_batch_size=settings_of_stage.micro_batch_size,
+        prompt_length=int(cfg.data.max_prompt_length if rolls_out else cfg.data.max_length),
+        response_length=int(cfg.module.sampling.max_new_tokens) if rolls_out else 0,
+        num_minibatches=1 if minibatches is None else int(settings_of_stage[minibatches.count]),
+        with_entropy=settings_of_stage.get("entropy_coef", 0) > 0,
         scoring=scoring,
         validation_rows=_validation_rows(cfg, num_devices),
         evaluation=_evaluation(cfg, num_devices),
@@ -106,13 +107,13 @@ def policy_shape(cfg: DictConfig) -> Shape:
     fields = cfg.model.get("shape")
     if fields is not None:
         return _completed(cfg.model, plain(fields))
-    start = cfg.artifacts[STARTS_FROM[cfg.stage]]
+    start, key = start_of(cfg), find_stage(cfg.stage).starts_from
     if start is not None and (Path(start) / "config.json").is_file():
         return read_shape(Path(start))
     named = ", ".join(name for name in choices("model") if name not in ("pretrained", "demo"))
     raise ConfigError(
         f"model={cfg.model.get('name', '?')} carries no shape, and "
-        f"artifacts.{STARTS_FROM[cfg.stage]}={start} is no local folder with a config.json: use "
+        f"artifacts.{key}={start} is no local folder with a config.json: use "
         f"model=NAME (one of {named}), a local folder, or give the fields of its config.json as "
         "model.shape"
     )
@@ -188,7 +189,7 @@ def _strategy(cfg: DictConfig, num_devices: int) -> str:
 
 
 def _scoring(cfg: DictConfig, settings: Mapping[str, Any], notes: list[str]) -> Scoring:
-    if cfg.stage != "ppo":
+    if not find_stage(cfg.stage).rolls_out:
         return Scoring()
     node = plain(cfg.scorer)
     named = settings["reward_model"]
@@ -226,28 +227,26 @@ def _one_scorer(node: Mapping[str, Any], shape: Shape | None) -> Scoring:
 
 
 def _validation_rows(cfg: DictConfig, num_devices: int) -> int:
-    if cfg.stage == "ppo":
+    stage = find_stage(cfg.stage)
+    if not stage.validates:
         return 0
     rows = cfg.data.get("validation_batch_size")
     rows = 2 * max(int(cfg.data.batch_size) // num_devices, 1) if rows is None else int(rows)
     rows = min(rows, int(cfg.data.get("max_validation_rows") or rows))
-    return 2 * rows if cfg.stage == "reward" else rows
+    return stage.sequences_per_row * rows
 
 
 def _evaluation(cfg: DictConfig, num_devices: int) -> Evaluation | None:
-    count = int(cfg.evaluation.num_prompts)
-    if cfg.stage == "sft" and (cfg.evaluation.gold is None or cfg.artifacts.base is None):
-        return None
-    if cfg.stage == "reward":
-        count = int(cfg.module.reward.normalization_samples)
+    stage = find_stage(cfg.stage)
+    count = stage.num_answered(cfg)
     if not count:
         return None
     rows = min(int(cfg.evaluation.batch_size), count)
-    if cfg.stage == "reward":  # training prompts, dealt to all devices
+    if not stage.trains_policy:  # training prompts, dealt to all devices
         rows = -(-rows // num_devices)
     try:
         tokens = int(cfg.evaluation.max_new_tokens)
     except OmegaConfBaseException as error:
         raise ConfigError("evaluation.max_new_tokens is not set") from error
-    during = cfg.stage == "ppo" and cfg.evaluation.every_n_iterations is not None
+    during = stage.rolls_out and cfg.evaluation.every_n_iterations is not None
     return Evaluation(rows, cfg.evaluation.micro_batch_size, tokens, during_training=during)

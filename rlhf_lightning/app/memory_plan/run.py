@@ -10,8 +10,7 @@ import torch
 
 from rlhf_lightning.app.memory_plan.fake_models import Style
 from rlhf_lightning.app.memory_plan.shapes import Shape
-
-Stage = Literal["sft", "reward", "ppo"]
+from rlhf_lightning.app.stages.spec import StageSpec, find_stage
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Run:
     """One stage on one device of `num_devices`.
 
     Args:
-        stage: sft, reward or ppo.
+        stage: its name, as `find_stage` takes it.
         shape: of the policy.
         style: how its models are held and computed.
         device: `cpu` or `cuda`.
@@ -75,7 +74,7 @@ class Run:
         shard_over: devices that share one copy of every model under fsdp; None for all.
     """
 
-    stage: Stage
+    stage: str
     shape: Shape
     style: Style
     device: Literal["cpu", "cuda"]
@@ -95,10 +94,15 @@ class Run:
     shard_over: int | None = None
 
     @property
+    def spec(self) -> StageSpec:
+        """The stage itself."""
+        return find_stage(self.stage)
+
+    @property
     def rows(self) -> int:
         """Rows of an iteration on one device; two for each pair of a reward model."""
         share = -(-self.batch_size // self.num_devices)
-        return 2 * share if self.stage == "reward" else share
+        return self.spec.sequences_per_row * share
 
     @property
     def update_rows(self) -> int:
@@ -111,7 +115,7 @@ class Run:
         rows = self.micro_batch_size
         if rows is None:
             return self.update_rows
-        return min(2 * rows if self.stage == "reward" else rows, self.update_rows)
+        return min(self.spec.sequences_per_row * rows, self.update_rows)
 
     @property
     def num_micro_batches(self) -> int:

@@ -33,6 +33,7 @@ from rlhf_lightning.app.pipeline.state import (
 )
 from rlhf_lightning.app.pipeline.steps import (
     LATER,
+    STAGES,
     TRAINED,
     Step,
     accepted,
@@ -197,7 +198,7 @@ def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
     failed = [gate for gate in judged[step.name].gates if not gate.passed]
     reasons = "; ".join(f"{gate.name}: {gate.reason}" for gate in failed)
     blame = blame_of(step, judged)
-    change = step.stage if blame is None or blame.stage == "labels" else blame.stage
+    change = step.stage if blame is None or blame.stage not in STAGES else blame.stage
     accept = step.stage
     if step.round > 1:  # what goes to a stage of every round would begin the first one anew
         accept = step.name

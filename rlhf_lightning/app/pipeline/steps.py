@@ -27,6 +27,11 @@ from rlhf_lightning.runs.resume import checkpoint_problem
 TRAINED = ("base", "sft", "reward", "ppo")
 STAGES = ("base", "sft", "collect", "adversarial", "reward", "ppo", "evaluate")
 LATER = STAGES[2:]  # what the rounds after the first run
+FIRST = ("base", "sft", "collect", "reward", "ppo", "evaluate")  # nothing has misled a policy yet
+NEEDED = ("reward", "ppo")  # by each of several rounds
+ADDRESSED = ("train", *STAGES)  # by words of the command line
+ANEW = ("evaluate",)  # begin anew where they were stopped
+COLLECTIONS = {"adversarial": "collect"}  # by the same people and judges, with the same words
 _ROUND = re.compile(r"round_[1-9]\d*")
 
 
@@ -54,7 +59,7 @@ class Step:
     @property
     def continues(self) -> bool:
         """Whether it goes on in its folder where it was stopped; an evaluation begins anew."""
-        return self.stage != "evaluate"
+        return self.stage not in ANEW
 
     def command(self, folder: Path) -> list[str]:
         """Return the command that runs the step into its folder, or goes on with what is there.
@@ -84,7 +89,7 @@ def as_overrides(words: Sequence[str]) -> list[str]:
     for word in words:
         place, colon, rest = word.partition(":")
         at, _, stage = place.rpartition("/")
-        if colon and stage in ("train", *STAGES) and (not at or _ROUND.fullmatch(at)):
+        if colon and stage in ADDRESSED and (not at or _ROUND.fullmatch(at)):
             key = f"+overrides.{at}.{stage}" if at else f"overrides.{stage}"
             own.setdefault(key, []).append(quoted(rest))
         else:
@@ -138,7 +143,7 @@ def check_pipeline(cfg: DictConfig) -> None:
 def _check_rounds(cfg: DictConfig) -> None:
     if isinstance(cfg.rounds, bool) or not isinstance(cfg.rounds, int) or cfg.rounds < 1:
         raise ConfigError(f"rounds={cfg.rounds} must be a whole number, at least 1")
-    for stage in ("reward", "ppo"):
+    for stage in NEEDED:
         if cfg.rounds > 1 and cfg.experiments[stage] is None:
             raise ConfigError(
                 f"rounds={cfg.rounds} trains reward model and policy again in every round, and "
@@ -186,12 +191,12 @@ def plan(cfg: DictConfig, folder: Path) -> list[Step]:
 
 def _first_round(cfg: DictConfig, folder: Path) -> list[Step]:
     steps = []
-    for stage in STAGES:
+    for stage in FIRST:
         if stage in TRAINED:
             if cfg.experiments[stage] is None:
                 continue
-        elif stage == "adversarial" or not cfg[stage]:
-            continue  # there is no policy yet that a reward model has misled
+        elif not cfg[stage]:
+            continue
         steps.append(_step(cfg, folder, 1, stage))
     return steps
 
@@ -211,7 +216,7 @@ def _own_words(cfg: DictConfig, folder: Path, number: int, stage: str) -> tuple[
     """
     first_pairs = (given("data.path", folder / "round_1/collect/data"),) if cfg.collect else ()
     if number == 1:
-        return first_pairs if stage == "reward" else ()
+        return {"reward": first_pairs}.get(stage, ())
     here, before = folder / f"round_{number}", folder / f"round_{number - 1}"
     rounds = [folder / f"round_{k}" for k in range(2, number + 1)]
     collections = ("collect", "adversarial") if cfg.adversarial else ("collect",)
@@ -261,9 +266,9 @@ def _step(cfg: DictConfig, folder: Path, number: int, stage: str) -> Step:
         theirs = (*words[stage], *here.get("train", ()), *here.get(stage, ()))
         return Step(number, stage, "rlhf_lightning.train", (*head, *theirs))
     theirs = (*words[stage], *here.get(stage, ()))
-    module = stage
-    if stage == "adversarial":  # a collection too, by the same people and judges
-        module, theirs = "collect", (*words["collect"], *here.get("collect", ()), *theirs)
+    module = COLLECTIONS.get(stage, stage)
+    if stage in COLLECTIONS:
+        theirs = (*words[module], *here.get(module, ()), *theirs)
     lead = _lead(cfg, number, "ppo", "reward", "sft", "base")
     if lead is None:
         raise ConfigError(f"{stage} has nothing to go by: name an experiment, such as ppo")
