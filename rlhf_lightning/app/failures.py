@@ -104,7 +104,7 @@ def describe_out_of_memory(error: BaseException, cfg: DictConfig, overrides: lis
         (text for e in _chain(error) if (text := _one_line(e)) and _OUT_OF_MEMORY.search(text)),
         _one_line(error) or "no more memory",
     )
-    evaluates = any(name == f"{PACKAGE}.finish" for name in _modules_passed(error))
+    evaluates = any(name == f"{PACKAGE}.app.finalize" for name in _modules_passed(error))
     stage = find_stage(cfg.stage)
     fixes = [_smaller("evaluation.micro_batch_size", cfg.evaluation.micro_batch_size, 8)]
     if not evaluates:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.app.command_line import fail
 from rlhf_lightning.app.pipeline.state import has_more_to_do, pipeline_hash
-from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.distributed.launch import agree_on
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, take_run
@@ -48,7 +48,7 @@ def check_folder(cfg: DictConfig, folder: RunFolder) -> None:
     Raises:
         FolderTakenError: if another run is complete there, or could be continued.
     """
-    check_free(folder, find_stage(cfg.stage).name, continues=continues(cfg, folder))
+    check_free(folder, run_kind(cfg.stage), continues=continues(cfg, folder))
 
 
 def continues(cfg: DictConfig, folder: RunFolder) -> bool:

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rlhf_lightning.app.failures import record_failure
-from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, global_rank
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
@@ -53,7 +53,7 @@ def goes_on(
     first = global_rank(environment) == 0
     mine = not isinstance(error, FolderTakenError)
     if first and mine and not folder.summary.is_file():  # its configuration was refused
-        begun = new_summary(find_stage(cfg.stage).name, seed=cfg.seed, config_hash=None)
+        begun = new_summary(run_kind(cfg.stage), seed=cfg.seed, config_hash=None)
         record_failure(folder.create(), begun, error)
     return not any(name in environment for name in RANK_VARIABLES)
 

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from rlhf_lightning.app.config.compose import ConfigError, check_config, conf_dir, register
-from rlhf_lightning.app.stages.spec import StageError, StageSpec, find_stage, stage_names
+from rlhf_lightning.app.stages.spec import StageError, StageSpec, find_stage, run_kind, stage_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_lightning"
@@ -61,6 +61,10 @@ def test_what_is_no_stage_is_refused(name: object) -> None:
         find_stage(name)
 
 
+def test_a_command_that_is_no_stage_is_called_by_its_own_name() -> None:
+    assert [run_kind(name) for name in ("pipeline", "ppo", None)] == ["pipeline", "ppo", "None"]
+
+
 def test_a_stage_of_another_package_needs_the_users_trust(tmp_path, monkeypatch) -> None:
     (tmp_path / "brought.py").write_text(
         "from dataclasses import replace\n"
@@ -77,6 +81,7 @@ def test_a_stage_of_another_package_needs_the_users_trust(tmp_path, monkeypatch)
     check_config(cfg)
     stage = find_stage(cfg.stage)
     assert isinstance(stage, StageSpec)
+    assert run_kind(cfg.stage) == "brought"
     assert (stage.name, stage.settings, stage.starts_from) == ("brought", "sft", "base")
 
 

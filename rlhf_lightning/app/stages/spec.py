@@ -211,6 +211,14 @@ def stage_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(folder) if module.name != "spec")
 
 
+def run_kind(stage: object) -> str:
+    """Return what summaries call a run: by the name of its stage, else by that of its command."""
+    try:
+        return find_stage(stage).name
+    except StageError:
+        return str(stage)
+
+
 def start_of(cfg: DictConfig) -> str | None:
     """Return the folder or hub name of the model that a stage starts from; None for none."""
     start: str | None = cfg.artifacts[find_stage(cfg.stage).starts_from]
