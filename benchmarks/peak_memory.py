@@ -82,9 +82,9 @@ class Combination:
         lora = "_lora" if self.kind == "lora" else ""
         return [
             f"+experiment={self.stage}_smollm2_sentiment{lora}",
-            "world=files",
-            "world.name=memory",
-            f"world.path={folder}/{self.stage}.jsonl",
+            "dataset=files",
+            "dataset.name=memory",
+            f"dataset.path={folder}/{self.stage}.jsonl",
             "data.over_long=truncate_left",
             "data.num_iterations=2",
             *STEPS[self.stage],

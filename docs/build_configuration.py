@@ -40,7 +40,7 @@ ELSEWHERE = {
     "annotator": "What labels pairs: [The preference lab](preferences.md#annotators).",
     "doctor": "Thresholds of the detectors (`doctor.thresholds.*`): [The doctor](doctor.md).",
     "gates": "How a threshold is written: [Evaluation](evaluation.md).",
-    "world": "Keys of a world stand in its file in `conf/world`: "
+    "dataset": "Keys of a data set stand in its file in `conf/dataset`: "
     "[Your model and data](your_model_and_data.md#the-data).",
 }
 NOT_SHOWN = ("experiment", "model", "module")

@@ -31,7 +31,7 @@ SMALL = [
     "model.from_scratch.hidden_size=64",
     "model.from_scratch.num_hidden_layers=2",
     "model.from_scratch.intermediate_size=128",
-    "+world.source.num_demonstrations=6000",
+    "+dataset.source.num_demonstrations=6000",
     "artifacts.publish=null",
 ]
 RUNS = Path("outputs/notebook").resolve()

@@ -92,7 +92,7 @@ def _collect(
     prompts = [] if lab.worst else read_prompts(cfg)
     print_start("collect", folder, _settings(cfg, lab, len(prompts)))
     collection = lab.run(prompts)
-    gold = OmegaConf.select(cfg, "world.gold")
+    gold = OmegaConf.select(cfg, "dataset.gold")
     truth = None if gold is None else hydra.utils.instantiate(gold)
     figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=truth)
     if cfg.artifacts.publish is not None:

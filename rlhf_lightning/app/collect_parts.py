@@ -101,14 +101,14 @@ def build_lab(cfg: DictConfig, folder: Path, trusted: tuple[str, ...] = ()) -> L
 
 
 def read_prompts(cfg: DictConfig) -> list[PromptRecord]:
-    """Return the world's prompts, each once; a random part of them in the order of the source.
+    """Return the data set's prompts, each once; a random part of them in the order of the source.
 
     Raises:
         ConfigError: if there is none.
     """
     from rlhf_lightning.data.records import prompt_key
 
-    source = instantiate(cfg.world.source)
+    source = instantiate(cfg.dataset.source)
     records = source.records("prompts", cfg.candidates.split)
     found = {prompt_key(record): record for record in records}
     prompts = list(found.values())
@@ -119,7 +119,7 @@ def read_prompts(cfg: DictConfig) -> list[PromptRecord]:
         drawn = random.Random(f"{cfg.seed}/prompts").sample(range(len(prompts)), count)
         prompts = [prompts[index] for index in sorted(drawn)]
     if not prompts:
-        raise ConfigError(f"world={cfg.world.name} has no prompts in candidates.split")
+        raise ConfigError(f"dataset={cfg.dataset.name} has no prompts in candidates.split")
     return prompts
 
 

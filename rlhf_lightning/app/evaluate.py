@@ -190,15 +190,15 @@ def _gates(cfg: DictConfig, metrics: dict[str, float]) -> tuple[GateResult, ...]
 def _against_references(
     cfg: DictConfig, sides: Sides, mine: SideAnswers, theirs: SideAnswers
 ) -> dict[str, float]:
-    """Return the win rates of both sides against the world's own answers, where it has some."""
+    """Return the win rates of both sides against the data set's own answers, where it has some."""
     if not cfg.references:
         return {}
     from rlhf_lightning.evaluation.reference_answers import against_references, find_references
 
-    source = hydra.utils.instantiate(cfg.world.source)
+    source = hydra.utils.instantiate(cfg.dataset.source)
     found = find_references(source, sides.records, cfg.prompts.split)
     if not found:
-        say("The world has no answers of its own to these prompts: no win rate against them.")
+        say("The data set has no answers of its own to these prompts: no win rate against them.")
         return {}
     return against_references(
         sides.comparison,
@@ -250,7 +250,7 @@ def _settings(cfg: DictConfig, num_prompts: int) -> dict[str, object]:
     settings: dict[str, Any] = {
         "policy": cfg.policy,
         "baseline": cfg.baseline,
-        "prompts": f"{num_prompts} of {cfg.world.name}, {cfg.evaluation.answers_per_prompt} "
+        "prompts": f"{num_prompts} of {cfg.dataset.name}, {cfg.evaluation.answers_per_prompt} "
         "answers a side to each",
         "temperature": cfg.evaluation.temperature,
         "seed": cfg.seed,

@@ -169,7 +169,7 @@ def _judges(cfg: DictConfig, trusted: tuple[str, ...]) -> tuple[Any, Judges, Any
             safety=None if safety is None else instantiate(safety, _convert_="all"),
         )
         built = None if scorer is None else instantiate(scorer)
-        return instantiate(cfg.world.source), judges, built
+        return instantiate(cfg.dataset.source), judges, built
     except (TargetError, ValueError, TypeError, InstantiationException) as error:
         raise ConfigError(str(error)) from error
 
@@ -206,7 +206,7 @@ def _questions(
 def _prompts(cfg: DictConfig, source: Any) -> list[PromptRecord]:
     found: list[PromptRecord] = source.records("prompts", cfg.prompts.split)
     if not found:
-        raise ConfigError(f"world={cfg.world.name} has no prompts in {cfg.prompts.split}")
+        raise ConfigError(f"dataset={cfg.dataset.name} has no prompts in {cfg.prompts.split}")
     return found
 
 

@@ -164,7 +164,7 @@ def used_by(cfg: DictConfig, parts: Parts) -> Iterator[Origin]:
     records = data.source.records(data.kind, "train")
     yield Origin(
         role="data",
-        name=f"{cfg.world.name}-{data.kind}",
+        name=f"{cfg.dataset.name}-{data.kind}",
         kind="dataset",
         fingerprint=records_fingerprint(records),
         metadata={"records": len(records), "kind": data.kind},
@@ -188,7 +188,7 @@ def made_by(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Iterator[Or
         "passed": summary.passed,
         "metrics": {k: v for k, v in summary.metrics.items() if v is not None},
     }
-    name = f"{cfg.world.name}-{cfg.name}" if target is None else artifact_name(target)
+    name = f"{cfg.dataset.name}-{cfg.name}" if target is None else artifact_name(target)
     yield Origin(cfg.name, name, "model", _fingerprint(cfg, folder), metadata)
 
 

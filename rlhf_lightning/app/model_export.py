@@ -215,10 +215,10 @@ def _describe(
         stage=stage.name,
         run=outcome.run,
         base=start,
-        data=str(cfg.world.name),
+        data=str(cfg.dataset.name),
         licence=base_licence(cfg.model.get("license"), start),
         hub_base=hub_base(start, cfg.model.get("source")),
-        datasets=_hub_data(resolved["world"]),
+        datasets=_hub_data(resolved["dataset"]),
         settings=_settings(public),
         metrics={k: v for k, v in outcome.metrics.items() if v is not None},
         gates=outcome.gates,
@@ -264,11 +264,11 @@ def _reward_facts(folder: Path) -> dict[str, Any]:
     return {"reward_offset": config["reward_offset"], "pad_token": tokenizer.pad_token}
 
 
-def _hub_data(world: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the hub names of data sets that the world reads."""
-    source = world.get("source") or {}
+def _hub_data(dataset: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the hub names of data sets that `dataset` reads."""
+    source = dataset.get("source") or {}
     hub = str(source.get("_target_", "")).endswith("HubSource")
-    names = [world.get("dataset"), source.get("name") if hub else None]
+    names = [dataset.get("hub_name"), source.get("name") if hub else None]
     found = [str(name) for name in names if name and _HUB_DATA.fullmatch(str(name))]
     return tuple(dict.fromkeys(name for name in found if not Path(name).exists()))
 

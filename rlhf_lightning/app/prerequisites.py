@@ -27,7 +27,7 @@ _PASSED_ON = (
     "logger",
     "trainer.accelerator",
     "model.from_scratch",
-    "world.",
+    "dataset.",
 )
 
 
@@ -81,9 +81,9 @@ def is_available(source: str) -> bool:
 
 
 def _is_built_in(cfg: DictConfig, kind: str) -> bool:
-    world = OmegaConf.select(cfg, "world.name") or ""
-    default = Path(cfg.paths.artifacts) / world / kind
-    return str(world).startswith("demo_") and Path(cfg.artifacts[kind]) == default
+    name = OmegaConf.select(cfg, "dataset.name") or ""
+    default = Path(cfg.paths.artifacts) / name / kind
+    return str(name).startswith("demo_") and Path(cfg.artifacts[kind]) == default
 
 
 def _maker(name: str, kind: str) -> str:

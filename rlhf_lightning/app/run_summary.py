@@ -195,7 +195,7 @@ def _memory(cfg: DictConfig) -> str:
 
 def _data(cfg: DictConfig, parts: Parts) -> str:
     counts = [len(parts.data.rows(split)) for split in ("train", "validation")]
-    name = cfg.world.name if cfg.world is not None else type(parts.data.source).__name__
+    name = cfg.dataset.name if cfg.dataset is not None else type(parts.data.source).__name__
     return f"{name}: {counts[0]:,} {parts.data.kind}, {counts[1]:,} held out"
 
 

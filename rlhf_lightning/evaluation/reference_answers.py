@@ -20,7 +20,7 @@ def find_references(
     Of several to one prompt the first; a source without demonstrations has none.
 
     Args:
-        source: of the world.
+        source: of the data set.
         records: the prompts.
         split: of the demonstrations.
     """

@@ -50,5 +50,5 @@ def test_the_arrays_of_a_page_become_one_word_an_override(shell):
     said = re.sub(r"^python -m", "printf '%s|'", block, flags=re.M)
     result = subprocess.run([shell, "-c", said], capture_output=True, text=True, check=True)
     words = result.stdout.split("|")
-    assert words.count("world.positive=rt-polarity.pos") == 3
-    assert words.count("world.negative=rt-polarity.neg") == 3
+    assert words.count("dataset.positive=rt-polarity.pos") == 3
+    assert words.count("dataset.negative=rt-polarity.neg") == 3

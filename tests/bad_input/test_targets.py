@@ -162,7 +162,10 @@ def test_every_scorer_is_allowed(composed, scorer):
     ("overrides", "message"),
     [
         (["+data.bath_size=4"], "unknown key data.bath_size; did you mean batch_size"),
-        (["+world.source.nun_texts=3"], "unknown key world.source.nun_texts; did you mean num_"),
+        (
+            ["+dataset.source.nun_texts=3"],
+            "unknown key dataset.source.nun_texts; did you mean num",
+        ),
         (["optimizer.lr_=1"], ""),
         (["+optimizer.momentun=0.9"], "unknown key optimizer.momentun"),
         (["data.max_prompt_length=long"], "data.max_prompt_length='long' is str, expected int"),
@@ -173,11 +176,11 @@ def test_every_scorer_is_allowed(composed, scorer):
         (["+callbacks.samples.every=3"], "unknown key callbacks.samples.every (SampleLog takes"),
         (["scorer=http"], "scorer.url is not set: add scorer.url=..."),
         (
-            ["world.source._target_=rlhf_lightning.data.sorces.FileSource"],
+            ["dataset.source._target_=rlhf_lightning.data.sorces.FileSource"],
             "No module named 'rlhf_lightning.data.sorces'; did you mean sources",
         ),
         (
-            ["world.source._target_=rlhf_lightning.data.sources.base.FileSauce"],
+            ["dataset.source._target_=rlhf_lightning.data.sources.base.FileSauce"],
             "no FileSauce there; did you mean FileSource",
         ),
     ],

@@ -151,7 +151,7 @@ def test_a_bad_pair_is_named_with_its_line_and_key(tmp_path, change, message):
 
 @pytest.mark.parametrize("path", [None, "nowhere"])
 def test_a_missing_folder_names_the_override_and_the_public_source(path):
-    with pytest.raises(ValueError, match=r"world\.path=FOLDER.*UKPConvArg1"):
+    with pytest.raises(ValueError, match=r"dataset\.path=FOLDER.*UKPConvArg1"):
         ArgumentPairSource(path)
 
 

@@ -160,7 +160,7 @@ def test_repeated_lines_count_once_and_sentences_of_both_labels_are_left_out(fil
 
 @pytest.mark.parametrize("path", [None, "nowhere.txt"])
 def test_a_missing_file_names_the_override_and_the_public_source(files, path):
-    with pytest.raises(ValueError, match=r"negative=.*world\.negative=FILE.*rotten_tomatoes"):
+    with pytest.raises(ValueError, match=r"negative=.*dataset\.negative=FILE.*rotten_tomatoes"):
         LabelledTextSource(files[0], path)
 
 

@@ -69,7 +69,7 @@ def test_a_row_that_is_no_question_names_its_place(tmp_path: Path, row: dict) ->
 
 
 def test_what_there_is_not_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"world\.path=FILE"):
+    with pytest.raises(ValueError, match=r"dataset\.path=FILE"):
         QuestionSource(None)
     with pytest.raises(BadRecordError, match=r"no \.jsonl file"):
         QuestionSource(tmp_path).records("prompts", "train")

@@ -31,18 +31,18 @@ EXPERIMENTS = {
 }
 
 
-def world(name):
-    """Return the source of a world as its experiment composes it."""
+def source_of(name):
+    """Return the source of a data set as its experiment composes it."""
     if not FILES[name].exists():
         pytest.skip(f"the data set is not in {FILES[name]}: set RLHF_DATA to the folder above it")
     register()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", [f"+experiment={EXPERIMENTS[name]}", f"world.path={FILES[name]}"])
-    return instantiate(cfg.world.source)
+        cfg = compose("train", [f"+experiment={EXPERIMENTS[name]}", f"dataset.path={FILES[name]}"])
+    return instantiate(cfg.dataset.source)
 
 
 def test_the_argument_pairs_are_all_there_and_their_ties_are_left_out():
-    source = world("arguments")
+    source = source_of("arguments")
     pairs = [*source.pairs("train"), *source.pairs("validation")]
     assert len(pairs) == 6447
     assert len({pair.topic for pair in pairs}) == 12
@@ -56,7 +56,7 @@ def test_the_argument_pairs_are_all_there_and_their_ties_are_left_out():
 
 
 def test_the_longer_argument_wins_as_often_in_the_held_out_debates_as_in_all():
-    source = world("arguments")
+    source = source_of("arguments")
 
     def longer_wins(splits):
         strict = [r for s in splits for r in source.records("preferences", s) if r.subsets]
@@ -68,7 +68,7 @@ def test_the_longer_argument_wins_as_often_in_the_held_out_debates_as_in_all():
 
 
 def test_no_debate_and_no_argument_is_on_both_sides():
-    source = world("arguments")
+    source = source_of("arguments")
     sides = []
     for split in ("train", "validation"):
         records = source.records("preferences", split)
@@ -81,7 +81,7 @@ def test_no_debate_and_no_argument_is_on_both_sides():
 
 
 def test_the_shell_commands_are_all_there_and_no_page_and_no_command_is_on_both_sides():
-    source = world("shell_commands")
+    source = source_of("shell_commands")
     records = [source.records("demonstrations", s) for s in ("train", "validation")]
     left_out = source.left_out("demonstrations", "validation")
     assert sum(map(len, records)) + sum(left_out.values()) == 32136
@@ -96,7 +96,7 @@ def test_the_shell_commands_are_all_there_and_no_page_and_no_command_is_on_both_
 
 
 def test_every_worked_answer_gives_the_right_number_and_loses_its_calculator_notes():
-    source = world("gsm8k")
+    source = source_of("gsm8k")
     prompts = [*source.records("prompts", "train"), *source.records("prompts", "validation")]
     left_out = [sum(source.left_out("prompts", s).values()) for s in ("train", "validation")]
     assert len(prompts) + sum(left_out) == 7473

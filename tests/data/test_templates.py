@@ -185,5 +185,5 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_read(options,
 
 
 def test_a_missing_path_names_the_override():
-    with pytest.raises(ValueError, match=r"world\.path=FILE"):
+    with pytest.raises(ValueError, match=r"dataset\.path=FILE"):
         make(None)

@@ -61,17 +61,18 @@ def test_no_prompt_of_the_real_set_ends_inside_an_answer(rendered):
             assert pair.prompt[-1]["role"] == "user"
 
 
-@pytest.mark.parametrize("key", ["dataset", "world"])
-def test_a_file_in_the_place_of_a_data_set_is_told_where_it_belongs(write_jsonl, key):
+def test_a_file_in_the_place_of_a_data_set_is_told_where_it_belongs(write_jsonl):
     path = write_jsonl([ROW])
-    given = f"{key}={path}"
+    given = f"dataset={path}"
     told = explain(ValueError("unknown"), ["+experiment=reward", given])
-    assert told.startswith(f"{given}: a file of records is given by world=files world.path={path}")
-    assert "a file of records" not in explain(ValueError("unknown"), [f"{key}=nosuch.jsonl"])
+    assert told.startswith(
+        f"{given}: a file of records is given by dataset=files dataset.path={path}"
+    )
+    assert "a file of records" not in explain(ValueError("unknown"), ["dataset=nosuch.jsonl"])
 
 
 def test_a_file_is_not_looked_for_on_the_hub(write_jsonl):
     path = write_jsonl([ROW])
-    with pytest.raises(ValueError, match=r"is a file here .*world=files world\.path=") as error:
+    with pytest.raises(ValueError, match=r"is a file here .*dataset=files dataset\.path=") as error:
         HubSource(str(path)).records("preferences", "train")
     assert "network" not in str(error.value)

@@ -12,10 +12,10 @@ SMALL = [
     "callbacks.checkpoint.keep_last=3",
     "evaluation.num_prompts=8",
     "artifacts.publish=null",
-    "+world.source.num_texts=24",
-    "+world.source.num_demonstrations=24",
-    "+world.source.num_preferences=24",
-    "+world.source.num_validation_preferences=16",
+    "+dataset.source.num_texts=24",
+    "+dataset.source.num_demonstrations=24",
+    "+dataset.source.num_preferences=24",
+    "+dataset.source.num_validation_preferences=16",
 ]
 LENGTH_REWARD = "def score(prompts, completions):\n    return [len(c) / 10 for c in completions]\n"
 

@@ -53,16 +53,16 @@ def own_records(folder: Path, stage: str, count: int) -> list[str]:
     (folder / "train.jsonl").write_text("\n".join(lines))
     held_out = "\n".join(line.replace("what", "which") for line in lines[:3])
     (folder / "validation.jsonl").write_text(held_out)
-    return ["world=files", f"world.path={folder}", "world.name=mine", "evaluation.gold=null"]
+    return ["dataset=files", f"dataset.path={folder}", "dataset.name=mine", "evaluation.gold=null"]
 
 
 def composed(stage: str, start: Path, *overrides: str) -> Any:
     # The counts of the built-in world's records belong to no file.
     cfg = configuration(stage, start, "trainer.limit_train_batches=null", *overrides)
-    if cfg.world.name == "mine":
+    if cfg.dataset.name == "mine":
         with open_dict(cfg):
-            for key in [key for key in cfg.world.source if key.startswith("num_")]:
-                del cfg.world.source[key]
+            for key in [key for key in cfg.dataset.source if key.startswith("num_")]:
+                del cfg.dataset.source[key]
     return cfg
 
 

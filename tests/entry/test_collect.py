@@ -154,9 +154,9 @@ def test_prompts_may_be_conversations(
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    world = ["world=questions", f"world.path={file}", "annotator=page"]
+    questions = ["dataset=questions", f"dataset.path={file}", "annotator=page"]
     with pytest.raises(PeopleNeededError):
-        collect_here(tmp_path, chat_start, *world)
+        collect_here(tmp_path, chat_start, *questions)
     (run,) = runs(tmp_path)
     pairs = list(read_records(Pair, run / "pairs.jsonl"))
     assert {pair.prompt[0]["content"] for pair in pairs} <= set(asked)

@@ -61,8 +61,8 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclass():
         ([], "stage=None: choose what to train with"),
         (["+experiment=ppo", "module._target_=os.system"], "_target_=os.system is not allowed"),
         (
-            ["+experiment=ppo", "world.gold.path=os.system"],
-            "world.gold._target_=os.system is not allowed",
+            ["+experiment=ppo", "dataset.gold.path=os.system"],
+            "dataset.gold._target_=os.system is not allowed",
         ),
         (
             ["+experiment=ppo", "+gates.mine={metric: val/score, at_leest: 1}"],

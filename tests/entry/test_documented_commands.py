@@ -124,7 +124,7 @@ OFFLINE = [
     for c in TRAINING
     if c.module == "train"
     and {f"+experiment={name}" for name in BUILT_IN} & set(c.overrides)
-    and not any(o.startswith(("world", "artifacts", "data.path", "logger")) for o in c.overrides)
+    and not any(o.startswith(("dataset", "artifacts", "data.path", "logger")) for o in c.overrides)
     # It rightly refuses the SFT policy that debug=fast makes in two iterations.
     and "doctor=preflight" not in c.overrides
 ]
@@ -195,7 +195,7 @@ def test_every_model_that_a_documented_command_starts_from_is_made_by_one():
     made = {cfg.artifacts.publish for _, cfg in stages}
     looked_at = 0
     for command, cfg in stages:
-        if str(cfg.world.name).startswith("demo_"):
+        if str(cfg.dataset.name).startswith("demo_"):
             continue  # what is missing there is trained first
         for kind in ("base", "sft", "reward", "ppo"):
             source = str(cfg.artifacts[kind])

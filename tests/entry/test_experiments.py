@@ -21,12 +21,12 @@ def test_a_policy_is_evaluated_with_room_for_the_answers_it_was_trained_to_give(
     assert cfg.evaluation.max_new_tokens == 77
 
 
-@pytest.mark.parametrize("world", ["files", "hub", "sentiment"])
-def test_another_seed_holds_out_the_same_prompts_as_the_stages_before(world):
-    # Artefacts of these worlds do not have the seed in their path, so a run with another seed
+@pytest.mark.parametrize("dataset", ["files", "hub", "sentiment"])
+def test_another_seed_holds_out_the_same_prompts_as_the_stages_before(dataset):
+    # Artefacts of these data sets do not have the seed in their path, so a run with another seed
     # starts from models that were trained with the first one's split.
-    needed = {"files": ["world.path=x"], "hub": ["world.dataset=x"], "sentiment": []}[world]
-    needed += [] if world == "sentiment" else ["world.name=mine"]
-    overrides = ["+experiment=ppo", f"world={world}", *needed]
-    seeds = [compose("train", [*overrides, f"seed={n}"]).world.source.seed for n in (1, 2)]
+    needed = {"files": ["dataset.path=x"], "hub": ["dataset.hub_name=x"], "sentiment": []}[dataset]
+    needed += [] if dataset == "sentiment" else ["dataset.name=mine"]
+    overrides = ["+experiment=ppo", f"dataset={dataset}", *needed]
+    seeds = [compose("train", [*overrides, f"seed={n}"]).dataset.source.seed for n in (1, 2)]
     assert seeds[0] == seeds[1]

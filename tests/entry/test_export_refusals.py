@@ -34,7 +34,10 @@ def edited(sft, tmp_path, *values):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([("world.source._target_", "os.system")], r"world\.source\._target_=os\.system is not"),
+        (
+            [("dataset.source._target_", "os.system")],
+            r"dataset\.source\._target_=os\.system is not",
+        ),
         ([("module.policy._target_", "subprocess.run")], "subprocess.run is not allowed"),
         (
             # Under an allowed prefix, but it would run a file.

@@ -135,17 +135,17 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
 def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
     name = "smollm2_135m"
     published = {
-        world: composed(f"+experiment=sft_{name}", f"world={world}").artifacts.publish
-        for world in ("ultrachat", "ultrafeedback", "hh_rlhf")
+        dataset: composed(f"+experiment=sft_{name}", f"dataset={dataset}").artifacts.publish
+        for dataset in ("ultrachat", "ultrafeedback", "hh_rlhf")
     }
     assert len(set(published.values())) == 3
     reward = composed(f"+experiment=reward_{name}").artifacts
     assert reward.sft == published["ultrachat"]
-    own = "world.family=ultrafeedback"
+    own = "dataset.family=ultrafeedback"
     built_on = composed(f"+experiment=reward_{name}", own).artifacts
     assert built_on.sft == published["ultrafeedback"]
     assert built_on.publish != reward.publish
-    again = composed(f"+experiment=sft_{name}", "world=ultrafeedback", own).artifacts
+    again = composed(f"+experiment=sft_{name}", "dataset=ultrafeedback", own).artifacts
     assert again.publish == published["ultrafeedback"]
 
 
@@ -202,8 +202,8 @@ def test_gated_repositories_and_licences_are_named():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_another_world_brings_its_data_its_lengths_and_its_own_artefacts(stage):
-    cfg = composed(f"+experiment={stage}_llama3_2_1b_lora", "world=tldr")
+def test_another_data_set_brings_its_data_its_lengths_and_its_own_artefacts(stage):
+    cfg = composed(f"+experiment={stage}_llama3_2_1b_lora", "dataset=tldr")
     check_config(cfg)
     check_hparams(cfg)
     assert cfg.data.source.name == "trl-lib/tldr" + ("-preference" if stage == "reward" else "")
@@ -214,7 +214,12 @@ def test_another_world_brings_its_data_its_lengths_and_its_own_artefacts(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
-    overrides = ["world=files", "world.path=mine.jsonl", "world.name=mine", "model=pretrained"]
+    overrides = [
+        "dataset=files",
+        "dataset.path=mine.jsonl",
+        "dataset.name=mine",
+        "model=pretrained",
+    ]
     cfg = composed(f"+experiment={stage}_smollm2_135m_lora", *overrides, "artifacts.base=folder")
     check_config(cfg)
     check_hparams(cfg)
@@ -224,9 +229,11 @@ def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
     assert cfg.evaluation.max_new_tokens == 512
 
 
-@pytest.mark.parametrize("world", ["hh_rlhf", "tldr", "ultrachat", "ultrafeedback"])
-def test_every_seed_holds_out_the_same_records_of_a_hub_set(world):
-    cfgs = [composed("+experiment=ppo_smollm2_135m", f"world={world}", f"seed={n}") for n in (1, 2)]
+@pytest.mark.parametrize("dataset", ["hh_rlhf", "tldr", "ultrachat", "ultrafeedback"])
+def test_every_seed_holds_out_the_same_records_of_a_hub_set(dataset):
+    cfgs = [
+        composed("+experiment=ppo_smollm2_135m", f"dataset={dataset}", f"seed={n}") for n in (1, 2)
+    ]
     sources = [instantiate(cfg.data.source) for cfg in cfgs]
     assert sources[0].seed == sources[1].seed
     assert sources[0].hub_splits["validation"] is not None, "the set's own held-out split"

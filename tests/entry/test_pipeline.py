@@ -145,10 +145,10 @@ def test_what_stands_in_the_way_is_kept_under_another_name(tmp_path: Path) -> No
         (["seed=-1"], "seed=-1"),
         (["experiments.ppo=null"], "experiments.ppo=null leaves PPO out: use evaluate=false, or"),
         (["ppo:module.pp=3"], "round_1/ppo: unknown key module.pp; did you mean module.ppo"),
-        (["ppo:world=files"], "round_1/ppo: world.name is not set"),
+        (["ppo:dataset=files"], "round_1/ppo: dataset.name is not set"),
         (
             ["experiments.ppo=ppo_smollm2_sentiment", "collect=true"],
-            "world=sentiment, and annotator=demo labels .* say who labels with collect:annotator=",
+            "dataset=sentiment, and annotator=demo labels .* say who labels with collect:annot",
         ),
     ],
 )

@@ -17,18 +17,18 @@ from tests.entry.test_pipeline import composed
 SENTIMENT = [
     "experiments.base=null",
     *(f"experiments.{stage}={stage}_smollm2_sentiment" for stage in ("sft", "reward", "ppo")),
-    "train:world.positive=good.txt",
-    "train:world.negative=bad.txt",
-    "train:world.split_seed=4",
+    "train:dataset.positive=good.txt",
+    "train:dataset.negative=bad.txt",
+    "train:dataset.split_seed=4",
 ]
 GSM8K = [
     *(f"experiments.{stage}=null" for stage in ("base", "reward")),
     *(f"experiments.{stage}={stage}_smollm2_gsm8k" for stage in ("sft", "ppo")),
-    "train:world.path=questions.jsonl",
+    "train:dataset.path=questions.jsonl",
 ]
 TLDR = [
     *(f"experiments.{stage}={stage}_smollm2_135m_lora" for stage in ("sft", "reward", "ppo")),
-    "train:world=tldr",
+    "train:dataset=tldr",
     "ppo:artifacts.publish=null",
 ]
 
@@ -55,8 +55,8 @@ def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(
             made[name] = compose(entry, overrides=list(steps[name].overrides))
     check_evaluation(made["evaluate"])
     ppo, evaluation, collection = (plain(cfg) for cfg in made.values())
-    assert ppo["world"]["name"] != "demo_seed1"
-    assert evaluation["world"] == collection["world"] == ppo["world"]
+    assert ppo["dataset"]["name"] != "demo_seed1"
+    assert evaluation["dataset"] == collection["dataset"] == ppo["dataset"]
     export = str(folder / "round_1/ppo/export")
     assert evaluation["policy"] == (ppo["artifacts"]["publish"] or export)
     assert evaluation["baseline"] == ppo["artifacts"]["sft"]
@@ -87,12 +87,12 @@ def test_a_mistake_in_a_stage_s_words_is_answered_before_anything_runs(tmp_path:
 
 
 def test_the_user_s_words_for_the_evaluation_win(tmp_path: Path) -> None:
-    words = ["evaluate:world=questions", "evaluate:world.path=F", "evaluate:gates=none"]
+    words = ["evaluate:dataset=questions", "evaluate:dataset.path=F", "evaluate:gates=none"]
     *_, step = plan(composed(*SENTIMENT, *words, "evaluate:prompts.max_length=99"), tmp_path)
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         cfg = compose("evaluate", overrides=list(step.overrides))
-    assert cfg.world.source.path == "F"
-    assert "positive" not in cfg.world
+    assert cfg.dataset.source.path == "F"
+    assert "positive" not in cfg.dataset
     assert cfg.prompts.max_length == 99
     assert not cfg.gates
     assert cfg.policy == str(tmp_path / "round_1/artifacts/smollm2_sentiment/ppo")

@@ -37,14 +37,14 @@ def composed(experiment, *overrides):
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_target_is_allowed_and_every_hyper_parameter_in_range(experiment):
-    cfg = composed(experiment, "world.path=x")
+    cfg = composed(experiment, "dataset.path=x")
     check_config(cfg)
     check_hparams(cfg)
     assert cfg.artifacts.publish.startswith(cfg.paths.artifacts)
 
 
 def test_the_reward_and_the_judge_of_word_problems_read_the_same_column():
-    cfg = composed("ppo_smollm2_gsm8k", "world.path=x", "world.reward.fallback=last_number")
+    cfg = composed("ppo_smollm2_gsm8k", "dataset.path=x", "dataset.reward.fallback=last_number")
     scorer, gold = instantiate(cfg.scorer), instantiate(cfg.evaluation.gold)
     assert isinstance(gold, NumberGold)
     assert scorer.function == gold.reward == NumberReward(fallback="last_number")
@@ -54,7 +54,7 @@ def test_the_reward_and_the_judge_of_word_problems_read_the_same_column():
 
 def test_policies_with_a_right_answer_are_judged_by_their_likeliest_answer_before_and_after():
     for experiment in ("sft_smollm2_shell", "sft_smollm2_gsm8k"):
-        cfg = composed(experiment, "world.path=x")
+        cfg = composed(experiment, "dataset.path=x")
         assert cfg.evaluation.temperature == 0.0
         assert isinstance(instantiate(cfg.evaluation.gold), ExactMatchGold | NumberGold)
 
@@ -94,12 +94,12 @@ def test_a_reward_model_of_argument_pairs_reports_strict_and_length_matched_accu
 ):
     (tmp_path / "data").mkdir()
     path = write_arguments(tmp_path / "data", zipped=True)
-    held_out = "world.source.held_out=[cats-or-dogs]"
+    held_out = "dataset.source.held_out=[cats-or-dogs]"
     settings = ("data.batch_size=4", "module.reward.normalization_samples=4")
     done = train(
         tmp_path,
         "+experiment=reward_smollm2_arguments",
-        f"world.path={path}",
+        f"dataset.path={path}",
         f"artifacts.sft={model}",
         held_out,
         *settings,
@@ -124,9 +124,9 @@ def test_shell_commands_are_matched_before_and_after_training(model, tmp_path):
     train(
         tmp_path,
         "+experiment=sft_smollm2_shell",
-        f"world.path={write_rows(tmp_path / 'rows.jsonl', rows)}",
+        f"dataset.path={write_rows(tmp_path / 'rows.jsonl', rows)}",
         f"artifacts.base={model}",
-        "world.source.validation_fraction=0.2",
+        "dataset.source.validation_fraction=0.2",
         "data.batch_size=4",
         *SMALL,
     )
@@ -142,7 +142,7 @@ def test_ppo_on_word_problems_pays_for_the_right_number_without_a_reward_model(m
     rows = [
         {"question": f"what is {i}?", "answer": f"it is <<{i}>>{i}\n#### {i}"} for i in range(60)
     ]
-    common = (f"world.path={write_rows(tmp_path / 'rows.jsonl', rows)}", "data.batch_size=4")
+    common = (f"dataset.path={write_rows(tmp_path / 'rows.jsonl', rows)}", "data.batch_size=4")
     train(tmp_path, "+experiment=sft_smollm2_gsm8k", f"artifacts.base={model}", *common, *SMALL)
     sft = summary(tmp_path, "sft_smollm2_gsm8k")["metrics"]
     assert {"val/solved", "val/baseline_solved", "val/answered"} <= set(sft)
@@ -151,7 +151,7 @@ def test_ppo_on_word_problems_pays_for_the_right_number_without_a_reward_model(m
         "+experiment=ppo_smollm2_gsm8k",
         "data.max_prompt_length=200",
         "module.sampling.max_new_tokens=6",
-        "world.reward.wrong=-0.5",
+        "dataset.reward.wrong=-0.5",
         "module.ppo.critic_warmup_iterations=0",
         *common,
         *SMALL[:-1],

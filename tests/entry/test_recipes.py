@@ -14,7 +14,7 @@ from tests.data.conftest import CHATML, build_tokenizer
 from tests.entry.test_train import summary, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-WORLD = ["world=files", "world.path=pairs.jsonl", "world.name=mine"]
+DATASET = ["dataset=files", "dataset.path=pairs.jsonl", "dataset.name=mine"]
 FEW = ["logger=none", "debug=fast", "data.batch_size=16", "evaluation.num_prompts=16"]
 SHORT = "evaluation.max_new_tokens=12"
 
@@ -58,7 +58,7 @@ def test_three_commands_lead_from_a_checkpoint_to_a_ppo_policy(tmp_path, variant
     write_hub_folder(tmp_path / "hub")
     write_pairs(tmp_path / "pairs.jsonl")
     recipe = f"smollm2_135m{variant}"
-    few = [*WORLD, *FEW]
+    few = [*DATASET, *FEW]
     train(tmp_path, f"+experiment=sft_{recipe}", *few, SHORT, "artifacts.base=hub", timeout=600)
     normalize = "module.reward.normalization_samples=16"
     train(tmp_path, f"+experiment=reward_{recipe}", *few, SHORT, normalize, timeout=600)

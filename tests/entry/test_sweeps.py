@@ -29,10 +29,10 @@ SMALL = [
     "logger=none",
     "trainer.accelerator=cpu",
     "evaluation.num_prompts=4",
-    "+world.source.num_texts=24",
-    "+world.source.num_demonstrations=24",
-    "+world.source.num_preferences=24",
-    "+world.source.num_validation_preferences=16",
+    "+dataset.source.num_texts=24",
+    "+dataset.source.num_demonstrations=24",
+    "+dataset.source.num_preferences=24",
+    "+dataset.source.num_validation_preferences=16",
 ]
 
 

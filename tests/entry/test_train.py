@@ -16,10 +16,10 @@ SMALL = [
     "debug=fast",
     "logger=none",
     "evaluation.num_prompts=16",
-    "world.source.num_texts=96",
-    "world.source.num_demonstrations=96",
-    "world.source.num_preferences=96",
-    "world.source.num_validation_preferences=64",
+    "dataset.source.num_texts=96",
+    "dataset.source.num_demonstrations=96",
+    "dataset.source.num_preferences=96",
+    "dataset.source.num_validation_preferences=64",
 ]
 SMALL[3:] = [f"+{override}" for override in SMALL[3:]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data.test_real_sets import EXPERIMENTS, FILES, world
+from tests.data.test_real_sets import EXPERIMENTS, FILES, source_of
 from tests.entry.test_train import summary, train
 from tests.real.test_smollm2 import FOLDER
 
@@ -34,7 +34,7 @@ def run(folder, name, *overrides, experiment=None):
     if not FILES[name].exists():
         pytest.skip(f"the data set is not in {FILES[name]}: set RLHF_DATA to the folder above it")
     experiment = experiment or EXPERIMENTS[name]
-    path = f"world.path={FILES[name]}"
+    path = f"dataset.path={FILES[name]}"
     train(folder, f"+experiment={experiment}", path, *SMALL, *overrides, timeout=1000)
     return summary(folder, experiment)["metrics"]
 
@@ -49,7 +49,7 @@ def test_a_reward_model_of_arguments(tmp_path):
         "evaluation.max_new_tokens=4",
     )
     # One model measured twice: by pairs in Lightning's loop, and with each answer scored once.
-    pairs = world("arguments").records("preferences", "validation")
+    pairs = source_of("arguments").records("preferences", "validation")
     names = [
         name for name in {pair.domain for pair in pairs} if f"val/accuracy/domain/{name}" in metrics
     ]

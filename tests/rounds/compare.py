@@ -31,7 +31,7 @@ from tests.rounds.picture import draw
 ROUNDS = 3
 ANSWERS = 4  # of each policy to each held-out prompt
 RESAMPLES = 10_000
-REWARD = ("+world.source.num_preferences=4000",)
+REWARD = ("+dataset.source.num_preferences=4000",)
 PPO = (
     "module.ppo.kl_coef=0.02",
     "evaluation.every_n_iterations=12",

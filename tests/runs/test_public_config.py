@@ -42,11 +42,11 @@ def test_folders_of_the_machine_and_who_is_told_are_left_out():
         "logger": {"project": "p"},
         "ckpt_path": "/x/y.ckpt",
         "resume": "auto",
-        "world": {"path": "/home/me/pairs.jsonl", "rows": ["/a/b/c", 3, None, True]},
+        "dataset": {"path": "/home/me/pairs.jsonl", "rows": ["/a/b/c", 3, None, True]},
     }
     assert public(config) == {
         "seed": 1,
-        "world": {"path": ".../pairs.jsonl", "rows": [".../c", 3, None, True]},
+        "dataset": {"path": ".../pairs.jsonl", "rows": [".../c", 3, None, True]},
     }
 
 

@@ -34,19 +34,19 @@ REWARD_OVERRIDES = (
     "logger=none",
     "gates=none",
     "trainer.validations=1",
-    "+world.source.num_preferences=8000",
-    "+world.source.num_validation_preferences=600",
+    "+dataset.source.num_preferences=8000",
+    "+dataset.source.num_validation_preferences=600",
 )
 NOISY = "reward_noisy"
 NOISY_OVERRIDES = (
     "+experiment=reward",
     "seed=1",
     "logger=none",
-    "+world.source.num_preferences=3000",
-    "+world.source.num_validation_preferences=400",
-    "+world.source._convert_=object",
+    "+dataset.source.num_preferences=3000",
+    "+dataset.source.num_validation_preferences=400",
+    "+dataset.source._convert_=object",
     # The labels are coin flips: what the annotators see counts next to nothing.
-    "+world.source.panel=[{_target_: rlhf_lightning.data.demo.annotators.SimulatedAnnotator, "
+    "+dataset.source.panel=[{_target_: rlhf_lightning.data.demo.annotators.SimulatedAnnotator, "
     "name: coin, temperature: 1000.0, length_bias: 0.0}]",
     "gates=none",
 )

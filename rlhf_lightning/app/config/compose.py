@@ -44,13 +44,13 @@ HPARAMS: dict[str, Any] = {
 PLAIN_GROUPS = (
     "artifacts",
     "callbacks",
+    "dataset",
     "evaluation",
     "logger",
     "model",
     "paths",
     "strategy",
     "trainer",
-    "world",
 )
 BUILT_IN_CALLBACKS = {
     "callbacks.checkpoint": "rlhf_lightning.callbacks.checkpointing.IterationCheckpoint",
@@ -132,7 +132,7 @@ def check_built(cfg: DictConfig, extra_targets: tuple[str, ...] = ()) -> None:
     """
     container = plain(cfg)
     # What others refer to comes first, so that an error names the place where it is written.
-    first = {key: container.pop(key) for key in ("world", "model", "lora") if key in container}
+    first = {key: container.pop(key) for key in ("dataset", "model", "lora") if key in container}
     try:
         check_targets(first | container, extra_targets)
         for key, name in BUILT_IN_CALLBACKS.items():

@@ -50,10 +50,10 @@ def _a_file(overrides: list[str]) -> str | None:
     """Say how a file of records is given, where one stands in the place of a data set's name."""
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
-        if key in ("dataset", "world") and Path(value).is_file():
+        if key == "dataset" and Path(value).is_file():
             return (
-                f"{override}: a file of records is given by world=files world.path={value} "
-                "world.name=NAME, where NAME is what its models are kept under"
+                f"{override}: a file of records is given by dataset=files dataset.path={value} "
+                "dataset.name=NAME, where NAME is what its models are kept under"
             )
     return None
 

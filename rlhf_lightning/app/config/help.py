@@ -19,7 +19,7 @@ GROUPS = (
     ("strategy", "how several devices share the work"),
     ("logger", "who is told besides metrics.csv"),
     ("launcher", "jobs of Slurm or of this machine"),
-    ("world", "data"),
+    ("dataset", "what is learnt from"),
     ("model", "models and their learning rates"),
     ("scorer", "what rewards an answer in PPO"),
     ("rollout", "what generates"),

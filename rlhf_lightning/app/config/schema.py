@@ -196,9 +196,9 @@ def check_settings(container: Mapping[str, Any]) -> None:
         if value is not None and not isinstance(value, str):
             raise ValueError(f"artifacts.{key}={value!r} must be a folder or a hub name, or null")
     _check_path_name("name", container.get("name"))
-    world = container.get("world")
-    if isinstance(world, Mapping):
-        _check_path_name("world.name", world.get("name"))
+    dataset = container.get("dataset")
+    if isinstance(dataset, Mapping):
+        _check_path_name("dataset.name", dataset.get("name"))
 
 
 def _check_groups(container: Mapping[str, Any]) -> None:

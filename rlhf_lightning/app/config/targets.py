@@ -128,6 +128,7 @@ ALLOWED = (*(f"{OWN}.{part}" for part in OWN_PARTS), *LIBRARIES)
 # They return what `path` names without calling it.
 LOOKUPS = ("hydra.utils.get_method", "hydra.utils.get_class", "hydra.utils.get_object")
 MOST_LISTED = 15  # names in a message
+OTHER_WORDS = {"world": "dataset"}  # that difflib does not find alike
 SPECIAL = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 
 
@@ -142,6 +143,8 @@ def trusted_targets() -> tuple[str, ...]:
 
 def did_you_mean(word: str, known: list[str]) -> str:
     """Return "; did you mean ...?" for the closest known words, or ""."""
+    first, dot, rest = word.partition(".")
+    word = f"{OTHER_WORDS.get(first, first)}{dot}{rest}"
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 

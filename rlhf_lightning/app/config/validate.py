@@ -30,7 +30,7 @@ from rlhf_lightning.app.config.targets import did_you_mean
 from rlhf_lightning.app.stages.spec import find_stage
 
 BUILT = ("module", "data", "rollout", "optimizer", "scheduler")  # by `_target_`
-PLAIN = ("paths", "trainer", "strategy", "logger", "callbacks", "evaluation", "model", "world")
+PLAIN = ("paths", "trainer", "strategy", "logger", "callbacks", "evaluation", "model", "dataset")
 TOP = ("stage", "name", "seed", "resume", "ckpt_path", "artifacts")
 
 

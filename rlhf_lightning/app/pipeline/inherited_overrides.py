@@ -1,7 +1,7 @@
 """What a pipeline's evaluation and collections take over from the experiment that it trains.
 
-They ask the prompts of that experiment's world and load the models that its stages made, not those
-of the built-in world, which are the defaults of both entry points.
+They ask the prompts of that experiment's data set and load the models that its stages made, not
+those of the built-in world, which are the defaults of both entry points.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ANSWERS = (
 )  # fmt: skip
 _GROUPS: dict[str, dict[str, Collection[str] | None]] = {
     "evaluate": {
-        "world": None,
+        "dataset": None,
         "model": _MODEL,
         "rollout": None,
         "scorer": None,
@@ -42,7 +42,7 @@ _GROUPS: dict[str, dict[str, Collection[str] | None]] = {
         "gates": None,
         "evaluation": _ANSWERS,
     },
-    "collect": {"world": None, "model": _MODEL},
+    "collect": {"dataset": None, "model": _MODEL},
 }
 _SINGLE = {  # key of the training stage -> key of the entry point
     "evaluate": {
@@ -109,15 +109,15 @@ def collection_words(
         theirs: the user's words for the collection. A group chosen there is left alone.
 
     Raises:
-        ConfigError: if a training step does not compose, or nobody can label that world.
+        ConfigError: if a training step does not compose, or nothing can label that data set.
     """
     trained = _trained(lead)
     chosen = _chosen(theirs)
-    world = trained.choices.get("world")
-    if world != "demo" and not {"world", "annotator"} & chosen:
+    dataset = trained.choices.get("dataset")
+    if dataset != "demo" and not {"dataset", "annotator"} & chosen:
         raise ConfigError(
-            f"{lead.name} is trained on world={world}, and annotator=demo labels answers of the "
-            "built-in world alone: say who labels with collect:annotator=page or "
+            f"{lead.name} is trained on dataset={dataset}, and annotator=demo labels answers of "
+            "the built-in world alone: say who labels with collect:annotator=page or "
             "collect:annotator=reward_model, or collect nothing (collect=false rounds=1)"
         )
     words = _artifacts(trained, lead, ("sft",))
@@ -162,8 +162,8 @@ def _carried(
 ) -> tuple[str, ...]:
     """Return the words that turn the entry point's defaults into what the stage has.
 
-    What only looks alike follows second: `${world.seed}` is the same text in both, and another
-    value where `world.seed` is.
+    What only looks alike follows second: `${dataset.seed}` is the same text in both, and another
+    value where `dataset.seed` is.
     """
     groups = {name: keys for name, keys in _GROUPS[entry].items() if name not in left}
     shipped = composed(entry, ())

@@ -234,7 +234,7 @@ def start_notes(cfg: DictConfig, num_rows: int, held_out: int) -> list[str]:
         return []
     more = ""
     if cfg.data.source.get("validation_fraction") is not None:
-        more = "; a larger world.source.validation_fraction holds out more"
+        more = "; a larger dataset.source.validation_fraction holds out more"
     return [
         f"evaluation.num_prompts={asked} is more than the {held_out:,} held-out prompts, which "
         f"are asked once each{more}"

@@ -121,7 +121,7 @@ class ArgumentPairSource:
         if self.path is None or not Path(self.path).expanduser().is_dir():
             found = "no path was given" if self.path is None else "there is no such folder"
             raise ValueError(
-                f"path={self.path}: {found}. Give world.path=FOLDER with pairs.jsonl.gz and "
+                f"path={self.path}: {found}. Give dataset.path=FOLDER with pairs.jsonl.gz and "
                 f"arguments.jsonl.gz, e.g. of {PUBLIC_SOURCE}"
             )
         if not self.margin_scale >= 0:

@@ -132,7 +132,7 @@ class HubSource(RowSource):
         if Path(self.name).expanduser().is_file():
             raise ValueError(
                 f"the data set {self.name!r} is a file here and no name on the hub: read it with "
-                f"world=files world.path={self.name} world.name=NAME (in Python FileSource)"
+                f"dataset=files dataset.path={self.name} dataset.name=NAME (in Python FileSource)"
             )
         from datasets import load_dataset  # seconds to import: only those who ask pay
 

@@ -211,8 +211,8 @@ def _check_file(name: str, path: str | Path | None) -> None:
     if path is None or not Path(path).expanduser().is_file():
         found = "no path was given" if path is None else "there is no such file"
         raise ValueError(
-            f"{name}={path}: {found}. Give world.positive=FILE and world.negative=FILE, e.g. of "
-            f"{PUBLIC_SOURCE}"
+            f"{name}={path}: {found}. Give dataset.positive=FILE and dataset.negative=FILE, e.g. "
+            f"of {PUBLIC_SOURCE}"
         )
 
 

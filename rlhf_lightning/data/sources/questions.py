@@ -40,7 +40,7 @@ class QuestionSource:
     ) -> None:
         """Check the arguments; nothing is read yet."""
         if path is None:
-            raise ValueError("path=None: no path was given. Give world.path=FILE or a folder")
+            raise ValueError("path=None: no path was given. Give dataset.path=FILE or a folder")
         self.path = Path(path).expanduser()
         self.validation_fraction = validation_fraction
         self.seed = seed

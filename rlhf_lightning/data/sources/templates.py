@@ -97,7 +97,7 @@ class TemplateSource:
     ) -> None:
         """Check the arguments; nothing is read yet."""
         if path is None:
-            raise ValueError("path=None: no path was given. Give world.path=FILE")
+            raise ValueError("path=None: no path was given. Give dataset.path=FILE")
         if system is not None and not chat:
             raise ValueError("system is given, but chat=False has no system message: leave it out")
         if max_completion_chars is not None and max_completion_chars < 1:

@@ -1,4 +1,4 @@
-"""The data sets of the hub that `conf/world` names, read from folders with their columns.
+"""The data sets of the hub that `conf/dataset` names, read from folders with their columns.
 
 The folders have the columns, splits and file names of the published sets and sentences of our own;
 `datasets.load_dataset` reads them as it reads the hub.
@@ -87,10 +87,10 @@ def source_of(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     register()
 
-    def build(stage: str, world: str, *overrides: str) -> Any:
+    def build(stage: str, dataset: str, *overrides: str) -> Any:
         experiment = f"+experiment={stage}_smollm2_135m"
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            cfg = compose("train", [experiment, f"world={world}", *overrides])
+            cfg = compose("train", [experiment, f"dataset={dataset}", *overrides])
         check_config(cfg)
         return instantiate(cfg.data.source)
 
@@ -105,7 +105,7 @@ def encoded(records: list[Any]) -> int:
 
 def test_ultrachat_gives_demonstrations_of_its_last_answers(source_of, tmp_path):
     folder = publish(tmp_path / "set", [chat_row(n) for n in range(6)], "train_sft", "test_sft")
-    source = source_of("sft", "ultrachat", f"world.dataset={folder}")
+    source = source_of("sft", "ultrachat", f"dataset.hub_name={folder}")
     train = source.records("demonstrations", "train")
     turns = chat_row(0)["messages"]
     assert train[0] == DemonstrationRecord(tuple(turns[:3]), (turns[3],))
@@ -120,7 +120,10 @@ def test_ultrafeedback_serves_all_stages_in_both_published_layouts(source_of, tm
         row, splits, overrides = feedback_row, ("train", "test"), []
     else:
         row, splits = h4_feedback_row, ("train_prefs", "test_prefs")
-        overrides = ["world.source.split=train_prefs", "world.source.validation_split=test_prefs"]
+        overrides = [
+            "dataset.source.split=train_prefs",
+            "dataset.source.validation_split=test_prefs",
+        ]
     folder = publish(tmp_path / "set", [row(n) for n in range(4)], *splits)
     question = (user("question 0"),)
     good, bad = (assistant("a good answer 0"),), (assistant("a bad answer 0"),)
@@ -129,7 +132,7 @@ def test_ultrafeedback_serves_all_stages_in_both_published_layouts(source_of, tm
         "reward": PreferenceRecord(question, good, bad),
     }
     for stage, kind in KINDS.items():
-        source = source_of(stage, "ultrafeedback", f"world.dataset={folder}", *overrides)
+        source = source_of(stage, "ultrafeedback", f"dataset.hub_name={folder}", *overrides)
         first, second = source.records(kind, "train")
         if stage == "ppo":
             assert isinstance(first, PromptRecord)
@@ -144,7 +147,7 @@ def test_pairs_of_equal_answers_are_left_out_counted_and_named(source_of, tmp_pa
     rows = [feedback_row(n) for n in range(4)]
     rows[2]["rejected"] = rows[2]["chosen"]
     folder = publish(tmp_path / "set", rows, "train", "test")
-    source = source_of("reward", "ultrafeedback", f"world.dataset={folder}")
+    source = source_of("reward", "ultrafeedback", f"dataset.hub_name={folder}")
     assert len(source.records("preferences", "train")) == 1
     (message,) = source.skipped_records
     assert "row 2" in message
@@ -157,9 +160,9 @@ def test_tldr_reads_summaries_for_sft_and_ppo_and_pairs_for_the_reward_model(sou
     )
     pairs = publish(tmp_path / "pairs", [summary_pair(n) for n in range(4)], "train", "validation")
     overrides = [
-        f"world.datasets.sft={summaries}",
-        f"world.datasets.ppo={summaries}",
-        f"world.datasets.reward={pairs}",
+        f"dataset.hub_names.sft={summaries}",
+        f"dataset.hub_names.ppo={summaries}",
+        f"dataset.hub_names.reward={pairs}",
     ]
     got = {
         stage: source_of(stage, "tldr", *overrides).records(kind, "train")[0]
@@ -178,7 +181,7 @@ def test_hh_rlhf_transcripts_become_conversations(source_of, tmp_path):
     folder = publish(tmp_path / "set", rows, "train", "test")
     prompt = (user("question 0"), assistant("an answer"), user("and then?"))
     for stage, kind in KINDS.items():
-        source = source_of(stage, "hh_rlhf", f"world.dataset={folder}")
+        source = source_of(stage, "hh_rlhf", f"dataset.hub_name={folder}")
         (first,) = source.records(kind, "train")
         assert first.prompt == prompt, "the shared words of the answers are no part of the prompt"
         if stage == "reward":
@@ -216,6 +219,6 @@ def test_a_transcript_keeps_the_names_of_speakers_and_paragraphs_inside_a_turn()
 
 def test_ultrachat_has_no_preferences_and_says_so(source_of, tmp_path):
     folder = publish(tmp_path / "set", [chat_row(n) for n in range(4)], "train_sft", "test_sft")
-    source = source_of("reward", "ultrachat", f"world.dataset={folder}")
+    source = source_of("reward", "ultrachat", f"dataset.hub_name={folder}")
     with pytest.raises(BadRecordError, match=r"preferences were asked for.*are demonstrations"):
         source.records("preferences", "train")
