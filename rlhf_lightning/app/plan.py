@@ -42,8 +42,8 @@ What a training run takes in memory on each device, and what would make it fit.
 Trains nothing; needs no network, no weights and no earlier stage.
 
   python -m rlhf_lightning.plan +experiment=ppo
-  python -m rlhf_lightning.plan +experiment=ppo_llama3_1_8b_lora plan.device_memory=80GiB
-  python -m rlhf_lightning.plan +experiment=sft_qwen2_5_0_5b module.sft.micro_batch_size=4
+  python -m rlhf_lightning.plan +experiment=ppo_pretrained model=llama3_1_8b lora=lora
+  python -m rlhf_lightning.plan +experiment=sft_pretrained model=qwen2_5_7b strategy=fsdp
 
 Takes what rlhf_lightning.train takes, and
   plan.device_memory=80GiB   of one device (default: this machine's)

@@ -29,6 +29,8 @@ _PASSED_ON = (
     "model.from_scratch",
     "dataset.",
 )
+# What the stages of a pretrained model are given alike.
+_SHARED = ("model=", "dataset=", "dataset.name=", "dataset.family=", "lora=", "strategy=")
 
 
 def prepare_inputs(
@@ -59,9 +61,10 @@ def prepare_inputs(
             continue
         folder = Path(source)
         if not _is_built_in(cfg, kind):
+            maker = _maker(cfg.name, kind, overrides)
             raise ConfigError(
                 f"artifacts.{kind}={source} does not exist: give a folder or hub name, or make it "
-                f"with  python -m rlhf_lightning.train +experiment={_maker(cfg.name, kind)}"
+                f"with  python -m rlhf_lightning.train +experiment={maker}"
             )
         with artifact_lock(folder, report=say):
             if not is_available(source):
@@ -86,8 +89,12 @@ def _is_built_in(cfg: DictConfig, kind: str) -> bool:
     return str(name).startswith("demo_") and Path(cfg.artifacts[kind]) == default
 
 
-def _maker(name: str, kind: str) -> str:
-    """Return the experiment that makes a `kind` model for the experiment `name`."""
+def _maker(name: str, kind: str, overrides: Sequence[str]) -> str:
+    """Return the words by which an experiment makes a `kind` model for the experiment `name`."""
+    stage = str(name).partition("_")[0]
+    pretrained = f"{kind}_pretrained"
+    if f"+experiment={stage}_pretrained" in overrides and pretrained in choices("experiment"):
+        return " ".join([pretrained, *(word for word in overrides if word.startswith(_SHARED))])
     sibling = "_".join([kind, *str(name).split("_")[1:]])
     return sibling if sibling in choices("experiment") else kind
 

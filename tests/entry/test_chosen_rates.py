@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.learning_rates import choose_rates
 from rlhf_lightning.models.learning_rates import default_learning_rate
-from tests.entry.test_model_configs import RECIPES, STAGES, composed, model_files
+from tests.entry.test_model_configs import RECIPES, STAGES, composed, model_files, recipe
 
 KINDS = ("sft", "reward", "policy", "value")
 # SFT, reward model, policy and value model, of all weights; adapters have ten times the rate.
@@ -49,7 +49,7 @@ def check_rates(cfg: DictConfig, name: str, *, lora: bool) -> None:
 def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_path):
     start = folder_of(model, tmp_path)
     for stage in STAGES:
-        cfg = composed(f"+experiment={stage}_{model}{variant}")
+        cfg = composed(*recipe(stage, model, variant))
         told = choose_rates(cfg, start)
         check_rates(cfg, model, lora=variant == "_lora")
         assert len(told) == len(KEYS[stage])
@@ -61,15 +61,16 @@ def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_p
 def test_the_rates_are_those_of_the_checkpoint_and_not_of_the_experiment(variant, tmp_path):
     start = folder_of("smollm2_135m", tmp_path)
     for stage in STAGES:
-        for overrides in (["model=pretrained"], [f"artifacts.base={start}"]):
-            cfg = composed(f"+experiment={stage}_llama3_2_1b{variant}", *overrides)
+        for model, *more in (["pretrained"], ["llama3_2_1b", f"artifacts.base={start}"]):
+            cfg = composed(*recipe(stage, model, variant), *more)
             choose_rates(cfg, start)
             check_rates(cfg, "smollm2_135m", lora=variant == "_lora")
 
 
 def test_an_explicit_rate_wins_and_the_other_follows_the_size(tmp_path):
     start = folder_of("smollm2_135m", tmp_path)
-    cfg = composed("+experiment=ppo_qwen2_5_7b_lora", "module.ppo.learning_rate=2.0e-6")
+    rate = "module.ppo.learning_rate=2.0e-6"
+    cfg = composed("+experiment=ppo_pretrained", "model=qwen2_5_7b", "lora=lora", rate)
     policy, value = choose_rates(cfg, start)
     assert cfg.module.ppo.learning_rate == 2e-6
     assert policy == "learning_rate 2e-06, as set"
@@ -90,7 +91,7 @@ def test_what_an_experiment_sets_stays(experiment, rate, tmp_path):
 
 def test_a_model_whose_config_gives_no_size_needs_an_explicit_rate(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "clip_vision_model"}')
-    cfg = composed("+experiment=sft_smollm2_135m", "model=pretrained")
+    cfg = composed("+experiment=sft_pretrained", "model=pretrained")
     with pytest.raises(ConfigError, match=r"set module\.sft\.learning_rate=1\.0e-5"):
         choose_rates(cfg, str(tmp_path))
     cfg.module.sft.learning_rate = 1e-4

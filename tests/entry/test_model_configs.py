@@ -34,6 +34,7 @@ STAGES = ("sft", "reward", "ppo")
 SMALL = ("smollm2_135m", "smollm2_360m", "qwen2_5_0_5b", "qwen3_0_6b", "llama3_2_1b")
 LARGE = ("qwen2_5_7b", "llama3_1_8b")
 SHARDED = ("llama3_2_1b", *LARGE)
+VARIANTS = {"": [], "_lora": ["lora=lora"], "_fsdp": ["strategy=fsdp"]}
 RECIPES = [
     *((model, "") for model in SMALL),
     *((model, "_lora") for model in (*SMALL, *LARGE)),
@@ -57,6 +58,11 @@ def model_files() -> dict[str, DictConfig]:
 def on_meta_device(shape: Any) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**OmegaConf.to_object(shape)))
+
+
+def recipe(stage: str, model: str, variant: str) -> list[str]:
+    """Return the words of a stage's command line."""
+    return [f"+experiment={stage}_pretrained", f"model={model}", *VARIANTS[variant]]
 
 
 def ranks(cfg: DictConfig) -> int:
@@ -105,14 +111,14 @@ def check_adapters(cfg: DictConfig, variant: str) -> None:
 
 @pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
 def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, variant):
-    cfgs = {stage: composed(f"+experiment={stage}_{model}{variant}") for stage in STAGES}
+    cfgs = {stage: composed(*recipe(stage, model, variant)) for stage in STAGES}
     for stage, cfg in cfgs.items():
         check_config(cfg)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a value outside its usual range would warn
             check_hparams(cfg)
-        assert (cfg.stage, cfg.name) == (stage, f"{stage}_{model}{variant}")
-        assert (cfg.model.name, cfg.model.variant) == (model, variant.replace("_fsdp", ""))
+        assert (cfg.stage, cfg.name) == (stage, f"{stage}_{model}")
+        assert cfg.model.name == model
         assert plain(cfg)["model"]["shape"], "everything in it resolves"
         assert cfg.model.activation_checkpointing == (model in LARGE)
         check_batches(cfg)
@@ -135,30 +141,57 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
 def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
     name = "smollm2_135m"
     published = {
-        dataset: composed(f"+experiment=sft_{name}", f"dataset={dataset}").artifacts.publish
+        dataset: composed(*recipe("sft", name, ""), f"dataset={dataset}").artifacts.publish
         for dataset in ("ultrachat", "ultrafeedback", "hh_rlhf")
     }
     assert len(set(published.values())) == 3
-    reward = composed(f"+experiment=reward_{name}").artifacts
+    reward = composed(*recipe("reward", name, "")).artifacts
     assert reward.sft == published["ultrachat"]
     own = "dataset.family=ultrafeedback"
-    built_on = composed(f"+experiment=reward_{name}", own).artifacts
+    built_on = composed(*recipe("reward", name, ""), own).artifacts
     assert built_on.sft == published["ultrafeedback"]
     assert built_on.publish != reward.publish
-    again = composed(f"+experiment=sft_{name}", "dataset=ultrafeedback", own).artifacts
+    again = composed(*recipe("sft", name, ""), "dataset=ultrafeedback", own).artifacts
     assert again.publish == published["ultrafeedback"]
 
 
-def test_every_experiment_of_a_size_is_one_of_the_recipes_tested_here():
-    names = {f"{stage}_{model}{variant}" for model, variant in RECIPES for stage in STAGES}
-    of_a_size = {
-        name
-        for name in choices("experiment")
-        if name.partition("_")[2].removesuffix("_lora").removesuffix("_fsdp") in SMALL + LARGE
-    }
-    assert of_a_size == names
-    others = {"demo", "pretrained"}
-    assert set(choices("model")) == {*SMALL, *LARGE, *others}
+def test_every_model_file_is_one_of_the_recipes_tested_here_and_no_experiment_names_a_size():
+    assert set(choices("model")) == {*SMALL, *LARGE, "demo", "pretrained"}
+    sized = [name for name in choices("experiment") for model in SMALL + LARGE if model in name]
+    assert not sized
+    assert len(choices("experiment")) <= 22
+
+
+ROWS = "module.{stage}.micro_batch_size"
+GPU, EIGHT = (1, "bf16-mixed"), (8, "32-true")
+WHOLE, ADAPTER = "RewardModelScorer", "RewardAdapterScorer"
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "batch", "hardware", "scorer", "sft"),
+    [
+        ("sft smollm2_135m", 16, 128, GPU, None, None),
+        ("sft qwen2_5_7b strategy=fsdp", 4, 128, EIGHT, None, None),
+        ("reward smollm2_135m lora=lora", 8, 64, GPU, None, "smollm2_135m_lora/ultra/sft"),
+        ("reward qwen3_0_6b", 4, 64, GPU, None, "qwen3_0_6b/ultra/sft"),
+        ("reward llama3_1_8b strategy=fsdp", 2, 64, EIGHT, None, "llama3_1_8b/ultra/sft"),
+        ("ppo qwen2_5_0_5b", 8, 128, GPU, WHOLE, "qwen2_5_0_5b/ultra/sft"),
+        ("ppo qwen2_5_0_5b lora=lora", 8, 128, GPU, ADAPTER, "qwen2_5_0_5b_lora/ultra/sft"),
+        ("ppo qwen2_5_0_5b lora=qlora", 8, 128, GPU, ADAPTER, "qwen2_5_0_5b_lora/ultra/sft"),
+        ("ppo llama3_2_1b strategy=fsdp", 8, 256, EIGHT, WHOLE, "llama3_2_1b/ultra/sft"),
+        ("ppo llama3_1_8b lora=lora", 4, 64, GPU, ADAPTER, "llama3_1_8b_lora/ultra/sft"),
+        ("ppo qwen2_5_7b strategy=fsdp", 4, 256, EIGHT, WHOLE, "qwen2_5_7b/ultra/sft"),
+        ("ppo smollm2_360m dataset=tldr", 8, 128, GPU, WHOLE, "smollm2_360m/tldr/sft"),
+    ],
+)
+def test_a_command_line_of_a_recipe_means(words, rows, batch, hardware, scorer, sft):
+    stage, model, *more = words.split()
+    cfg = composed(*recipe(stage, model, ""), *more)
+    assert OmegaConf.select(cfg, ROWS.format(stage=stage)) == rows
+    assert cfg.data.batch_size == batch
+    assert (cfg.trainer.devices, cfg.trainer.precision) == hardware
+    assert str(OmegaConf.select(cfg, "scorer._target_")).endswith(str(scorer))
+    assert cfg.artifacts.sft == (sft and f"artifacts/{sft}")
 
 
 @pytest.mark.parametrize("model", SMALL + LARGE)
@@ -198,12 +231,14 @@ def test_gated_repositories_and_licences_are_named():
             name, "apache-2.0"
         )
         for stage in STAGES:
-            assert f"+experiment={stage}_{name}" in text, "the head says how to run it"
+            assert f"+experiment={stage}_pretrained model={name}" in text, (
+                "the head says how to run it"
+            )
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_another_data_set_brings_its_data_its_lengths_and_its_own_artefacts(stage):
-    cfg = composed(f"+experiment={stage}_llama3_2_1b_lora", "dataset=tldr")
+    cfg = composed(*recipe(stage, "llama3_2_1b", "_lora"), "dataset=tldr")
     check_config(cfg)
     check_hparams(cfg)
     assert cfg.data.source.name == "trl-lib/tldr" + ("-preference" if stage == "reward" else "")
@@ -214,13 +249,8 @@ def test_another_data_set_brings_its_data_its_lengths_and_its_own_artefacts(stag
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
-    overrides = [
-        "dataset=files",
-        "dataset.path=mine.jsonl",
-        "dataset.name=mine",
-        "model=pretrained",
-    ]
-    cfg = composed(f"+experiment={stage}_smollm2_135m_lora", *overrides, "artifacts.base=folder")
+    overrides = ["dataset=files", "dataset.path=mine.jsonl", "dataset.name=mine"]
+    cfg = composed(*recipe(stage, "pretrained", "_lora"), *overrides, "artifacts.base=folder")
     check_config(cfg)
     check_hparams(cfg)
     assert cfg.data.source.path == "mine.jsonl"
@@ -232,7 +262,10 @@ def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
 @pytest.mark.parametrize("dataset", ["hh_rlhf", "tldr", "ultrachat", "ultrafeedback"])
 def test_every_seed_holds_out_the_same_records_of_a_hub_set(dataset):
     cfgs = [
-        composed("+experiment=ppo_smollm2_135m", f"dataset={dataset}", f"seed={n}") for n in (1, 2)
+        composed(
+            "+experiment=ppo_pretrained", "model=smollm2_135m", f"dataset={dataset}", f"seed={n}"
+        )
+        for n in (1, 2)
     ]
     sources = [instantiate(cfg.data.source) for cfg in cfgs]
     assert sources[0].seed == sources[1].seed
@@ -242,7 +275,7 @@ def test_every_seed_holds_out_the_same_records_of_a_hub_set(dataset):
 def test_qwen3_answers_without_thinking_aloud(tmp_path):
     template = "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}"
     build_tokenizer(template=template).save_pretrained(tmp_path)
-    cfg = composed("+experiment=sft_qwen3_0_6b", f"artifacts.base={tmp_path}")
+    cfg = composed("+experiment=sft_pretrained", "model=qwen3_0_6b", f"artifacts.base={tmp_path}")
     tokenizer = make_tokenizer(cfg, cfg.artifacts.base)
     assert render_chat(({"role": "user", "content": "why"},), tokenizer) == "quiet"
     files = model_files()

@@ -37,7 +37,9 @@ def as_json(capsys, monkeypatch, *overrides: str) -> dict:
 @pytest.mark.timeout(200)
 def test_a_plan_needs_no_weights_and_fits_8b_adapters_on_one_80_gib_device(capsys, monkeypatch):
     device = ("plan.device=cuda", "plan.device_memory=80GiB")
-    found = as_json(capsys, monkeypatch, "+experiment=ppo_llama3_1_8b_lora", *device)
+    found = as_json(
+        capsys, monkeypatch, "+experiment=ppo_pretrained", "model=llama3_1_8b", "lora=lora", *device
+    )
     assert {"generate", "update"} <= set(found["phases"])
     bf16_weights = 2 * 8.03e9
     assert bf16_weights < found["total"] < 80 * GIB
@@ -45,14 +47,22 @@ def test_a_plan_needs_no_weights_and_fits_8b_adapters_on_one_80_gib_device(capsy
 
 @pytest.mark.timeout(200)
 def test_whole_models_take_more_than_adapters():
-    lora = plan_of("+experiment=ppo_smollm2_135m_lora", "plan.device=cuda", *SHORT)
-    full = plan_of("+experiment=ppo_smollm2_135m", "plan.device=cuda", *SHORT)
+    lora = plan_of(
+        "+experiment=ppo_pretrained", "model=smollm2_135m", "lora=lora", "plan.device=cuda", *SHORT
+    )
+    full = plan_of("+experiment=ppo_pretrained", "model=smollm2_135m", "plan.device=cuda", *SHORT)
     # 16 bytes a weight of policy and value model, the latter without a head.
     assert full.peak.total - lora.peak.total > 0.8 * 16 * 2 * 106e6
 
 
 def test_devices_are_planned_in_the_groups_that_share_a_copy():
-    four = ["+experiment=ppo_smollm2_135m", "plan.device=cpu", "strategy=fsdp", "trainer.devices=4"]
+    four = [
+        "+experiment=ppo_pretrained",
+        "model=smollm2_135m",
+        "plan.device=cpu",
+        "strategy=fsdp",
+        "trainer.devices=4",
+    ]
     run = read_run(*plan.compose_run([*four, "strategy.shard_over=2"])).run
     assert (run.num_devices, run.sharded) == (4, 2)
     assert read_run(*plan.compose_run(four)).run.sharded == 4

@@ -26,6 +26,17 @@ def test_a_missing_folder_that_the_user_gave_names_the_command_that_makes_it(com
         prerequisites.prepare_inputs(cfg, [])
 
 
+def test_a_missing_model_of_a_pretrained_recipe_names_the_stage_and_the_shared_choices(
+    compose_ppo, tmp_path
+):
+    words = ["+experiment=ppo_pretrained", "model=qwen2_5_0_5b", "lora=lora", "dataset=tldr"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        cfg = compose("train", overrides=[*words, f"paths.artifacts={tmp_path}"])
+    wanted = r"\+experiment=sft_pretrained model=qwen2_5_0_5b lora=lora dataset=tldr$"
+    with pytest.raises(ConfigError, match=wanted):
+        prerequisites.prepare_inputs(cfg, [*words, "module.ppo.kl_coef=0.1"])
+
+
 def test_missing_built_in_models_are_trained_in_order_and_say_so(
     compose_ppo, tmp_path, monkeypatch
 ):

@@ -53,20 +53,20 @@ def write_pairs(path: Path) -> None:
     path.write_text("\n".join(rows))
 
 
-@pytest.mark.parametrize("variant", ["", "_lora"])
-def test_three_commands_lead_from_a_checkpoint_to_a_ppo_policy(tmp_path, variant):
+@pytest.mark.parametrize("lora", ["none", "lora"])
+def test_three_commands_lead_from_a_checkpoint_to_a_ppo_policy(tmp_path, lora):
     write_hub_folder(tmp_path / "hub")
     write_pairs(tmp_path / "pairs.jsonl")
-    recipe = f"smollm2_135m{variant}"
-    few = [*DATASET, *FEW]
-    train(tmp_path, f"+experiment=sft_{recipe}", *few, SHORT, "artifacts.base=hub", timeout=600)
+    few = ["model=smollm2_135m", f"lora={lora}", *DATASET, *FEW]
+    kept = "smollm2_135m" + ("_lora" if lora == "lora" else "")
+    train(tmp_path, "+experiment=sft_pretrained", *few, SHORT, "artifacts.base=hub", timeout=600)
     normalize = "module.reward.normalization_samples=16"
-    train(tmp_path, f"+experiment=reward_{recipe}", *few, SHORT, normalize, timeout=600)
+    train(tmp_path, "+experiment=reward_pretrained", *few, SHORT, normalize, timeout=600)
     room = ["module.sampling.max_new_tokens=12", "module.ppo.micro_batch_size=4"]
-    train(tmp_path, f"+experiment=ppo_{recipe}", *few, *room, timeout=600)
+    train(tmp_path, "+experiment=ppo_pretrained", *few, *room, timeout=600)
     for stage in ("sft", "reward", "ppo"):
-        assert summary(tmp_path, f"{stage}_{recipe}")["status"] == "completed"
+        assert summary(tmp_path, f"{stage}_smollm2_135m")["status"] == "completed"
         # debug=fast keeps its artefacts apart
-        folder = tmp_path / "artifacts" / "debug_fast" / recipe / "mine" / stage
+        folder = tmp_path / "artifacts" / "debug_fast" / kept / "mine" / stage
         assert json.loads((folder / "manifest.json").read_text())
         assert "chat_template" in "".join(p.name for p in folder.iterdir())

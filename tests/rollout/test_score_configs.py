@@ -51,15 +51,20 @@ def test_a_reward_service_is_chosen_by_name_and_has_the_defaults_of_the_dataclas
 
 
 @pytest.mark.parametrize(
-    "experiment", ["ppo_smollm2_sentiment", "ppo_smollm2_135m", "ppo_llama3_2_1b_lora"]
+    "words",
+    [
+        ["+experiment=ppo_smollm2_sentiment"],
+        ["+experiment=ppo_pretrained", "model=smollm2_135m"],
+        ["+experiment=ppo_pretrained", "model=llama3_2_1b", "lora=lora"],
+    ],
 )
-def test_every_experiment_can_be_given_another_scorer(experiment, tmp_path):
+def test_every_experiment_can_be_given_another_scorer(words, tmp_path):
     changes = ["artifacts.reward=null", "module.models.value_head=zero"]
-    with_http = compose("train", [f"+experiment={experiment}", "scorer=http", URL, *changes])
+    with_http = compose("train", [*words, "scorer=http", URL, *changes])
     check_hparams(with_http)
     assert isinstance(instantiate(with_http.scorer), HttpScorer)
     overrides = ["scorer=text_reward_model", f"scorer.source={tmp_path}", *changes]
-    with_text = compose("train", [f"+experiment={experiment}", *overrides])
+    with_text = compose("train", [*words, *overrides])
     check_hparams(with_text)
     scorer = instantiate(with_text.scorer)
     assert scorer.hparams.micro_batch_size == with_text.module.ppo.micro_batch_size > 1

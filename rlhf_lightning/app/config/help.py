@@ -52,6 +52,7 @@ def choices_text(width: int | None = None) -> str:
     )
     lines = _row("built-in world", " ".join(BUILT_IN), width)
     lines += _row("real models", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(real)}", width)
+    lines += _row("", "pretrained goes with model=, dataset=, lora=lora, strategy=fsdp", width)
     lines += ["", "Groups, written GROUP=NAME:", ""]
     for group, about in GROUPS:
         note = f" ({about})" if about else ""

@@ -23,6 +23,7 @@ from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
 
 HERE = Path("<pipeline>")  # stands for its folder: what is composed to check serves the run too
 _CHOICE = re.compile(r"\+{0,2}(\w+)=")
+ADAPTERS = ("by_lora/lora", "by_lora/qlora")  # scorers of conf/scorer that hold no whole model
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _UNSET = object()
 Pairs = list[tuple[str, Any]]  # key and value
@@ -91,7 +92,7 @@ def evaluation_words(
         left.add("gates")
     if trained.cfg.get("safety") is None:
         left.add("safety")  # the default looks for domains, and finds none
-    if trained.choices.get("scorer") in (None, "reward_adapter"):
+    if trained.choices.get("scorer") in (None, "reward_adapter", *ADAPTERS):
         left.add("scorer")  # the export of the reward stage holds the merged model
     own = [] if "gates" in _chosen(theirs) or "gates" not in left else [f"gates={gates or 'ppo'}"]
     return (*own, *_carried("evaluate", trained, lead, folder, words, left))
