@@ -109,7 +109,7 @@ class RecordDataModule(LightningDataModule):
         )
         _check_positive(or_zero=True, show_examples=show_examples, num_workers=num_workers)
         if num_iterations is not None and num_epochs is not None:
-            raise ValueError(f"{num_iterations=} and {num_epochs=}: give one of them at most")
+            raise ValueError(f"{num_iterations=} and {num_epochs=}: give exactly one")
         if over_long not in ("drop", "truncate_left"):
             raise ValueError(f"over_long={over_long!r} is unknown: use 'drop' or 'truncate_left'")
         self.source = as_source(source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -90,13 +89,14 @@ def test_it_is_exported_again_as_it_was(stopped, tmp_path):
 
 
 def test_without_early_stopping_and_in_ppo_it_is_the_last(stopped, tmp_path):
-    summary = json.loads(stopped.summary.read_text())
     assert best_of_early_stopping(stopped) is not None
-    stopped.summary.write_text(json.dumps(summary | {"stage": "ppo"}))
+    config = stopped.config.read_text()
+    assert "\nstage: sft\n" in f"\n{config}"
+    stopped.config.write_text(config.replace("stage: sft\n", "stage: ppo\n"))
     try:
         assert best_of_early_stopping(stopped) is None
     finally:
-        stopped.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        stopped.config.write_text(config)
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from rlhf_lightning.app import finalize
 from rlhf_lightning.app.failures import describe_out_of_memory, is_out_of_memory
-from rlhf_lightning.app.finalize import full_state
 from tests.entry.small_runs import configuration, make_start
 from tests.entry.small_settings import SMALL
 from tests.faults.command_line import run_folder, summary, train
@@ -86,16 +87,17 @@ def test_settings_that_are_used_already_are_not_advised(start):
     assert "module.ppo.micro_batch_size=3 (now 6)" in describe_out_of_memory(MemoryError(), cfg, [])
 
 
-class TooLarge(torch.nn.Module):
-    def state_dict(self, *args, **kwargs):
+class TooLarge(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
         raise MemoryError
 
 
 def test_what_runs_out_of_memory_after_training_is_told_the_settings_of_the_evaluation():
     evaluation = {"micro_batch_size": 6, "max_new_tokens": 40}
     cfg = OmegaConf.create({"stage": "sft", "evaluation": evaluation})
+    trainer = SimpleNamespace(optimizers=[TooLarge([torch.zeros(1, requires_grad=True)])])
     with pytest.raises(MemoryError) as caught:
-        full_state(TooLarge())
+        finalize._let_go(SimpleNamespace(trainer=trainer))
     text = describe_out_of_memory(caught.value, cfg, [])
     assert "evaluation.micro_batch_size=3 (now 6), evaluation.max_new_tokens below 40" in text
 

@@ -57,12 +57,14 @@ def strategy_of(name: str, world_size: int) -> Any:
     timeout = timedelta(seconds=60)
     if name == "ddp":
         return DDPStrategy(process_group_backend="gloo", timeout=timeout)
+    # In fp32, or ranks would differ from one process by the rounding of bf16.
+    options: Any = {"num_devices": world_size, "timeout": timeout, "compute_dtype": None}
     if name == "fsdp":
-        return FSDP2Strategy(num_devices=world_size, timeout=timeout)
+        return FSDP2Strategy(**options)
     if name == "hybrid":
-        return FSDP2Strategy(num_devices=world_size, shard_over=world_size // 2, timeout=timeout)
+        return FSDP2Strategy(**options, shard_over=world_size // 2)
     if name == "offload":
-        return FSDP2Strategy(num_devices=world_size, cpu_offload=True, timeout=timeout)
+        return FSDP2Strategy(**options, cpu_offload=True)
     return "auto"
 
 

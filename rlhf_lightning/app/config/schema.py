@@ -188,6 +188,11 @@ def check_settings(container: Mapping[str, Any]) -> None:
         build_checked(settings, known, section)
     _check_groups(container)
     _check_callbacks(container)
+    data = container["data"]
+    if data.get("num_iterations") is None and data.get("num_epochs") is None:
+        raise ValueError(
+            f"data.num_iterations=None and num_epochs={data.get('num_epochs')}: give exactly one"
+        )
     tags = container["logger"].get("tags", [])
     if not isinstance(tags, list) or any(not isinstance(tag, str) for tag in tags):
         raise ValueError(f"logger.tags={tags!r} must be a list of texts, such as [first,tiny]")
