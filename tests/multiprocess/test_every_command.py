@@ -161,7 +161,7 @@ def test_evaluate_compares_the_policies_with_their_reward_model(chain: Chain) ->
     assert 0 <= metrics["val/score_win_rate"] <= 1
 
 
-def test_collect_writes_records_of_the_trained_policy(chain: Chain) -> None:
+def test_collect_labels_answers_of_the_trained_policy(chain: Chain) -> None:
     if chain.place == "ddp":
         pytest.skip("it uses no ranks, and the exports are those of one process")
     run = chain.folder / "collect"
@@ -169,4 +169,5 @@ def test_collect_writes_records_of_the_trained_policy(chain: Chain) -> None:
         "collect", f"artifacts.sft={chain.run('ppo')}/export", f"hydra.run.dir={run}", *FEW_LABELS
     )
     summary(run)
-    assert (run / "data/train.jsonl").read_text().splitlines()
+    # Of nonsense all may tie, and no record be left.
+    assert len((run / "labels.jsonl").read_text().splitlines()) > 40
