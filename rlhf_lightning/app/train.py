@@ -45,6 +45,7 @@ from rlhf_lightning.distributed.launch import (
     agree_on,
     as_single_run,
     begin,
+    end_process,
     forget_agreements,
     forget_ranks,
     global_rank,
@@ -248,6 +249,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         compose_and_check("train", _check_early)
     _hydra_main()
+    end_process()
 
 
 if __name__ == "__main__":

@@ -194,3 +194,11 @@ def forget_ranks() -> None:
     if not started_by_others():
         for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
+
+
+def end_process() -> None:
+    """End this process in order if it is one of several ranks; else return."""
+    if "torch" in sys.modules:
+        from rlhf_lightning.distributed.collectives import end_rank
+
+        end_rank()
