@@ -39,7 +39,8 @@ LISTED += ("scorer", "judge", "doctor", "budget", "safety")
 ELSEWHERE = {
     "annotator": "What labels pairs: [The preference lab](preferences.md#annotators).",
     "doctor": "Thresholds of the detectors (`doctor.thresholds.*`): [The doctor](doctor.md).",
-    "gates": "How a threshold is written: [Evaluation](evaluation.md).",
+    "gates": "How a threshold is written: [Evaluation](evaluation.md). Experiments take those of their "
+    "data set, in `conf/gates/by_dataset`.",
     "dataset": "Keys of a data set stand in its file in `conf/dataset`: "
     "[Your model and data](your_model_and_data.md#the-data).",
 }
@@ -176,6 +177,8 @@ def groups_section() -> Iterator[str]:
             for file in files:
                 several = f" ({file.stem})" if len(files) > 1 else ""
                 for key, value, comment in keys_of(file) if not is_global(file) else ():
+                    # Of what a model may change, the value without it.
+                    value = re.sub(r"\$\{oc\.select:.*,([^,{}]+)\}+", r"\1", value)
                     written = f"`{cell(value)}`" if value else ""
                     yield f"| `{group}.{key}`{several} | {written} | {cell(comment)} |"
 

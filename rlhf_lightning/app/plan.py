@@ -42,8 +42,8 @@ What a training run takes in memory on each device, and what would make it fit.
 Trains nothing; needs no network, no weights and no earlier stage.
 
   python -m rlhf_lightning.plan +experiment=ppo
-  python -m rlhf_lightning.plan +experiment=ppo_pretrained model=llama3_1_8b lora=lora
-  python -m rlhf_lightning.plan +experiment=sft_pretrained model=qwen2_5_7b strategy=fsdp
+  python -m rlhf_lightning.plan +experiment=ppo model=llama3_1_8b dataset=ultrafeedback lora=lora
+  python -m rlhf_lightning.plan +experiment=sft model=qwen2_5_7b dataset=ultrachat strategy=fsdp
 
 Takes what rlhf_lightning.train takes, and
   plan.device_memory=80GiB   of one device (default: this machine's)

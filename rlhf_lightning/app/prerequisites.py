@@ -29,7 +29,7 @@ _PASSED_ON = (
     "model.from_scratch",
     "dataset.",
 )
-# What the stages of a pretrained model are given alike.
+# Overrides that the stages of a pretrained model share.
 _SHARED = ("model=", "dataset=", "dataset.name=", "dataset.family=", "lora=", "strategy=")
 
 
@@ -61,7 +61,7 @@ def prepare_inputs(
             continue
         folder = Path(source)
         if not _is_built_in(cfg, kind):
-            maker = _maker(cfg.name, kind, overrides)
+            maker = _maker(cfg, kind, overrides)
             raise ConfigError(
                 f"artifacts.{kind}={source} does not exist: give a folder or hub name, or make it "
                 f"with  python -m rlhf_lightning.train +experiment={maker}"
@@ -89,14 +89,16 @@ def _is_built_in(cfg: DictConfig, kind: str) -> bool:
     return str(name).startswith("demo_") and Path(cfg.artifacts[kind]) == default
 
 
-def _maker(name: str, kind: str, overrides: Sequence[str]) -> str:
-    """Return the words by which an experiment makes a `kind` model for the experiment `name`."""
-    stage = str(name).partition("_")[0]
-    pretrained = f"{kind}_pretrained"
-    if f"+experiment={stage}_pretrained" in overrides and pretrained in choices("experiment"):
-        return " ".join([pretrained, *(word for word in overrides if word.startswith(_SHARED))])
-    sibling = "_".join([kind, *str(name).split("_")[1:]])
-    return sibling if sibling in choices("experiment") else kind
+def _maker(cfg: DictConfig, kind: str, overrides: Sequence[str]) -> str:
+    """Return the words by which an experiment makes a `kind` model for the one of `cfg`."""
+    sibling = "_".join([kind, *str(cfg.name).split("_")[1:]])
+    if sibling in choices("experiment"):
+        return sibling
+    words = [word for word in overrides if word.startswith(_SHARED)]
+    other = OmegaConf.select(cfg, "dataset.sft_dataset") if kind == "sft" else None
+    if other is not None and not any(word.startswith("dataset.family=") for word in words):
+        words = [f"dataset={other}" if word.startswith("dataset=") else word for word in words]
+    return " ".join([kind, *words])
 
 
 def _train(kind: str, cfg: DictConfig, overrides: list[str]) -> None:

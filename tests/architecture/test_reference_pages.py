@@ -134,9 +134,7 @@ def test_the_options_are_those_of_trl_1_12():
 def test_every_counterpart_is_a_setting_that_exists():
     register()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose(
-            "train", overrides=["+experiment=ppo_pretrained", "model=smollm2_135m", "lora=lora"]
-        )
+        cfg = compose("train", overrides=["+experiment=ppo", "model=smollm2_135m", "lora=lora"])
     checked = 0
     for row in trl_rows():
         for written in re.findall(r"`([^`]+)`", row[1]):

@@ -70,7 +70,7 @@ def test_the_rates_are_those_of_the_checkpoint_and_not_of_the_experiment(variant
 def test_an_explicit_rate_wins_and_the_other_follows_the_size(tmp_path):
     start = folder_of("smollm2_135m", tmp_path)
     rate = "module.ppo.learning_rate=2.0e-6"
-    cfg = composed("+experiment=ppo_pretrained", "model=qwen2_5_7b", "lora=lora", rate)
+    cfg = composed("+experiment=ppo", "model=qwen2_5_7b", "lora=lora", rate)
     policy, value = choose_rates(cfg, start)
     assert cfg.module.ppo.learning_rate == 2e-6
     assert policy == "learning_rate 2e-06, as set"
@@ -91,7 +91,7 @@ def test_what_an_experiment_sets_stays(experiment, rate, tmp_path):
 
 def test_a_model_whose_config_gives_no_size_needs_an_explicit_rate(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "clip_vision_model"}')
-    cfg = composed("+experiment=sft_pretrained", "model=pretrained")
+    cfg = composed("+experiment=sft", "model=pretrained")
     with pytest.raises(ConfigError, match=r"set module\.sft\.learning_rate=1\.0e-5"):
         choose_rates(cfg, str(tmp_path))
     cfg.module.sft.learning_rate = 1e-4

@@ -185,9 +185,11 @@ def test_a_documented_training_command_composes_and_its_hyper_parameters_are_bui
 
 def made_by_default(command: Command, cfg: DictConfig, kind: str) -> str | None:
     """Return where the experiment that makes a `kind` model for `cfg` publishes it."""
-    if f"+experiment={cfg.stage}_pretrained" in command.overrides:
-        shared = [o for o in command.overrides if o.startswith(("model=", "lora="))]
-        return compose_stage((f"+experiment={kind}_pretrained", *shared)).artifacts.publish
+    if f"+experiment={cfg.stage}" in command.overrides:
+        shared = [o for o in command.overrides if o.startswith(("model=", "lora=", "dataset="))]
+        if kind == "sft":
+            shared = [o.replace("ultrafeedback", "ultrachat") for o in shared]
+        return compose_stage((f"+experiment={kind}", *shared)).artifacts.publish
     maker = "_".join([kind, *str(cfg.name).split("_")[1:]])
     known = maker in choices("experiment")
     return compose_stage((f"+experiment={maker}",)).artifacts.publish if known else None

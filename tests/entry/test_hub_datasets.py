@@ -88,7 +88,7 @@ def source_of(tmp_path, monkeypatch):
     register()
 
     def build(stage: str, dataset: str, *overrides: str) -> Any:
-        words = [f"+experiment={stage}_pretrained", "model=smollm2_135m", f"dataset={dataset}"]
+        words = [f"+experiment={stage}", "model=smollm2_135m", f"dataset={dataset}"]
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
             cfg = compose("train", [*words, *overrides])
         check_config(cfg)

@@ -34,6 +34,7 @@ STAGES = ("sft", "reward", "ppo")
 SMALL = ("smollm2_135m", "smollm2_360m", "qwen2_5_0_5b", "qwen3_0_6b", "llama3_2_1b")
 LARGE = ("qwen2_5_7b", "llama3_1_8b")
 SHARDED = ("llama3_2_1b", *LARGE)
+DATASETS = {"sft": "ultrachat", "reward": "ultrafeedback", "ppo": "ultrafeedback"}
 VARIANTS = {"": [], "_lora": ["lora=lora"], "_fsdp": ["strategy=fsdp"]}
 RECIPES = [
     *((model, "") for model in SMALL),
@@ -51,7 +52,7 @@ def composed(*overrides: str) -> DictConfig:
 @cache
 def model_files() -> dict[str, DictConfig]:
     """Return the model files of a size, the smallest first."""
-    files = {name: OmegaConf.load(conf_dir() / "model" / f"{name}.yaml") for name in SMALL + LARGE}
+    files = {name: composed("+experiment=sft", f"model={name}").model for name in SMALL + LARGE}
     return dict(sorted(files.items(), key=lambda item: item[1].num_parameters))
 
 
@@ -60,9 +61,10 @@ def on_meta_device(shape: Any) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**OmegaConf.to_object(shape)))
 
 
-def recipe(stage: str, model: str, variant: str) -> list[str]:
+def recipe(stage: str, model: str, variant: str, dataset: str = "") -> list[str]:
     """Return the words of a stage's command line."""
-    return [f"+experiment={stage}_pretrained", f"model={model}", *VARIANTS[variant]]
+    dataset = dataset or DATASETS[stage]
+    return [f"+experiment={stage}", f"model={model}", f"dataset={dataset}", *VARIANTS[variant]]
 
 
 def ranks(cfg: DictConfig) -> int:
@@ -141,7 +143,7 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
 def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
     name = "smollm2_135m"
     published = {
-        dataset: composed(*recipe("sft", name, ""), f"dataset={dataset}").artifacts.publish
+        dataset: composed(*recipe("sft", name, "", dataset)).artifacts.publish
         for dataset in ("ultrachat", "ultrafeedback", "hh_rlhf")
     }
     assert len(set(published.values())) == 3
@@ -151,7 +153,7 @@ def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
     built_on = composed(*recipe("reward", name, ""), own).artifacts
     assert built_on.sft == published["ultrafeedback"]
     assert built_on.publish != reward.publish
-    again = composed(*recipe("sft", name, ""), "dataset=ultrafeedback", own).artifacts
+    again = composed(*recipe("sft", name, "", "ultrafeedback"), own).artifacts
     assert again.publish == published["ultrafeedback"]
 
 
@@ -181,12 +183,13 @@ WHOLE, ADAPTER = "RewardModelScorer", "RewardAdapterScorer"
         ("ppo llama3_2_1b strategy=fsdp", 8, 256, EIGHT, WHOLE, "llama3_2_1b/ultra/sft"),
         ("ppo llama3_1_8b lora=lora", 4, 64, GPU, ADAPTER, "llama3_1_8b_lora/ultra/sft"),
         ("ppo qwen2_5_7b strategy=fsdp", 4, 256, EIGHT, WHOLE, "qwen2_5_7b/ultra/sft"),
-        ("ppo smollm2_360m dataset=tldr", 8, 128, GPU, WHOLE, "smollm2_360m/tldr/sft"),
+        ("ppo smollm2_360m tldr", 8, 128, GPU, WHOLE, "smollm2_360m/tldr/sft"),
     ],
 )
 def test_a_command_line_of_a_recipe_means(words, rows, batch, hardware, scorer, sft):
     stage, model, *more = words.split()
-    cfg = composed(*recipe(stage, model, ""), *more)
+    dataset = more.pop() if more == ["tldr"] else ""
+    cfg = composed(*recipe(stage, model, "", dataset), *more)
     assert OmegaConf.select(cfg, ROWS.format(stage=stage)) == rows
     assert cfg.data.batch_size == batch
     assert (cfg.trainer.devices, cfg.trainer.precision) == hardware
@@ -231,14 +234,14 @@ def test_gated_repositories_and_licences_are_named():
             name, "apache-2.0"
         )
         for stage in STAGES:
-            assert f"+experiment={stage}_pretrained model={name}" in text, (
+            assert f"+experiment={stage} model={name} dataset={DATASETS[stage]}" in text, (
                 "the head says how to run it"
             )
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_another_data_set_brings_its_data_its_lengths_and_its_own_artefacts(stage):
-    cfg = composed(*recipe(stage, "llama3_2_1b", "_lora"), "dataset=tldr")
+    cfg = composed(*recipe(stage, "llama3_2_1b", "_lora", "tldr"))
     check_config(cfg)
     check_hparams(cfg)
     assert cfg.data.source.name == "trl-lib/tldr" + ("-preference" if stage == "reward" else "")
@@ -249,8 +252,10 @@ def test_another_data_set_brings_its_data_its_lengths_and_its_own_artefacts(stag
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
-    overrides = ["dataset=files", "dataset.path=mine.jsonl", "dataset.name=mine"]
-    cfg = composed(*recipe(stage, "pretrained", "_lora"), *overrides, "artifacts.base=folder")
+    overrides = ["dataset.path=mine.jsonl", "dataset.name=mine"]
+    cfg = composed(
+        *recipe(stage, "pretrained", "_lora", "files"), *overrides, "artifacts.base=folder"
+    )
     check_config(cfg)
     check_hparams(cfg)
     assert cfg.data.source.path == "mine.jsonl"
@@ -261,12 +266,7 @@ def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
 
 @pytest.mark.parametrize("dataset", ["hh_rlhf", "tldr", "ultrachat", "ultrafeedback"])
 def test_every_seed_holds_out_the_same_records_of_a_hub_set(dataset):
-    cfgs = [
-        composed(
-            "+experiment=ppo_pretrained", "model=smollm2_135m", f"dataset={dataset}", f"seed={n}"
-        )
-        for n in (1, 2)
-    ]
+    cfgs = [composed(*recipe("ppo", "smollm2_135m", "", dataset), f"seed={n}") for n in (1, 2)]
     sources = [instantiate(cfg.data.source) for cfg in cfgs]
     assert sources[0].seed == sources[1].seed
     assert sources[0].hub_splits["validation"] is not None, "the set's own held-out split"
@@ -275,7 +275,7 @@ def test_every_seed_holds_out_the_same_records_of_a_hub_set(dataset):
 def test_qwen3_answers_without_thinking_aloud(tmp_path):
     template = "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}"
     build_tokenizer(template=template).save_pretrained(tmp_path)
-    cfg = composed("+experiment=sft_pretrained", "model=qwen3_0_6b", f"artifacts.base={tmp_path}")
+    cfg = composed(*recipe("sft", "qwen3_0_6b", ""), f"artifacts.base={tmp_path}")
     tokenizer = make_tokenizer(cfg, cfg.artifacts.base)
     assert render_chat(({"role": "user", "content": "why"},), tokenizer) == "quiet"
     files = model_files()

@@ -27,7 +27,7 @@ GSM8K = [
     "train:dataset.path=questions.jsonl",
 ]
 TLDR = [
-    *(f"experiments.{stage}={stage}_pretrained" for stage in ("sft", "reward", "ppo")),
+    *(f"experiments.{stage}={stage}" for stage in ("sft", "reward", "ppo")),
     "train:model=smollm2_135m",
     "train:lora=lora",
     "train:dataset=tldr",

@@ -20,6 +20,7 @@ def resolvers() -> None:
     register()
 
 
+ULTRA = "dataset=ultrafeedback"
 SHORT = ("data.max_prompt_length=32", "module.sampling.max_new_tokens=32")  # few chunks of logits
 
 
@@ -38,7 +39,7 @@ def as_json(capsys, monkeypatch, *overrides: str) -> dict:
 def test_a_plan_needs_no_weights_and_fits_8b_adapters_on_one_80_gib_device(capsys, monkeypatch):
     device = ("plan.device=cuda", "plan.device_memory=80GiB")
     found = as_json(
-        capsys, monkeypatch, "+experiment=ppo_pretrained", "model=llama3_1_8b", "lora=lora", *device
+        capsys, monkeypatch, "+experiment=ppo", "model=llama3_1_8b", ULTRA, "lora=lora", *device
     )
     assert {"generate", "update"} <= set(found["phases"])
     bf16_weights = 2 * 8.03e9
@@ -48,16 +49,17 @@ def test_a_plan_needs_no_weights_and_fits_8b_adapters_on_one_80_gib_device(capsy
 @pytest.mark.timeout(200)
 def test_whole_models_take_more_than_adapters():
     lora = plan_of(
-        "+experiment=ppo_pretrained", "model=smollm2_135m", "lora=lora", "plan.device=cuda", *SHORT
+        "+experiment=ppo", "model=smollm2_135m", ULTRA, "lora=lora", "plan.device=cuda", *SHORT
     )
-    full = plan_of("+experiment=ppo_pretrained", "model=smollm2_135m", "plan.device=cuda", *SHORT)
+    full = plan_of("+experiment=ppo", "model=smollm2_135m", ULTRA, "plan.device=cuda", *SHORT)
     # 16 bytes a weight of policy and value model, the latter without a head.
     assert full.peak.total - lora.peak.total > 0.8 * 16 * 2 * 106e6
 
 
 def test_devices_are_planned_in_the_groups_that_share_a_copy():
     four = [
-        "+experiment=ppo_pretrained",
+        "+experiment=ppo",
+        ULTRA,
         "model=smollm2_135m",
         "plan.device=cpu",
         "strategy=fsdp",

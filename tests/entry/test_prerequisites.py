@@ -29,10 +29,10 @@ def test_a_missing_folder_that_the_user_gave_names_the_command_that_makes_it(com
 def test_a_missing_model_of_a_pretrained_recipe_names_the_stage_and_the_shared_choices(
     compose_ppo, tmp_path
 ):
-    words = ["+experiment=ppo_pretrained", "model=qwen2_5_0_5b", "lora=lora", "dataset=tldr"]
+    words = ["+experiment=ppo", "model=qwen2_5_0_5b", "lora=lora", "dataset=tldr"]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         cfg = compose("train", overrides=[*words, f"paths.artifacts={tmp_path}"])
-    wanted = r"\+experiment=sft_pretrained model=qwen2_5_0_5b lora=lora dataset=tldr$"
+    wanted = r"\+experiment=sft model=qwen2_5_0_5b lora=lora dataset=tldr$"
     with pytest.raises(ConfigError, match=wanted):
         prerequisites.prepare_inputs(cfg, [*words, "module.ppo.kl_coef=0.1"])
 

@@ -59,11 +59,11 @@ def test_three_commands_lead_from_a_checkpoint_to_a_ppo_policy(tmp_path, lora):
     write_pairs(tmp_path / "pairs.jsonl")
     few = ["model=smollm2_135m", f"lora={lora}", *DATASET, *FEW]
     kept = "smollm2_135m" + ("_lora" if lora == "lora" else "")
-    train(tmp_path, "+experiment=sft_pretrained", *few, SHORT, "artifacts.base=hub", timeout=600)
+    train(tmp_path, "+experiment=sft", *few, SHORT, "artifacts.base=hub", timeout=600)
     normalize = "module.reward.normalization_samples=16"
-    train(tmp_path, "+experiment=reward_pretrained", *few, SHORT, normalize, timeout=600)
+    train(tmp_path, "+experiment=reward", *few, SHORT, normalize, timeout=600)
     room = ["module.sampling.max_new_tokens=12", "module.ppo.micro_batch_size=4"]
-    train(tmp_path, "+experiment=ppo_pretrained", *few, *room, timeout=600)
+    train(tmp_path, "+experiment=ppo", *few, *room, timeout=600)
     for stage in ("sft", "reward", "ppo"):
         assert summary(tmp_path, f"{stage}_smollm2_135m")["status"] == "completed"
         # debug=fast keeps its artefacts apart

@@ -70,12 +70,12 @@ def test_another_date_is_another_configuration():
     hashes = []
     for day in ("26 Jul 2024", "3 May 2025"):
         cfg = composed(
-            "+experiment=sft_pretrained",
+            "+experiment=sft",
             "model=llama3_2_1b",
             f"model.chat_template_arguments.date_string='{day}'",
         )
         hashes.append(config_hash(OmegaConf.to_container(cfg, resolve=False)))
-    default = composed("+experiment=sft_pretrained", "model=llama3_2_1b")
+    default = composed("+experiment=sft", "model=llama3_2_1b")
     assert config_hash(OmegaConf.to_container(default, resolve=False)) == hashes[0] != hashes[1]
 
 

@@ -54,8 +54,8 @@ def test_a_reward_service_is_chosen_by_name_and_has_the_defaults_of_the_dataclas
     "words",
     [
         ["+experiment=ppo_smollm2_sentiment"],
-        ["+experiment=ppo_pretrained", "model=smollm2_135m"],
-        ["+experiment=ppo_pretrained", "model=llama3_2_1b", "lora=lora"],
+        ["+experiment=ppo", "model=smollm2_135m", "dataset=ultrafeedback"],
+        ["+experiment=ppo", "model=llama3_2_1b", "dataset=ultrafeedback", "lora=lora"],
     ],
 )
 def test_every_experiment_can_be_given_another_scorer(words, tmp_path):

@@ -43,7 +43,7 @@ def choices_text(width: int | None = None) -> str:
         width: in characters; that of the terminal, at most 100, where it is None.
     """
     width = width or min(shutil.get_terminal_size().columns, 100)
-    real = sorted(
+    recipes = sorted(
         {
             name.partition("_")[2]
             for name in choices("experiment")
@@ -51,8 +51,10 @@ def choices_text(width: int | None = None) -> str:
         }
     )
     lines = _row("built-in world", " ".join(BUILT_IN), width)
-    lines += _row("real models", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(real)}", width)
-    lines += _row("", "pretrained goes with model=, dataset=, lora=lora, strategy=fsdp", width)
+    lines += _row(
+        "your own", "sft reward ppo with model=, dataset=, lora=lora, strategy=fsdp", width
+    )
+    lines += _row("recipes", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(recipes)}", width)
     lines += ["", "Groups, written GROUP=NAME:", ""]
     for group, about in GROUPS:
         note = f" ({about})" if about else ""
