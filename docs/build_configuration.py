@@ -39,8 +39,8 @@ LISTED += ("scorer", "judge", "doctor", "budget", "safety")
 ELSEWHERE = {
     "annotator": "What labels pairs: [The preference lab](preferences.md#annotators).",
     "doctor": "Thresholds of the detectors (`doctor.thresholds.*`): [The doctor](doctor.md).",
-    "gates": "How a threshold is written: [Evaluation](evaluation.md). Experiments take those of their "
-    "data set, in `conf/gates/by_dataset`.",
+    "gates": "How a threshold is written: [Evaluation](evaluation.md). Experiments take "
+    "those of their data set, in `conf/gates/by_dataset`.",
     "dataset": "Keys of a data set stand in its file in `conf/dataset`: "
     "[Your model and data](your_model_and_data.md#the-data).",
 }

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, batch_unit, more_steps
 from rlhf_lightning.app.config.compose import ConfigError, plain
 from rlhf_lightning.app.memory_plan.request import policy_shape
-from rlhf_lightning.app.memory_plan.shapes import Shape, ShapeError
+from rlhf_lightning.app.memory_plan.run import Shape, ShapeError
 from rlhf_lightning.app.memory_plan.sizes import readable
 from rlhf_lightning.app.stages.spec import Parts, find_stage
 from rlhf_lightning.runs.folder import RunFolder

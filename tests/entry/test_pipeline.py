@@ -71,7 +71,7 @@ def test_the_stages_run_in_order_and_share_one_folder_of_models(tmp_path: Path) 
     assert by_stage["reward"].overrides[0] == "+experiment=reward"
     assert given("data.path", tmp_path / "round_1/collect/data") in by_stage["reward"].overrides
     assert by_stage["evaluate"].module == "rlhf_lightning.evaluate"
-    assert "gates=ppo" in by_stage["evaluate"].overrides
+    assert "gates=by_dataset/ppo" in by_stage["evaluate"].overrides
     command = by_stage["sft"].command(tmp_path)
     assert given("hydra.run.dir", tmp_path / "round_1/sft") in command
     assert not [word for word in command if word.startswith("ckpt_path")]

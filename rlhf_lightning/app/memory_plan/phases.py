@@ -1,27 +1,26 @@
-"""What is held in each phase of a run, part by part."""
+"""Bytes that are held in each phase of a run, part by part."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rlhf_lightning.app.memory_plan import traces
-from rlhf_lightning.app.memory_plan.generation import generation_peaks
-from rlhf_lightning.app.memory_plan.run import Run
-from rlhf_lightning.app.memory_plan.sharding import GATHERED, end_of_backward, gathered
-from rlhf_lightning.app.memory_plan.traces import Rows
-from rlhf_lightning.app.memory_plan.tracker import GRADIENTS
-from rlhf_lightning.app.memory_plan.weights import COPIES, ELEMENTS, FROZEN, LARGEST, TRAINED
-from rlhf_lightning.app.memory_plan.workbench import (
-    BASE,
+from rlhf_lightning.app.memory_plan import passes
+from rlhf_lightning.app.memory_plan.models import (
+    COPIES,
+    FROZEN,
+    LARGEST,
     POLICY,
     REFERENCE,
     REWARD,
+    TRAINED,
     VALUE,
-    Workbench,
-    compute_dtype,
+    FakeModels,
 )
+from rlhf_lightning.app.memory_plan.passes import Rows
+from rlhf_lightning.app.memory_plan.run import Run
+from rlhf_lightning.app.memory_plan.tracker import GRADIENTS
 from rlhf_lightning.models.forward import BUCKET
 
 BUCKET_ELEMENTS = 2**23  # of gradients that DDP's average exchanges at once
@@ -30,12 +29,13 @@ OPTIMIZER = "optimizer state"
 ROLLOUT = "rollout"
 BUCKETS = "DDP buckets"
 COPIED = "prepared weights"
+GATHERED = "gathered weights"
 STEP = "optimizer's temporaries"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What is held at the peak of one phase, in bytes by part."""
+    """Bytes that are held at the peak of one phase, by part."""
 
     name: str
     parts: Mapping[str, int]
@@ -70,221 +70,202 @@ class Plan:
 
 def plan(run: Run) -> Plan:
     """Return what the tensors of `run` take on one of its devices."""
-    bench = Workbench(run)
-    models = model_bytes(bench)
-    optimizer = optimizer_bytes(bench)
+    parts = Parts(run)
+    models, kinds = parts.models(), run.spec.trains
+    optimizer = sum(parts.optimizer(kind)["state"] for kind in kinds)
     held = Counter({WEIGHTS: sum(models.values()), OPTIMIZER: optimizer})
     if run.strategy == "ddp" and run.num_devices > 1:
-        held[BUCKETS] = trained_bytes(bench)  # Lightning's wrapper makes them for all gradients
+        # Lightning's wrapper makes them for all gradients.
+        held[BUCKETS] = sum(parts.fake.weights(kind)[TRAINED] for kind in kinds)
     phases = []
     if run.spec.rolls_out:
-        held[ROLLOUT] = rollout_bytes(run)
-        generated = generation(bench, run.rows, run.response_length)
-        phases += [Phase("generate", held + generated), Phase("score", held + scoring(bench))]
-    phases.append(Phase("update", held + _largest(update(bench))))
+        # int64 ids, two masks and eight numbers a token
+        held[ROLLOUT] = run.rows * (9 * run.length + (1 + 8 * 4) * run.response_length)
+        generated = parts.generation(run.rows, run.response_length)
+        phases += [Phase("generate", held + generated), Phase("score", held + parts.scoring())]
+    phases.append(Phase("update", held + _largest(parts.update())))
     if run.validation_rows:
-        phases.append(Phase("validate", held + validation(bench)))
+        phases.append(Phase("validate", held + parts.validation()))
     if run.evaluation is not None:
-        phases.append(Phase("evaluate", _held_by_evaluation(bench, held) + evaluation(bench)))
-    elements = sum(bench.weights(POLICY, part=part)[ELEMENTS] for part in bench.parts)
-    return Plan(models, optimizer, tuple(phases), elements)
+        found = parts.held_by_evaluation(held) + parts.evaluation()
+        phases.append(Phase("evaluate", found))
+    return Plan(models, optimizer, tuple(phases), parts.fake.total(POLICY))
 
 
-def model_bytes(bench: Workbench) -> dict[str, int]:
-    """Return what the weights of each model take on one device, by the model's name."""
-    run, found = bench.run, {}
-    names = {POLICY: "policy", VALUE: "value model" if run.spec.trains_policy else "reward model"}
-    if run.style.lora is not None:
-        found["frozen base"] = bench.weights(POLICY, part=BASE)[FROZEN]
-        names = {kind: f"{name}'s adapter" for kind, name in names.items()}
-    for kind in run.spec.trains:
-        found[names[kind]] = bench.weights(kind)[TRAINED]
-    if run.spec.holds_reference and run.style.lora is None:
-        found["reference"] = bench.weights(REFERENCE)[FROZEN]
-    if run.scoring.kind == "model":
-        found["reward model"] = bench.weights(REWARD)[FROZEN]
-    elif run.scoring.kind == "adapter":
-        found["reward model's adapter"] = bench.weights(VALUE)[TRAINED]
-    return {name: -(-size // run.sharded) for name, size in found.items()}
+class Parts:
+    """Bytes on one device of what a run holds, measured on fake models."""
 
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.fake = FakeModels(run)
 
-def trained_bytes(bench: Workbench) -> int:
-    """Return the bytes of all trained weights, not sharded: those of a full set of gradients."""
-    return sum(bench.weights(kind)[TRAINED] for kind in bench.run.spec.trains)
+    def models(self) -> dict[str, int]:
+        """Return what the weights of each model take, by the model's name."""
+        run, weights = self.run, self.fake.weights
+        value = "value model" if run.spec.trains_policy else "reward model"
+        names, found = {POLICY: "policy", VALUE: value}, {}
+        if run.style.lora is not None:
+            found["frozen base"] = weights(POLICY, base=True)[FROZEN]
+            names = {kind: f"{name}'s adapter" for kind, name in names.items()}
+        for kind in run.spec.trains:
+            found[names[kind]] = weights(kind)[TRAINED]
+        if run.spec.holds_reference and run.style.lora is None:
+            found["reference"] = weights(REFERENCE)[FROZEN]
+        if run.scoring.kind == "model":
+            found["reward model"] = weights(REWARD)[FROZEN]
+        elif run.scoring.kind == "adapter":
+            found["reward model's adapter"] = weights(VALUE)[TRAINED]
+        return {name: self._share(size) for name, size in found.items()}
 
+    def optimizer(self, kind: str) -> dict[str, int]:
+        """Return bytes of the `state` that is kept and of what a `step` holds beside it."""
+        build = self.run.optimizer
+        peaks = self.fake.peaks(kind, lambda m: passes.optimizer_peaks(m, build), as_held=True)
+        state = sum(peaks["state"].values())
+        step = max(sum(peaks["step"].values()) - state, 0)
+        return {"state": self._share(state), "step": self._share(step)}
 
-def optimizer_bytes(bench: Workbench) -> int:
-    """Return what the optimizer keeps between steps on one device."""
-    return sum(_optimizer(bench, kind)["state"] for kind in bench.run.spec.trains)
+    def update(self) -> Iterator[Counter[str]]:
+        """Yield what is held beside weights and optimizer: in each backward, and in the step."""
+        run, kinds = self.run, self.run.spec.trains
+        sharded, accumulated = run.sharded > 1, run.num_micro_batches > 1
+        gradients = {kind: self._share(self.fake.weights(kind)[TRAINED]) for kind in kinds}
+        everything = sum(gradients.values())
+        for index, kind in enumerate(kinds):
+            parts = self._training(kind, accumulated=accumulated or sharded)
+            if sharded:
+                parts[GRADIENTS] = everything
+                parts += self._gathered((kind,), backward=True)
+                yield Counter({GRADIENTS: everything}) + self._end_of_backward(kind)
+            elif accumulated:
+                parts[GRADIENTS] = everything
+            else:
+                parts[GRADIENTS] += sum(gradients[done] for done in kinds[:index])
+            yield parts
+        step = sum(self.optimizer(kind)["step"] for kind in kinds)
+        yield Counter({GRADIENTS: everything, STEP: step})
+        if run.strategy == "ddp":
+            largest = max(self.fake.weights(kind)[LARGEST] for kind in kinds)
+            exchanged = 4 * min(BUCKET_ELEMENTS + largest, everything // 4)
+            yield Counter({GRADIENTS: everything, STEP: exchanged})
 
-
-def rollout_bytes(run: Run) -> int:
-    """Return the bytes of a RolloutBatch: int64 ids, two masks and eight numbers a token."""
-    return run.rows * (9 * run.length + (1 + 8 * 4) * run.response_length)
-
-
-def update(bench: Workbench) -> Iterator[Counter[str]]:
-    """Yield what is held beside weights and optimizer: in each backward, and in the step."""
-    run = bench.run
-    kinds = run.spec.trains
-    accumulated = run.num_micro_batches > 1
-    gradients = {kind: -(-bench.weights(kind)[TRAINED] // run.sharded) for kind in kinds}
-    everything = sum(gradients.values())
-    for index, kind in enumerate(kinds):
-        parts = Counter(_training(bench, kind, accumulated=accumulated or run.sharded > 1))
-        if run.sharded > 1:
-            parts[GRADIENTS] = everything
-            parts += gathered(bench, (kind,), backward=True)
-            yield Counter({GRADIENTS: everything}) + end_of_backward(bench, kind)
-        elif accumulated:
-            parts[GRADIENTS] = everything
-        else:
-            parts[GRADIENTS] += sum(gradients[done] for done in kinds[:index])
-        yield parts
-    step = Counter({GRADIENTS: everything})
-    step[STEP] = sum(_optimizer(bench, kind)["step"] for kind in kinds)
-    yield step
-    if run.strategy == "ddp":
-        largest = max(bench.weights(kind)[LARGEST] for kind in kinds)
-        exchanged = 4 * min(BUCKET_ELEMENTS + largest, everything // 4)
-        yield Counter({GRADIENTS: everything, STEP: exchanged})
-
-
-def generation(bench: Workbench, rows: int, new_tokens: int) -> Counter[str]:
-    """Return what answering `rows` prompts holds."""
-    run = bench.run
-    found = Counter(
-        bench.peak(
+    def generation(self, rows: int, new_tokens: int) -> Counter[str]:
+        """Return what answering `rows` prompts holds."""
+        run = self.run
+        found = self.fake.peak(
             POLICY,
-            lambda model: generation_peaks(
-                model,
-                rows,
-                run.prompt_length,
-                new_tokens,
-                run.style,
-                read_at_once=run.read_at_once,
-            ),
+            passes.generation_peaks,
+            *(rows, run.prompt_length, new_tokens, run.style),
+            read_at_once=run.read_at_once,
         )
-    )
-    found[COPIED] = bench.weights(POLICY)[COPIES]
-    if run.style.lora is not None:
-        found[COPIED] = sum(bench.weights(POLICY, part=part)[COPIES] for part in bench.parts)
-    if run.sharded > 1:
-        if run.device != "cpu":  # they are gathered in the dtype that generation wants
-            del found[COPIED]
-        size = compute_dtype(run.style).itemsize
-        elements = sum(bench.weights(POLICY, part=part)[ELEMENTS] for part in bench.parts)
-        found[GATHERED] = elements * size
-    return +found
+        found[COPIED] = self.fake.total(POLICY, COPIES)
+        if run.sharded > 1:
+            if run.device != "cpu":  # they are gathered in the dtype that generation wants
+                del found[COPIED]
+            found[GATHERED] = self.fake.total(POLICY) * run.style.matmul_dtype.itemsize
+        return +found
 
+    def scoring(self) -> Counter[str]:
+        """Return what the forwards between generation and update hold: the largest of them."""
+        run = self.run
+        together = min(run.micro_batch_size or run.rows, run.rows)
+        rows = Rows(together, _padded(run.length), run.response_length)
+        candidates = [
+            self._forward(kind, rows, with_entropy=kind == POLICY, several=True)
+            for kind in (POLICY, VALUE, *((REFERENCE,) if run.style.lora is None else ()))
+        ]
+        if run.scoring.kind == "model":
+            together = min(run.scoring.micro_batch_size or run.rows, run.rows)
+            length = _padded(run.scoring.max_length or run.length)
+            candidates.append(self._forward(REWARD, Rows(together, length, 1)))
+        return _largest(candidates) + self._gathered(run.spec.trains, backward=False)
 
-def scoring(bench: Workbench) -> Counter[str]:
-    """Return what the forwards between generation and update hold: the largest of them."""
-    run = bench.run
-    together = min(run.micro_batch_size or run.rows, run.rows)
-    rows = Rows(together, _padded(run.length), run.response_length)
-    kinds = [POLICY, VALUE]
-    candidates = [
-        _forward(bench, kind, rows, with_entropy=kind == POLICY, several=True) for kind in kinds
-    ]
-    if run.style.lora is None:
-        candidates.append(_forward(bench, REFERENCE, rows, several=True))
-    if run.scoring.kind == "model":
-        together = min(run.scoring.micro_batch_size or run.rows, run.rows)
-        length = _padded(run.scoring.max_length or run.length)
-        candidates.append(_forward(bench, REWARD, Rows(together, length, 1)))
-    parts = _largest(candidates)
-    return parts + gathered(bench, run.spec.trains, backward=False)
+    def validation(self) -> Counter[str]:
+        """Return what a validation batch holds."""
+        run = self.run
+        (kind,) = run.spec.trains
+        asked = run.length if kind == POLICY else 1
+        found = self._forward(kind, Rows(run.validation_rows, _padded(run.length), asked))
+        return found + self._gathered((kind,), backward=False)
 
+    def evaluation(self) -> Counter[str]:
+        """Return what sampling and comparing answers holds when training is over."""
+        run, evaluation = self.run, self.run.evaluation
+        assert evaluation is not None
+        rows, new_tokens = evaluation.rows, evaluation.max_new_tokens
+        candidates = [self.generation(rows, new_tokens)]
+        if run.spec.trains_policy:
+            together = min(evaluation.micro_batch_size or rows, rows)
+            compared = Rows(together, _padded(run.prompt_length + new_tokens), new_tokens)
+            candidates.append(self._forward(POLICY, compared))
+        return _largest(candidates)
 
-def validation(bench: Workbench) -> Counter[str]:
-    """Return what a validation batch holds."""
-    run = bench.run
-    (kind,) = run.spec.trains
-    asked = run.length if kind == POLICY else 1
-    rows = Rows(run.validation_rows, _padded(run.length), asked)
-    found = _forward(bench, kind, rows)
-    return found + gathered(bench, (kind,), backward=False)
+    def held_by_evaluation(self, held: Counter[str]) -> Counter[str]:
+        """Return what is left of `held` while answers are compared."""
+        run = self.run
+        if run.evaluation is not None and run.evaluation.during_training:
+            return held
+        start = 0
+        if not run.spec.holds_reference and run.style.lora is None:  # where the policy started
+            start = self._share(self.fake.weights(REFERENCE)[FROZEN])
+        if run.device == "cpu":  # training's gradients and optimizer state are freed before
+            left = Counter({part: size for part, size in held.items() if part != OPTIMIZER})
+            return left + Counter({WEIGHTS: start})
+        # Lightning moves what it trained to the CPU after `fit`; what is compared comes back.
+        models = self.models()
+        models.pop("value model", None)
+        return Counter({WEIGHTS: sum(models.values()) + start})
 
+    def _share(self, size: int) -> int:
+        return -(-size // self.run.sharded)
 
-def evaluation(bench: Workbench) -> Counter[str]:
-    """Return what sampling and comparing answers holds when training is over."""
-    run = bench.run
-    assert run.evaluation is not None
-    rows, new_tokens = run.evaluation.rows, run.evaluation.max_new_tokens
-    candidates = [generation(bench, rows, new_tokens)]
-    if run.spec.trains_policy:
-        together = min(run.evaluation.micro_batch_size or rows, rows)
-        width = _padded(run.prompt_length + new_tokens)
-        compared = Rows(together, width, new_tokens)
-        candidates.append(_forward(bench, POLICY, compared, with_entropy=False))
-    return _largest(candidates)
-
-
-def _held_by_evaluation(bench: Workbench, held: Counter[str]) -> Counter[str]:
-    run = bench.run
-    if run.evaluation is not None and run.evaluation.during_training:
-        return held
-    start = 0
-    if not run.spec.holds_reference and run.style.lora is None:  # the policy that it started from
-        start = -(-bench.weights(REFERENCE)[FROZEN] // run.sharded)
-    if run.device == "cpu":  # training's gradients and optimizer state are freed before
-        return Counter({part: n for part, n in held.items() if part != OPTIMIZER}) + Counter(
-            {WEIGHTS: start}
-        )
-    # Lightning moves what it trained to the CPU after `fit`; what is compared comes back.
-    models = model_bytes(bench)
-    models.pop("value model", None)
-    return Counter({WEIGHTS: sum(models.values()) + start})
-
-
-def _training_rows(run: Run) -> Rows:
-    answered = run.response_length if run.spec.rolls_out else run.length
-    asked = answered if run.spec.trains_policy else 1
-    return Rows(run.micro_rows, _padded(run.length), asked)
-
-
-def _training(bench: Workbench, kind: str, *, accumulated: bool) -> dict[str, int]:
-    run = bench.run
-    rows = _training_rows(run)
-    in_place = run.device == "cpu" and run.sharded == 1
-    return bench.peak(
-        kind,
-        lambda model: traces.training_peaks(
-            model,
-            rows,
-            run.style,
-            accumulated=accumulated,
-            in_place=in_place,
-            with_entropy=run.with_entropy,
-        ),
-    )
-
-
-def _forward(
-    bench: Workbench, kind: str, rows: Rows, *, with_entropy: bool = False, several: bool = False
-) -> Counter[str]:
-    return Counter(
-        bench.peak(
+    def _training(self, kind: str, *, accumulated: bool) -> Counter[str]:
+        run = self.run
+        answered = run.response_length if run.spec.rolls_out else run.length
+        asked = answered if run.spec.trains_policy else 1
+        rows = Rows(run.micro_rows, _padded(run.length), asked)
+        return self.fake.peak(
             kind,
-            lambda model: traces.forward_peaks(
-                model, rows, bench.run.style, with_entropy=with_entropy, several=several
-            ),
+            passes.training_peaks,
+            *(rows, run.style),
+            accumulated=accumulated,
+            in_place=run.device == "cpu" and run.sharded == 1,
+            with_entropy=run.with_entropy,
         )
-    )
+
+    def _forward(self, kind: str, rows: Rows, **options: bool) -> Counter[str]:
+        return self.fake.peak(kind, passes.forward_peaks, rows, self.run.style, **options)
+
+    def _gathered(self, kinds: tuple[str, ...], *, backward: bool) -> Counter[str]:
+        """Return what FSDP2 gathers: all but the layers for good, layers as they are needed.
+
+        One layer computes, the next one is on its way, and its flat copy is alive meanwhile; in
+        the backward pass a layer's gradients are there whole, once as computed and once in fp32 to
+        be sent, and the head's wait for those of the embeddings.
+        """
+        if self.run.sharded == 1:
+            return Counter()
+        size = self.run.style.matmul_dtype.itemsize
+        gradients = backward and self.run.style.lora is None  # those of adapters are small
+        rest = sum(self._outside_layers(kind) for kind in kinds)
+        layer = max(self.fake.layer_elements(kind) for kind in kinds)
+        total = rest * (size + size * gradients)
+        return Counter({GATHERED: total + layer * (3 * size + (size + 4) * gradients)})
+
+    def _end_of_backward(self, kind: str) -> Counter[str]:
+        """Return what is whole when the last gradients, of embeddings and head, are sent."""
+        if self.run.style.lora is not None:
+            return Counter()
+        size = self.run.style.matmul_dtype.itemsize
+        return Counter({GATHERED: self._outside_layers(kind) * (2 * size + 4)})
+
+    def _outside_layers(self, kind: str) -> int:
+        """Return the weights of a model that are in no decoder layer."""
+        layers = self.fake.shape_of(kind).num_layers * self.fake.layer_elements(kind)
+        return self.fake.total(kind) - layers
 
 
-def _optimizer(bench: Workbench, kind: str) -> dict[str, int]:
-    """Return bytes of the `state` that is kept and of what a `step` holds beside it."""
-    peaks = bench.peaks(
-        kind, lambda model: traces.optimizer_peaks(model, bench.run.optimizer), as_held=True
-    )
-    state = sum(peaks["state"].values())
-    step = max(sum(peaks["step"].values()) - state, 0)
-    return {"state": -(-state // bench.run.sharded), "step": -(-step // bench.run.sharded)}
-
-
-def _largest(candidates: Iterator[Counter[str]] | list[Counter[str]]) -> Counter[str]:
+def _largest(candidates: Iterable[Counter[str]]) -> Counter[str]:
     return max(candidates, key=lambda parts: parts.total())
 
 

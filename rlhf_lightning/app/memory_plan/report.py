@@ -1,17 +1,27 @@
-"""What is printed: phases, models, whether it fits, and what would change it."""
+"""Report of a plan: phases, models, whether the run fits, and settings that would make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rlhf_lightning.app.memory_plan.advice import Suggestion, suggestions, together
-from rlhf_lightning.app.memory_plan.phases import Plan, plan
+import torch
+
+from rlhf_lightning.app.memory_plan.phases import Phase, Plan, plan
 from rlhf_lightning.app.memory_plan.run import Run
 from rlhf_lightning.app.memory_plan.sizes import GIB
+from rlhf_lightning.hparams import LoraHparams
 
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
+WORTH = 0.99  # of the peak: what saves less than one part in a hundred is not worth a line
+DEVICES = (2, 4, 8, 16, 32, 64)
+SPEED, RESULT, HARDWARE, TASK = (
+    "slower, the same result",
+    "changes what is trained",
+    "more devices",
+    "changes the task",
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class Choice:
         settings: overrides for the command line.
         total: bytes on one device with them.
         phase: the phase that then takes most.
-        fits: whether that is within the device's memory; None if nobody knows it.
+        fits: whether that is within the device's memory; None if that is unknown.
         cost: what else changes.
     """
 
@@ -35,18 +45,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run takes on one device, in bytes.
+    """Memory of a run on one device, in bytes.
 
     Args:
         about: the run in words.
         device: `cpu` or `cuda`.
         num_devices: that train together.
-        device_memory: of one, or None if nobody knows it.
+        device_memory: of one, or None if it is unknown.
         models: weights, by model.
         phases: part -> bytes of each phase, at its peak.
         peak_phase: the phase that takes most.
-        runtime: what a process takes on a GPU before it holds a tensor; 0 on a CPU, where
-            tensors alone are counted.
+        runtime: of a process on a GPU before it holds a tensor; 0 on a CPU, where tensors alone
+            are counted.
         total: of the peak, runtime included.
         fits: whether `total` is within `device_memory`.
         choices: what would change it, the least intrusive first.
@@ -69,22 +79,38 @@ class Report:
     notes: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Option:
+    """Other settings, their cost, the run with them and, once it is planned, its peak."""
+
+    settings: tuple[str, ...]
+    cost: str
+    run: Run
+    peak: Phase | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of the peak, without the runtime."""
+        return 0 if self.peak is None else self.peak.total
+
+
 def make_report(run: Run, device_memory: int | None, notes: Sequence[str]) -> Report:
     """Return the report of `run` on devices of `device_memory` bytes."""
     planned = plan(run)
     runtime = 0 if run.device == "cpu" else CUDA_RUNTIME
     budget = None if device_memory is None else device_memory - runtime
-    total = planned.peak.total + runtime
-    found = suggestions(run, planned, budget)
-    fits = None if device_memory is None else total <= device_memory
+    fits = None if budget is None else planned.peak.total <= budget
+    steps = [*STEPS, _shorter]
+    found = [best for step in steps if (best := _best(step(run, planned), planned, budget))]
     enough = None
-    if budget is not None and not fits and not any(s.peak <= budget for s in found):
-        enough = together(run, planned, budget)
+    if budget is not None and not fits and not any(best.total <= budget for best in found):
+        enough = _together(run, planned, budget)
 
-    def choice(suggestion: Suggestion) -> Choice:
-        new = suggestion.peak + runtime
-        fitting = None if device_memory is None else new <= device_memory
-        return Choice(suggestion.settings, new, suggestion.phase, fitting, suggestion.cost)
+    def choice(option: Option) -> Choice:
+        assert option.peak is not None
+        fitting = None if budget is None else option.total <= budget
+        name, total = option.peak.name, option.total + runtime
+        return Choice(option.settings, total, name, fitting, option.cost)
 
     return Report(
         about=describe(run, planned),
@@ -95,9 +121,9 @@ def make_report(run: Run, device_memory: int | None, notes: Sequence[str]) -> Re
         phases={phase.name: dict(phase.parts) for phase in planned.phases},
         peak_phase=planned.peak.name,
         runtime=runtime,
-        total=total,
+        total=planned.peak.total + runtime,
         fits=fits,
-        choices=[choice(s) for s in found],
+        choices=[choice(option) for option in found],
         together=None if enough is None else choice(enough),
         notes=list(notes),
     )
@@ -112,7 +138,6 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
     if run.spec.rolls_out:
         lengths = f"{run.prompt_length} + {run.response_length} tokens"
     share = run.micro_rows // run.spec.sequences_per_row
-    batch = f"{run.batch_size} {run.spec.rows} of up to {lengths}, {share} at once"
     where = f"{run.num_devices} x {run.device}"
     if run.num_devices > 1:
         where += f", {run.strategy}"
@@ -128,7 +153,132 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
     return {
         "stage": f"{run.spec.title}, {trained}",
         "model": model,
-        "batch": batch,
+        "batch": f"{run.batch_size} {run.spec.rows} of up to {lengths}, {share} at once",
         "compute": compute,
         "devices": where,
     }
+
+
+def _together(run: Run, planned: Plan, budget: int) -> Option | None:
+    """Return the first steps that fit when they are taken together, or None."""
+    settings: tuple[str, ...] = ()
+    costs: list[str] = []
+    for step in STEPS:
+        best = _best(step(run, planned), planned, budget)
+        if best is None:
+            continue
+        planned = plan(best.run)
+        settings, run = settings + best.settings, best.run
+        costs += [best.cost] if best.cost not in costs else []
+        if best.total <= budget:
+            return replace(best, settings=settings, cost=", ".join(costs))
+    return None
+
+
+def _best(options: Iterator[Option], planned: Plan, budget: int | None) -> Option | None:
+    """Return the first option within `budget`, else the smallest; None if that saves nothing."""
+    best: Option | None = None
+    for option in options:
+        here = replace(option, peak=plan(option.run).peak)
+        fits = budget is not None and here.total <= budget
+        if best is None or fits or here.total < best.total:
+            best = here
+        if fits:
+            break
+    return None if best is None or best.total > WORTH * planned.peak.total else best
+
+
+def _halved(rows: int) -> Iterator[int]:
+    while rows > 1:
+        rows = -(-rows // 2)
+        yield rows
+
+
+def _micro_batches(run: Run, planned: Plan) -> Iterator[Option]:
+    if planned.peak.name not in ("update", "score"):
+        return
+    for rows in _halved(run.micro_rows // run.spec.sequences_per_row):
+        settings: tuple[str, ...] = (f"module.{run.spec.settings}.micro_batch_size={rows}",)
+        if run.scoring.kind == "model" and run.scoring.micro_batch_size != run.micro_batch_size:
+            settings += (f"scorer.micro_batch_size={rows}",)
+        scoring = replace(run.scoring, micro_batch_size=rows)
+        yield Option(settings, SPEED, replace(run, micro_batch_size=rows, scoring=scoring))
+
+
+def _later_batches(run: Run, planned: Plan) -> Iterator[Option]:
+    """Smaller batches of what runs beside training, where that is the peak."""
+    if planned.peak.name == "validate":
+        for rows in _halved(run.validation_rows):
+            settings = (f"data.validation_batch_size={rows}",)
+            yield Option(settings, SPEED, replace(run, validation_rows=rows))
+    if planned.peak.name == "evaluate" and run.evaluation is not None:
+        for rows in _halved(run.evaluation.rows):
+            changed = replace(run, evaluation=replace(run.evaluation, rows=rows))
+            yield Option((f"evaluation.batch_size={rows}",), SPEED, changed)
+
+
+def _recomputed(run: Run, _: Plan) -> Iterator[Option]:
+    if not run.style.activation_checkpointing:
+        style = replace(run.style, activation_checkpointing=True)
+        settings = ("model.activation_checkpointing=true",)
+        yield Option(settings, SPEED, replace(run, style=style))
+
+
+def _with_precision(run: Run, precision: str, compute_dtype: torch.dtype | None) -> Run:
+    lora = run.style.lora and replace(run.style.lora, base_precision=precision)
+    style = replace(run.style, precision=precision, compute_dtype=compute_dtype, lora=lora)
+    return replace(run, style=style)
+
+
+def _rounded(run: Run, _: Plan) -> Iterator[Option]:
+    if run.style.precision == "32-true" and run.style.compute_dtype is None:
+        changed = _with_precision(run, "bf16-mixed", None)
+        yield Option(("trainer.precision=bf16-mixed",), "bf16 compute", changed)
+
+
+def _adapted(run: Run, _: Plan) -> Iterator[Option]:
+    own = run.scoring.kind == "model" and run.scoring.shape is None
+    extra = ("scorer=reward_adapter",) if own else ()
+    changed = replace(run, scoring=replace(run.scoring, kind="adapter")) if own else run
+    if run.style.lora is None:
+        style = replace(run.style, lora=LoraHparams(base_precision=run.style.precision))
+        yield Option(("lora=lora", *extra), RESULT, replace(changed, style=style))
+    elif own:
+        yield Option(extra, RESULT, changed)
+
+
+def _sharded(run: Run, _: Plan) -> Iterator[Option]:
+    if run.device == "cpu":
+        return
+    for count in DEVICES:
+        if count > run.sharded and run.batch_size % (count * run.num_minibatches) == 0:
+            settings: tuple[str, ...] = ("strategy=fsdp", f"trainer.devices={count}")
+            if run.style.autocast:
+                settings += ("trainer.precision=32-true",)
+            changed = _with_precision(run, "32-true", torch.bfloat16)
+            changed = replace(changed, strategy="fsdp", num_devices=count, shard_over=None)
+            yield Option(settings, HARDWARE, changed)
+
+
+def _shorter(run: Run, _: Plan) -> Iterator[Option]:
+    tokens = (run.response_length if run.spec.rolls_out else run.prompt_length) // 2
+    if not tokens:
+        return
+    settings = (f"{run.spec.shortened_by}={tokens}",)
+    if run.spec.rolls_out:
+        evaluation = run.evaluation and replace(run.evaluation, max_new_tokens=tokens)
+        changed = replace(run, response_length=tokens, evaluation=evaluation)
+    else:
+        changed = replace(run, prompt_length=tokens)
+    yield Option(settings, TASK, changed)
+
+
+# Settings that make a run smaller, the least intrusive first.
+STEPS: tuple[Callable[[Run, Plan], Iterator[Option]], ...] = (
+    _micro_batches,
+    _later_batches,
+    _recomputed,
+    _rounded,
+    _adapted,
+    _sharded,
+)

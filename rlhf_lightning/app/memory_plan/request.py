@@ -14,9 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, did_you_mean, plain
-from rlhf_lightning.app.memory_plan.fake_models import Style
-from rlhf_lightning.app.memory_plan.run import Evaluation, Run, Scoring
-from rlhf_lightning.app.memory_plan.shapes import Shape, ShapeError, read_shape
+from rlhf_lightning.app.memory_plan.run import (
+    Evaluation,
+    Run,
+    Scoring,
+    Shape,
+    ShapeError,
+    Style,
+    read_shape,
+)
 from rlhf_lightning.app.memory_plan.sizes import parse_bytes
 from rlhf_lightning.app.stages.spec import find_stage, start_of
 from rlhf_lightning.hparams import LoraHparams

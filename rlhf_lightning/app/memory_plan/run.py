@@ -1,16 +1,108 @@
-"""What a plan needs to know of a run, and nothing else of it."""
+"""What the memory of a run depends on: shapes of models, precision, batches, devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import AutoConfig, PretrainedConfig
 
-from rlhf_lightning.app.memory_plan.fake_models import Style
-from rlhf_lightning.app.memory_plan.shapes import Shape
 from rlhf_lightning.app.stages.spec import StageSpec, find_stage
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.factory import set_dropout
+
+
+class ShapeError(ValueError):
+    """The shape of a model is missing, or transformers does not know it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's config fields, `model_type` among them."""
+
+    fields: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        """Check that transformers can make a config of the fields."""
+        missing = [str(key) for key, value in self.fields.items() if value == "???"]
+        if "model_type" not in self.fields or missing:
+            what = missing[0] if missing else "model_type"
+            raise ShapeError(
+                f"the shape of the model lacks {what}: model.shape needs the fields of its "
+                "config.json, model_type among them"
+            )
+        try:
+            self.config()
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ShapeError(f"model.shape makes no config: {error}") from error
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config().num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self.config().vocab_size)
+
+    def config(self, num_layers: int | None = None) -> PretrainedConfig:
+        """Return the config without dropout, with another number of layers if one is given."""
+        config = AutoConfig.for_model(**self.fields)
+        if num_layers is not None:
+            config.num_hidden_layers = num_layers
+            for name, value in vars(config).items():
+                # Some architectures list a kind for each layer.
+                if name.endswith("layer_types") and isinstance(value, list):
+                    setattr(config, name, value[:num_layers])
+        return set_dropout(config, 0.0)
+
+
+def read_shape(folder: Path) -> Shape:
+    """Return the shape of a model in a local folder.
+
+    Raises:
+        ShapeError: if it has no readable config.json.
+    """
+    file = folder / "config.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ShapeError(f"no config.json can be read in {folder}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ShapeError(f"{file} holds no JSON object")
+    return Shape(fields)
+
+
+@dataclass(frozen=True)
+class Style:
+    """Precision, adapters and checkpointing of the models.
+
+    Args:
+        precision: the Trainer's, `32-true` or `bf16-mixed`.
+        compute_dtype: of gathered weights under FSDP2; None computes in the weights' own.
+        lora: adapters on one frozen base, or None for full fine-tuning.
+        activation_checkpointing: of trained models.
+    """
+
+    precision: str
+    compute_dtype: torch.dtype | None = None
+    lora: LoraHparams | None = None
+    activation_checkpointing: bool = False
+
+    @property
+    def autocast(self) -> bool:
+        """Whether forwards run under autocast in bf16."""
+        return self.precision == "bf16-mixed"
+
+    @property
+    def matmul_dtype(self) -> torch.dtype:
+        """Dtype of matrix products, and of the logits that generation samples from."""
+        return torch.bfloat16 if self.autocast else self.compute_dtype or torch.float32
 
 
 @dataclass(frozen=True)
@@ -56,7 +148,7 @@ class Run:
     Args:
         stage: its name, as `find_stage` takes it.
         shape: of the policy.
-        style: how its models are held and computed.
+        style: precision, adapters and checkpointing of its models.
         device: `cpu` or `cuda`.
         strategy: auto, ddp or fsdp.
         num_devices: processes that train together, one on each device.

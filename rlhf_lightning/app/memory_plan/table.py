@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_lightning.app.memory_plan import phases
-from rlhf_lightning.app.memory_plan.report import Choice, Report
-from rlhf_lightning.app.memory_plan.sharding import GATHERED
+from rlhf_lightning.app.memory_plan.report import Report
 from rlhf_lightning.app.memory_plan.sizes import gib, readable
 from rlhf_lightning.app.memory_plan.tracker import ACTIVATIONS, CACHE, CASTS, GRADIENTS, HEAD
 
@@ -19,7 +18,7 @@ PARTS = {
     phases.OPTIMIZER: "optimizer state (Adam)",
     phases.BUCKETS: "DDP's gradient buckets",
     GRADIENTS: "gradients",
-    GATHERED: "weights gathered from the shards",
+    phases.GATHERED: "weights gathered from the shards",
     CASTS: "weights cast to bf16",
     phases.COPIED: "weights prepared for generation",
     ACTIVATIONS: "activations",
@@ -68,7 +67,7 @@ def _parts(report: Report) -> Table:
     rows = report.phases.values()
     known = [part for part in PARTS if any(row.get(part) for row in rows)]
     for part in known:
-        table.add_row(PARTS[part], *(_cell(row.get(part, 0)) for row in rows))
+        table.add_row(PARTS[part], *(gib(row[part]) if row.get(part) else "" for row in rows))
         if part == phases.WEIGHTS and len(report.models) > 1:
             for model, size in report.models.items():
                 cells = [Text(gib(size), style="dim")] + [Text("")] * (len(rows) - 1)
@@ -83,12 +82,6 @@ def _parts(report: Report) -> Table:
     ]
     table.add_row(Text("total (* the peak)", style="bold"), *cells)
     return table
-
-
-def _cell(size: int) -> str:
-    if not size:
-        return ""
-    return gib(size) if size >= 0.005 * 2**30 else "0.00"
 
 
 def _verdict(report: Report) -> Text:
@@ -112,15 +105,15 @@ def _choices(report: Report) -> Table:
     table.add_column("GiB", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("at the price of", style="dim")
-    for choice in report.choices:
-        _add(table, choice)
-    if report.together is not None:
-        _add(table, report.together)
-    elif report.fits is False and not any(choice.fits for choice in report.choices):
+    fits = {True: Text("fits", style="green"), False: Text("no", style="red"), None: Text("")}
+    for choice in (*report.choices, report.together):
+        if choice is not None:
+            settings = " ".join(choice.settings)
+            table.add_row(settings, gib(choice.total), fits[choice.fits], choice.cost)
+    if (
+        report.together is None
+        and report.fits is False
+        and not any(choice.fits for choice in report.choices)
+    ):
         table.add_row("(none of these is enough, nor all of them together)", "", "", "")
     return table
-
-
-def _add(table: Table, choice: Choice) -> None:
-    fits = {True: Text("fits", style="green"), False: Text("no", style="red"), None: Text("")}
-    table.add_row(" ".join(choice.settings), gib(choice.total), fits[choice.fits], choice.cost)

@@ -1,4 +1,4 @@
-"""Peaks of the passes of one model: training, and a forward without a graph.
+"""Peaks of the passes of one model: training, a forward without a graph, generation.
 
 Every pass runs the real code on fake tensors, with two and with three layers. Layers are alike, so
 what is alive at a given moment (while the head works, in the backward of the last layer, ...)
@@ -14,16 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import linear
 from transformers import masking_utils
+from transformers.pytorch_utils import Conv1D
 
-from rlhf_lightning.app.memory_plan.fake_models import Style, fake_mode_of
-from rlhf_lightning.app.memory_plan.tracker import GRADIENTS, HEAD, Bytes, Tracker
+from rlhf_lightning.app.memory_plan.run import Style
+from rlhf_lightning.app.memory_plan.tracker import CACHE, GRADIENTS, HEAD, Bytes, Tracker
 from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
+from rlhf_lightning.rollout.noise import sample_unchecked
 
 Peaks = Mapping[str, Bytes]  # segment -> category -> bytes
 FEW, MORE = 2, 3  # layers that are counted
@@ -43,20 +48,13 @@ def extrapolated(measure: Callable[[int], Peaks], num_layers: int) -> dict[str, 
     if num_layers <= MORE:
         return {segment: dict(live) for segment, live in measure(num_layers).items()}
     few, more = measure(FEW), measure(MORE)
-    return {
-        segment: {
-            category: live.get(category, 0)
-            + (num_layers - FEW) * (more[segment].get(category, 0) - live.get(category, 0))
-            for category in {*live, *more[segment]}
-        }
-        for segment, live in few.items()
-    }
-
-
-def largest(peaks: Peaks) -> dict[str, int]:
-    """Return the segment in which most is alive."""
-    best = max(peaks.values(), key=lambda live: sum(live.values()))
-    return {category: size for category, size in best.items() if size > 0}
+    found: dict[str, dict[str, int]] = {}
+    for segment, live in few.items():
+        other = more[segment]
+        a_layer = {name: other.get(name, 0) - live.get(name, 0) for name in {*live, *other}}
+        depth = num_layers - FEW
+        found[segment] = {n: live.get(n, 0) + depth * size for n, size in a_layer.items()}
+    return found
 
 
 def training_peaks(
@@ -71,7 +69,7 @@ def training_peaks(
     """Return what a forward and backward pass holds, gradients included.
 
     Args:
-        model: a skeleton.
+        model: a fake one.
         batch: the micro-batch.
         style: precision and compute dtype.
         accumulated: gradients of a micro-batch before are there already.
@@ -81,11 +79,15 @@ def training_peaks(
     with tracked(model.root) as tracker:
         trained = [p for p in model.parameters() if p.requires_grad]
         # A weight with a hook is left to autograd.
-        hooks = [
-            p.register_post_accumulate_grad_hook(lambda p: tracker.relabel(p.grad, GRADIENTS))  # type: ignore[arg-type]
-            for p in (() if in_place else trained)
-        ]
-        tracker.before_peak = partial(_gradients_named, tracker, trained)
+        held = () if in_place else trained
+        hooks = [p.register_post_accumulate_grad_hook(lambda _: None) for p in held]
+
+        def name_gradients() -> None:
+            for parameter in trained:
+                if parameter.grad is not None:
+                    tracker.relabel(parameter.grad, GRADIENTS)
+
+        tracker.before_peak = name_gradients
         for parameter in trained if accumulated else ():
             parameter.grad = torch.empty_like(parameter)
             tracker.relabel(parameter.grad, GRADIENTS)
@@ -101,24 +103,18 @@ def training_peaks(
         return dict(tracker.peaks)
 
 
-def _gradients_named(tracker: Tracker, trained: list[nn.Parameter]) -> None:
-    for parameter in trained:
-        if parameter.grad is not None:
-            tracker.relabel(parameter.grad, GRADIENTS)
-
-
 def forward_peaks(
     model: PolicyModel | ScalarHeadModel,
     batch: Rows,
     style: Style,
     *,
-    with_entropy: bool = True,
+    with_entropy: bool = False,
     several: bool = False,
 ) -> Peaks:
     """Return what a forward pass without a graph holds.
 
     Args:
-        model: a skeleton.
+        model: a fake one.
         batch: rows of the forward.
         style: precision and compute dtype.
         with_entropy: of the policy's distribution.
@@ -137,19 +133,19 @@ def loss_of(model: PolicyModel | ScalarHeadModel, batch: Rows, with_entropy: boo
     positions = torch.zeros(batch.rows * batch.asked, dtype=torch.long)
     if isinstance(model, ScalarHeadModel):
         return model(input_ids, positions).sum()  # type: ignore[no-any-return]
-    statistics = model(input_ids, positions, torch.zeros_like(positions), 1.0, with_entropy)
-    entropy = statistics.entropy
-    return statistics.logprobs.sum() + (0 if entropy is None else entropy.sum())  # type: ignore[no-any-return]
+    found = model(input_ids, positions, torch.zeros_like(positions), 1.0, with_entropy)
+    return found.logprobs.sum() + (0 if found.entropy is None else found.entropy.sum())  # type: ignore[no-any-return]
 
 
 @contextmanager
 def tracked(root: nn.Module) -> Iterator[Tracker]:
-    """Count what is allocated beside the weights of skeleton `root`."""
+    """Count what is allocated beside the weights of the fake model `root`."""
     # transformers reads numbers to see that no row holds two texts; fake tensors have none.
     found = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda *_: None
     try:
-        with fake_mode_of(root), Tracker(root) as tracker:
+        mode = cast(FakeTensor, next(root.parameters())).fake_mode  # tensors were made in it
+        with mode, Tracker(root) as tracker:
             yield tracker
     finally:
         masking_utils.find_packed_sequence_indices = found
@@ -162,21 +158,18 @@ def autocast(style: Style) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers: the longest list of modules, as for sharding."""
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len, default=[])
-
-
 @contextmanager
 def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Iterator[None]:
     """Name the segments: before the layers, first and last layer, head; the same backwards."""
-    layers = decoder_layers(model.root)
+    # The longest list of modules, as for sharding.
+    lists = [list(m) for m in model.root.modules() if isinstance(m, nn.ModuleList)]
+    layers: list[nn.Module] = max(lists, key=len, default=[])
+    places = ["first", *["between"] * (len(layers) - 2), "last"][-len(layers) :]
     backward = False
 
     def begin(index: int) -> None:
         if not backward:
-            tracker.enter(f"layer {_place(index, len(layers))}")
+            tracker.enter(f"layer {places[index]}")
 
     def end(index: int, output: Any) -> None:
         if backward:
@@ -190,7 +183,7 @@ def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Ite
     def gradient(index: int) -> None:
         nonlocal backward
         backward = True
-        tracker.enter(f"backward of layer {_place(index, len(layers))}")
+        tracker.enter(f"backward of layer {places[index]}")
 
     handles = []
     for index, layer in enumerate(layers):
@@ -201,10 +194,6 @@ def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Ite
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _place(index: int, count: int) -> str:
-    return "last" if index + 1 == count else "first" if index == 0 else "between"
 
 
 def optimizer_peaks(model: nn.Module, build: Callable[[Any], torch.optim.Optimizer]) -> Peaks:
@@ -222,3 +211,77 @@ def optimizer_peaks(model: nn.Module, build: Callable[[Any], torch.optim.Optimiz
         del optimizer
         model.zero_grad(set_to_none=True)
         return dict(tracker.peaks)
+
+
+def generation_peaks(
+    model: PolicyModel, rows: int, prompt: int, new_tokens: int, style: Style, *, read_at_once: int
+) -> Peaks:
+    """Return what the cached generator holds, but for the copies of weights that it makes.
+
+    Args:
+        model: a fake one.
+        rows: answered at once.
+        prompt: tokens of each prompt.
+        new_tokens: of each answer.
+        style: precision and compute dtype.
+        read_at_once: prompt tokens in one forward at most.
+    """
+    together = min(max(read_at_once // prompt, 1), rows)
+    with tracked(model.root) as tracker, torch.no_grad(), autocast(style):
+        with model.generating() as network, _linears_cast(network, style, tracker):
+            length = prompt + new_tokens
+            cache = InPlaceCache(
+                network.config, slots=rows, prompt_columns=prompt, max_columns=length
+            )
+            cache.reserve(length)
+            _generation_step(network, cache, 1, past=0, length=1)  # makes the cache's room
+            for layer in cache.in_place:
+                tracker.relabel(layer.keys, CACHE)
+                tracker.relabel(layer.values, CACHE)
+            # All prompts but the last few are read already: their logits wait.
+            vocabulary = int(network.get_output_embeddings().weight.shape[0])  # type: ignore[operator,union-attr]
+            waiting = torch.empty(rows - together, vocabulary, dtype=style.matmul_dtype)
+            tracker.relabel(waiting, HEAD)
+            tracker.peaks.clear()
+            tracker.enter("prompts")
+            _generation_step(network, cache, together, past=0, length=prompt)
+            del waiting
+            tracker.enter("tokens")
+            logits = _generation_step(network, cache, rows, past=length - 1, length=1)
+            tracker.enter("sampling", HEAD)
+            sample_unchecked(logits, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
+        return dict(tracker.peaks)
+
+
+def _generation_step(network: Any, cache: Any, rows: int, *, past: int, length: int) -> Tensor:
+    cache.use(first_row=0, rows=rows, start=0, end=past)
+    output = network(
+        input_ids=torch.zeros(rows, length, dtype=torch.long),
+        attention_mask=torch.ones(rows, past + length, dtype=torch.long),
+        position_ids=torch.zeros(rows, length, dtype=torch.long),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _linears_cast(network: nn.Module, style: Style, tracker: Tracker) -> Iterator[None]:
+    """Give linear layers the forward of the generator's prepared weights, whose bytes are ours."""
+    dtype = style.matmul_dtype
+    changed = [m for m in network.modules() if isinstance(m, nn.Linear | Conv1D)]
+
+    def cast_linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        return linear(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+
+    for module in changed:
+        weight = module.weight.detach().to(dtype)
+        weight = weight.t() if isinstance(module, Conv1D) else weight
+        tracker.forget(weight)
+        module.forward = partial(cast_linear, weight, module.bias)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
