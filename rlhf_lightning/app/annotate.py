@@ -7,140 +7,100 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    model_validator,
+)
 
 from rlhf_lightning.app.command_line import fail, say
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.targets import did_you_mean
+from rlhf_lightning.app.dashboard import first_problem
+from rlhf_lightning.hparams import Checked
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 
 if TYPE_CHECKING:
     from rlhf_lightning.preferences.annotation.store import LabelStore
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, cast
-
-from rlhf_lightning.app.config.schema import build_checked
-from rlhf_lightning.app.config.targets import did_you_mean
-from rlhf_lightning.hparams import Checked, number
-from rlhf_lightning.preferences.annotation.assignment import Sharing
-from rlhf_lightning.preferences.annotation.server.settings import PageSettings
-
-Action = Literal["serve", "import", "export", "status"]
-Format = Literal["auto", "pairs", "labels", "trl", "argilla", "label_studio"]
 ACTIONS = ("serve", "import", "export", "status")
 FORMATS = ("pairs", "labels", "trl", "argilla", "label_studio")
-CHOICES = {
-    "action": ACTIONS,
-    "format": ("auto", *FORMATS),
-    "known": ("auto", "labels", "gold", "ignore"),
-    "labels": ("aggregated", "raw"),
-    "method": ("people_first", "majority", "dawid_skene"),
-}
 
 
-@dataclass(frozen=True)
-class AnnotateSettings(Checked):
-    """The keys right below `annotate`."""
+def _built(cls: type[Checked], place: str, node: Any) -> Checked:
+    """Return `cls` made of the group of settings at `place`."""
+    if not isinstance(node, Mapping):
+        raise ValueError(f"={node!r} must be a group of settings: leave it out")
+    values = dict(node)
+    if isinstance(values.get("hosts"), list):
+        values["hosts"] = ",".join(map(str, values["hosts"]))
+    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"unknown key {place}.{key}{did_you_mean(str(key), known)}")
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:  # pydantic takes ValueError alone
+        raise ValueError(str(error).replace(f"{cls.__name__}.", f"{place}.")) from error
 
-    store: str
-    action: str = "serve"
-    file: str | None = None
-    format: str = "auto"
-    known: str = "auto"
-    labels: str = "aggregated"
-    method: str = "people_first"
-    ratings_per_pair: int = number(1, at_least=1)
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        for key, known in CHOICES.items():
-            value = getattr(self, key)
-            if value not in known:
-                raise ValueError(
-                    f"{type(self).__name__}.{key}={value} must be one of {', '.join(known)}"
-                    f"{did_you_mean(value, list(known))}"
-                )
-        if self.action in ("import", "export") and not self.file:
-            raise ValueError(f"{type(self).__name__}.file is not set: {self.action} needs a file")
+class AnnotateSettings(BaseModel):
+    """The settings of `conf/annotate.yaml`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    store: Annotated[Path, Field(strict=False)]
+    action: Literal["serve", "import", "export", "status"] = "serve"
+    file: Annotated[Path | None, BeforeValidator(lambda file: Path(file) if file else None)]
+    format: Literal["auto", "pairs", "labels", "trl", "argilla", "label_studio"] = "auto"
+    known: Literal["auto", "labels", "gold", "ignore"] = "auto"
+    labels: Literal["aggregated", "raw"] = "aggregated"
+    method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
+    ratings_per_pair: Annotated[int, Field(ge=1)] = 1
+    sharing: Annotated[
+        SkipValidation[Sharing], BeforeValidator(partial(_built, Sharing, "annotate.sharing"))
+    ]
+    page: Annotated[
+        SkipValidation[PageSettings],
+        BeforeValidator(partial(_built, PageSettings, "annotate.page")),
+        Field(repr=False),  # it knows the token
+    ]
+
+    @model_validator(mode="after")
+    def _check_file(self) -> Self:
+        if self.action in ("import", "export") and self.file is None:
+            raise ValueError(f".file is not set: {self.action} needs a file")
         if self.action == "export" and self.format == "auto":
             raise ValueError(
-                f"{type(self).__name__}.format=auto tells what is read: export needs one of "
-                f"{', '.join(FORMATS)}"
+                f".format=auto tells what is read: export needs one of {', '.join(FORMATS)}"
             )
         if self.action == "export" and (self.format, self.labels) == ("labels", "aggregated"):
             raise ValueError(
-                f"{type(self).__name__}.format=labels holds labels of single annotators: add "
-                "annotate.labels=raw"
+                ".format=labels holds labels of single annotators: add annotate.labels=raw"
             )
+        return self
 
     @property
     def known_of_file(self) -> Literal["labels", "gold", "ignore"]:
-        """What becomes of preferences in the file: who serves pairs wants them labelled."""
-        auto = "ignore" if self.action == "serve" else "labels"
-        return cast(
-            Literal["labels", "gold", "ignore"], auto if self.known == "auto" else self.known
-        )
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be done, checked; the fields are those of `conf/annotate.yaml`."""
-
-    action: Action
-    store: Path
-    file: Path | None
-    format: Format
-    known: Literal["labels", "gold", "ignore"]
-    labels: Literal["aggregated", "raw"]
-    method: Literal["people_first", "majority", "dawid_skene"]
-    ratings_per_pair: int
-    sharing: Sharing
-    page: PageSettings = field(repr=False)  # it knows the token
-
-
-def read_request(values: Mapping[str, Any]) -> Request:
-    """Return the request of the group `annotate`.
-
-    Args:
-        values: plain dicts and lists.
-
-    Raises:
-        ValueError: with the key, what it got and what it wants.
-    """
-    own = {key: value for key, value in values.items() if key not in ("sharing", "page")}
-    settings = cast(AnnotateSettings, build_checked(AnnotateSettings, own, "annotate"))
-    sharing = build_checked(Sharing, _group(values, "sharing"), "annotate.sharing")
-    page = dict(_group(values, "page"))
-    hosts = page.get("hosts") or []
-    if isinstance(hosts, list) and all(isinstance(host, str) for host in hosts):
-        page["hosts"] = ",".join(hosts)
-    return Request(
-        action=cast(Action, settings.action),
-        store=Path(settings.store),
-        file=Path(settings.file) if settings.file else None,
-        format=cast(Format, settings.format),
-        known=settings.known_of_file,
-        labels=cast(Literal["aggregated", "raw"], settings.labels),
-        method=cast(Literal["people_first", "majority", "dawid_skene"], settings.method),
-        ratings_per_pair=settings.ratings_per_pair,
-        sharing=cast(Sharing, sharing),
-        page=cast(PageSettings, build_checked(PageSettings, page, "annotate.page")),
-    )
-
-
-def _group(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    group = values.get(name)
-    if not isinstance(group, Mapping):
-        raise ValueError(f"annotate.{name}={group!r} must be a group of settings: leave it out")
-    return group
+        """What becomes of preferences in the file: pairs that are served are to be labelled."""
+        if self.known != "auto":
+            return self.known
+        return "ignore" if self.action == "serve" else "labels"
 
 
 HELP = f"""\
@@ -169,11 +129,11 @@ in who give that token. conf/annotate.yaml has every setting.
 """
 
 
-def run(request: Request) -> None:
+def run(settings: AnnotateSettings) -> None:
     """Serve, import, export or tell how things stand, and print what was done.
 
     Args:
-        request: what is asked for, checked.
+        settings: checked.
 
     Raises:
         ConfigError: if the files do not allow it.
@@ -182,69 +142,71 @@ def run(request: Request) -> None:
     from rlhf_lightning.preferences.annotation.database import StoreError
     from rlhf_lightning.preferences.annotation.store import LabelStore
 
-    if not request.store.exists() and (request.file is None or request.action == "export"):
+    if not settings.store.exists() and (settings.file is None or settings.action == "export"):
         raise ConfigError(
-            f"annotate.store={request.store} does not exist: add annotate.file=PAIRS to take pairs "
-            "in, e.g. JSON lines with prompt, chosen and rejected"
+            f"annotate.store={settings.store} does not exist: add annotate.file=PAIRS to take "
+            "pairs in, e.g. JSON lines with prompt, chosen and rejected"
         )
     try:
-        with LabelStore(request.store) as store:
-            if request.action == "export":
-                _export(request, store)
-            elif request.action == "status":
+        with LabelStore(settings.store) as store:
+            if settings.action == "export":
+                _export(settings, store)
+            elif settings.action == "status":
                 from rlhf_lightning.preferences.annotation.store import describe_store
 
                 say(describe_store(store))
             else:
-                if request.file is not None:
-                    _import(request, store)
-                if request.action == "serve":
-                    _serve(request, store)
+                if settings.file is not None:
+                    _import(settings, store)
+                if settings.action == "serve":
+                    _serve(settings, store)
     except (BadRecordError, StoreError) as error:
         raise ConfigError(str(error)) from error
 
 
-def _import(request: Request, store: LabelStore) -> None:
+def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     from rlhf_lightning.preferences.annotation.assignment import iso_time
     from rlhf_lightning.preferences.formats.io import read_collection
 
-    assert request.file is not None
-    now = iso_time(request.file.stat().st_mtime) if request.file.exists() else ""
-    found = read_collection(request.file, format=request.format, known=request.known, now=now)
-    pairs = store.add_pairs(found.pairs, ratings_per_pair=request.ratings_per_pair)
+    assert settings.file is not None
+    now = iso_time(settings.file.stat().st_mtime) if settings.file.exists() else ""
+    found = read_collection(
+        settings.file, format=settings.format, known=settings.known_of_file, now=now
+    )
+    pairs = store.add_pairs(found.pairs, ratings_per_pair=settings.ratings_per_pair)
     labels = store.add_labels(found.labels)
     gold = sum(pair.gold is not None for pair in found.pairs)
     again = len(found.labels) - labels
     say(
-        f"{request.file}: {pairs} new pairs of {len(found.pairs)} ({gold} with a known answer), "
+        f"{settings.file}: {pairs} new pairs of {len(found.pairs)} ({gold} with a known answer), "
         f"{labels} new labels of {len(found.labels)}"
         + (f"; of {again} the annotator has one on that pair already, which stays" if again else "")
     )
     if found.dropped:
         say(
-            f"{found.dropped} preferences in {request.file} are left out, and the pairs are "
+            f"{found.dropped} preferences in {settings.file} are left out, and the pairs are "
             "labelled anew: annotate.known=labels keeps them as labels, annotate.known=gold makes "
             "them known answers"
-            if request.known == "ignore"
-            else f"{found.dropped} preferences in {request.file} are left out: a known answer is "
+            if settings.known_of_file == "ignore"
+            else f"{found.dropped} preferences in {settings.file} are left out: a known answer is "
             "one on which all labels of its pair agree"
         )
 
 
-def _export(request: Request, store: LabelStore) -> None:
+def _export(settings: AnnotateSettings, store: LabelStore) -> None:
     from rlhf_lightning.preferences.formats.io import Collection, write_collection
 
-    assert request.file is not None
-    assert request.format != "auto"
+    assert settings.file is not None
+    assert settings.format != "auto"
     found = Collection(tuple(store.pairs()), tuple(store.labels()))
     written = write_collection(
-        request.file, found, format=request.format, level=request.labels, method=request.method
+        settings.file, found, format=settings.format, level=settings.labels, method=settings.method
     )
     left_out = ", ".join(f"{number} {what}" for what, number in written.left_out.most_common())
-    say(f"{request.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))
+    say(f"{settings.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))
 
 
-def _serve(request: Request, store: LabelStore) -> None:
+def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
     try:
         from rlhf_lightning.preferences.annotation.server.serve import PortError, serve
     except ModuleNotFoundError as error:
@@ -270,7 +232,7 @@ def _serve(request: Request, store: LabelStore) -> None:
     # A service that is told to stop ends as after Control-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        serve(store, request.page, request.sharing, announce=announce)
+        serve(store, settings.page, settings.sharing, announce=announce)
     except PortError as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
@@ -278,8 +240,8 @@ def _serve(request: Request, store: LabelStore) -> None:
         say(f"stopped: {after.done} of {after.wanted} labels are in {store.path}")
 
 
-def compose_request(overrides: Sequence[str]) -> Request:
-    """Return what the command line asks for.
+def compose_settings(overrides: Sequence[str]) -> AnnotateSettings:
+    """Return the settings that the command line asks for.
 
     Raises:
         ConfigError: with the key, what it got and what it wants.
@@ -287,19 +249,13 @@ def compose_request(overrides: Sequence[str]) -> Request:
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         try:
             cfg = compose("annotate", overrides=list(overrides))
-            values = _plain(cfg)
+            values: Any = OmegaConf.to_container(cfg.annotate, resolve=True)
         except COMPOSE_ERRORS as error:
             raise ConfigError(explain(error, list(overrides), "annotate")) from error
     try:
-        return read_request(values)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _plain(cfg: DictConfig) -> dict[str, object]:
-    values = OmegaConf.to_container(cfg.annotate, resolve=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+        return AnnotateSettings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(first_problem(error, "annotate")) from error
 
 
 def main() -> None:
@@ -310,7 +266,7 @@ def main() -> None:
         return
     register()
     try:
-        run(compose_request(arguments))
+        run(compose_settings(arguments))
     except (ConfigError, HydraException) as error:
         fail(str(error))
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from rlhf_lightning.app.command_line import fail
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.targets import did_you_mean
 
 HELP = """Make the workspace of a project in Weights & Biases, and a report that compares two runs.
 
@@ -26,35 +29,61 @@ HELP = """Make the workspace of a project in Weights & Biases, and a report that
 
 RUN is a run folder, or the id of a W&B run. Settings: conf/dashboard.yaml.
 """
-ACTIONS = ("save", "print")
 
 
-def run(settings: dict[str, Any]) -> list[str]:
+class DashboardSettings(BaseModel):
+    """The settings of `conf/dashboard.yaml`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    action: Literal["save", "print"] = "save"
+    project: str
+    entity: str | None = None
+    name: str
+    compare: list[str | int] = []
+
+    @field_validator("compare")
+    @classmethod
+    def _two_or_none(cls, runs: list[str | int]) -> list[str | int]:
+        if len(runs) not in (0, 2):
+            raise ValueError(f" has {len(runs)} runs: give two, or none")
+        return runs
+
+
+def first_problem(error: ValidationError, group: str) -> str:
+    """Return the first error of a group of settings in one line, with its key."""
+    found = error.errors()[0]
+    key, value = ".".join([group, *map(str, found["loc"])]), found["input"]
+    context = found.get("ctx", {})
+    if found["type"] == "value_error":
+        text = str(context["error"])
+        return f"{key}{text}" if text.startswith(("=", ".", " ")) else text
+    if found["type"] == "extra_forbidden":
+        return f"unknown key {key}"
+    if found["type"] == "literal_error":
+        known = re.findall(r"'(\w+)'", context["expected"])
+        return f"{key}={value} must be one of {', '.join(known)}{did_you_mean(str(value), known)}"
+    if "ge" in context:
+        return f"{key}={value} is impossible: it must be >= {context['ge']}"
+    return f"{key}={value!r} is {type(value).__name__}: {found['msg']}"
+
+
+def run(settings: DashboardSettings) -> list[str]:
     """Make what `settings` ask for and return where it is, or its content.
 
-    Args:
-        settings: those of conf/dashboard.yaml.
-
     Raises:
-        ConfigError: if they cannot work, or nobody is logged in.
+        ConfigError: if a run has no id, or no login is found.
     """
-    if settings["action"] not in ACTIONS:
-        raise ConfigError(f"dashboard.action={settings['action']} must be {' or '.join(ACTIONS)}")
-    if len(settings["compare"]) not in (0, 2):
-        raise ConfigError(
-            f"dashboard.compare has {len(settings['compare'])} runs: give two, or none"
-        )
-    runs = [run_id_of(str(name)) for name in settings["compare"]]
-    entity = settings["entity"]
-    if settings["action"] == "print":
-        # Without a login nobody's name is known; the layout does not depend on it.
-        made = make_workspace(entity or "entity", settings["project"], settings["name"])
+    runs = [run_id_of(str(name)) for name in settings.compare]
+    if settings.action == "print":
+        # Without a login the user's name is unknown; the layout does not depend on it.
+        made = make_workspace(settings.entity or "entity", settings.project, settings.name)
         return [json.dumps(made._to_model().model_dump(by_alias=True), default=str, indent=2)]
     require_login()
-    entity = entity or default_entity()
-    places = [str(make_workspace(entity, settings["project"], settings["name"]).save().url)]
+    entity = settings.entity or default_entity()
+    places = [str(make_workspace(entity, settings.project, settings.name).save().url)]
     if runs:
-        places.append(str(make_report(entity, settings["project"], runs).save().url))
+        places.append(str(make_report(entity, settings.project, runs).save().url))
     return places
 
 
@@ -89,7 +118,7 @@ def make_report(entity: str, project: str, runs: Sequence[str]) -> Any:
     """Return a report that compares runs: outcomes, what differs, curves, samples.
 
     Args:
-        entity: whose project.
+        entity: owner of the project.
         project: the project of both.
         runs: ids of W&B runs.
 
@@ -147,10 +176,10 @@ def run_id_of(name: str) -> str:
 
 
 def require_login() -> None:
-    """Check that somebody is logged in.
+    """Check that a login to Weights & Biases is found.
 
     Raises:
-        ConfigError: if nobody is.
+        ConfigError: if there is none.
     """
     from rlhf_lightning.callbacks.wandb_logger import is_logged_in
 
@@ -162,7 +191,7 @@ def require_login() -> None:
 
 
 def default_entity() -> str:
-    """Return whose projects those of the user who is logged in are."""
+    """Return the entity of the user who is logged in."""
     import wandb
 
     return str(wandb.Api().default_entity)
@@ -189,11 +218,11 @@ def _libraries() -> tuple[Any, Any]:
     return workspaces, reports
 
 
-def compose_settings(overrides: Sequence[str]) -> dict[str, Any]:
+def compose_settings(overrides: Sequence[str]) -> DashboardSettings:
     """Return the settings of the overrides.
 
     Raises:
-        ConfigError: for an unknown one.
+        ConfigError: with the key, what it got and what it wants.
     """
     register()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
@@ -201,8 +230,10 @@ def compose_settings(overrides: Sequence[str]) -> dict[str, Any]:
             cfg = compose("dashboard", overrides=list(overrides))
         except COMPOSE_ERRORS as error:
             raise ConfigError(explain(error, list(overrides), "dashboard")) from error
-    settings: Any = OmegaConf.to_container(cfg.dashboard, resolve=True)
-    return dict(settings)
+    try:
+        return DashboardSettings.model_validate(OmegaConf.to_container(cfg.dashboard, resolve=True))
+    except ValidationError as error:
+        raise ConfigError(first_problem(error, "dashboard")) from error
 
 
 def main() -> None:

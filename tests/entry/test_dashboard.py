@@ -118,7 +118,7 @@ def test_what_cannot_work_is_said_in_one_line(monkeypatch, tmp_path):
         run(compose_settings([]))
     with pytest.raises(ConfigError, match="give two, or none"):
         run(compose_settings(["dashboard.compare=[one]"]))
-    with pytest.raises(ConfigError, match="must be save or print"):
+    with pytest.raises(ConfigError, match="must be one of save, print"):
         run(compose_settings(["dashboard.action=show"]))
     with pytest.raises(ConfigError, match=r"unknown key dashboard\.projekt"):
         compose_settings(["dashboard.projekt=x"])
