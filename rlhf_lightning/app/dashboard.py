@@ -185,7 +185,7 @@ def require_login() -> None:
 
     if not is_logged_in():
         raise ConfigError(
-            "nobody is logged in to Weights & Biases: run `wandb login` or set WANDB_API_KEY; "
+            "no login to Weights & Biases: run `wandb login` or set WANDB_API_KEY; "
             "dashboard.action=print shows the workspace without it"
         )
 

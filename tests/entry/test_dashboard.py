@@ -89,9 +89,7 @@ def test_the_report_of_two_runs_is_made_of_the_same_panels():
     assert {"rollout/score", "ppo/clipfrac"} <= lines
 
 
-@pytest.mark.skipif(
-    not is_logged_in(), reason="nobody is logged in to Weights & Biases: nothing can be saved"
-)
+@pytest.mark.skipif(not is_logged_in(), reason="no login to Weights & Biases: nothing can be saved")
 def test_the_workspace_and_the_report_can_be_saved(monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     settings = compose_settings(["dashboard.project=rlhf_lightning_test"])

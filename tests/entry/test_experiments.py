@@ -30,3 +30,23 @@ def test_another_seed_holds_out_the_same_prompts_as_the_stages_before(dataset):
     overrides = ["+experiment=ppo", f"dataset={dataset}", *needed]
     seeds = [compose("train", [*overrides, f"seed={n}"]).dataset.source.seed for n in (1, 2)]
     assert seeds[0] == seeds[1]
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_gates_and_refusals_are_those_of_the_data_set(stage):
+    built_in = compose("train", [f"+experiment={stage}"])
+    assert built_in.gates
+    assert (built_in.safety is None) == (stage == "reward")
+    own = ["model=smollm2_135m", "dataset=tldr"]
+    other = compose("train", [f"+experiment={stage}", *own])
+    assert not other.gates
+    assert other.safety is None
+    none = compose("train", [f"+experiment={stage}", "gates=none", "safety=none"])
+    assert not none.gates
+    assert none.safety is None
+
+
+def test_an_evaluation_takes_the_gates_of_its_data_set():
+    gates = "gates=by_dataset/ppo"
+    assert compose("evaluate", [gates]).gates == compose("train", ["+experiment=ppo"]).gates
+    assert not compose("evaluate", [gates, "dataset=tldr"]).gates

@@ -37,6 +37,18 @@ def test_a_missing_model_of_a_pretrained_recipe_names_the_stage_and_the_shared_c
         prerequisites.prepare_inputs(cfg, [*words, "module.ppo.kl_coef=0.1"])
 
 
+def test_a_missing_sft_model_of_ultrafeedback_is_made_from_ultrachat(tmp_path):
+    register()
+    words = ["+experiment=reward", "model=qwen2_5_0_5b", "dataset=ultrafeedback"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        cfg = compose("train", overrides=[*words, f"paths.artifacts={tmp_path}"])
+        made = "+experiment=sft model=qwen2_5_0_5b dataset=ultrachat"
+        sft = compose("train", overrides=[*made.split(), f"paths.artifacts={tmp_path}"])
+    assert sft.artifacts.publish == cfg.artifacts.sft
+    with pytest.raises(ConfigError, match=rf"\{made}$"):
+        prerequisites.prepare_inputs(cfg, words)
+
+
 def test_missing_built_in_models_are_trained_in_order_and_say_so(
     compose_ppo, tmp_path, monkeypatch
 ):

@@ -17,7 +17,7 @@ GROUPS = (
     ("debug", "look into a run, or only see that it runs"),
     ("lora", "adapters in place of whole models"),
     ("strategy", "how several devices share the work"),
-    ("logger", "who is told besides metrics.csv"),
+    ("logger", "where metrics go besides metrics.csv"),
     ("launcher", "jobs of Slurm or of this machine"),
     ("dataset", "what is learnt from"),
     ("model", "models and their learning rates"),
