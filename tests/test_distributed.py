@@ -17,7 +17,7 @@ from rlhf_lightning.distributed.collectives import (
     world_size,
 )
 from rlhf_lightning.functional.masked import masked_mean, masked_var, masked_whiten
-from tests.simulated_ranks import SimulatedRanks
+from tests.builders.ranks import SimulatedRanks
 
 CPU = torch.device("cpu")
 

@@ -29,7 +29,7 @@ from rlhf_lightning import (
     export_model,
     trainer_arguments,
 )
-from tests.examples.material import write_material
+from tests.builders.record_files import write_material
 
 ITERATIONS = 4
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)

@@ -14,7 +14,7 @@ from rlhf_lightning.distributed.collectives import SHARD, full_state, mesh_in_gr
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, add_scalar_model
-from tests.tiny import VOCABULARY, tiny_policy, tiny_scalar_model
+from tests.builders.models import VOCABULARY, tiny_policy, tiny_scalar_model
 
 ROWS, WIDTH = 32, 16
 OFFSET = 9.0  # neighbouring numbers of bf16 are 1 / 16 apart there

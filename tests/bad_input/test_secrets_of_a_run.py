@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_lightning.runs import secrets
 from rlhf_lightning.runs.folder import RunFolder
-from tests.entry.small_runs import completed, make_start
-from tests.faults.command_line import run_folder, small_sft, train
+from tests.builders.command_lines import run_folder, small_sft, train
+from tests.builders.runs import completed, make_start
 
 pytestmark = pytest.mark.timeout(240)
 KEY = "sesame-" + "open-7391"

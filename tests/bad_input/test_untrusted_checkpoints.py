@@ -31,7 +31,7 @@ from rlhf_lightning.runs.resume import (
     read_checkpoint,
 )
 from rlhf_lightning.runs.summary import read_summary, write_summary
-from tests.entry.small_runs import completed, configuration, make_start
+from tests.builders.runs import completed, configuration, make_start
 
 pytestmark = pytest.mark.timeout(120)
 

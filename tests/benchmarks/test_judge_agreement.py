@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import judge_agreement
-from tests.preferences.chat_server import ChatServer, always_a, prefers_longer, serving
+from tests.builders.chat_server import ChatServer, always_a, prefers_longer, serving
 
 pytestmark = pytest.mark.timeout(120)
 

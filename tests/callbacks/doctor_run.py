@@ -18,8 +18,8 @@ from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder
-from tests.modules.tiny_ppo import tiny_module, trainer
-from tests.tiny import EOS, PAD, prompt_rows, tiny_tokenizer
+from tests.builders.models import EOS, PAD, prompt_rows, tiny_tokenizer
+from tests.builders.stages import tiny_module, trainer
 
 ITERATIONS = 8
 

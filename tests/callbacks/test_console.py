@@ -11,8 +11,8 @@ from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import percent
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
+from tests.builders.run_folders import fake_ppo_run
 from tests.callbacks.tiny_run import KilledError, run
-from tests.reports.fake_run import fake_ppo_run
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -18,8 +18,8 @@ from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.final_metrics import score_spread
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from tests.builders.stages import TokenScorer
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
-from tests.modules.tiny_ppo import TokenScorer
 
 
 @pytest.fixture(scope="module")

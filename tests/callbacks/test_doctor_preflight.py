@@ -16,9 +16,9 @@ from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.models import EOS, PAD, tiny_policy
+from tests.builders.stages import STOPS, TokenScorer, tiny_models
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
-from tests.modules.tiny_ppo import STOPS, TokenScorer, tiny_models
-from tests.tiny import EOS, PAD, tiny_policy
 
 
 def test_a_sane_run_passes_the_preflight_and_trains_as_without_it(tmp_path):

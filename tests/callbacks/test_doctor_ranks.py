@@ -8,9 +8,9 @@ from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.callbacks.doctor.records import Refusals, all_records, answers_of
 from rlhf_lightning.doctor.metrics import measure_answers
 from rlhf_lightning.rollout.collect import novelty
-from tests.modules.tiny_ppo import ROWS, built, prompts, rollout_of, tiny_module
-from tests.simulated_ranks import SimulatedRanks
-from tests.tiny import tiny_tokenizer
+from tests.builders.models import tiny_tokenizer
+from tests.builders.ranks import SimulatedRanks
+from tests.builders.stages import ROWS, built, prompts, rollout_of, tiny_module
 
 HALVES = (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
 REFUSALS = Refusals(("a",), (r"\bw\d\b",))

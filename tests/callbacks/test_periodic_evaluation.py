@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.runs.folder import read_metrics
-from tests.entry.small_runs import completed, make_start
+from tests.builders.runs import completed, make_start
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -15,7 +15,7 @@ from rlhf_lightning.data.sources.argument_pairs import (
     ArgumentPairSource,
     debate,
 )
-from tests.data.argument_files import arguments, pairs, write_arguments
+from tests.builders.record_files import arguments, pairs, write_arguments
 
 HELD_OUT = ("cats-or-dogs",)
 

@@ -24,7 +24,7 @@ from rlhf_lightning.data.records import (
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.tokens import answer_ids, prompt_ids, render_chat
 from rlhf_lightning.models.turn_end import turn_end
-from tests.data.families import FAMILIES, KINDS, family_tokenizer
+from tests.builders.tokenizers import FAMILIES, KINDS, family_tokenizer
 
 WIDE = {"max_length": 2000}
 ORDINARY = (

@@ -22,7 +22,7 @@ from rlhf_lightning.data.records import (
     TextRecord,
 )
 from rlhf_lightning.data.tokens import prompt_ids
-from tests.data.conftest import CHATML
+from tests.builders.tokenizers import CHATML
 
 WIDE = {"max_length": 1000}
 

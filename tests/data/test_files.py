@@ -7,7 +7,7 @@ import pytest
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import PreferenceRecord, PromptRecord
 from rlhf_lightning.data.sources.base import FileSource
-from tests.data.pairs import PAIRS, RECORDS, write
+from tests.builders.record_files import PAIRS, RECORDS, write
 
 
 @pytest.mark.parametrize("extension", ["jsonl", "json", "csv", "parquet"])

@@ -7,7 +7,7 @@ import pytest
 from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.records import PreferenceRecord
 from rlhf_lightning.data.sources.base import JoinedSource, PreferenceFolder
-from tests.data.pairs import PAIRS, write
+from tests.builders.record_files import PAIRS, write
 from tests.data.test_sources import ListSource
 
 

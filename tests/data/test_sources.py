@@ -8,7 +8,7 @@ import pytest
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord, prompt_key
 from rlhf_lightning.data.sources.base import FileSource, HubSource, MixedSource
-from tests.data.pairs import PAIRS, RECORDS, write
+from tests.builders.record_files import PAIRS, RECORDS, write
 
 
 class ListSource:

@@ -11,7 +11,7 @@ from rlhf_lightning.evaluation.held_out import written_answers
 from rlhf_lightning.models.classifier_tokenizer import classifier_tokenizer
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, stop_ids
 from rlhf_lightning.rollout.scorers.text_inputs import AnswerText, LastTokenInputs, Renderer
-from tests.data.families import FAMILIES, family_tokenizer
+from tests.builders.tokenizers import FAMILIES, family_tokenizer
 
 ASKED = ({"role": "user", "content": "why the end?"},)
 

@@ -11,7 +11,7 @@ from rlhf_lightning.runs.folder import RunFolder
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.entry.small_runs import make_start
+    from tests.builders.runs import make_start
 
     return make_start(tmp_path_factory.mktemp("models") / "start")
 
@@ -19,7 +19,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sft(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
     """An SFT run that was killed after its third and last iteration."""
-    from tests.entry.small_runs import killed
+    from tests.builders.runs import killed
 
     return killed(tmp_path_factory.mktemp("runs") / "sft", "sft", start)
 
@@ -27,7 +27,7 @@ def sft(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
 @pytest.fixture(scope="session")
 def tracked(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
     """A PPO run in an offline W&B run; its weights are random, so it misses its gates."""
-    from tests.entry.small_runs import TRACKED_ITERATIONS, completed
+    from tests.builders.runs import TRACKED_ITERATIONS, completed
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WANDB_DATA_DIR", raising=False)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 
 from rlhf_lightning.app.annotate import main
+from tests.builders.labels import make_pairs
 from tests.preferences.page_server import Client, serving
-from tests.preferences.some_pairs import make_pairs
 
 
 class Said(NamedTuple):

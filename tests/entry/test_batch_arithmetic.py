@@ -22,7 +22,7 @@ from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.data.batch_size import batch_that_fits
 from rlhf_lightning.models import factory
 from rlhf_lightning.runs.folder import RunFolder
-from tests.entry.small_runs import configuration, make_start
+from tests.builders.runs import configuration, make_start
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -26,8 +26,8 @@ from rlhf_lightning.models import heads
 from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
-from tests.entry.small_runs import completed
-from tests.entry.small_settings import overrides_of
+from tests.builders.command_lines import overrides_of
+from tests.builders.runs import completed
 from tests.models.test_architectures import ARCHITECTURES
 
 pytestmark = pytest.mark.timeout(600)

@@ -19,7 +19,7 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.human_annotators import STORE, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder
-from tests.entry.small_runs import completed
+from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(600)
 PLAIN_CHAT = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"

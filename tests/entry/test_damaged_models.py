@@ -22,7 +22,7 @@ from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import write_manifest
-from tests.entry.small_runs import configuration, killed
+from tests.builders.runs import configuration, killed
 from tests.entry.test_evaluate import evaluate
 
 STORED = "module.models.value_head=stored"

@@ -56,7 +56,7 @@ def test_every_panel_of_ppo_names_a_metric_that_a_run_logs(tracked):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_every_panel_of_the_other_stages_names_a_metric_that_a_run_logs(stage, start, tmp_path):
-    from tests.entry.small_runs import completed
+    from tests.builders.runs import completed
 
     folder = completed(tmp_path / stage, stage, start, "logger=wandb", "logger.mode=offline")
     wanted = {m for s in SECTIONS if s.stage == stage for panel in s.panels for m in panel.metrics}

@@ -16,7 +16,7 @@ from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from tests.entry.small_runs import configuration, make_start
+from tests.builders.runs import configuration, make_start
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]
 

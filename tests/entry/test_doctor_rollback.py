@@ -18,7 +18,7 @@ from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration
 from rlhf_lightning.runs.stopping import RunStoppedError
-from tests.entry.small_runs import completed, configuration
+from tests.builders.runs import completed, configuration
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,8 +20,8 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import now
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder, read_samples
-from tests.entry.small_runs import configuration
-from tests.entry.small_settings import LENGTH_REWARD
+from tests.builders.command_lines import LENGTH_REWARD
+from tests.builders.runs import configuration
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["evaluation.num_prompts=24", "evaluation.max_new_tokens=6", "evaluation.batch_size=8"]

@@ -22,7 +22,7 @@ from rlhf_lightning.app.export import run
 from rlhf_lightning.app.export_settings import ExportError, Request
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
-from tests.entry.small_runs import completed, killed, make_start
+from tests.builders.runs import completed, killed, make_start
 
 pytestmark = pytest.mark.timeout(120)
 LORA = ("lora=lora", "lora.r=4")

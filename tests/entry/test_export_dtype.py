@@ -17,7 +17,7 @@ from rlhf_lightning.app.finalize import made_by
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.runs.summary import read_summary
-from tests.entry.small_runs import completed, configuration
+from tests.builders.runs import completed, configuration
 
 pytestmark = pytest.mark.timeout(120)
 

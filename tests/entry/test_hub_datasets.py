@@ -20,7 +20,7 @@ from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.data.sources.transcripts import parse_transcript
-from tests.data.conftest import CHATML, build_tokenizer
+from tests.builders.tokenizers import CHATML, build_tokenizer
 
 KINDS = {"sft": "demonstrations", "reward": "preferences", "ppo": "prompts"}
 

@@ -25,7 +25,7 @@ from rlhf_lightning.app.config.compose import (
     register,
 )
 from rlhf_lightning.data.tokens import render_chat
-from tests.data.conftest import build_tokenizer
+from tests.builders.tokenizers import build_tokenizer
 
 SMOLLM2 = Path(
     os.environ.get("RLHF_SMOLLM2", "~/.cache/rlhf_lightning/smollm2-135m-instruct")

@@ -26,7 +26,7 @@ from rlhf_lightning.app.pipeline.steps import Step, check_pipeline, given, plan
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
-from tests.entry.small_runs import make_start
+from tests.builders.runs import make_start
 from tests.entry.test_collect import DECIDED
 from tests.entry.test_pipeline import TINY, composed, only, pipeline, summary
 

@@ -12,8 +12,8 @@ import pytest
 from rlhf_lightning.models.export import export_model
 from rlhf_lightning.runs.licence import Licence
 from rlhf_lightning.runs.model_card import CardFacts, write_model_card
+from tests.builders.models import EOS, tiny_policy, tiny_tokenizer
 from tests.entry.hub_server import TOKEN, running_hub
-from tests.tiny import EOS, tiny_policy, tiny_tokenizer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,10 +16,10 @@ from hydra.utils import instantiate
 from rlhf_lightning.app.config.compose import check_config, check_hparams, conf_dir, register
 from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold, NumberGold
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward
-from tests.data.argument_files import write_arguments
-from tests.data.conftest import CHATML, build_tokenizer
+from tests.builders.models import config_fields, tiny_policy
+from tests.builders.record_files import write_arguments
+from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.entry.test_train import summary, train
-from tests.tiny import config_fields, tiny_policy
 
 EXPERIMENTS = (
     "reward_smollm2_arguments",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from tests.data.conftest import CHATML, build_tokenizer
+from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.entry.test_train import summary, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.evaluation.reward_accuracy import comparable_rows
-from tests.entry.small_runs import completed
+from tests.builders.runs import completed
 from tests.evaluation.test_pairs import encoded_pairs
 
 pytestmark = pytest.mark.timeout(300)

@@ -15,9 +15,8 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed, take_run
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import check_free
-from tests.entry.small_runs import completed, configuration, make_start
-from tests.entry.small_settings import overrides_of
-from tests.faults.command_line import environment
+from tests.builders.command_lines import environment, overrides_of
+from tests.builders.runs import completed, configuration, make_start
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -98,7 +97,7 @@ def test_a_folder_whose_run_could_be_continued_is_not_begun_anew(sft_with_checkp
 
 @pytest.fixture
 def sft_with_checkpoints(tmp_path: Path, start: Path) -> RunFolder:
-    from tests.entry.small_runs import killed
+    from tests.builders.runs import killed
 
     return killed(tmp_path / "sft", "sft", start)
 

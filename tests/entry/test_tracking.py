@@ -12,7 +12,7 @@ from rlhf_lightning.runs.folder import read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import FAMILIES, QUANTITIES, is_known
 from rlhf_lightning.runs.summary import read_summary
 from tests import offline_wandb
-from tests.entry.small_runs import TRACKED_ITERATIONS as NUM_ITERATIONS
+from tests.builders.runs import TRACKED_ITERATIONS as NUM_ITERATIONS
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,15 @@ from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
-from tests.tiny import EOS, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_scalar_model
-from tests.tiny import tiny_tokenizer as tokenizer
+from tests.builders.models import (
+    EOS,
+    PAD,
+    prompt_batch,
+    prompt_rows,
+    tiny_policy,
+    tiny_scalar_model,
+)
+from tests.builders.models import tiny_tokenizer as tokenizer
 
 RECORDS = [PromptRecord("w2 w3"), PromptRecord("w4 " * 9), PromptRecord("w5", domain="d")]
 

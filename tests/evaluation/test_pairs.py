@@ -11,7 +11,7 @@ from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_measures, score_pairs
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
-from tests.tiny import EOS, PAD, VOCABULARY, tiny_scalar_model
+from tests.builders.models import EOS, PAD, VOCABULARY, tiny_scalar_model
 
 
 def encoded_pairs(count=12, prompt_length=3):

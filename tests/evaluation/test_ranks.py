@@ -11,8 +11,7 @@ from rlhf_lightning.evaluation.final_metrics import normalize_reward_model
 from rlhf_lightning.evaluation.generate import Sampling, sample_answers
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
-from tests.simulated_ranks import SimulatedRanks
-from tests.tiny import (
+from tests.builders.models import (
     EOS,
     PAD,
     VOCABULARY,
@@ -22,6 +21,7 @@ from tests.tiny import (
     tiny_scalar_model,
     tiny_tokenizer,
 )
+from tests.builders.ranks import SimulatedRanks
 
 PROMPTS = prompt_batch(prompt_rows([4, 6, 5, 3, 8, 7, 2, 5]))
 

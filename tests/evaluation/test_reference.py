@@ -12,7 +12,7 @@ from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward
-from tests.tiny import EOS, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_tokenizer
+from tests.builders.models import EOS, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_tokenizer
 
 
 def test_an_answer_is_right_if_it_is_the_reference_but_for_white_space():

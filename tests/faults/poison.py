@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from rlhf_lightning.callbacks.iterations import fresh_metrics
-from tests.modules.tiny_ppo import TokenScorer, some_score
+from tests.builders.stages import TokenScorer, some_score
 
 
 class Poison(Callback):

@@ -17,11 +17,19 @@ from torch.utils.data import DataLoader
 from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.models import tiny_tokenizer
+from tests.builders.stages import (
+    ppo_hparams,
+    preference_batch,
+    prompts,
+    sft_batch,
+    tiny_module,
+    tiny_reward,
+    tiny_sft,
+    trainer,
+)
 from tests.faults.poison import Poison
-from tests.modules.tiny_ppo import ppo_hparams, prompts, tiny_module, trainer
-from tests.modules.tiny_stages import preference_batch, sft_batch, tiny_reward, tiny_sft
 from tests.multiprocess.train_stage import ROWS, strategy_of
-from tests.tiny import tiny_tokenizer
 
 ITERATIONS = 3
 

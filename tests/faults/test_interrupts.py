@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from tests.entry.small_runs import completed, make_start
-from tests.faults.command_line import command, environment, run_folder, small_sft, summary
+from tests.builders.command_lines import command, environment, run_folder, small_sft, summary
+from tests.builders.runs import completed, make_start
 
 pytestmark = pytest.mark.timeout(240)
 

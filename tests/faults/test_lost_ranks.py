@@ -17,10 +17,9 @@ import torch.distributed as dist
 from rlhf_lightning.app.failures import describe_loss, is_lost_contact
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary, read_summary
-from tests.entry.small_settings import SMALL
-from tests.faults.command_line import command, environment, run_folder
+from tests.builders.command_lines import SMALL, command, environment, run_folder
+from tests.builders.ranks import free_port
 from tests.faults.troubled_rank import HANGS
-from tests.multiprocess.launch import free_port
 
 pytestmark = pytest.mark.timeout(600)
 

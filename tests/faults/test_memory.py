@@ -11,9 +11,8 @@ from omegaconf import OmegaConf
 
 from rlhf_lightning.app import finalize
 from rlhf_lightning.app.failures import describe_out_of_memory, is_out_of_memory
-from tests.entry.small_runs import configuration, make_start
-from tests.entry.small_settings import SMALL
-from tests.faults.command_line import run_folder, summary, train
+from tests.builders.command_lines import SMALL, run_folder, summary, train
+from tests.builders.runs import configuration, make_start
 
 pytestmark = pytest.mark.timeout(240)
 

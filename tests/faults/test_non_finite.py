@@ -15,10 +15,19 @@ from rlhf_lightning.callbacks.faults import SaveFaultyBatch
 from rlhf_lightning.modules.non_finite import NonFiniteError, SkippedSteps
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.models import tiny_tokenizer
+from tests.builders.stages import (
+    ROWS,
+    ppo_hparams,
+    preference_batch,
+    prompts,
+    sft_batch,
+    tiny_module,
+    tiny_reward,
+    tiny_sft,
+    trainer,
+)
 from tests.faults.poison import Poison, scorer_with
-from tests.modules.tiny_ppo import ROWS, ppo_hparams, prompts, tiny_module, trainer
-from tests.modules.tiny_stages import preference_batch, sft_batch, tiny_reward, tiny_sft
-from tests.tiny import tiny_tokenizer
 
 NUM_ITERATIONS = 4
 

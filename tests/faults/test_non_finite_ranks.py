@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multiprocess.launch import run_ranks
+from tests.builders.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = str(Path(__file__).with_name("poisoned_rank.py"))

@@ -17,8 +17,8 @@ from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
-from tests.entry.small_runs import completed, configuration, make_start
-from tests.rollout.reward_server import serving, slow
+from tests.builders.reward_server import serving, slow
+from tests.builders.runs import completed, configuration, make_start
 
 pytestmark = pytest.mark.timeout(120)
 

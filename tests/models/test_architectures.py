@@ -30,8 +30,7 @@ from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
-from tests.modules.tiny_ppo import RecordedPPO, adamw, ppo_hparams, trainer
-from tests.tiny import (
+from tests.builders.models import (
     EOS,
     HIDDEN,
     INIT_STD,
@@ -41,6 +40,7 @@ from tests.tiny import (
     prompt_rows,
     tiny_tokenizer,
 )
+from tests.builders.stages import RecordedPPO, adamw, ppo_hparams, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.models.cpu import attention
 from rlhf_lightning.models.cpu.attention import NAME, short_attention
-from tests.tiny import MODEL_TYPES, tiny_policy
+from tests.builders.models import MODEL_TYPES, tiny_policy
 
 
 class Module(torch.nn.Module):

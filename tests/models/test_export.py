@@ -25,8 +25,7 @@ from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
-from tests.data.conftest import CHATML, build_tokenizer
-from tests.tiny import (
+from tests.builders.models import (
     EOS,
     MODEL_TYPES,
     VOCABULARY,
@@ -34,6 +33,7 @@ from tests.tiny import (
     tiny_scalar_model,
     tiny_tokenizer,
 )
+from tests.builders.tokenizers import CHATML, build_tokenizer
 
 TEXTS = ["w5 w6 w7 w8 w9 <eos>", "w10 <eos>", "w11 w12 w5 <eos>", "w30 w31 w32 w33 w34 w35 <eos>"]
 CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"

@@ -17,7 +17,7 @@ from rlhf_lightning.models.factory import (
     set_dropout,
 )
 from rlhf_lightning.models.heads import PolicyModel
-from tests.tiny import (
+from tests.builders.models import (
     HIDDEN,
     MODEL_TYPES,
     PAD,

@@ -18,7 +18,7 @@ from rlhf_lightning.models.forward import (
     response_values,
     sequence_scores,
 )
-from tests.tiny import EOS, MODEL_TYPES, PAD, prompt_rows, tiny_policy, tiny_scalar_model
+from tests.builders.models import EOS, MODEL_TYPES, PAD, prompt_rows, tiny_policy, tiny_scalar_model
 
 TEMPERATURE = 0.7
 

@@ -11,7 +11,7 @@ from rlhf_lightning.models.heads import (
     TokenStatistics,
     scalar_head,
 )
-from tests.tiny import HIDDEN, MODEL_TYPES, VOCABULARY, tiny_policy, tiny_scalar_model
+from tests.builders.models import HIDDEN, MODEL_TYPES, VOCABULARY, tiny_policy, tiny_scalar_model
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

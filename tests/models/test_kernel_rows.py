@@ -9,7 +9,7 @@ import torch
 
 from rlhf_lightning.models.cpu.packed_weights import kernel_rows, linear_weights_prepared
 from rlhf_lightning.models.precision import release_freed_memory
-from tests.tiny import VOCABULARY, tiny_policy, tiny_scalar_model
+from tests.builders.models import VOCABULARY, tiny_policy, tiny_scalar_model
 
 MIB = 2**20
 pytestmark = pytest.mark.timeout(120)

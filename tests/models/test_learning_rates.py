@@ -10,7 +10,7 @@ from rlhf_lightning.hparams import LoraHparams, PPOHparams, RewardHparams, SFTHp
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.learning_rates import TABLE, default_learning_rate
 from rlhf_lightning.modules.optimization import parameter_group
-from tests.entry.small_runs import make_start
+from tests.builders.runs import make_start
 
 KINDS = ("sft", "reward", "policy", "value")
 

@@ -20,7 +20,7 @@ from rlhf_lightning.models.adapter_files import (
 from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.lora import AdaptedPolicy, add_policy, add_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
-from tests.tiny import MODEL_TYPES, tiny_policy
+from tests.builders.models import MODEL_TYPES, tiny_policy
 
 LORA = LoraHparams(r=4, alpha=8)
 MIXED = LoraHparams(r=4, alpha=8, base_precision="bf16-mixed")

@@ -17,7 +17,15 @@ from rlhf_lightning.models.lora import AdaptedPolicy, add_policy, add_scalar_mod
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
-from tests.tiny import EOS, MODEL_TYPES, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_tokenizer
+from tests.builders.models import (
+    EOS,
+    MODEL_TYPES,
+    PAD,
+    prompt_batch,
+    prompt_rows,
+    tiny_policy,
+    tiny_tokenizer,
+)
 
 IDS = torch.arange(2, 34).reshape(2, 16)
 POSITIONS, TOKENS = torch.arange(0, 30), torch.arange(3, 33)

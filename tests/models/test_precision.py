@@ -16,9 +16,9 @@ from rlhf_lightning.models import heads
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.models.precision import MIXED_BF16, in_precision
+from tests.builders.models import prompt_batch
 from tests.models.test_architectures import hub_model
 from tests.rollout.plain_generation import ROWS, generated
-from tests.tiny import prompt_batch
 
 CPU = torch.device("cpu")
 KINDS = ("qwen2", "gpt2", "gemma3_text", "llama")

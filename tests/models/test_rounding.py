@@ -14,7 +14,7 @@ from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.loading import load_config
 from rlhf_lightning.models.rounding import base_dtype, measure_rounding, rounded
-from tests.tiny import tiny_policy, tiny_scalar_model, tiny_tokenizer
+from tests.builders.models import tiny_policy, tiny_scalar_model, tiny_tokenizer
 
 BF16 = torch.bfloat16
 

@@ -13,7 +13,7 @@ from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.rollout.scorers.text_inputs import Renderer
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
 from rlhf_lightning.runs.resume import config_hash
-from tests.data.conftest import CHATML, build_tokenizer
+from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.entry.test_model_configs import composed
 
 # As Llama 3.2 writes it.

@@ -13,8 +13,8 @@ from rlhf_lightning.models.tokenizers import (
     with_template_arguments,
 )
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
-from tests.data.conftest import build_tokenizer
-from tests.tiny import EOS, PAD, tiny_tokenizer
+from tests.builders.models import EOS, PAD, tiny_tokenizer
+from tests.builders.tokenizers import build_tokenizer
 
 
 def test_a_tokenizer_without_pad_pads_with_eos_on_the_left(tmp_path):

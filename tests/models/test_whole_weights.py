@@ -22,8 +22,8 @@ from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_mo
 from rlhf_lightning.models.lora import add_policy
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
 from rlhf_lightning.runs.manifest import ManifestError, write_manifest
+from tests.builders.models import PAD, tiny_policy, tiny_scalar_model
 from tests.models.test_architectures import ARCHITECTURES, hub_model
-from tests.tiny import PAD, tiny_policy, tiny_scalar_model
 
 Tensors = dict[str, Tensor]
 LORA = LoraHparams(r=4, alpha=8)

@@ -10,8 +10,7 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
-from tests.modules.tiny_ppo import fit, prompts, tiny_module
-from tests.tiny import (
+from tests.builders.models import (
     EOS,
     VOCABULARY,
     flat_parameters,
@@ -19,6 +18,7 @@ from tests.tiny import (
     tiny_scalar_model,
     tiny_tokenizer,
 )
+from tests.builders.stages import fit, prompts, tiny_module
 
 
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])

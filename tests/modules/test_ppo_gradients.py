@@ -12,7 +12,8 @@ from rlhf_lightning.functional.sequences import response_mask
 from rlhf_lightning.hparams import UnusualHparamWarning
 from rlhf_lightning.models.forward import BUCKET, pack, response_statistics
 from rlhf_lightning.rollout.generators import base as generate
-from tests.modules.tiny_ppo import (
+from tests.builders.models import EOS, PAD, flat_gradients
+from tests.builders.stages import (
     STOPS,
     after_some_training,
     built,
@@ -22,7 +23,6 @@ from tests.modules.tiny_ppo import (
     rollout_of,
     tiny_module,
 )
-from tests.tiny import EOS, PAD, flat_gradients
 
 GRADIENT = {"rtol": 0, "atol": 1e-5}
 

@@ -17,8 +17,8 @@ from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators import base as generate
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from tests.modules.tiny_ppo import TokenScorer, fit, ppo_hparams, tiny_models, tiny_module
-from tests.tiny import EOS, PAD, prompt_batch, tiny_policy
+from tests.builders.models import EOS, PAD, prompt_batch, tiny_policy
+from tests.builders.stages import TokenScorer, fit, ppo_hparams, tiny_models, tiny_module
 
 UPDATES = 50
 ROWS = 64

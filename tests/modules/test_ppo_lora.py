@@ -14,8 +14,8 @@ from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
 from rlhf_lightning.rollout.scorers.adapter import RewardAdapterScorer
-from tests.modules.test_ppo_resume import KilledError, run
-from tests.modules.tiny_ppo import (
+from tests.builders.models import tiny_policy
+from tests.builders.stages import (
     built,
     fit,
     loss_and_gradients,
@@ -23,7 +23,7 @@ from tests.modules.tiny_ppo import (
     rollout_of,
     tiny_module,
 )
-from tests.tiny import tiny_policy
+from tests.modules.test_ppo_resume import KilledError, run
 
 PRECISIONS = ("32-true", "bf16-mixed")
 

@@ -13,7 +13,9 @@ from rlhf_lightning.hparams import PPOHparams
 from rlhf_lightning.modules import optimization, ppo
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.rollout import collect
-from tests.modules.tiny_ppo import (
+from tests.builders.models import flat_parameters
+from tests.builders.ranks import SimulatedRanks
+from tests.builders.stages import (
     ROWS,
     RecordedPPO,
     adamw,
@@ -22,8 +24,6 @@ from tests.modules.tiny_ppo import (
     prompts,
     tiny_module,
 )
-from tests.simulated_ranks import SimulatedRanks
-from tests.tiny import flat_parameters
 
 
 class RankPPO(RecordedPPO):

@@ -14,8 +14,8 @@ from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
-from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, tiny_module, trainer
-from tests.tiny import prompt_rows, tiny_tokenizer
+from tests.builders.models import prompt_rows, tiny_tokenizer
+from tests.builders.stages import RecordedPPO, ppo_hparams, tiny_module, trainer
 
 ITERATIONS = 4
 

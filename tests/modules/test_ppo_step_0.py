@@ -20,7 +20,8 @@ from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.step_0 import Step0Error, rounding_tolerance
 from rlhf_lightning.rollout import collect
 from rlhf_lightning.rollout.noise import sample
-from tests.modules.tiny_ppo import (
+from tests.builders.models import MODEL_TYPES, config_fields, tiny_policy
+from tests.builders.stages import (
     RecordedPPO,
     built,
     fit,
@@ -28,7 +29,6 @@ from tests.modules.tiny_ppo import (
     tiny_models,
     tiny_module,
 )
-from tests.tiny import MODEL_TYPES, config_fields, tiny_policy
 
 PRECISIONS = ("32-true", "bf16-mixed")
 

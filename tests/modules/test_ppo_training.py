@@ -14,7 +14,8 @@ from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.modules.metrics import rollout_measures
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
-from tests.modules.tiny_ppo import (
+from tests.builders.models import tiny_policy, tiny_scalar_model
+from tests.builders.stages import (
     RecordedPPO,
     TokenScorer,
     built,
@@ -26,7 +27,6 @@ from tests.modules.tiny_ppo import (
     tiny_models,
     tiny_module,
 )
-from tests.tiny import tiny_policy, tiny_scalar_model
 
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (2, 4), (3, 2)])

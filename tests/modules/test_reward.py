@@ -12,14 +12,14 @@ from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.modules import reward
-from tests.modules.tiny_ppo import trainer
-from tests.modules.tiny_stages import (
+from tests.builders.models import EOS, MODEL_TYPES, PAD, flat_gradients, flat_parameters
+from tests.builders.stages import (
     preference_batch,
     tiny_reward,
     train_ranks,
+    trainer,
     without_trainer,
 )
-from tests.tiny import EOS, MODEL_TYPES, PAD, flat_gradients, flat_parameters
 
 
 def swapped(batch: PreferenceBatch) -> PreferenceBatch:

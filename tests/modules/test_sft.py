@@ -13,15 +13,7 @@ from rlhf_lightning.evaluation.final_metrics import held_out_loss
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import sft
-from tests.modules.tiny_ppo import trainer
-from tests.modules.tiny_stages import (
-    ANSWER_LENGTHS,
-    sft_batch,
-    tiny_sft,
-    train_ranks,
-    without_trainer,
-)
-from tests.tiny import (
+from tests.builders.models import (
     EOS,
     MODEL_TYPES,
     PAD,
@@ -30,6 +22,14 @@ from tests.tiny import (
     flat_parameters,
     tiny_policy,
     tiny_tokenizer,
+)
+from tests.builders.stages import (
+    ANSWER_LENGTHS,
+    sft_batch,
+    tiny_sft,
+    train_ranks,
+    trainer,
+    without_trainer,
 )
 
 

@@ -23,10 +23,10 @@ from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.distributed.strategy import FSDP2Strategy
+from tests.builders.models import tiny_tokenizer
+from tests.builders.stages import ppo_hparams, tiny_module, trainer
 from tests.modules.test_ppo_resume import InMemorySource
-from tests.modules.tiny_ppo import ppo_hparams, tiny_module, trainer
 from tests.multiprocess.train_stage import leave, strategy_of
-from tests.tiny import tiny_tokenizer
 
 SAVED, LAST = 2, 3
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))

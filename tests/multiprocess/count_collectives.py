@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.modules import ppo
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, prompts, tiny_module, trainer
+from tests.builders.models import PAD, VOCABULARY
+from tests.builders.stages import RecordedPPO, ppo_hparams, prompts, tiny_module, trainer
 from tests.multiprocess.train_stage import leave, strategy_of
-from tests.tiny import PAD, VOCABULARY
 
 ROWS = 4  # of each rank
 MICRO_BATCH = 1

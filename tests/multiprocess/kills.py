@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
-from tests.entry.small_settings import overrides_of
-from tests.multiprocess.launch import ROOT, Outcome, run_ranks
+from tests.builders.command_lines import overrides_of
+from tests.builders.ranks import ROOT, Outcome, run_ranks
 
 ITERATIONS = 6
 SAVE_EVERY = 2

@@ -16,9 +16,9 @@ from rlhf_lightning.app.export import run as export
 from rlhf_lightning.app.export_settings import Request
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
 from rlhf_lightning.runs.resume import checkpoint_problem
-from tests.entry.small_runs import make_start
-from tests.entry.small_settings import overrides_of
-from tests.multiprocess.launch import ROOT, run_ranks
+from tests.builders.command_lines import overrides_of
+from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.runs import make_start
 
 SCRIPT = str(Path(__file__).with_name("checkpoint_stage.py"))
 RANKS = {"auto": 1, "ddp": 2, "fsdp": 2, "fsdp4": 4, "hybrid": 4, "offload": 2}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiprocess.launch import ROOT, run_ranks
+from tests.builders.ranks import ROOT, run_ranks
 
 SCRIPT = str(Path(__file__).with_name("count_collectives.py"))
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.entry.small_runs import make_start
-from tests.entry.small_settings import SMALL
-from tests.multiprocess.launch import ROOT, run_ranks
+from tests.builders.command_lines import SMALL
+from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.runs import make_start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 STAGES = ("sft", "reward", "ppo")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.entry.small_runs import completed, make_start
-from tests.entry.small_settings import overrides_of
-from tests.multiprocess.launch import ROOT, run_ranks
+from tests.builders.command_lines import overrides_of
+from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.runs import completed, make_start
 
 pytestmark = pytest.mark.timeout(900)
 TRAIN = ["-m", "rlhf_lightning.train"]

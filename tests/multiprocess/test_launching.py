@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.launch import ROOT, run_ranks
+from tests.builders.ranks import ROOT, run_ranks
 
 TRAIN = ["-m", "rlhf_lightning.train"]
 SETTINGS = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.examples.material import write_material
-from tests.multiprocess.launch import ROOT, run_ranks
+from tests.builders.ranks import ROOT, run_ranks
+from tests.builders.record_files import write_material
 
 
 @pytest.mark.timeout(300)

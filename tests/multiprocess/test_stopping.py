@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.entry.small_runs import make_start
-from tests.faults.command_line import command, environment, run_folder, small_sft
-from tests.multiprocess.launch import run_ranks
+from tests.builders.command_lines import command, environment, run_folder, small_sft
+from tests.builders.ranks import run_ranks
+from tests.builders.runs import make_start
 
 # The process sends itself the signal at the start of the second iteration.
 SENDER = """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multiprocess.launch import ROOT, run_ranks
-from tests.tiny import tiny_policy
+from tests.builders.models import tiny_policy
+from tests.builders.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = str(Path(__file__).with_name("train_stage.py"))

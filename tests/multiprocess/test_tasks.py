@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.distributed import launch as launching
 from rlhf_lightning.distributed.launch import adopt_rank, first_host, own_environment, started
-from tests.multiprocess.launch import ROOT, free_port
+from tests.builders.ranks import ROOT, free_port
 from tests.multiprocess.test_launching import SETTINGS, TRAIN, check_run, run, runs_below
 
 STEP = {

@@ -22,8 +22,17 @@ from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.distributed.strategy import FSDP2Strategy
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import ppo_models
-from tests.modules.tiny_ppo import RecordedPPO, ppo_hparams, prompts, tiny_module, trainer
-from tests.modules.tiny_stages import preference_batch, sft_batch, tiny_reward, tiny_sft
+from tests.builders.stages import (
+    RecordedPPO,
+    ppo_hparams,
+    preference_batch,
+    prompts,
+    sft_batch,
+    tiny_module,
+    tiny_reward,
+    tiny_sft,
+    trainer,
+)
 
 ROWS = 8
 ITERATIONS = 3

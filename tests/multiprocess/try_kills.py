@@ -32,7 +32,7 @@ def try_case(case: Case, folder: Path) -> tuple[list[str], list[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     start = folder / "models" / "start"
     if not start.exists():
-        from tests.entry.small_runs import make_start
+        from tests.builders.runs import make_start
 
         make_start(start)
     runs = Runs(folder, start, case)

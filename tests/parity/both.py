@@ -24,8 +24,8 @@ from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
-from tests.modules.tiny_ppo import trainer
-from tests.tiny import EOS, VOCABULARY, tiny_policy, tiny_scalar_model, tiny_tokenizer
+from tests.builders.models import EOS, VOCABULARY, tiny_policy, tiny_scalar_model, tiny_tokenizer
+from tests.builders.stages import trainer
 
 STEPS = 20
 LEARNING_RATE = 2e-3

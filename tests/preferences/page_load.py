@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from rlhf_lightning.preferences.annotation.store import LabelStore
+from tests.builders.labels import make_pairs
 from tests.preferences.invariants import check_store, most_labels
 from tests.preferences.page_server import Client, serving
-from tests.preferences.some_pairs import make_pairs
 
 TEXTS = re.compile(r'<div class="free[^"]*" dir="auto">(.*?)</div>', re.DOTALL)
 

@@ -19,8 +19,8 @@ from rlhf_lightning.preferences.aggregate import (
 )
 from rlhf_lightning.preferences.records import Pair
 from rlhf_lightning.preferences.reliability import side_tally
+from tests.builders.labels import label
 from tests.preferences.test_rater_quality import ACCURACIES, simulated
-from tests.preferences.votes import label
 
 PAIR = Pair.make("q", "good", "bad", domain="sums", first_source="sft", second_source="base")
 

@@ -18,7 +18,7 @@ from rlhf_lightning.preferences.agreement import (
     position_bias,
     raw_agreement,
 )
-from tests.preferences.votes import TEXTBOOK, label
+from tests.builders.labels import TEXTBOOK, label
 
 
 def test_fleiss_kappa_of_the_textbook_example_is_0_210() -> None:

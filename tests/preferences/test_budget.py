@@ -15,7 +15,7 @@ from rlhf_lightning.preferences.budget import (
     route,
 )
 from rlhf_lightning.preferences.records import Pair
-from tests.preferences.votes import label
+from tests.builders.labels import label
 
 PAIRS = [Pair.make(f"prompt {i // 4}", f"a{i}", "b") for i in range(1000)]
 

@@ -25,7 +25,7 @@ from rlhf_lightning.preferences.candidates import (
 )
 from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.records import Candidate
-from tests.entry.small_runs import make_start
+from tests.builders.runs import make_start
 
 PROMPTS = DemoSource(seed=1).records("prompts", "train")[:10]
 

@@ -14,7 +14,7 @@ from rlhf_lightning.preferences.reliability import (
     majority_ceiling,
     tally_votes,
 )
-from tests.preferences.votes import beta_tally
+from tests.builders.labels import beta_tally
 
 
 def test_the_ceiling_of_even_opinions_is_three_quarters() -> None:

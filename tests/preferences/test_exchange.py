@@ -12,7 +12,7 @@ from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.preferences.formats.io import Collection, read_collection, write_collection
 from rlhf_lightning.preferences.formats.tools import user_id
 from rlhf_lightning.preferences.records import Choice, Label, Pair
-from tests.preferences.some_pairs import make_pair, make_pairs
+from tests.builders.labels import make_pair, make_pairs
 
 NOW = "2026-11-02T09:30:00+00:00"
 CHAT = Pair.make(

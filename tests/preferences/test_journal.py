@@ -14,7 +14,7 @@ import pytest
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.preferences.journal import Journal, record_journal, write_records
 from rlhf_lightning.preferences.records import Label, Pair, read_records
-from tests.preferences.votes import label
+from tests.builders.labels import label
 
 WRITER = """
 import sys

@@ -12,7 +12,7 @@ from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures, judgement_journal
 from rlhf_lightning.preferences.judge_service import RateLimit
 from rlhf_lightning.preferences.records import Pair
-from tests.preferences.chat_server import (
+from tests.builders.chat_server import (
     Failure,
     always_a,
     completion,

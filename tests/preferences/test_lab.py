@@ -25,8 +25,8 @@ from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.publishing import flat_metrics, write_collection
 from rlhf_lightning.preferences.records import Candidate, Label, Pair, read_records
 from rlhf_lightning.preferences.rules import LengthRule, RepetitionRule
-from tests.entry.small_runs import make_start
-from tests.preferences.chat_server import serving
+from tests.builders.chat_server import serving
+from tests.builders.runs import make_start
 
 PROMPTS = DemoSource(seed=1).records("prompts", "train")[:30]
 BUDGET = BudgetHparams(

@@ -12,9 +12,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from rlhf_lightning.preferences.records import Pair
 from tests.browser import FOREIGN_NAME, console, set_scheme, set_viewport
+from tests.builders.labels import make_pairs
 from tests.preferences.invariants import check_store
 from tests.preferences.page_server import Server, serving
-from tests.preferences.some_pairs import make_pairs
 
 pytestmark = pytest.mark.timeout(90)
 OTHER = {"first": "second", "second": "first"}

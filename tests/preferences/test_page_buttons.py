@@ -8,8 +8,8 @@ import pytest
 from selenium.webdriver import Chrome
 
 from tests.browser import set_viewport
+from tests.builders.labels import make_pairs
 from tests.preferences.page_server import serving
-from tests.preferences.some_pairs import make_pairs
 from tests.preferences.test_page_browser import sign_in
 
 pytestmark = pytest.mark.timeout(90)

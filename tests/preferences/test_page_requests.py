@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_lightning.preferences.annotation.server.security import host_name
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
+from tests.builders.labels import make_pairs
 from tests.preferences.page_server import Client, Server, serving, word_of
-from tests.preferences.some_pairs import make_pairs
 
 TOKEN = "a token of the tests, nobody's"
 

@@ -18,7 +18,7 @@ from rlhf_lightning.preferences.human_annotators import (
 from rlhf_lightning.preferences.journal import record_journal
 from rlhf_lightning.preferences.records import Label, Pair
 from rlhf_lightning.preferences.rules import LengthRule
-from tests.preferences.votes import NOW
+from tests.builders.labels import NOW
 
 PAIRS = [Pair.make(f"q{i}", "one", "one two three") for i in range(300)]
 

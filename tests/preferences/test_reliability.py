@@ -21,7 +21,7 @@ from rlhf_lightning.preferences.reliability import (
     people_majority,
     verdicts_agree,
 )
-from tests.preferences.votes import label
+from tests.builders.labels import label
 
 PEOPLE = [
     label("p", "ada", "first"),

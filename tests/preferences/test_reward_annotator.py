@@ -15,7 +15,7 @@ from rlhf_lightning.preferences.annotators import label_pairs
 from rlhf_lightning.preferences.journal import record_journal
 from rlhf_lightning.preferences.records import Label, Pair
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
-from tests.data.conftest import CHATML, build_tokenizer
+from tests.builders.tokenizers import CHATML, build_tokenizer
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
 PLAIN = [

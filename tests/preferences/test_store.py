@@ -11,8 +11,8 @@ from rlhf_lightning.preferences.annotation.assignment import Answer, Sharing, Ta
 from rlhf_lightning.preferences.annotation.database import StoreError
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.records import Label
+from tests.builders.labels import make_pair, make_pairs
 from tests.preferences.invariants import check_store
-from tests.preferences.some_pairs import make_pair, make_pairs
 
 NO_GOLD = Sharing(gold_share=0.0, lease_seconds=60.0)
 

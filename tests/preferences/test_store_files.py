@@ -10,8 +10,8 @@ import pytest
 from rlhf_lightning.preferences.annotation.assignment import Sharing
 from rlhf_lightning.preferences.annotation.database import StoreError
 from rlhf_lightning.preferences.annotation.store import LabelStore
+from tests.builders.labels import make_pairs
 from tests.preferences.invariants import check_store, most_labels
-from tests.preferences.some_pairs import make_pairs
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.preferences.annotation.store import LabelStore
+from tests.builders.labels import make_pairs
 from tests.preferences.invariants import check_store, most_labels
-from tests.preferences.some_pairs import make_pairs
 
 RATER = Path(__file__).with_name("labelling_process.py")
 

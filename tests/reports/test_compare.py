@@ -13,7 +13,7 @@ from rlhf_lightning.reports.frontier import frontier
 from rlhf_lightning.reports.several import read_runs
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Status, read_summary, write_summary
-from tests.reports.fake_run import fake_ppo_run, fake_reward_run
+from tests.builders.run_folders import fake_ppo_run, fake_reward_run
 
 
 def job(

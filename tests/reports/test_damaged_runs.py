@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_lightning.app.report import main
 from rlhf_lightning.runs.folder import read_metrics
-from tests.reports.fake_run import fake_ppo_run
+from tests.builders.run_folders import fake_ppo_run
 
 
 @pytest.mark.parametrize(

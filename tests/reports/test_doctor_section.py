@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlhf_lightning.reports.page import render_report
 from rlhf_lightning.reports.sections import doctor_section
 from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
-from tests.reports.fake_run import fake_ppo_run
+from tests.builders.run_folders import fake_ppo_run
 
 WATCH = DoctorEvent(0, "watch", "kl_high,safety", "", "2 detectors watch from iteration 1")
 ALERT = DoctorEvent(

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_lightning.app.report import run
 from tests.browser import console, set_scheme, set_viewport
-from tests.reports.fake_run import fake_reward_run
+from tests.builders.run_folders import fake_reward_run
 from tests.reports.test_compare import sweep
 
 PHONE = 390

@@ -9,7 +9,7 @@ import pytest
 from rlhf_lightning.reports.page import render_report, write_report
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
-from tests.reports.fake_run import fake_ppo_run, fake_reward_run, fake_sft_run
+from tests.builders.run_folders import fake_ppo_run, fake_reward_run, fake_sft_run
 
 HOSTILE = "</p><script>alert('x')</script><img src=x onerror=\"go()\">&amp; \x00\x1b[31m \u202e abc"
 VOID = {"meta", "img", "br", "line", "rect", "circle", "polyline", "input", "link"}

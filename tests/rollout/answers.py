@@ -9,7 +9,7 @@ import torch
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.rollout.generators.base import as_generation
 from rlhf_lightning.rollout.scorers.base import Answers, make_answers
-from tests.tiny import EOS, PAD, tiny_tokenizer
+from tests.builders.models import EOS, PAD, tiny_tokenizer
 
 
 def answers_of(

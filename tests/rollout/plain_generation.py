@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise, sample
-from tests.tiny import EOS, HIDDEN, PAD, VOCABULARY, prompt_rows, tiny_policy
+from tests.builders.models import EOS, HIDDEN, PAD, VOCABULARY, prompt_rows, tiny_policy
 
 ROWS = prompt_rows([3, 8, 1, 5, 8, 2, 7, 4, 6, 3, 1, 8])
 STOPS = (EOS, *range(42, VOCABULARY))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -20,11 +19,9 @@ from transformers import (
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.rollout.scorers.base import Answers, Scores, make_answers
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from tests.builders.tokenizers import build_tokenizer, word_tokenizer
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+EOS = "<|im_end|>"
 DECODERS = ("llama", "gpt2", "opt", "gpt_neox")
 ENCODERS = ("bert", "deberta-v2", "roberta", "distilbert")
 
@@ -56,48 +53,8 @@ def byte_tokenizer(
     *, bos: bool = True, adds_eos: bool = False, pad: str = "<pad>", template: str | None = None
 ) -> PreTrainedTokenizerFast:
     """A decoder's: every ASCII character is a token; ends texts with `<|im_end|>`."""
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    special = ["<s>", "<|im_start|>", "<|im_end|>", "<pad>"]
-    core.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    if bos or adds_eos:
-        single = f"{'<s> ' if bos else ''}$A{' <|im_end|>' if adds_eos else ''}"
-        ids = [(token, core.token_to_id(token)) for token in ("<s>", "<|im_end|>")]
-        core.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token="<|im_end|>",
-        pad_token=pad,
-        chat_template=template,
-        additional_special_tokens=["<|im_start|>"],
-    )
-
-
-def word_tokenizer(
-    *, token_types: bool = True, padding_side: str = "right"
-) -> PreTrainedTokenizerFast:
-    """An encoder's: `[CLS] text [SEP]`, `[CLS] question [SEP] answer [SEP]`."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(48))]
-    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        padding_side=padding_side,
-        model_input_names=names if token_types else [n for n in names if n != "token_type_ids"],
+    return build_tokenizer(
+        adds_bos=bos, adds_eos=adds_eos, pad_is_eos=pad == EOS, template=template
     )
 
 

@@ -17,9 +17,7 @@ from rlhf_lightning.rollout.collect import (
 )
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
-from tests.rollout.answers import answers_of
-from tests.rollout.test_score import ConstantScorer
-from tests.tiny import (
+from tests.builders.models import (
     EOS,
     PAD,
     prompt_batch,
@@ -28,6 +26,8 @@ from tests.tiny import (
     tiny_scalar_model,
     tiny_tokenizer,
 )
+from tests.rollout.answers import answers_of
+from tests.rollout.test_score import ConstantScorer
 
 PROMPTS = prompt_rows([3, 7, 1, 5, 2, 4], seed=3)
 RESPONSES = [[7, 8, EOS], [9, 10, 11, 12, 13], [EOS], [5, PAD, 6, EOS], [4, 4, 4, 4, 4], [20, EOS]]

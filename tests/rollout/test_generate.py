@@ -12,7 +12,15 @@ from rlhf_lightning.rollout.generators.base import (
     as_generation,
 )
 from rlhf_lightning.rollout.noise import RowNoise, sample
-from tests.tiny import EOS, MODEL_TYPES, PAD, VOCABULARY, prompt_batch, prompt_rows, tiny_policy
+from tests.builders.models import (
+    EOS,
+    MODEL_TYPES,
+    PAD,
+    VOCABULARY,
+    prompt_batch,
+    prompt_rows,
+    tiny_policy,
+)
 
 ENGINES = (CachedGenerator, TransformersGenerator)
 ROWS = prompt_rows([3, 8, 1, 5, 8, 2, 7, 4, 6, 3, 1, 8])

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.rollout.generators.base import TransformersGenerator
+from tests.builders.models import EOS, HIDDEN, INIT_STD, VOCABULARY, prompt_batch
 from tests.models.test_architectures import ARCHITECTURES, hub_model
 from tests.rollout.plain_generation import ROWS, generated, without_cache
-from tests.tiny import EOS, HIDDEN, INIT_STD, VOCABULARY, prompt_batch
 
 _OLD: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -8,8 +8,8 @@ from rlhf_lightning.models.cpu.decode_attention import SUFFIX, one_token_attenti
 from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import base as generate
 from rlhf_lightning.rollout.noise import sample
+from tests.builders.models import MODEL_TYPES, prompt_batch
 from tests.rollout.plain_generation import NOISE, ROWS, generated, other_model, tiny
-from tests.tiny import MODEL_TYPES, prompt_batch
 
 
 @pytest.mark.parametrize("masked", [False, True])

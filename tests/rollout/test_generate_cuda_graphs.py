@@ -5,8 +5,8 @@ import torch
 
 from rlhf_lightning.rollout.generators import cuda_graphs as engine_cuda_graphs
 from rlhf_lightning.rollout.generators.cuda_graphs import CudaGraphsGenerator
+from tests.builders.models import MODEL_TYPES, PAD, prompt_batch
 from tests.rollout.plain_generation import NOISE, ROWS, STOPS, generated, other_model, tiny
-from tests.tiny import MODEL_TYPES, PAD, prompt_batch
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -10,6 +10,7 @@ from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import kv_cache as engine_cache
 from rlhf_lightning.rollout.generators.active_rows import Prefill, equal_widths
 from rlhf_lightning.rollout.generators.base import CachedGenerator, TransformersGenerator
+from tests.builders.models import MODEL_TYPES, PAD, prompt_batch
 from tests.rollout.plain_generation import (
     NOISE,
     OTHER_MODELS,
@@ -23,7 +24,6 @@ from tests.rollout.plain_generation import (
     tiny,
     without_cache,
 )
-from tests.tiny import MODEL_TYPES, PAD, prompt_batch
 
 
 @pytest.mark.parametrize("model_type", OTHER_MODELS)

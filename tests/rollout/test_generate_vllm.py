@@ -7,7 +7,7 @@ import torch
 
 from rlhf_lightning.rollout.generators.vllm import VllmGenerator
 from rlhf_lightning.rollout.noise import RowNoise
-from tests.tiny import EOS, PAD, prompt_batch, prompt_rows, tiny_policy
+from tests.builders.models import EOS, PAD, prompt_batch, prompt_rows, tiny_policy
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 ROWS = prompt_rows([3, 8, 5, 6])

@@ -14,8 +14,8 @@ from rlhf_lightning.rollout.scorers.base import (
     WeightedScorer,
     load_function,
 )
+from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model
 from tests.rollout.answers import answers_of
-from tests.tiny import EOS, PAD, prompt_batch, tiny_scalar_model
 
 ROWS = [[3, 4, 5], [6]]
 RESPONSES = [[7, 8, EOS], [9, PAD, 9, 10]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.rollout.scorers.text_inputs import AnswerText, ClassifierInputs, Renderer
-from tests.rollout.reward_models import word_tokenizer
+from tests.builders.tokenizers import word_tokenizer
 
 
 def plain(prompt, completion):

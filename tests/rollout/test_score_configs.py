@@ -22,8 +22,8 @@ from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
 from rlhf_lightning.rollout.scorers.http import HttpScorer
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from tests.builders.models import tiny_scalar_model, tiny_tokenizer
 from tests.rollout.reward_models import built, byte_tokenizer, save_reward_model
-from tests.tiny import tiny_scalar_model, tiny_tokenizer
 
 URL = "scorer.url=http://127.0.0.1:8000/score"
 

@@ -15,8 +15,8 @@ from rlhf_lightning.app.config.compose import (
 )
 from rlhf_lightning.rollout.scorers.ensemble import RewardEnsembleScorer, combined
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
+from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model
 from tests.rollout.answers import answers_of
-from tests.tiny import EOS, PAD, prompt_batch, tiny_scalar_model
 
 SCORES = torch.tensor([[1.0, 4.0], [3.0, 4.0], [5.0, 1.0]])
 

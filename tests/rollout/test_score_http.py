@@ -20,8 +20,8 @@ import torch
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
 from rlhf_lightning.rollout.scorers.http import HttpScorer, ServiceError
-from tests.rollout.reward_models import text_answers
-from tests.rollout.reward_server import (
+from tests.builders.ranks import SimulatedRanks
+from tests.builders.reward_server import (
     failing,
     hanging_up,
     lengths,
@@ -29,7 +29,7 @@ from tests.rollout.reward_server import (
     slow,
     trickling,
 )
-from tests.simulated_ranks import SimulatedRanks
+from tests.rollout.reward_models import text_answers
 
 PROMPTS = ["why?", "how so?", "a"]
 COMPLETIONS = ["because", "no idea", "bcd"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.rollout.scorers.http import MOST_BYTES, HttpScorer, ServiceError
-from tests.rollout.reward_server import failing, serving
+from tests.builders.reward_server import failing, serving
 from tests.rollout.test_score_http import answers, scorer
 
 

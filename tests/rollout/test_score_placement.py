@@ -16,7 +16,9 @@ from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
 from rlhf_lightning.rollout.generators.base import as_generation
 from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores, make_answers
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
-from tests.modules.tiny_ppo import RecordedPPO, fit, tiny_module
+from tests.builders.models import config_fields, prompt_batch
+from tests.builders.ranks import SimulatedRanks
+from tests.builders.stages import RecordedPPO, fit, tiny_module
 from tests.rollout.reward_models import (
     built,
     byte_tokenizer,
@@ -24,8 +26,6 @@ from tests.rollout.reward_models import (
     save_reward_model,
     text_answers,
 )
-from tests.simulated_ranks import SimulatedRanks
-from tests.tiny import config_fields, prompt_batch
 
 PROMPTS = ["why? " * 5, "tell me more", "w"]
 COMPLETIONS = ["because", "no", "it is what it is and it will be"]

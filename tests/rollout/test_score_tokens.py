@@ -19,8 +19,9 @@ from rlhf_lightning.rollout.scorers.text_inputs import (
     Renderer,
     answer_texts,
 )
+from tests.builders.tokenizers import CHATML
 from tests.rollout.reward_models import (
-    CHATML,
+    EOS,
     built,
     byte_tokenizer,
     close,
@@ -30,7 +31,6 @@ from tests.rollout.reward_models import (
     text_answers,
 )
 
-EOS = "<|im_end|>"
 CHAT = [
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "why?"},

@@ -10,7 +10,7 @@ import torch
 from rlhf_lightning.batches import Generation
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, make_answers
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward, number_reward
-from tests.tiny import prompt_batch, tiny_tokenizer
+from tests.builders.models import prompt_batch, tiny_tokenizer
 
 READ = {
     "it is 8.\n#### 72": "72",

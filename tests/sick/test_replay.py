@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder
-from tests.reports.fake_run import fake_ppo_run
+from tests.builders.run_folders import fake_ppo_run
 from tests.sick.replay import main, nearest, replay
 
 

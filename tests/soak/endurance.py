@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_lightning.runs.folder import RunFolder
-from tests.faults.command_line import command, environment
-from tests.rollout.reward_server import serving
+from tests.builders.command_lines import command, environment
+from tests.builders.reward_server import serving
 from tests.soak.memory_log import read_memory
 from tests.soak.service import TIMEOUT, Unreliable
 from tests.soak.start import make_start

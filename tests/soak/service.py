@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from typing import Any
 
-from tests.rollout.reward_server import failing, hanging_up, slow
+from tests.builders.reward_server import failing, hanging_up, slow
 
 TIMEOUT = 0.5
 WANTED_LENGTH = 12
@@ -30,7 +30,7 @@ def scores(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Unreliable:
-    """The behaviour of a service for `tests.rollout.reward_server`.
+    """The behaviour of a service for `tests.builders.reward_server`.
 
     Scores are a function of the texts, so that a run that asks again, or is resumed, learns the
     same. `given` counts the answers of each kind.

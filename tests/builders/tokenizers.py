@@ -1,13 +1,24 @@
-"""Small tokenizers with the special tokens and chat templates of known families."""
+"""Small tokenizers: one byte a token, one word a token, and those of known families."""
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
+from collections.abc import Iterable
+
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.conftest import CHATML
-
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
     "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
@@ -57,6 +68,61 @@ FAMILIES = {
 KINDS = ("bpe", "unigram", "sentencepiece")
 
 
+def build_tokenizer(
+    *,
+    adds_bos: bool = False,
+    adds_eos: bool = False,
+    pad_is_eos: bool = True,
+    template: str | None = None,
+    merges: Iterable[tuple[str, str]] = (),
+    eos: str | None = "<|im_end|>",
+) -> PreTrainedTokenizerFast:
+    """Return a byte tokenizer: every character of ASCII text is a token of its own."""
+    merges = list(merges)
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in merges)]
+    core = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<s>", "<|im_start|>", "<|im_end|>", "<pad>"]
+    core.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    if adds_bos or adds_eos:
+        single = f"{'<s> ' if adds_bos else ''}$A{' <|im_end|>' if adds_eos else ''}"
+        ids = [(token, core.token_to_id(token)) for token in ("<s>", "<|im_end|>")]
+        core.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token=eos,
+        pad_token=("<|im_end|>" if pad_is_eos else "<pad>") if eos else None,
+        chat_template=template,
+    )
+
+
+def word_tokenizer(
+    *, token_types: bool = True, padding_side: str = "right"
+) -> PreTrainedTokenizerFast:
+    """An encoder's: `[CLS] text [SEP]`, `[CLS] question [SEP] answer [SEP]`."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(48))]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        padding_side=padding_side,
+        model_input_names=names if token_types else [n for n in names if n != "token_type_ids"],
+    )
+
+
 def family_tokenizer(family: str, kind: str = "bpe") -> PreTrainedTokenizerFast:
     """Return a tokenizer of a family: byte-level BPE, Unigram, or BPE as SentencePiece writes it.
 
@@ -67,7 +133,7 @@ def family_tokenizer(family: str, kind: str = "bpe") -> PreTrainedTokenizerFast:
     core = {"bpe": _byte_level, "unigram": _unigram, "sentencepiece": _sentencepiece}[kind](special)
     core.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     if bos is not None:
-        core.post_processor = TemplateProcessing(
+        core.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, core.token_to_id(bos))]
         )
     return PreTrainedTokenizerFast(

@@ -19,9 +19,7 @@ from rlhf_lightning.models.export import export_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
-from tests.entry.small_settings import LENGTH_REWARD as LENGTH_REWARD
-from tests.entry.small_settings import SMALL as SMALL
-from tests.entry.small_settings import overrides_of
+from tests.builders.command_lines import overrides_of
 
 TRACKED_ITERATIONS = 11  # one more than W&B's tables of samples wait
 

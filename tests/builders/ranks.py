@@ -1,4 +1,9 @@
-"""Ranks as plain processes: own port, own log, one time-out, and nobody is left behind."""
+"""Several ranks: as processes with one time-out, or as threads of this process.
+
+The threads are for what `distributed/collectives.py` sums over ranks. `SimulatedRanks` takes the
+place of `torch.distributed` inside that module, so the code under test is the real one. Every rank
+must reduce equally often, or the run fails.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from rlhf_lightning.distributed import collectives
+
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
+EXCHANGE_SECONDS = 30  # that a simulated rank waits for the others
 
 
 @dataclass(frozen=True)
@@ -87,3 +104,69 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+class SimulatedRanks:
+    """Ranks as threads; `run` calls a function on each of them."""
+
+    ReduceOp = ReduceOp
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=EXCHANGE_SECONDS)
+        self.slots: list[Tensor | None] = [None] * size
+        self.local = threading.local()
+        monkeypatch.setattr(collectives, "dist", self)
+
+    # -- called by collectives.py
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return hasattr(self.local, "rank")
+
+    def get_world_size(self) -> int:
+        return self.size
+
+    def get_rank(self) -> int:
+        return int(self.local.rank)
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        stacked = torch.stack(self._exchange(tensor.clone()))
+        tensor.copy_(stacked.sum(0) if op == ReduceOp.SUM else stacked.amax(0))
+
+    def all_gather_object(self, values: list[Any], mine: Any) -> None:
+        values[:] = self._exchange(mine)
+
+    def _exchange(self, mine: Tensor | None) -> list[Any]:
+        self.slots[self.get_rank()] = mine
+        self.barrier.wait()
+        slots = list(self.slots)
+        self.barrier.wait()
+        if len({slot is None for slot in slots}) > 1:
+            raise RuntimeError("one rank reduces while another is done")
+        return slots
+
+    # -- called by tests
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """Return what `function(rank)` gives on each rank."""
+
+        def one(rank: int) -> T:
+            self.local.rank = rank
+            try:
+                result = function(rank)
+                self._exchange(None)
+            except BaseException:
+                self.barrier.abort()
+                raise
+            return result
+
+        with ThreadPoolExecutor(self.size) as pool:
+            futures = [pool.submit(one, rank) for rank in range(self.size)]
+        errors = [e for f in futures if (e := f.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [future.result() for future in futures]

@@ -1,0 +1,1 @@
+"""Tiny models, stages, runs and command lines that several folders of tests build."""

@@ -1,0 +1,84 @@
+"""Command lines of `rlhf_lightning.train` for runs of a few iterations on the built-in world.
+
+Must not import torch: processes that only start runs import it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "debug=fast",
+    "logger=none",
+    "data.batch_size=4",
+    "callbacks.checkpoint.every_n_iterations=1",
+    "callbacks.checkpoint.keep_last=3",
+    "evaluation.num_prompts=8",
+    "artifacts.publish=null",
+    "+dataset.source.num_texts=24",
+    "+dataset.source.num_demonstrations=24",
+    "+dataset.source.num_preferences=24",
+    "+dataset.source.num_validation_preferences=16",
+]
+LENGTH_REWARD = "def score(prompts, completions):\n    return [len(c) / 10 for c in completions]\n"
+
+
+def overrides_of(stage: str, start: Path) -> list[str]:
+    """Return the command line of a run of a few iterations."""
+    key = {"base": None, "sft": "artifacts.base"}.get(stage, "artifacts.sft")
+    own = [] if key is None else [f"{key}={start}"]
+    if stage == "ppo":
+        (start.parent / "reward.py").write_text(LENGTH_REWARD)
+        own += [
+            "scorer=function",
+            f"scorer.function={start.parent}/reward.py:score",
+            "module.models.value=null",
+            "module.models.value_head=zero",
+            "module.ppo.num_minibatches=1",
+            "module.ppo.num_ppo_epochs=1",
+            "module.sampling.max_new_tokens=4",
+        ]
+    return [f"+experiment={stage}", *SMALL, *own]
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, "-m", "rlhf_lightning.train", *overrides]
+
+
+def small_sft(start: Path, *overrides: str) -> list[str]:
+    return ["+experiment=sft", *SMALL, f"artifacts.base={start}", *overrides]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RLHF_")}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | changes
+
+
+def train(folder: Path, *overrides: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*overrides),
+        cwd=folder,
+        env=environment(**changes),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def run_folder(folder: Path) -> Path:
+    (found,) = folder.glob("outputs/*/*/summary.json")
+    return found.parent
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_folder(folder) / "summary.json").read_text())
+    return content
