@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
@@ -24,8 +25,11 @@ from tests.builders.command_lines import overrides_of
 TRACKED_ITERATIONS = 11  # one more than W&B's tables of samples wait
 
 
-def make_start(folder: Path) -> Path:
-    """Write a tiny policy with the built-in world's tokenizer, a model card and a licence."""
+def make_start(folder: Path, *, eos_scale: float = 1.0, **changes: Any) -> Path:
+    """Write a tiny policy with the built-in world's tokenizer, a model card and a licence.
+
+    `eos_scale` multiplies the output weights of EOS, `changes` are fields of the configuration.
+    """
     tokenizer = demo_tokenizer()
     fields = {
         "model_type": "llama",
@@ -40,9 +44,11 @@ def make_start(folder: Path) -> Path:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    policy = load_policy(from_scratch=fields)
-    stops = [int(tokenizer.eos_token_id)]
-    export_model(policy, tokenizer, folder, policy.state_dict(), stop_ids=stops)
+    policy = load_policy(from_scratch=fields | changes)
+    stop = int(tokenizer.eos_token_id)
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight[stop] *= eos_scale
+    export_model(policy, tokenizer, folder, policy.state_dict(), stop_ids=[stop])
     (folder / "README.md").write_text("---\nlicense: mit\nbase_model: org/tiny\n---\n\n# Tiny\n")
     return folder
 

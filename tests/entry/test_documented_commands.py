@@ -155,7 +155,7 @@ def test_what_stands_behind_a_documented_command_is_a_comment(page):
         "python -m rlhf_lightning.report RUN                 write it again",
         "rlhf-export RUN --to my_model    an older one",
         "make ppo      installs into .venv",
-        "pytest tests/soak                the same, among the slow tests",
+        "pytest tests/memory              the same, among the slow tests",
     ],
 )
 def test_a_bare_comment_behind_a_command_is_noticed(line):

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.overoptimisation.curves import STEP, at_distance, binned, points, report, t_interval
-from tests.overoptimisation.plan import ENSEMBLES, SEEDS, conditions, reward_models, reward_name
+from benchmarks.studies.overoptimisation.curves import (
+    STEP,
+    at_distance,
+    binned,
+    points,
+    report,
+    t_interval,
+)
+from benchmarks.studies.overoptimisation.plan import (
+    ENSEMBLES,
+    SEEDS,
+    conditions,
+    reward_models,
+    reward_name,
+)
 
 
 def recorded(condition: str, seed: int, *, gold_falls: float) -> dict:

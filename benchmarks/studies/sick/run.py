@@ -1,13 +1,12 @@
-"""Run sick and healthy runs, any part of them, and say which detectors fired when.
+"""Run sick and healthy runs and report which detectors fired, and when.
 
-    python -m tests.sick.run --disease kl_off healthy --seeds 0-9 --out FOLDER
-    python -m tests.sick.run --report --out FOLDER
-    python -m tests.sick.run --replay --out FOLDER   the same after a change of a threshold
+    python -m benchmarks.studies.sick.run --disease kl_off healthy --seeds 0-9 --out FOLDER
+    python -m benchmarks.studies.sick.run --report --out FOLDER
+    python -m benchmarks.studies.sick.run --replay --out FOLDER   the same with changed thresholds
 
-A result that is in FOLDER is not made again, several calls may fill it, and a run that was killed
-goes on. A sick run ends
-when all its detectors have fired. The models of the built-in world are looked for in `--artifacts`
-and trained there once where they are missing.
+Results in FOLDER are kept, several calls may fill it, and a run that was killed continues. A sick
+run ends when all its detectors have fired. The models of the built-in world are looked for in
+`--artifacts` and trained there once where they are missing.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.sick.continued import SAVING, fitted
-from tests.sick.diseases import BASE, DISEASES
+from benchmarks.studies.sick.continued import SAVING, fitted
+from benchmarks.studies.sick.diseases import BASE, DISEASES
 
 # Fewer pairs than the world's own reward stage, so that they are there in minutes.
 REWARD_OVERRIDES = (
@@ -136,8 +135,8 @@ def fired(result: dict[str, Any]) -> dict[str, int]:
 
 def judged_again(result: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded run with the alerts that the detectors as they are now would raise."""
+    from benchmarks.studies.sick.replay import replay
     from rlhf_lightning.doctor.thresholds import DoctorThresholds
-    from tests.sick.replay import replay
 
     length = DISEASES[result["disease"]].iterations
     raised = [
@@ -154,7 +153,7 @@ def read_results(out: Path) -> list[dict[str, Any]]:
 
 
 def report(results: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table: by disease how many runs were noticed, and when.
+    """Return a Markdown table: the detected runs of each disease, and the iteration.
 
     A healthy run is one row for each detector that fired on any, or one row saying that none did.
     """
@@ -180,11 +179,11 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 
 def margins(results: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table: how near healthy runs came to each warning, over all seeds."""
+    """Return a Markdown table: healthy runs' values nearest to each warning, over all seeds."""
+    from benchmarks.studies.sick.replay import nearest
     from rlhf_lightning.doctor.catalog import DETECTORS
     from rlhf_lightning.doctor.spec import WARN
     from rlhf_lightning.doctor.thresholds import DoctorThresholds
-    from tests.sick.replay import nearest
 
     limits, healthy = DoctorThresholds(), [r for r in results if r["disease"] == "healthy"]
     kept = [nearest(r["rows"], limits, DISEASES["healthy"].iterations) for r in healthy]
@@ -214,7 +213,7 @@ def told_seeds(seeds: Sequence[int]) -> str:
 
 
 def make_result(disease: str, seed: int, options: argparse.Namespace) -> None:
-    """Make the result of one run if it is not there; a call that makes it already is waited for."""
+    """Make the result of one run unless it exists; wait for another call that makes it."""
     from rlhf_lightning.runs.lock import artifact_lock
 
     path, runs = options.out / f"{disease}_{seed:02d}.json", options.out / "runs"

@@ -1,4 +1,4 @@
-"""A reward service that is down, slow, cut off or busy now and then, and sometimes wrong."""
+"""A reward service with faults: unavailable, busy, slow, cut off, non-finite scores."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def score(prompt: str, completion: str) -> float:
 
 
 def scores(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply to a request of the scorer."""
     pairs = zip(body["prompts"], body["completions"], strict=True)
     return {"scores": [score(prompt, completion) for prompt, completion in pairs]}
 
@@ -41,11 +42,12 @@ class Unreliable:
 
     def __init__(self, seed: int) -> None:
         self.given: Counter[str] = Counter()
-        self.is_broken = False  # answers with what is no score, until somebody mends it
+        self.is_broken = False  # replies with NaN until it is set to False
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
     def __call__(self, body: dict[str, Any]) -> Any:
+        """Return the next reply, or the next fault."""
         with self._lock:
             draw = self._random.random()
             kind = "broken" if self.is_broken else _kind(draw)

@@ -1,9 +1,9 @@
-"""PPO on the built-in world through the command line, with faults, to its end.
+"""Run PPO on the built-in world to its end, with faults of the process and the reward service.
 
-    python -m tests.soak.endurance FOLDER --iterations 500 --minutes 8
+    python -m benchmarks.studies.endurance.run FOLDER --iterations 500 --minutes 8
 
-runs two that meet a reward service that fails now and then and scores that are not finite:
-`steady` in one process, `killed` killed, stopped, broken and begun again. Its end is `done`.
+makes two runs whose reward service fails at times and returns non-finite scores: `steady` runs in
+one process, `killed` is killed, stopped, broken and started again. The last line is `done`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.studies.endurance.memory_log import read_memory
+from benchmarks.studies.endurance.service import TIMEOUT, Unreliable
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import command, environment
+from tests.builders.ranks import free_port
 from tests.builders.reward_server import serving
-from tests.soak.memory_log import read_memory
-from tests.soak.service import TIMEOUT, Unreliable
-from tests.soak.start import make_start
+from tests.builders.runs import make_start
 
-KINDS = {  # what happens to the process, and the exit status that it is to leave with
+KINDS = {  # fault of the process -> its exit status
     "killed": -signal.SIGKILL,
     "killed while it saves": -signal.SIGKILL,
     "killed while it starts": -signal.SIGKILL,
@@ -42,7 +42,7 @@ POLLS = 24_000  # without an iteration, or without an end; time during which bot
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the process, and after which iteration."""
+    """A fault of the process after an iteration."""
 
     kind: str
     iteration: int
@@ -91,15 +91,17 @@ class Endurance:
 
     @property
     def state(self) -> dict[str, object]:
-        """What has happened so far."""
+        """Faults, starts and answers of the service up to now."""
         empty = {"faults": 0, "starts": 0, "given": {}, "seconds": 0.0, "done": False}
         return json.loads(self.state_file.read_text()) if self.state_file.exists() else empty
 
     @property
     def run_folder(self) -> RunFolder:
+        """The folder of the training run."""
         return RunFolder(max(self.folder.glob("outputs/*/*/summary.json")).parent)
 
     def arguments(self) -> list[str]:
+        """Return the overrides of the training run."""
         return [
             "+experiment=ppo",
             "logger=none",
@@ -118,7 +120,7 @@ class Endurance:
             "callbacks.checkpoint.every_n_iterations=7",
             "callbacks.checkpoint.keep_last=3",
             "callbacks.samples.every_n_iterations=25",
-            "+callbacks.extra.memory._target_=tests.soak.memory_log.MemoryLog",
+            "+callbacks.extra.memory._target_=benchmarks.studies.endurance.memory_log.MemoryLog",
             f"+callbacks.extra.memory.file={self.memory}",
             "+dataset.source.num_texts=24",
             "+dataset.source.num_demonstrations=24",
@@ -168,7 +170,7 @@ class Endurance:
             process = subprocess.Popen(
                 command(*self.arguments()),
                 cwd=self.folder,
-                env=environment(RLHF_ALLOWED_TARGETS="tests.", HF_HUB_OFFLINE="1"),
+                env=environment(RLHF_ALLOWED_TARGETS="benchmarks.", HF_HUB_OFFLINE="1"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -249,11 +251,6 @@ class Endurance:
             os.truncate(found[-1], found[-1].stat().st_size * 2 // 3)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def endure(
     folder: Path, *, num_iterations: int, num_faults: int, minutes: float = 1e9
 ) -> tuple[Endurance, Endurance] | None:
@@ -262,7 +259,8 @@ def endure(
     plan = folder / "plan.json"
     if not plan.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        make_start(folder / "start")
+        # Answers that differ in length from the first iteration on: EOS depends on what precedes.
+        make_start(folder / "start", eos_scale=12.0, num_hidden_layers=2, intermediate_size=64)
         plan.write_text(json.dumps({"port": free_port()}))
     port = int(json.loads(plan.read_text())["port"])
     faults = plan_faults(num_iterations, num_faults)
@@ -273,6 +271,7 @@ def endure(
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--iterations", type=int, default=500)
@@ -291,7 +290,7 @@ def main() -> None:
     if runs is None:
         sys.stdout.write("not done: run it again\n")
         raise SystemExit(75)
-    from tests.soak.outcome import report
+    from benchmarks.studies.endurance.outcome import report
 
     sys.stdout.write(report(*runs))
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.summary import new_summary, write_summary
-from tests.rounds.compare import (
+from benchmarks.studies.rounds import (
     Seed,
     differences,
     interval_over_seeds,
     pooled_interval,
     report,
 )
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import new_summary, write_summary
 
 
 def test_gold_is_compared_prompt_by_prompt() -> None:

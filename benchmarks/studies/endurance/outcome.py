@@ -1,4 +1,4 @@
-"""What became of two runs that were to end alike: differences, faults met, memory."""
+"""Differences, faults and memory of two runs that must end alike."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.studies.endurance.memory_log import growth, read_memory
+from benchmarks.studies.endurance.run import Endurance
 from rlhf_lightning.runs.folder import read_metrics
 from rlhf_lightning.runs.resume import newest_complete_checkpoint
 from rlhf_lightning.runs.summary import read_summary
-from tests.soak.endurance import Endurance
-from tests.soak.memory_log import growth, read_memory
 
 NOT_COMPARED = ("time/", "throughput/")  # the clock
 WARM_UP, WINDOW = 100, 50
@@ -79,14 +79,14 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def memory_growth(run: Endurance) -> float:
-    """Return by what share the memory of the process that lived longest grew after its warm-up."""
+    """Return the share by which the longest process's memory grew after its warm-up."""
     rows = read_memory(run.memory)
     (longest, _), *_ = Counter(pid for pid, _, _ in rows).most_common(1)
     return growth([row for row in rows if row[0] == longest], warm_up=WARM_UP, window=WINDOW)
 
 
 def report(steady: Endurance, killed: Endurance) -> str:
-    """Return in a few lines what was tried and what became of it."""
+    """Return iterations, faults, memory and differences of both runs in a few lines."""
     lines = []
     for run in (steady, killed):
         state, rows = run.state, read_memory(run.memory)
@@ -107,5 +107,5 @@ def report(steady: Endurance, killed: Endurance) -> str:
 
 
 def passed_over(folder: Path) -> int:
-    """Return how many damaged checkpoints the log of a run speaks of."""
+    """Return the number of damaged checkpoints that the log of a run names."""
     return (folder / "log.txt").read_text(errors="replace").count("passing over the checkpoint")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.studies.sick.replay import main, nearest, replay
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder
 from tests.builders.run_folders import fake_ppo_run
-from tests.sick.replay import main, nearest, replay
 
 
 def test_a_run_that_goes_well_has_no_alert(tmp_path, capsys):

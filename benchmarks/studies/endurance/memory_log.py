@@ -1,4 +1,4 @@
-"""A callback that notes the memory of its process after every iteration."""
+"""Resident memory of a training process, an iteration each, and its growth."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class MemoryLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *arguments: object
     ) -> None:
+        """Append the line of an iteration."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         line = f"{os.getpid()} {current_iteration(trainer)} {pages * resource.getpagesize()}\n"
         with self.file.open("a") as file:
@@ -40,7 +41,7 @@ def read_memory(file: Path) -> list[tuple[int, int, int]]:
 
 
 def growth(rows: list[tuple[int, int, int]], *, warm_up: int, window: int) -> float:
-    """Return by what share the memory of one process has grown since its warm-up.
+    """Return the share by which the memory of one process has grown since its warm-up.
 
     Compared are the medians of the first and of the last `window` iterations after it.
     """

@@ -1,9 +1,15 @@
-"""Which reward models are trained, and which runs of PPO are made against them."""
+"""The reward models of the study and the runs of PPO against them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_lightning.data.demo.gold import gold_scores
+from rlhf_lightning.rollout.scorers.base import Answers, Scores
 
 WORLD = "demo_seed1"
 ITERATIONS = 50
@@ -31,7 +37,7 @@ ENSEMBLES = ("mean_minus_std", "minimum")
 
 @dataclass(frozen=True)
 class Condition:
-    """What one run of PPO is paid by.
+    """The reward of one run of PPO.
 
     Args:
         name: of the condition.
@@ -45,6 +51,7 @@ class Condition:
 
 
 def reward_name(size: str, pairs: str, member: int) -> str:
+    """Return the folder name of a reward model."""
     return f"{size}_{pairs}_{member}"
 
 
@@ -79,9 +86,9 @@ def reward_models() -> list[tuple[str, str, int]]:
 
 
 def conditions(seed: int) -> list[Condition]:
-    """Return what is run with a seed: the grid with seed 1, single models and ensembles with all.
+    """Return the runs of a seed: the grid with seed 1, single models and ensembles with all.
 
-    Seed s of the single model is paid by model s, the ensembles by models 1 to 4.
+    Seed s of the single model is scored by model s, the ensembles by models 1 to 4.
     """
     found = []
     if seed == 1:
@@ -97,7 +104,7 @@ def conditions(seed: int) -> list[Condition]:
 
 
 def ppo_overrides(condition: Condition, seed: int, root: Path) -> tuple[str, ...]:
-    """Return the overrides of one run: no KL penalty, and a value model that knows no reward."""
+    """Return the overrides of one run: no KL penalty, and a value model that starts from SFT."""
     world = root / WORLD
     folders = [str(world / name) for name in condition.rewards]
     overrides = (
@@ -118,7 +125,7 @@ def ppo_overrides(condition: Condition, seed: int, root: Path) -> tuple[str, ...
         f"data.batch_size={ROWS}",
         f"data.num_iterations={ITERATIONS}",
         "callbacks.samples.num_samples=2",
-        "doctor.second_scorer={_target_: tests.overoptimisation.gold.GoldScorer}",
+        "doctor.second_scorer={_target_: benchmarks.studies.overoptimisation.plan.GoldScorer}",
     )
     if condition.combine is None:
         return overrides
@@ -128,3 +135,18 @@ def ppo_overrides(condition: Condition, seed: int, root: Path) -> tuple[str, ...
         f"scorer.sources=[{','.join(folders)}]",
         f"scorer.combine={condition.combine}",
     )
+
+
+class GoldScorer:
+    """The gold reward of each answer, whether it ended by itself included."""
+
+    def build(self, base: Any = None) -> list[torch.nn.Module]:
+        """Return no models: gold needs none."""
+        return []
+
+    def __call__(self, answers: Answers) -> Scores:
+        """Return gold scores `[B]`."""
+        prompts = answers.prompts.columns["prompt"]
+        found = gold_scores(prompts, answers.completions, answers.finished.tolist())
+        total = torch.tensor(found, device=answers.sequences.device)
+        return Scores(total, {"gold": total})

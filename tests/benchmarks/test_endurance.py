@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tests.soak.endurance import KINDS, endure, plan_faults
-from tests.soak.memory_log import growth, read_memory
-from tests.soak.outcome import differences, memory_growth, passed_over
-from tests.soak.service import OVERFLOWS, Unreliable, score
+from benchmarks.studies.endurance.memory_log import growth, read_memory
+from benchmarks.studies.endurance.outcome import differences, memory_growth, passed_over
+from benchmarks.studies.endurance.run import KINDS, endure, plan_faults
+from benchmarks.studies.endurance.service import OVERFLOWS, Unreliable, score
 
 SURVIVED = ("unavailable", "busy", "slow", "cut off")
 

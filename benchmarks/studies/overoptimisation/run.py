@@ -1,9 +1,9 @@
-"""Train the reward models, run PPO against them, and draw what came out; any part of it.
+"""Train the reward models, run PPO against them, and draw gold and proxy over KL.
 
-    python -m tests.overoptimisation.run --out FOLDER [--artifacts FOLDER] [--seeds 1-8]
-    python -m tests.overoptimisation.run --report --out FOLDER [--pictures docs/images]
+    python -m benchmarks.studies.overoptimisation.run --out FOLDER [--artifacts DIR] [--seeds 1-8]
+    python -m benchmarks.studies.overoptimisation.run --report --out FOLDER [--pictures docs/images]
 
-What is there is not made again, and a run that was killed goes on. `--minutes N` starts nothing new
+Existing results are kept, and a run that was killed continues. `--minutes N` starts nothing new
 after N.
 """
 
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.overoptimisation.curves import report
-from tests.overoptimisation.plan import (
+from benchmarks.studies.overoptimisation.curves import report
+from benchmarks.studies.overoptimisation.plan import (
     SEEDS,
     SMALL_BASE,
     WORLD,
@@ -32,8 +32,8 @@ from tests.overoptimisation.plan import (
     reward_name,
     reward_overrides,
 )
-from tests.sick.continued import SAVING, fitted
-from tests.sick.run import seeds_of, train
+from benchmarks.studies.sick.continued import SAVING, fitted
+from benchmarks.studies.sick.run import seeds_of, train
 
 REFERENCE_BATCHES = 8
 
@@ -53,7 +53,7 @@ def make_models(root: Path, until: float) -> bool:
 
 
 def run_one(condition: Condition, seed: int, root: Path, runs: Path) -> dict[str, Any]:
-    """Train one run in this process; return its curve and how SFT scores."""
+    """Train one run in this process; return its curve and the scores of SFT."""
     from hydra import compose, initialize_config_dir
 
     from rlhf_lightning.app.config.compose import conf_dir, register

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.runs.lock import artifact_lock
-from tests.sick.diseases import DISEASES
-from tests.sick.run import (
+from benchmarks.studies.sick.diseases import DISEASES
+from benchmarks.studies.sick.run import (
     fired,
     judged_again,
     make_artifacts,
@@ -24,6 +23,7 @@ from tests.sick.run import (
     run_one,
     seeds_of,
 )
+from rlhf_lightning.runs.lock import artifact_lock
 
 # Not among those on which the thresholds were set.
 SEED = 11

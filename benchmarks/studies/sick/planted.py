@@ -1,4 +1,4 @@
-"""What the planted diseases pay for, and the gold reward as the doctor's second scorer.
+"""Rewards and generators of the planted diseases, and gold as the doctor's second scorer.
 
 Gold may be read here because nothing of it reaches the training: it is the truth that the
 detectors are held against. The package refuses it as a second scorer.
@@ -6,25 +6,29 @@ detectors are held against. The package refuses it as a second scorer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf_lightning.data.demo.gold import gold_parts
+from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores, load_function
 
 
 def gold(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    """Return the gold reward of each answer, as if it had ended by itself."""
     rows = zip(prompts, completions, strict=True)
     return [gold_parts(prompt, answer, True).total for prompt, answer in rows]
 
 
-SFT_WORDS = 11.0  # of an answer of the SFT policy: what is paid for stays clear of score_clip
+SFT_WORDS = 11.0  # of an answer of the SFT policy: the bonus stays clear of score_clip
 
 
 def words(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Return how many words an answer has above those of an SFT answer."""
+    """Return the words of each answer beyond those of an SFT answer."""
     return [len(answer.split()) - SFT_WORDS for answer in completions]
 
 
@@ -70,6 +74,7 @@ class SpoiltRewardModel(RewardModelScorer):
         self.domain_factors = dict(domain_factors or {})
 
     def __call__(self, answers: Answers) -> Scores:
+        """Return the spoilt scores `[B]`."""
         true = super().__call__(answers).total
         factors = [self.domain_factors.get(name, self.factor) for name in answers.prompts.domains]
         total = true * torch.tensor(factors, device=true.device)
@@ -77,3 +82,24 @@ class SpoiltRewardModel(RewardModelScorer):
             paid = self.extra(answers.prompts.columns["prompt"], answers.completions)
             total = total + self.weight * torch.tensor(paid, device=true.device)
         return Scores(total, {"spoilt": total})
+
+
+class TopKGenerator(CachedGenerator):
+    """Samples from the k likeliest tokens, as an engine's defaults may."""
+
+    def __init__(
+        self, stop_ids: Sequence[int], pad_token_id: int, *, k: int, **options: Any
+    ) -> None:
+        super().__init__(stop_ids, pad_token_id, **options)
+        self.k = k
+
+    def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
+        least = logits.topk(self.k).values[:, -1:]
+        return logits.masked_fill(logits < least, -math.inf)
+
+
+class PadStopGenerator(CachedGenerator):
+    """Takes the pad token for the end of an answer, and EOS for a word."""
+
+    def __init__(self, stop_ids: Sequence[int], pad_token_id: int, **options: Any) -> None:
+        super().__init__((pad_token_id,), pad_token_id, **options)

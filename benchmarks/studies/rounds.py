@@ -1,14 +1,14 @@
-"""Does labelling between shorter rounds beat one long round of PPO?
+"""Compare three rounds of RLHF with one round of as many PPO iterations.
 
-    python -m tests.rounds.compare --seeds 1-3 --out FOLDER [--iterations 48] [--picture FILE]
-    python -m tests.rounds.compare --report --out FOLDER
+    python -m benchmarks.studies.rounds --seeds 1-3 --out FOLDER [--iterations 48] [--picture FILE]
+    python -m benchmarks.studies.rounds --report --out FOLDER
 
 Of each seed's built-in world, a pipeline of three rounds with a third of the iterations each is
 held against one PPO stage with all of them, which starts from the same SFT policy and the reward
 model of the same first round. Both then answer every held-out prompt with the same sampling noise;
 gold rewards are compared prompt by prompt. The first reward model learns from 4,000 pairs and not
 24,000, and PPO pays little for KL: a single round then goes on for longer than its reward model is
-good for. What is in FOLDER is not made again, and a call that was killed goes on where it was.
+good for. Existing results in FOLDER are kept, and a call that was killed continues.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
-from tests.rounds.picture import draw
 
 ROUNDS = 3
 ANSWERS = 4  # of each policy to each held-out prompt
@@ -46,7 +45,7 @@ COLLECT = (
 
 
 class Seed:
-    """One seed's two arms, and where they stand.
+    """The two arms of a seed and their folders.
 
     Args:
         out: folder of the comparison.
@@ -180,7 +179,7 @@ def differences(paired: dict[str, Any]) -> np.ndarray:
 def pooled_interval(by_seed: Sequence[np.ndarray], *, seed: int = 0) -> tuple[float, float, float]:
     """Return the mean over seeds and its 95 % interval, from a bootstrap over each seed's prompts.
 
-    It is about these seeds' policies and new prompts; three seeds cannot say much about new seeds.
+    It holds for new prompts to the policies of these seeds, not for new seeds.
     """
     rng = np.random.default_rng(seed)
     means = np.mean(
@@ -193,7 +192,7 @@ def pooled_interval(by_seed: Sequence[np.ndarray], *, seed: int = 0) -> tuple[fl
 def interval_over_seeds(by_seed: Sequence[np.ndarray]) -> tuple[float, float] | None:
     """Return Student's 95 % interval of the mean difference over seeds; None for one seed.
 
-    With three seeds it is wide: what it says is about worlds and trainings that were not run.
+    It holds for new worlds and trainings, and is wide with three seeds.
     """
     means = [float(d.mean()) for d in by_seed]
     if len(means) < 2:
@@ -203,7 +202,7 @@ def interval_over_seeds(by_seed: Sequence[np.ndarray]) -> tuple[float, float] | 
 
 
 def report(out: Path) -> dict[str, Any]:
-    """Return what was found: by seed, and pooled."""
+    """Return differences and intervals, by seed and pooled."""
     seeds, by_seed = [], []
     for path in sorted(out.glob("seed_*/paired.json")):
         paired = json.loads(path.read_text())
@@ -241,6 +240,44 @@ def report(out: Path) -> dict[str, Any]:
         "interval_over_seeds": over_seeds,
         "seeds": seeds,
     }
+
+
+def draw(out: Path, file: Path) -> None:
+    """Draw gold reward and KL over PPO iterations, a line a seed and arm."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    colours = {"three": "#1769aa", "one": "#b3541e"}
+    labels = {"three": "three rounds", "one": "one round"}
+    for folder in sorted(out.glob("seed_*")):
+        rounds = next((folder / "three").iterdir())
+        arms = {
+            "one": [folder / "one"],
+            "three": [stage / "ppo" for stage in sorted(rounds.glob("round_*"))],
+        }
+        for arm, stages in arms.items():
+            rows = _rows(stages)
+            for axis, key in zip(axes, ("val/gold", "val/kl_per_token"), strict=True):
+                points = [(i, row[key]) for i, row in rows if key in row]
+                label = labels.pop(arm, None) if axis is axes[0] else None
+                axis.plot(*zip(*points, strict=True), color=colours[arm], lw=1.4, label=label)
+    axes[0].set(xlabel="PPO iterations in all", title="gold reward, 128 held-out prompts")
+    axes[1].set(xlabel="PPO iterations in all", title="KL from the SFT policy, nats a token")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(file, dpi=150)
+
+
+def _rows(stages: Sequence[Path]) -> list[tuple[int, dict[str, float]]]:
+    """Return (iteration over all stages, row of metrics)."""
+    found, before = [], 0
+    for stage in stages:
+        rows = read_metrics(RunFolder(stage).metrics)
+        found += [(before + int(row["iteration"]), dict(row)) for row in rows]
+        before += len(rows)
+    return found
 
 
 def _call(module: str, *overrides: str, done: bool) -> None:

@@ -1,4 +1,4 @@
-"""From recorded runs to curves, differences at equal KL with intervals, and pictures."""
+"""Curves of recorded runs, differences at equal KL with intervals, and pictures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy import stats
 
-from tests.overoptimisation.plan import ENSEMBLE_OF, ENSEMBLES, PAIRS, SIZES
+from benchmarks.studies.overoptimisation.plan import ENSEMBLE_OF, ENSEMBLES, PAIRS, SIZES
 
 STEP = 0.25  # of sqrt(KL)
 LEAST = 1.0  # below it no run has moved far enough to differ
@@ -49,7 +49,7 @@ def binned(found: Sequence[Point]) -> dict[int, Point]:
 
 
 def at_distance(found: Sequence[Point], distance: float) -> Point | None:
-    """Return where a run first passed a sqrt(KL), between two iterations; None if it never did."""
+    """Return where a run first passed a sqrt(KL), interpolated; None if it never did."""
     for before, after in pairwise(found):
         if before[0] < distance <= after[0]:
             share = (distance - before[0]) / (after[0] - before[0])
@@ -105,7 +105,7 @@ def grid_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def ensemble_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how much lower proxy - gold is under an ensemble than under its single members."""
+    """Return the differences in proxy - gold between ensembles and their single members."""
     by_name: dict[str, dict[int, list[Point]]] = {}
     for result in results:
         if result["condition"] in (SINGLE, *ENSEMBLES):

@@ -1,8 +1,8 @@
-"""Read a run's `metrics.csv` as the doctor would have: which alerts, and when.
+"""Replay the doctor's detectors over the `metrics.csv` of a run.
 
-    python -m tests.sick.replay RUN_FOLDER [--picture FILE.png] [--set kl_high_warn=0.8 ...]
+    python -m benchmarks.studies.sick.replay RUN_FOLDER [--picture FILE.png] [--set NAME=VALUE ...]
 
-It trains nothing, so thresholds can be tried on runs that are there. A run that was made without
+It trains nothing, so thresholds can be tried on existing runs. A run without
 the doctor has no `doctor/*` columns; the detectors that read them stay silent.
 """
 
@@ -55,7 +55,7 @@ def nearest(
     thresholds: DoctorThresholds,
     num_iterations: int | None = None,
 ) -> dict[str, float]:
-    """Return how far each detector went towards its warning: the value that it kept farthest out.
+    """Return the value of each detector that came nearest to its warning.
 
     Kept means read in `raise_after` iterations in a row, as an alert asks; a warning at this very
     value would have been raised. A detector that read nothing is left out.

@@ -1,6 +1,6 @@
-"""A fit in a folder of its own that goes on from its newest checkpoint when it was killed.
+"""Fit a run in a folder of its own, from its newest checkpoint where there is one.
 
-It may end as soon as the doctor has noticed what it was made for.
+The fit may end as soon as given detectors have fired.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class StopWhenNoticed(Callback):
         self.detectors = set(detectors)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Stop when every detector has fired."""
         doctor = next(each for each in trainer.callbacks if isinstance(each, Doctor))
         if self.detectors and self.detectors <= {event.name for event in raised(doctor)}:
             trainer.should_stop = True
 
 
 def raised(doctor: Doctor) -> list[Any]:
+    """Return the alerts that were raised."""
     return [e for e in doctor.record.events if e.kind == "alert" and e.level != "healthy"]
 
 

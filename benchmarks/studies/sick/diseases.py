@@ -1,10 +1,11 @@
-"""The planted diseases, as overrides of one small PPO run, and what must notice each of them."""
+"""The planted diseases, as overrides of one small PPO run, and the detectors of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 ITERATIONS = 24
+PLANTED = "benchmarks.studies.sick.planted"
 FEW_ITERATIONS = 12  # for what shows at once
 ROWS = 64
 
@@ -19,7 +20,7 @@ BASE = (
     f"data.batch_size={ROWS}",
     "callbacks.samples.num_samples=2",
     "doctor.second_scorer={_target_: rlhf_lightning.rollout.scorers.base.FunctionScorer, "
-    "function: tests.sick.scorers.gold}",
+    f"function: {PLANTED}.gold}}",
 )
 
 
@@ -43,8 +44,9 @@ class Disease:
 
 
 def spoilt(*arguments: str) -> tuple[str, ...]:
+    """Return the overrides that put `SpoiltRewardModel` in place of the scorer."""
     return (
-        "scorer._target_=tests.sick.scorers.SpoiltRewardModel",
+        f"scorer._target_={PLANTED}.SpoiltRewardModel",
         *(f"+scorer.{argument}" for argument in arguments),
     )
 
@@ -52,16 +54,18 @@ def spoilt(*arguments: str) -> tuple[str, ...]:
 DISEASES: dict[str, Disease] = {
     "healthy": Disease((), (), ITERATIONS),
     "length_loving": Disease(
-        spoilt("extra=tests.sick.scorers.words", "weight=0.3"), ("length_bias", "length_drift"), 22
+        spoilt(f"extra={PLANTED}.words", "weight=0.3"),
+        ("length_bias", "length_drift"),
+        22,
     ),
     "unknown_rewarded": Disease(
-        spoilt("extra=tests.sick.scorers.ignorance", "weight=4.0"),
+        spoilt(f"extra={PLANTED}.ignorance", "weight=4.0"),
         ("duplicates", "reward_hacking", "diversity"),
         22,
     ),
     "one_answer": Disease(
         (
-            *spoilt("factor=0.0", "extra=tests.sick.scorers.words", "weight=-0.3"),
+            *spoilt("factor=0.0", f"extra={PLANTED}.words", "weight=-0.3"),
             "module.ppo.kl_coef=0.0",
             "module.ppo.learning_rate=1.0e-3",
         ),
@@ -73,7 +77,7 @@ DISEASES: dict[str, Disease] = {
         ("module.ppo.kl_coef=0.0", "module.ppo.learning_rate=1.0e-3"), ("kl_high",), 22
     ),
     "wrong_pad": Disease(
-        ("rollout._target_=tests.sick.engines.PadStopGenerator",),
+        (f"rollout._target_={PLANTED}.PadStopGenerator",),
         ("missing_eos",),
         8,
         FEW_ITERATIONS,
@@ -91,18 +95,16 @@ DISEASES: dict[str, Disease] = {
     "high_learning_rate": Disease(
         ("module.ppo.learning_rate=1.0e-2",), ("update_size", "kl_high"), 8, FEW_ITERATIONS
     ),
-    "harm_rewarded": Disease(
-        spoilt("extra=tests.sick.scorers.compliance", "weight=4.0"), ("safety",), 22
-    ),
+    "harm_rewarded": Disease(spoilt(f"extra={PLANTED}.compliance", "weight=4.0"), ("safety",), 22),
     "top_k_sampler": Disease(
-        ("rollout._target_=tests.sick.engines.TopKGenerator", "+rollout.k=3"),
+        (f"rollout._target_={PLANTED}.TopKGenerator", "+rollout.k=3"),
         ("sampler_mismatch",),
         8,
         FEW_ITERATIONS,
     ),
     "no_learning": Disease(("module.ppo.learning_rate=1.0e-7",), ("kl_low",), 12, FEW_ITERATIONS),
     "constant_reward": Disease(
-        ("scorer=function", "scorer.function=tests.sick.scorers.constant"),
+        ("scorer=function", f"scorer.function={PLANTED}.constant"),
         ("constant_score",),
         1,
         FEW_ITERATIONS,

@@ -1,0 +1,1 @@
+"""Studies that the docs quote: sick runs, over-optimisation, rounds, endurance."""

@@ -1,0 +1,1 @@
+"""Gold and proxy reward as functions of the KL from the SFT policy."""

@@ -1,0 +1,1 @@
+"""Runs of the built-in world with one planted disease each, and healthy ones."""

@@ -1,1 +1,0 @@
-"""Gold against proxy reward as a policy moves away from the one it started from."""

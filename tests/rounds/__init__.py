@@ -1,1 +1,0 @@
-"""Three rounds of RLHF against one round of as many PPO iterations."""

@@ -1,1 +1,0 @@
-"""Runs of the built-in world with one planted disease each, and healthy ones beside them."""
