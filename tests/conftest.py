@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, no network, fixed seeds, a folder of its own if asked."""
+"""Settings and fixtures of every test: one thread, no network, fixed seeds."""
 
 from __future__ import annotations
 
@@ -79,6 +79,14 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny policy of random weights with the built-in world's tokenizer, to start runs from."""
+    from tests.builders.runs import make_start
+
+    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 @pytest.fixture

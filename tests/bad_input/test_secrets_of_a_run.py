@@ -10,7 +10,7 @@ import pytest
 from rlhf_lightning.runs import secrets
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import run_folder, small_sft, train
-from tests.builders.runs import completed, make_start
+from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(240)
 KEY = "sesame-" + "open-7391"
@@ -19,11 +19,6 @@ LEAKY = [
     "+callbacks.extra.leaky._target_=tests.faults.leaky.Leaky",
     f"+callbacks.extra.leaky.api_key={KEY}",
 ]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 @pytest.fixture(autouse=True)

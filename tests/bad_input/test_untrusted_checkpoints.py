@@ -31,7 +31,7 @@ from rlhf_lightning.runs.resume import (
     read_checkpoint,
 )
 from rlhf_lightning.runs.summary import read_summary, write_summary
-from tests.builders.runs import completed, configuration, make_start
+from tests.builders.runs import completed, configuration
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -53,11 +53,6 @@ def touch(marker: Path) -> Evil:
 def evil_checkpoint(path: Path, marker: Path) -> Path:
     torch.save({"state_dict": {}, "loops": touch(marker)}, path)
     return path
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 @pytest.fixture

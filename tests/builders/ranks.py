@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from rlhf_lightning.distributed import collectives
+from tests.builders.processes import ForkedPython
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,15 +55,17 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     stop_at_first_end: bool = True,
     working_folder: Path = ROOT,
-    interfere: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+    fresh: bool = False,
+    interfere: Callable[[list[Any]], None] | None = None,
 ) -> Outcome:
     """Run `python ARGUMENTS` once a rank; after one fails the others get ten seconds.
 
-    `interfere` is called with the processes as soon as they are started.
+    They are forked with the imports done unless `fresh`. `interfere` is called with the processes
+    as soon as they are started.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = str(free_port())
-    processes = []
+    processes: list[Any] = []
     for rank in range(world_size):
         own = {
             "RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size,
@@ -71,13 +74,17 @@ def run_ranks(
             "PYTHONFAULTHANDLER": 1,
         }  # fmt: skip
         env = {**os.environ, **{k: str(v) for k, v in own.items()}, **(environment or {})}
-        with (folder / f"rank_{rank}.log").open("wb") as log:
+        log = folder / f"rank_{rank}.log"
+        if not fresh:
+            processes.append(ForkedPython(arguments, working_folder, env, log))
+            continue
+        with log.open("wb") as out:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *arguments],
                     cwd=working_folder,
                     env=env,
-                    stdout=log,
+                    stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )

@@ -10,13 +10,6 @@ from rlhf_lightning.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.builders.runs import make_start
-
-    return make_start(tmp_path_factory.mktemp("models") / "start")
-
-
-@pytest.fixture(scope="session")
 def sft(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
     """An SFT run that was killed after its third and last iteration."""
     from tests.builders.runs import killed

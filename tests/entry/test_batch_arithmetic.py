@@ -22,14 +22,9 @@ from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.data.batch_size import batch_that_fits
 from rlhf_lightning.models import factory
 from rlhf_lightning.runs.folder import RunFolder
-from tests.builders.runs import configuration, make_start
+from tests.builders.runs import configuration
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start") / "policy")
 
 
 @pytest.fixture

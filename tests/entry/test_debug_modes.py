@@ -16,14 +16,9 @@ from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from tests.builders.runs import configuration, make_start
+from tests.builders.runs import configuration
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start") / "start")
 
 
 def words(text: str) -> str:

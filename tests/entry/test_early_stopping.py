@@ -14,7 +14,7 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.runs.resume import checkpoint_iteration
 from rlhf_lightning.runs.summary import read_summary
-from tests.builders.runs import completed, make_start
+from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(200)
 OVERSHOOTS = [  # the loss falls for a few iterations, and is far worse after that
@@ -30,11 +30,6 @@ OVERSHOOTS = [  # the loss falls for a few iterations, and is far worse after th
     "evaluation.gold=null",
     "gates=none",
 ]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,13 @@ def as_json(capsys, monkeypatch, *overrides: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def test_a_plan_is_printed_as_json(capsys, monkeypatch):
+    found = as_json(capsys, monkeypatch, "+experiment=ppo", "plan.device=cpu")
+    assert {"generate", "update"} <= set(found["phases"])
+    assert found["total"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_plan_needs_no_weights_and_fits_8b_adapters_on_one_80_gib_device(capsys, monkeypatch):
     device = ("plan.device=cuda", "plan.device_memory=80GiB")

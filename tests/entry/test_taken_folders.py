@@ -16,14 +16,9 @@ from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed, ta
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import check_free
 from tests.builders.command_lines import environment, overrides_of
-from tests.builders.runs import completed, configuration, make_start
+from tests.builders.runs import completed, configuration
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,30 +9,24 @@ import torch
 
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import read_metrics
+from tests.builders import command_lines
+from tests.builders.processes import run_python
 
 SMALL = [
     "debug=fast",
     "logger=none",
     "evaluation.num_prompts=16",
-    "dataset.source.num_texts=96",
-    "dataset.source.num_demonstrations=96",
-    "dataset.source.num_preferences=96",
-    "dataset.source.num_validation_preferences=64",
+    "+dataset.source.num_texts=96",
+    "+dataset.source.num_demonstrations=96",
+    "+dataset.source.num_preferences=96",
+    "+dataset.source.num_validation_preferences=64",
 ]
-SMALL[3:] = [f"+{override}" for override in SMALL[3:]]
+BATCH = "data.batch_size=16"
+ONE_STEP = ["module.ppo.num_ppo_epochs=1", "module.ppo.num_minibatches=1"]  # an iteration
 
 
 def train(folder, *arguments, timeout=240, check=True):
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_lightning.train", *arguments],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    done = run_python("-m", "rlhf_lightning.train", *arguments, folder=folder, timeout=timeout)
     if check:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
@@ -44,7 +36,7 @@ def train(folder, *arguments, timeout=240, check=True):
 def chain(tmp_path_factory):
     """Run +experiment=ppo in an empty folder, which trains base, SFT and reward model first."""
     folder = tmp_path_factory.mktemp("chain")
-    done = train(folder, "+experiment=ppo", *SMALL, "data.batch_size=16")
+    done = train(folder, "+experiment=ppo", *SMALL, BATCH, *ONE_STEP)
     return folder, done
 
 
@@ -100,23 +92,13 @@ def test_policy_and_reference_agree_exactly_before_the_first_update(chain):
     assert rows[1]["rollout/kl_per_token"] != 0.0
 
 
-def test_the_first_minibatch_of_the_built_in_world_has_a_ratio_of_exactly_1(chain, tmp_path):
+def test_the_first_minibatch_of_every_iteration_has_a_ratio_of_exactly_1(chain):
     folder, _ = chain
-    train(
-        tmp_path,
-        "+experiment=ppo",
-        *SMALL,
-        "data.batch_size=16",
-        "trainer.limit_train_batches=1",
-        "module.ppo.num_ppo_epochs=1",
-        "module.ppo.num_minibatches=1",
-        f"paths.artifacts={folder}/artifacts/debug_fast",
-        "artifacts.publish=null",
-    )
-    (row,) = read_metrics(only(tmp_path, "outputs/ppo/*/metrics.csv"))
-    assert row["ppo/approx_kl"] == row["ppo/clipfrac"] == row["rollout/kl_per_token"] == 0.0
-    assert abs(row["ppo/policy_loss"]) < 1e-6  # minus the mean of whitened advantages
-    assert row["ppo/policy_grad_norm"] > 0
+    rows = read_metrics(only(folder, "outputs/ppo/*/metrics.csv"))
+    for row in rows:
+        assert row["ppo/approx_kl"] == row["ppo/clipfrac"] == 0.0
+        assert abs(row["ppo/policy_loss"]) < 1e-6  # minus the mean of whitened advantages
+        assert row["ppo/policy_grad_norm"] > 0
 
 
 def test_exports_reload_to_the_models_that_were_trained(chain):
@@ -153,7 +135,7 @@ def test_report_and_samples_show_both_answers(chain):
 def test_a_run_that_is_killed_resumes_to_the_same_bits(chain, tmp_path, monkeypatch, stage):
     folder, _ = chain
     artifacts = f"paths.artifacts={folder}/artifacts/debug_fast"
-    common = [f"+experiment={stage}", *SMALL, "data.batch_size=16", artifacts]
+    common = [f"+experiment={stage}", *SMALL, BATCH, artifacts]
     common += ["artifacts.publish=null"]
     if stage == "reward":  # dropout draws from the global generator, which must come back too
         common += ["module.model.dropout=0.1"]
@@ -203,7 +185,7 @@ def flat(node):
 
 
 def test_mistakes_on_the_command_line_answer_at_once_in_one_line(tmp_path):
-    done = train(tmp_path, "+experiment=ppo", "module.ppo.kl_coeff=1", check=False, timeout=60)
+    done = command_lines.train(tmp_path, "+experiment=ppo", "module.ppo.kl_coeff=1")
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "error: unknown key module.ppo.kl_coeff; did you mean module.ppo.kl_coef or "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.builders.processes import run_python
 from tests.builders.record_files import write_material
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,15 +21,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run(example: str, *arguments: object) -> str:
-    command = [sys.executable, str(ROOT / "examples" / f"{example}.py"), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--iterations", "2"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=environment,
-    )
+    script = ROOT / "examples" / f"{example}.py"
+    done = run_python(script, *arguments, "--iterations", "2", folder=ROOT, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

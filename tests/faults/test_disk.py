@@ -23,14 +23,9 @@ from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_d
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
 from rlhf_lightning.runs.summary import read_summary
-from tests.builders.runs import completed, configuration, make_start
+from tests.builders.runs import completed, configuration
 
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 @pytest.fixture

@@ -7,20 +7,14 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests.builders.command_lines import command, environment, run_folder, small_sft, summary
-from tests.builders.runs import completed, make_start
+from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 def test_control_c_stops_the_run_and_says_how_to_continue(start, tmp_path):

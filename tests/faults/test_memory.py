@@ -12,14 +12,9 @@ from omegaconf import OmegaConf
 from rlhf_lightning.app import finalize
 from rlhf_lightning.app.failures import describe_out_of_memory, is_out_of_memory
 from tests.builders.command_lines import SMALL, run_folder, summary, train
-from tests.builders.runs import configuration, make_start
+from tests.builders.runs import configuration
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(tmp_path):

@@ -18,14 +18,9 @@ from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.reward_server import serving, slow
-from tests.builders.runs import completed, configuration, make_start
+from tests.builders.runs import completed, configuration
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 @pytest.fixture(autouse=True)

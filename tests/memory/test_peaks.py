@@ -42,6 +42,7 @@ def test_what_is_watched_is_what_a_process_held(tmp_path):
         watch([sys.executable, "-c", "exit(3)"], environment=environment(1), folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_small_run_holds_little_beside_the_tensors_of_its_plan(tmp_path):
     options = ("--quick", "--stages", "sft", "--kinds", "full", "--precisions", "fp32")

@@ -121,6 +121,7 @@ class Runs:
             environment={"PYTHONPATH": path, "RLHF_ALLOWED_TARGETS": "ballast."},
             working_folder=where,
             interfere=interfere,
+            fresh=True,
         )
 
 

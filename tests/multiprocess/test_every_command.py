@@ -82,6 +82,7 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             ["-m", "rlhf_lightning.train", *commands[stage], f"hydra.run.dir={folder}/{stage}"],
             world_size=1 if place == "alone" else 2,
             folder=folder / f"logs_{stage}",
+            fresh=True,
             environment={"PYTHONPATH": str(ROOT)},
             timeout=PATIENCE,
         ).check()

@@ -76,6 +76,7 @@ def test_ranks_of_a_plain_environment_wait_for_what_rank_0_trains_first(tmp_path
     run_ranks(
         [*TRAIN, "+experiment=sft", f"strategy={strategy}", *SETTINGS, *settings],
         world_size=2,
+        fresh=True,
         folder=tmp_path / "logs",
         timeout=300,
     ).check()
@@ -111,6 +112,7 @@ def test_ranks_with_different_configurations_stop_before_the_first_batch(tmp_pat
     outcome = run_ranks(
         [str(script), "+experiment=base", "strategy=ddp", *SETTINGS, *settings],
         world_size=2,
+        fresh=True,
         folder=tmp_path / "logs",
         environment={"PYTHONPATH": str(ROOT)},
         timeout=120,

@@ -14,7 +14,6 @@ import torch
 
 from tests.builders.command_lines import command, environment, run_folder, small_sft
 from tests.builders.ranks import run_ranks
-from tests.builders.runs import make_start
 
 # The process sends itself the signal at the start of the second iteration.
 SENDER = """
@@ -30,11 +29,6 @@ class Send(Callback):
             marker.touch()
             os.kill(os.getpid(), getattr(signal, os.environ["SENT"]))
 """
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_start(tmp_path_factory.mktemp("models") / "start")
 
 
 def prepared(folder: Path, start: Path, *overrides: str) -> tuple[list[str], dict[str, str]]:
@@ -100,6 +94,7 @@ def test_a_signal_to_one_rank_stops_both_behind_one_checkpoint_and_the_run_goes_
                 timeout=200,
                 environment=variables,
                 working_folder=where,
+                fresh=True,
             )
             assert outcome.codes == codes, outcome.logs
             (folder,) = (path.parent for path in where.glob("outputs/*/*/summary.json"))

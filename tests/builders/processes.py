@@ -1,0 +1,83 @@
+"""Processes of Python that are forked from one with the heavy imports done.
+
+`run_python` is `subprocess.run([sys.executable, ...])` without the seconds that importing torch,
+lightning and transformers takes. A test whose subject is the start of a process starts a real one.
+The server that forks is a process of its own: one that has run a backward cannot fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["pytest", "rlhf_lightning.app.train", "tests.builders.stages"])
+
+
+class ForkedPython:
+    """A running `python ARGUMENTS` in a session of its own, with what tests use of `Popen`."""
+
+    def __init__(
+        self, arguments: Sequence[object], folder: Path, environment: Mapping[str, str],
+        out: Path, err: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._process = SERVER.Process(
+            target=_run,
+            args=([str(a) for a in arguments], folder, dict(environment), out, err or out),
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self.poll()
+
+
+def _run(
+    arguments: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path
+) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if environment.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def run_python(
+    *arguments: object, folder: Path, timeout: float = 240, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` in `folder` to its end; `changes` are of the environment."""
+    with TemporaryDirectory() as logs:
+        out, err = Path(logs) / "out", Path(logs) / "err"
+        process = ForkedPython(arguments, folder, os.environ | changes, out, err)
+        code = process.wait(timeout)
+        if code is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise subprocess.TimeoutExpired([*map(str, arguments)], timeout, out.read_text())
+        return subprocess.CompletedProcess([], code, out.read_text(), err.read_text())
