@@ -37,8 +37,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files of minutes: begun last, one worker would work on them while the other has nothing left.
-BEGUN_FIRST = ("test_trained_world.py", "test_train.py", "test_peaks.py", "test_memory.py")
+# The longest files: begun last, one worker would work on them while the other has nothing left.
+# xdist keeps this order under `--no-loadscope-reorder`.
+BEGUN_FIRST = (
+    "test_trained_world.py",
+    "test_train.py",
+    "test_launching.py",
+    "test_lost_ranks.py",
+    "test_model_configs.py",
+    "test_chosen_rates.py",
+    "test_collect.py",
+    "test_documented_commands.py",
+    "test_interrupts.py",
+    "test_disk.py",
+    "test_plan.py",
+    "test_memory.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

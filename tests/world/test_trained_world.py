@@ -21,6 +21,7 @@ from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.processes import run_python
 
 pytestmark = pytest.mark.timeout(900)
+WHOLE = pytest.param("whole", marks=pytest.mark.slow)
 PART = ["+dataset.source.num_texts=8000", "+dataset.source.num_demonstrations=4000"]
 
 
@@ -46,7 +47,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=["part", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["part", WHOLE])
 def world(request, tmp_path_factory):
     """The same, and in less time from a quarter of the records."""
     if request.param == "whole":
@@ -104,6 +105,7 @@ def test_another_sample_of_the_same_policy_wins_half_so_the_measure_is_fair(sft_
     assert rate(ones, others) == pytest.approx(0.5, abs=0.06)
 
 
+@pytest.mark.parametrize("world", [WHOLE], indirect=True)
 def test_always_saying_i_do_not_know_loses_to_the_sft_policy(sft_answers):
     prompts, draws = sft_answers
     evasive = gold_scores(prompts, [I_DO_NOT_KNOW] * len(prompts), [True] * len(prompts))
