@@ -1,4 +1,4 @@
-"""Importing this, before torch, sets the process up as `rlhf_lightning.train` does."""
+"""Set the process up as `rlhf_lightning.train` does; must be imported before torch."""
 
 from rlhf_lightning.distributed.process import prepare_process
 

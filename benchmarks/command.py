@@ -1,4 +1,4 @@
-"""What the commands share: options, the models they prepare, the JSON and table they end in."""
+"""Options, models, JSON and tables of the benchmark commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This project's modules as its own configuration makes them, in a Trainer without callbacks."""
+"""Modules of this project built from its configuration, and a Trainer without callbacks."""
 
 from __future__ import annotations
 

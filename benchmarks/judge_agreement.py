@@ -1,4 +1,4 @@
-"""How far a judge behind an OpenAI-compatible endpoint agrees with PandaLM's people.
+"""Agreement of a judge behind an OpenAI-compatible endpoint with PandaLM's annotators.
 
     transformers serve MODEL --port 8011 --device cpu
     python -m benchmarks.judge_agreement --pandalm testset-v1.json --url http://127.0.0.1:8011/v1 \

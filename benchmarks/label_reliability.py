@@ -1,4 +1,4 @@
-"""How far people agree in two public sets, and the ceiling that their noise puts on a reward model.
+"""Agreement of the annotators of two public sets, and the accuracy ceiling of a reward model.
 
     python -m benchmarks.label_reliability --pandalm testset-v1.json --arguments ukpconvarg1/
 

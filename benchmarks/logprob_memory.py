@@ -1,4 +1,4 @@
-"""Memory of log-probabilities, forward and backward: does it grow with vocabulary x length?
+"""Memory of log-probabilities, forward and backward, over vocabulary x length.
 
 python -m benchmarks.logprob_memory
 """

@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, versions, commit, day."""
+"""Description of the machine of a figure: processor, versions, commit, day."""
 
 from __future__ import annotations
 

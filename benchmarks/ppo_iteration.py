@@ -73,7 +73,7 @@ def ppo_side(side: str, precision: str, task: dict[str, Any], peer: str) -> Side
     task = task | {"precision": precision}
     if side == "ours":
         return Side(f"ours {precision}", "ppo_ours", task)
-    # TRL hands `bf16=True` to nobody: its accelerator reads this variable, as the launcher sets it.
+    # TRL does not pass `bf16=True` on: its accelerator reads this variable, as the launcher does.
     mixed = {"ACCELERATE_MIXED_PRECISION": "bf16" if precision == "bf16" else "no"}
     return Side(f"trl {precision}", "ppo_trl", task, peer, mixed)
 

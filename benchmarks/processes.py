@@ -1,4 +1,4 @@
-"""Starts measured processes one after another, in turn, and gathers what they write."""
+"""Start measured processes alternately and gather their results."""
 
 from __future__ import annotations
 

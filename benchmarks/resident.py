@@ -1,4 +1,4 @@
-"""What a command holds in memory at its peak, watched from outside.
+"""Peak resident memory of a command, read from outside.
 
 `VmHWM` of /proc/PID/status is the kernel's own high-water mark of what is resident: private memory
 and mapped files alike. It is read until the process ends, as nothing else tells it exactly: what

@@ -1,4 +1,4 @@
-"""Is the cost of a PPO iteration linear in its tokens? A sweep over batch and response length.
+"""Cost of a PPO iteration over its tokens: a sweep over batch and response length.
 
 python -m benchmarks.scaling --shape 10m
 """

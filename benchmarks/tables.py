@@ -1,4 +1,4 @@
-"""Fills the tables of benchmarks/README.md from the JSON in benchmarks/results.
+"""Fill the tables of benchmarks/README.md from the JSON in benchmarks/results.
 
     python -m benchmarks.tables            write them
     python -m benchmarks.tables --check    fail if they are not what the JSON says

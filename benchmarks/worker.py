@@ -1,4 +1,4 @@
-"""What every measured process does: read its task, run it, write figures and memory."""
+"""Main function of a measured process: read its task, run it, write figures and memory."""
 
 from __future__ import annotations
 

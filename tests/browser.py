@@ -16,7 +16,7 @@ from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FOREIGN_NAME = "evil.test"  # leads to this machine, as a name of somebody else may be made to
+FOREIGN_NAME = "evil.test"  # leads to this machine, as the name of an attacker may
 # Nothing of it may reach for a network, and nothing may be left of an earlier visit.
 FLAGS = (
     "--headless",

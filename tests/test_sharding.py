@@ -1,4 +1,4 @@
-"""What FSDP2 computes and keeps of a scalar model, on a process group of this process alone."""
+"""Scores and state of a scalar model under FSDP2, on a process group of one process."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is measured: each module is one process, started by the benchmarks alternately."""
+"""Measured processes, one a module, started alternately by the benchmarks."""

@@ -1,4 +1,4 @@
-"""Runs the command line of `rlhf_lightning.train` on a GPU and writes what its tensors took.
+"""Run the command line of `rlhf_lightning.train` on a GPU and write the peak of its tensors.
 
 `python -m benchmarks.workers.allocated RESULT OVERRIDE...`
 """

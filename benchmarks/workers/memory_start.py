@@ -1,4 +1,4 @@
-"""Writes what the stages start from when their memory is measured, in a process of its own.
+"""Write the models and records of the memory benchmarks, in a process of its own.
 
 A policy (unless there is one), a reward model of its shape with the adapter that LoRA takes, and
 records whose rows are all as long as a configuration allows: a plan counts the longest.

@@ -1,6 +1,6 @@
-"""Writes the models of a benchmark: policy, reward model and tokenizer, as Hugging Face folders.
+"""Write the models of a benchmark: policy, reward model and tokenizer, as Hugging Face folders.
 
-A process of its own, so that making them counts on nobody's memory.
+A process of its own, so that making them does not count as memory of a measured one.
 """
 
 from __future__ import annotations

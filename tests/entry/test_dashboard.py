@@ -107,19 +107,22 @@ def test_runs_are_named_by_folder_or_by_id(tracked, tmp_path):
         run_id_of("outputs/ppo/nowhere")
 
 
-def test_what_cannot_work_is_said_in_one_line(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "wandb login"),
+        (["dashboard.compare=[one]"], "give two, or none"),
+        (["dashboard.action=show"], "must be one of save, print"),
+        (["dashboard.projekt=x"], r"unknown key dashboard\.projekt"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(overrides, message, monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ConfigError, match="wandb login"):
-        run(compose_settings([]))
-    with pytest.raises(ConfigError, match="give two, or none"):
-        run(compose_settings(["dashboard.compare=[one]"]))
-    with pytest.raises(ConfigError, match="must be one of save, print"):
-        run(compose_settings(["dashboard.action=show"]))
-    with pytest.raises(ConfigError, match=r"unknown key dashboard\.projekt"):
-        compose_settings(["dashboard.projekt=x"])
+    with pytest.raises(ConfigError, match=message):
+        run(compose_settings(overrides))
 
 
 @pytest.mark.timeout(60)
