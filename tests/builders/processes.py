@@ -68,6 +68,21 @@ def _run(
         atexit._run_exitfuncs()
 
 
+def fresh_python(
+    arguments: Sequence[object], folder: Path, environment: Mapping[str, str], out: Path
+) -> subprocess.Popen[bytes]:
+    """Start a new interpreter instead, with the same arguments."""
+    with out.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def run_python(
     *arguments: object, folder: Path, timeout: float = 240, **changes: str
 ) -> subprocess.CompletedProcess[str]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from rlhf_lightning.distributed import collectives
-from tests.builders.processes import ForkedPython
+from tests.builders.processes import ForkedPython, fresh_python
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,21 +72,8 @@ def run_ranks(
             "PYTHONFAULTHANDLER": 1,
         }  # fmt: skip
         env = {**os.environ, **{k: str(v) for k, v in own.items()}, **(environment or {})}
-        log = folder / f"rank_{rank}.log"
-        if not fresh:
-            processes.append(ForkedPython(arguments, working_folder, env, log))
-            continue
-        with log.open("wb") as out:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *arguments],
-                    cwd=working_folder,
-                    env=env,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
+        start = fresh_python if fresh else ForkedPython
+        processes.append(start(arguments, working_folder, env, folder / f"rank_{rank}.log"))
     deadline = time.monotonic() + timeout
     try:
         if interfere is not None:

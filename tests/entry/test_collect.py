@@ -19,6 +19,7 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.human_annotators import STORE, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.processes import ForkedPython
 from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(600)
@@ -95,9 +96,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
 def test_a_run_that_is_killed_goes_on_to_the_same_records(
     tmp_path: Path, start: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = subprocess.Popen(
-        command(start, *DECIDED), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = ForkedPython(command(start, *DECIDED)[1:], tmp_path, os.environ, tmp_path / "log")
     deadline = time.monotonic() + 400
     while not list(tmp_path.glob("outputs/collect/*/candidates.journal.jsonl")):
         assert process.poll() is None

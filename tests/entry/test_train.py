@@ -92,7 +92,7 @@ def test_policy_and_reference_agree_exactly_before_the_first_update(chain):
     assert rows[1]["rollout/kl_per_token"] != 0.0
 
 
-def test_the_first_minibatch_of_every_iteration_has_a_ratio_of_exactly_1(chain):
+def test_the_first_minibatch_of_the_built_in_world_has_a_ratio_of_exactly_1(chain):
     folder, _ = chain
     rows = read_metrics(only(folder, "outputs/ppo/*/metrics.csv"))
     for row in rows:

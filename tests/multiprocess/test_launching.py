@@ -21,6 +21,8 @@ SETTINGS = [
     "trainer.devices=2",
     "evaluation.num_prompts=8",
     "data.batch_size=8",
+    "+dataset.source.num_texts=96",
+    "+dataset.source.num_demonstrations=96",
 ]
 TWO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
