@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from rlhf_lightning.reports.html import text
 from rlhf_lightning.runs.metric_catalog import number, percent
 
@@ -32,6 +34,27 @@ class Series:
     label: str
     points: Sequence[Point]
     kind: str = "line"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its caption.
+
+    Args:
+        title: what it shows.
+        chart: the `<svg>`.
+        now: the last value, as text.
+        code: the name of its metric.
+        legends: of the lines, in the order of their colours.
+        usual: where a healthy run keeps it, as text.
+    """
+
+    title: str
+    chart: str
+    now: str = ""
+    code: str = ""
+    legends: Sequence[str] = ()
+    usual: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,9 +102,14 @@ def line_chart(
     parts += [_reference(frame, reference) for reference in references]
     for index, one in enumerate(series):
         parts.append(_curve(frame, one, index))
-    body = "".join(part for part in parts if part)
-    return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+    return svg(title, WIDTH, HEIGHT, "".join(parts))
+
+
+def svg(title: str, width: int, height: int, body: str, *, wide: bool = False) -> Markup:
+    """Return an `<svg>`; a wide one keeps its size, and its place is scrolled on a phone."""
+    size = f' style="width:{width}px"' if wide else ""
+    return Markup(
+        f'<svg class="chart{" parallel" * wide}" viewBox="0 0 {width} {height}"{size} role="img">'
         f"<title>{text(title)}</title>{body}</svg>"
     )
 

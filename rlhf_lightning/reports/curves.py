@@ -1,13 +1,20 @@
-"""Which curves a report shows, in which order, and what they are held against."""
+"""The curves of a report: their order, and the references drawn beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlhf_lightning.reports.charts import Reference, Series, latest, line_chart
-from rlhf_lightning.reports.html import text
+from rlhf_lightning.reports.charts import Figure, Reference, Series, latest, line_chart
+from rlhf_lightning.reports.html import render
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.metric_catalog import QUANTITIES, bound_keys, number, percent, quantity
+from rlhf_lightning.runs.metric_catalog import (
+    QUANTITIES,
+    bound_keys,
+    capitalized,
+    number,
+    percent,
+    quantity,
+)
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -48,7 +55,7 @@ _ELSEWHERE = ("time/", "throughput/")
 
 def curves_section(rows: Rows) -> str:
     """Return the section with a small chart a metric, "" if nothing was recorded."""
-    names = _names(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row if name != ITERATION))
     inside = {held for name, held in _TOGETHER.items() if name in names and held in names}
     inside |= {n for name in names for n, _ in _REFERENCES.get(name, ())}
     # An interval without its value says nothing.
@@ -58,30 +65,11 @@ def curves_section(rows: Rows) -> str:
     rest = sorted((n for n in shown if n not in first), key=_order)
     if not first:
         first, rest = rest, []
-    figures = [_figure(name, rows, names) for name in first]
-    if not any(figures):
+    figures, more = ([f for n in part if (f := _figure(n, rows, names))] for part in (first, rest))
+    if not figures:
         return ""
-    hidden = "".join(_figure(name, rows, names) for name in rest)
-    if hidden:
-        hidden = (
-            f'<details><summary>{len(rest)} more curves</summary><div class="charts">{hidden}</div>'
-            "</details>"
-        )
-    last = int(rows[-1][ITERATION])
-    return (
-        "<section><h2>Curves</h2>"
-        f'<p class="lead">Over {last} iterations, the horizontal axis. Shaded green: where '
-        "the value usually lies in a run that goes well. Bold over faint: the running mean.</p>"
-        f'<div class="charts">{"".join(figures)}</div>{hidden}</section>'
-    )
-
-
-def _names(rows: Rows) -> list[str]:
-    names: dict[str, None] = {}
-    for row in rows:
-        names.update(dict.fromkeys(row))
-    names.pop(ITERATION, None)
-    return list(names)
+    iterations = int(rows[-1][ITERATION])
+    return render("curves.html", first=figures, rest=more, iterations=iterations)
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -89,15 +77,14 @@ def _order(name: str) -> tuple[int, str]:
     return (known.index(name) if name in QUANTITIES else len(known), name)
 
 
-def _figure(name: str, rows: Rows, names: Sequence[str]) -> str:
+def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
     about = quantity(name)
     held_out = _TOGETHER.get(name)
-    series = [_series(name, rows, "training" if held_out in names else "")]
-    if held_out is not None and held_out in names:
-        series.append(_series(held_out, rows, "held-out"))
-    shown = [name, *([held_out] if held_out in names and held_out else [])]
+    together = held_out is not None and held_out in names
+    lines = {"training": name, "held-out": str(held_out)} if together else {name: name}
+    series = [_series(metric, rows, label) for label, metric in lines.items()]
     references = []
-    for key, label in (pair for n in shown for pair in _REFERENCES.get(n, ())):
+    for key, label in (pair for n in lines.values() for pair in _REFERENCES.get(n, ())):
         values = [row[key] for row in rows if key in row]
         if values and values[-1] == values[-1]:
             references.append(Reference(label, values[-1]))
@@ -105,36 +92,18 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> str:
         about.label, series, unit=about.unit, band=about.healthy, references=references
     )
     if not chart:
-        return ""
-    unit = "" if about.unit == "share" else f" {about.unit}"
-    label = about.label.removeprefix("training ") if len(series) > 1 else about.label
-    now = latest(series[-1], about.unit)
-    return (
-        f"<figure><figcaption><b>{text(_capital(label))}</b>"
-        f'<span class="now">{text(now + unit)}</span>'
-        f'<span class="key">{_key(name, series, about.healthy, about.unit)}</span></figcaption>'
-        f"{chart}</figure>"
+        return None
+    share = about.unit == "share"
+    now = latest(series[-1], about.unit) + ("" if share else f" {about.unit}")
+    usual = [percent(v).replace(".0 ", " ") if share else number(v) for v in about.healthy or ()]
+    return Figure(
+        capitalized(about.label.removeprefix("training ") if together else about.label),
+        chart,
+        now=now,
+        code="" if together else name,
+        legends=list(lines) if together else (),
+        usual=" to ".join(map(_trim, usual)),
     )
-
-
-def _key(
-    name: str, series: Sequence[Series], healthy: tuple[float, float] | None, unit: str
-) -> str:
-    parts = []
-    if len(series) > 1:
-        parts += [
-            f'<span class="legend"><span class="s{i}t">●</span> {text(s.label)}</span>'
-            for i, s in enumerate(series)
-        ]
-    else:
-        parts.append(f'<code class="legend">{text(name)}</code>')
-    if healthy is not None:
-        low, high = (
-            percent(v).replace(".0 ", " ") if unit == "share" else number(v) for v in healthy
-        )
-        low, high = (_trim(v) for v in (low, high))
-        parts.append(f'<span class="legend">usual {text(low)} to {text(high)}</span>')
-    return "".join(parts)
 
 
 def _trim(value: str) -> str:
@@ -145,8 +114,4 @@ def _trim(value: str) -> str:
 def _series(name: str, rows: Rows, label: str) -> Series:
     points = [(row[ITERATION], row[name]) for row in rows if name in row]
     sparse = name.startswith("val/") or len(points) * 2 <= len(rows)
-    return Series(label or name, points, "marks" if sparse else "line")
-
-
-def _capital(label: str) -> str:
-    return label[:1].upper() + label[1:]
+    return Series(label, points, "marks" if sparse else "line")

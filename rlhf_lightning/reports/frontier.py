@@ -1,10 +1,10 @@
-"""Pictures of several runs: the frontier of win rate against KL, and parallel coordinates."""
+"""Charts of several runs: the frontier of win rate against KL, and parallel coordinates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_lightning.reports.charts import NUM_COLOURS, Point, nice_ticks
+from rlhf_lightning.reports.charts import NUM_COLOURS, Point, nice_ticks, svg
 from rlhf_lightning.reports.html import text
 from rlhf_lightning.reports.several import COST, Run, with_effect
 from rlhf_lightning.runs.metric_catalog import number, percent, quantity
@@ -68,7 +68,7 @@ def frontier_chart(runs: Sequence[Run], name: str) -> str:
             f"{text(runs[index].label)}</text>"
         )
     title = f"{quantity(name).label} over KL"
-    return _svg(title, _WIDTH, _HEIGHT, "".join(parts))
+    return svg(title, _WIDTH, _HEIGHT, "".join(parts))
 
 
 def parallel_chart(runs: Sequence[Run]) -> str:
@@ -103,7 +103,7 @@ def parallel_chart(runs: Sequence[Run]) -> str:
         ]
         lines.append(f'<polyline class="line s{index % NUM_COLOURS}" points="{" ".join(points)}"/>')
     body = "".join(lines + parts)  # labels over lines
-    return _svg("parallel coordinates", width, _AXES_BOTTOM + 16, body, wide=True)
+    return svg("parallel coordinates", width, _AXES_BOTTOM + 16, body, wide=True)
 
 
 # Title, share of the axis by run (None: not measured), and labels at shares.
@@ -141,12 +141,3 @@ def _sort_key(value: str) -> tuple[int, float, str]:
 
 def _label(x: float, y: float, label: str) -> str:
     return f'<text class="tick" style="text-anchor:middle" x="{x:.1f}" y="{y}">{text(label)}</text>'
-
-
-def _svg(title: str, width: int, height: int, body: str, *, wide: bool = False) -> str:
-    # A wide one keeps its size, and its place is scrolled on a phone.
-    size = f' style="width:{width}px"' if wide else ""
-    return (
-        f'<svg class="chart{" parallel" * wide}" viewBox="0 0 {width} {height}"{size} role="img">'
-        f"<title>{text(title)}</title>{body}</svg>"
-    )

@@ -1,22 +1,48 @@
-"""Text into HTML that shows it and cannot do anything else."""
+"""HTML from the templates of this folder; every value that is not HTML already is escaped."""
 
 from __future__ import annotations
 
-import html
 import re
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from rlhf_lightning.runs.metric_catalog import duration, percent
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
-def text(value: object) -> str:
+def text(value: object) -> Markup:
     """Return any value as text, escaped for an element or a quoted attribute.
 
     Control characters, which HTML forbids, become visible pictures of themselves.
     """
-    plain = str(value).encode("utf-8", "replace").decode("utf-8")
-    return html.escape(_CONTROL.sub(_picture, plain), quote=True)
+    return escape(_printable(value))
+
+
+def render(template: str, **context: Any) -> Markup:
+    """Return a template of `templates/` as HTML."""
+    return Markup(_TEMPLATES.get_template(template).render(context))
+
+
+def _printable(value: object) -> str:
+    if isinstance(value, Markup):
+        return value
+    return _CONTROL.sub(_picture, str(value).encode("utf-8", "replace").decode("utf-8"))
 
 
 def _picture(match: re.Match[str]) -> str:
     code = ord(match.group())
     return chr(0x2400 + code) if code < 0x20 else "\ufffd"
+
+
+_TEMPLATES = Environment(
+    loader=PackageLoader("rlhf_lightning.reports"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_printable,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {"duration": duration, "percent": percent}

@@ -1,41 +1,47 @@
-"""What came out, beyond one figure: by domain, and over the distance from the SFT policy."""
+"""Results beyond one figure: by domain, by round, and over the distance from the SFT policy."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from rlhf_lightning.reports.charts import Point, Series, line_chart
-from rlhf_lightning.reports.html import text
-from rlhf_lightning.runs.metric_catalog import bound_keys, part_key, percent
+from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart
+from rlhf_lightning.reports.html import render
+from rlhf_lightning.runs.metric_catalog import bound_keys, number, part_key, percent
 
 Metrics = Mapping[str, float | None]
 Rows = Sequence[Mapping[str, float]]
 
-_JUDGES = (
+_DOMAIN_JUDGES = (
     ("val/gold_win_rate", "gold reward"),
     ("val/score_win_rate", "learnt score"),
     ("val/accuracy", "held-out pairs"),
+)
+_ROUND = re.compile(r"round_(\d+)/(\w+)/(.+)")
+# Judges of a win rate, the one that counts most first.
+_ROUND_JUDGES = {"gold": "gold reward", "human": "people", "judge": "a judge"}
+_ROUND_COLUMNS = (
+    ("policy", "score_win_rate", "wins by learnt score", percent),
+    ("policy", "gold", "gold reward", number),
+    ("policy", "kl_per_token", "KL from SFT, nats a token", number),
+    ("policy", "response_length", "tokens an answer", number),
+    ("reward", "accuracy", "reward model's accuracy", percent),
+    ("reward", "label_ceiling", "its ceiling", percent),
 )
 
 
 def domains_section(metrics: Metrics) -> str:
     """Return a bar a domain, with its 95 % interval where one was measured; "" without domains."""
-    measured = [(p, judge, domain_rates(metrics, p)) for p, judge in _JUDGES]
-    prefix, judge, rates = next((m for m in measured if len(m[2]) > 1), ("", "", {}))
-    if not rates:
-        return ""
-    bars = "".join(
-        rate_bar(name.replace("_", " "), *rates[name])
-        for name in sorted(rates, key=lambda n: -rates[n][0])
-    )
-    what = "Accuracy" if prefix == "val/accuracy" else "Win rate against the policy before"
-    return (
-        '<section><h2>By domain</h2><p class="lead">'
-        f"{what}, by {judge}. The line in the middle is 50 %, what chance would "
-        "give; a bar is grey where the interval holds it: undecided.</p>"
-        f'<dl class="domains">{bars}</dl></section>'
-    )
+    for prefix, judge in _DOMAIN_JUDGES:
+        rates = domain_rates(metrics, prefix)
+        if len(rates) > 1:
+            best_first = sorted(rates.items(), key=lambda item: -item[1][0])
+            accuracy = prefix == "val/accuracy"
+            measure = "Accuracy" if accuracy else "Win rate against the policy before"
+            return render("domains.html", rates=best_first, judge=judge, measure=measure)
+    return ""
 
 
 def domain_rates(
@@ -52,20 +58,57 @@ def domain_rates(
     return found
 
 
-def rate_bar(name: str, rate: float, low: float | None, high: float | None) -> str:
-    """Return a rate as a bar with its interval over it, for a list of class `domains`."""
-    tone = "" if rate >= 0.5 else " class='bad'"
-    if low is not None and high is not None and low <= 0.5 <= high:
-        tone = " class='undecided'"
-    interval = ""
-    if low is not None and high is not None:
-        width = 100 * max(high - low, 0)
-        interval = f'<u style="left:{100 * low:.1f}%;width:{width:.1f}%"></u>'
-    return (
-        f'<div><dt>{text(name)}</dt><dd class="bar">'
-        f'<i{tone} style="width:{100 * rate:.1f}%"></i>{interval}<b></b></dd>'
-        f'<dd class="rate">{percent(rate)}</dd></div>'
+def rounds_section(metrics: Metrics) -> str:
+    """Return win rate by round with its interval, and a table of the other differences.
+
+    Reads `round_<k>/<stage>/<name>` of a pipeline's summary; the policy's figures are those of the
+    evaluation, or of PPO where there is none. "" with fewer than two rounds.
+    """
+    rounds = by_round(metrics)
+    if len(rounds) < 2:
+        return ""
+    policies = {k: found["policy"] for k, found in rounds.items()}
+    name = next(
+        (
+            name
+            for name in _ROUND_JUDGES
+            if all(policy.get(f"{name}_win_rate") is not None for policy in policies.values())
+        ),
+        "score",
     )
+    key = f"{name}_win_rate"
+    rates = {
+        k: [p.get(key), p.get(f"{key}_low"), p.get(f"{key}_high")] for k, p in policies.items()
+    }
+    cells = {
+        label: [
+            "" if (value := found[part].get(name)) is None else show(value)
+            for found in rounds.values()
+        ]
+        for part, name, label, show in _ROUND_COLUMNS
+    }
+    columns = {label: column for label, column in cells.items() if any(column)}
+    return render(
+        "rounds.html",
+        judge=_ROUND_JUDGES.get(name, "learnt score"),
+        rates=rates,
+        columns=columns,
+        rows=dict(zip(rounds, zip(*columns.values(), strict=True), strict=False)),
+    )
+
+
+def by_round(metrics: Metrics) -> dict[int, dict[str, dict[str, float | None]]]:
+    """Return round -> `policy` or `reward` -> name -> value, of the rounds that have a policy."""
+    found: dict[int, dict[str, dict[str, float | None]]] = defaultdict(lambda: defaultdict(dict))
+    for key, value in metrics.items():
+        match = _ROUND.fullmatch(key)
+        if match is not None:
+            found[int(match[1])][match[2]][match[3]] = value
+    return {
+        k: {"policy": policy, "reward": stages["reward"]}
+        for k, stages in sorted(found.items())
+        if (policy := stages["evaluate"] or stages["ppo"])
+    }
 
 
 def overoptimization_section(rows: Rows, metrics: Metrics) -> str:
@@ -83,22 +126,9 @@ def overoptimization_section(rows: Rows, metrics: Metrics) -> str:
         if len(points) > 1:
             series.append(Series(label, points, "marks"))
     chart = line_chart("score over the square root of KL", series, whole=False)
-    key = " ".join(
-        f'<span class="legend"><span class="s{i}t">●</span> {text(s.label)}</span>'
-        for i, s in enumerate(series)
-    )
-    gold = (
-        "Gold falling while the score rises would be over-optimisation."
-        if any(s.label.startswith("gold") for s in series)
-        else "No gold reward is known here: read the samples for what the score cannot see."
-    )
-    return (
-        '<section><h2>Over-optimisation</h2><p class="lead">Reward over the square root of the KL '
-        f"from the SFT policy, nats a response. {gold}</p>"
-        '<div class="charts one"><figure><figcaption><b>Reward over √KL</b>'
-        f'<span class="now"></span><span class="key">{key}</span></figcaption>'
-        f"{chart}</figure></div></section>"
-    )
+    labels = [s.label for s in series]
+    figure = Figure("Reward over √KL", chart, legends=labels)
+    return render("overoptimization.html", figure=figure, gold="gold reward, held-out" in labels)
 
 
 def _against_kl(rows: Rows, kl: str, value: str) -> list[Point]:
@@ -109,16 +139,13 @@ def _against_kl(rows: Rows, kl: str, value: str) -> list[Point]:
 def _held_out(rows: Rows, metrics: Metrics, name: str) -> list[Point]:
     """Return the SFT policy at KL 0, what was measured on the way, and the end."""
     kl, after = metrics.get("val/kl_per_response"), metrics.get(f"val/{name}")
-    ended = kl is not None and after is not None
-    # The end is measured on more prompts than the last iteration of the way.
-    way = rows[:-1] if ended else rows
-    points = _against_kl(way, "val/kl_per_response", f"val/{name}")
     before = metrics.get(f"val/baseline_{name}")
-    if before is not None:
-        points.insert(0, (0.0, before))
+    ends = [] if before is None else [(0.0, before)]
     if kl is not None and after is not None:
-        points.append((_root(kl), after))
-    return sorted(points)
+        # The end is measured on more prompts than the last iteration of the way.
+        ends.append((_root(kl), after))
+        rows = rows[:-1]
+    return sorted([*ends, *_against_kl(rows, "val/kl_per_response", f"val/{name}")])
 
 
 def _root(kl: float) -> float:

@@ -1,35 +1,58 @@
-"""`report.html`: one file that shows a run to somebody who has nothing but a browser."""
+"""`report.html`: one self-contained file that shows a run in a browser."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_lightning.reports.curves import curves_section
-from rlhf_lightning.reports.html import text
-from rlhf_lightning.reports.outcome import domains_section, overoptimization_section
-from rlhf_lightning.reports.rounds import rounds_section
-from rlhf_lightning.reports.samples import samples_section
-from rlhf_lightning.reports.sections import (
-    doctor_section,
-    settings_section,
-    times_section,
-    verdict_section,
-)
-from rlhf_lightning.reports.style import STYLE
-from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.doctor_log import read_events
-from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.summary import Summary, read_summary
-from rlhf_lightning.runs.verdict import STAGES
+from markupsafe import Markup
 
-# Whatever slipped through the escaping: no script runs, nothing is loaded.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+from rlhf_lightning.doctor.catalog import DETECTORS
+from rlhf_lightning.reports.curves import curves_section
+from rlhf_lightning.reports.html import render
+from rlhf_lightning.reports.outcome import (
+    domains_section,
+    overoptimization_section,
+    rounds_section,
+)
+from rlhf_lightning.reports.samples import samples_section
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.changes import read_changes
+from rlhf_lightning.runs.doctor_log import (
+    DoctorEvent,
+    actions_of,
+    alerts_of,
+    coverage_of,
+    read_events,
+)
+from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
+from rlhf_lightning.runs.metric_catalog import capitalized, number, quantity
+from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
+from rlhf_lightning.runs.verdict import STAGES, verdict
+
+_STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
+_LEVEL_TONE = {"warn": "neutral", "alarm": "bad"}
+# Of `seconds` of a summary, what is outside of the iterations.
+_PHASES = {
+    "setup": "loading",
+    "measure": "final evaluation",
+    "export": "exporting",
+    "answers": "answering",
+    "judges": "judging",
+}
+_MAX_PARTS, _LEAST_SHARE = 6, 0.005
+_SECRET = re.compile(
+    r"(?im)^(\s*(?:-\s+)?[\w.]*(?:api_?key|secret|password|access_token|auth_token)[\w.]*\s*[:=]\s*)\S.*$"
+)
 
 
 def write_report(folder: RunFolder) -> Path:
     """Write `report.html` of a run, finished or not, in one step and return its path.
 
-    It has the verdict, the gates, the rounds of a pipeline, what the doctor said, the curves,
+    It has the verdict, the gates, the rounds of a pipeline, the doctor's alerts, the curves,
     reward over KL, the domains, samples, where the time went and the settings; a part for which
     the run has written nothing is left out.
 
@@ -43,57 +66,137 @@ def write_report(folder: RunFolder) -> Path:
 def render_report(folder: RunFolder) -> str:
     """Return the page as text; see `write_report`."""
     rows = read_metrics(folder.metrics)
-    summary = _summary(folder)
+    summary = read_summary(folder) if folder.summary.is_file() else None
     if summary is None and not rows:
         raise FileNotFoundError(
             f"{folder.path} has neither summary.json nor metrics.csv: give the folder of a run, "
             "e.g. outputs/ppo/<date>_<time>"
         )
-    head = f"<header><h1>{text(folder.name)}</h1></header>"
-    title = folder.name
-    if summary is not None:
-        head = verdict_section(summary, folder)
-        title = f"{STAGES.get(summary.stage, summary.stage)} {folder.name}"
     metrics = {} if summary is None else summary.metrics
-    body = (
-        head
-        + rounds_section(metrics)
-        + doctor_section(read_events(folder.doctor))
-        + curves_section(rows)
-        + overoptimization_section(rows, metrics)
-        + domains_section(metrics)
-        + samples_section(read_samples(folder.samples))
-        + times_section(rows, summary)
-        + settings_section(summary, folder)
+    sections = (
+        _verdict(summary, folder),
+        rounds_section(metrics),
+        doctor_section(read_events(folder.doctor)),
+        curves_section(rows),
+        overoptimization_section(rows, metrics),
+        domains_section(metrics),
+        samples_section(read_samples(folder.samples)),
+        _times(rows, {} if summary is None else summary.seconds),
+        _settings(summary, folder),
     )
-    return document(title, body, _place(folder))
-
-
-def document(title: str, body: str, footer: str) -> str:
-    """Return a whole page that needs nothing besides itself.
-
-    Args:
-        title: as text.
-        body: HTML.
-        footer: as text.
-    """
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{text(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><main>{body}\n<footer>{text(footer)}</footer></main></body></html>\n"
-    )
-
-
-def _place(folder: RunFolder) -> str:
+    stage = "" if summary is None else STAGES.get(summary.stage, summary.stage)
     # Not the whole path: a report is sent around, and the path names people and machines.
-    return "rlhf_lightning · " + "/".join(folder.path.resolve().parts[-3:])
+    place = "/".join(folder.path.resolve().parts[-3:])
+    body = Markup().join(sections)
+    title = f"{stage} {folder.name}".strip()
+    return str(render("page.html", title=title, body=body, footer=f"rlhf_lightning · {place}"))
 
 
-def _summary(folder: RunFolder) -> Summary | None:
-    try:
-        return read_summary(folder)
-    except FileNotFoundError:
-        return None
+def _verdict(summary: Summary | None, folder: RunFolder) -> Markup:
+    if summary is None:
+        return Markup("<header><h1>{}</h1></header>").format(folder.name)
+    return render(
+        "verdict.html",
+        summary=summary,
+        result=verdict(summary),
+        stage=STAGES.get(summary.stage, summary.stage),
+        name=folder.name,
+        tone=_STATUS_TONE[summary.status],
+        failed=sum(not gate.passed for gate in summary.gates),
+        gates=[(*_checked(gate.passed), gate.name, [_reason(gate)]) for gate in summary.gates],
+    )
+
+
+def _checked(passed: bool) -> tuple[str, str]:
+    return ("✓ passed", "good") if passed else ("✗ failed", "bad")
+
+
+def _reason(gate: GateResult) -> str:
+    if gate.reason or gate.value is None or gate.threshold is None:
+        return gate.reason
+    return f"{number(gate.value)} against {number(gate.threshold)}"
+
+
+def doctor_section(events: Sequence[DoctorEvent]) -> str:
+    """Return alerts with cause and remedy, actions and the preflight; "" without a doctor."""
+    if not events:
+        return ""
+    alerts, coverage = alerts_of(events), coverage_of(events)
+    items = [
+        (*_checked(e.level == "healthy"), f"preflight: {e.name}", [e.message, e.remedy])
+        for e in events
+        if e.kind == "check"
+    ]
+    for alert in alerts:
+        end = "to the end" if alert["cleared_at"] is None else f"to {alert['cleared_at']}"
+        lines = [alert["message"]]
+        lines += [f"Usual cause: {alert['cause']}.", f"What helps: {alert['remedy']}."]
+        tone = _LEVEL_TONE.get(alert["level"], "neutral")
+        items.append((alert["level"], tone, f"iterations {alert['raised_at']} {end}", lines))
+    for action in actions_of(events):
+        where = f"iteration {action['iteration']}"
+        items.append((action["kind"], "neutral", where, [action["message"]]))
+    for why, names in (coverage.idle if coverage else {}).items():
+        items.append(("idle", "undecided", ", ".join(names), [f"{capitalized(why)}."]))
+    if coverage is None:
+        lead = "The run did not begin."
+    elif alerts:
+        found = sorted({alert["detector"] for alert in alerts})
+        known = [DETECTORS[name].title.lower() if name in DETECTORS else name for name in found]
+        lead = f"{coverage.describe()}; {len(found)} found something: {', '.join(known)}."
+    elif coverage.idle:
+        told = coverage.describe()
+        lead = told + ("." if told.startswith("None") else ", none of them found anything.")
+    else:
+        lead = f"{coverage.describe()}, none found anything."
+    return render("doctor.html", lead=lead, items=items)
+
+
+def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) -> str:
+    """Return where the time went, "" if no phase was timed."""
+    times: dict[str, float] = defaultdict(float)
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("time/") and math.isfinite(value):
+                times[quantity(name).label] += value
+    times |= {label: seconds[key] for key, label in _PHASES.items() if key in seconds}
+    known = sum(times.values())
+    if known <= 0:
+        return ""
+    # A run that was resumed has the iterations of every process, and the clock of the last one.
+    whole = max(known, seconds.get("total", 0.0))
+    longest = sorted(times.items(), key=lambda part: -part[1])[:_MAX_PARTS]
+    shown = [part for part in longest if part[1] > _LEAST_SHARE * whole]
+    parts = [(f"t{index}", *part) for index, part in enumerate(shown)]
+    rest = whole - sum(value for _, value in shown)
+    if rest > _LEAST_SHARE * whole:
+        label = "reading data, checkpoints, logs" if "fit" in seconds else "everything else"
+        parts.append(("rest", label, rest))
+    return render("times.html", whole=whole, parts=parts)
+
+
+def _settings(summary: Summary | None, folder: RunFolder) -> str:
+    """Return seed, versions, commit, what differs from the experiment, and the configuration.
+
+    The configuration is folded and without its secrets.
+    """
+    facts: dict[str, object] = {}
+    if summary is not None:
+        facts = {
+            "seed": summary.seed,
+            "commit": (summary.git_commit or "")[:12],
+            "configuration": summary.config_hash,
+            "versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()),
+        }
+    facts = {name: value for name, value in facts.items() if value not in (None, "")}
+    files = {}
+    for title, path in (
+        ("Overrides of this run", folder.config.with_name("overrides.yaml")),
+        ("The whole configuration", folder.config),
+    ):
+        content = path.read_text("utf-8", errors="replace").strip() if path.is_file() else ""
+        if content not in ("", "[]"):
+            files[title] = _SECRET.sub(r"\1(hidden)", content)
+    if not facts and not files:
+        return ""
+    return render("settings.html", facts=facts, changes=read_changes(folder), files=files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_lightning.runs.metric_catalog import QUANTITIES, number, percent
+from rlhf_lightning.runs.metric_catalog import QUANTITIES, capitalized, number, percent
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Panel:
         about = QUANTITIES.get(self.metrics[0])
         if about is None:
             return self.metrics[0].rpartition("/")[2].replace("_", " ")
-        label = about.label[:1].upper() + about.label[1:]
+        label = capitalized(about.label)
         if about.healthy is None:
             return label
         show = percent if about.unit == "share" else number

@@ -8,17 +8,20 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
-from rlhf_lightning.reports.html import text
+from markupsafe import Markup
+
+from rlhf_lightning.reports.html import render, text
 from rlhf_lightning.runs.metric_catalog import number
 
 # A word or a sign, with the space behind it: spaces alone are nothing in common.
 _PIECES = re.compile(r"\s+|\w+\s*|[^\w\s]\s*")
 _WORD = re.compile(r"\w")
 LONGEST = 1500  # pieces; comparing takes their product
+_MAX_PAIRS, _MAX_ENDS = 12, 4
 _TOO_LITTLE = 0.3  # of the words in common: nothing is left to hold the change against
 
 
-def marked(before: str, after: str) -> tuple[str, str]:
+def marked(before: str, after: str) -> tuple[Markup, Markup]:
     """Return both texts as HTML, with `<del>` round what went and `<ins>` round what came.
 
     Texts that have little in common, or are very long, are returned without marks.
@@ -30,16 +33,12 @@ def marked(before: str, after: str) -> tuple[str, str]:
     matcher = SequenceMatcher(None, old, new, autojunk=False)
     if _in_common(old, new, matcher) < _TOO_LITTLE:
         return plain
-    left, right = [], []
+    left, right = Markup(), Markup()
     for tag, i, j, k, m in matcher.get_opcodes():
         gone, come = "".join(old[i:j]), "".join(new[k:m])
-        if tag == "equal":
-            left.append(text(gone))
-            right.append(text(come))
-            continue
-        left.append(_wrapped("del", gone))
-        right.append(_wrapped("ins", come))
-    return "".join(left), "".join(right)
+        left += text(gone) if tag == "equal" else _wrapped("del", gone)
+        right += text(come) if tag == "equal" else _wrapped("ins", come)
+    return left, right
 
 
 def _in_common(old: list[str], new: list[str], matcher: SequenceMatcher[str]) -> float:
@@ -53,84 +52,51 @@ def _in_common(old: list[str], new: list[str], matcher: SequenceMatcher[str]) ->
     return 2 * same / max(words, 1)
 
 
-def _wrapped(tag: str, piece: str) -> str:
+def _wrapped(tag: str, piece: str) -> Markup:
     kept = piece.rstrip()
-    if not kept:
-        return text(piece)
-    return f"<{tag}>{text(kept)}</{tag}>{text(piece[len(kept) :])}"
+    marks = Markup(f"<{tag}>{text(kept)}</{tag}>") if kept else Markup()
+    return marks + text(piece[len(kept) :])
 
 
-Samples = Sequence[dict[str, Any]]
-
-_MAX_PAIRS = 12
-_MAX_ENDS = 4
-
-
-def samples_section(samples: Samples) -> str:
+def samples_section(samples: Sequence[dict[str, Any]]) -> str:
     """Return responses beside those of the policy it started from, or else the best and worst."""
     if not any(s.get("score") or s.get("baseline_score") for s in samples):
-        samples = [s | {"score": None, "baseline_score": None} for s in samples]  # nobody scored
+        samples = [s | {"score": None, "baseline_score": None} for s in samples]  # not scored
     compared = [s for s in samples if s.get("baseline_response") is not None]
+    if not samples:
+        return ""
+    last = max(s["iteration"] for s in compared or samples)
+    latest = [s for s in compared or samples if s["iteration"] == last]
+    cards, css = [_card(s) for s in latest[:_MAX_PAIRS]], ""
+    scored = sorted((s for s in latest if _is_number(s.get("score"))), key=lambda s: -s["score"])
     if compared:
-        last = max(s["iteration"] for s in compared)
-        shown = [s for s in compared if s["iteration"] == last][:_MAX_PAIRS]
-        cards = "".join(_card(s) for s in shown)
         lead = (
             "The same held-out prompts, answered before and after the training, not selected. "
             "Words that went are red, words that came are green, where the two are comparable."
         )
-        return _samples(lead, cards)
-    if not samples:
-        return ""
-    last = max(s["iteration"] for s in samples)
-    latest = [s for s in samples if s["iteration"] == last]
-    scored = sorted((s for s in latest if _is_number(s.get("score"))), key=lambda s: -s["score"])
-    if len(scored) < 2:
-        return _samples(f"From iteration {last}.", "".join(_card(s) for s in latest[:_MAX_PAIRS]))
-    count = min(_MAX_ENDS, len(scored) // 2)
-    ends = zip(scored[:count], scored[: -count - 1 : -1], strict=True)
-    cards = "".join(_card(best, "best") + _card(worst, "worst") for best, worst in ends)
-    lead = (
-        f"From iteration {last}: the {count} with the highest score, the {count} with the lowest."
-    )
-    return _samples(lead, cards, " ends")
+    elif len(scored) < 2:
+        lead = f"From iteration {last}."
+    else:
+        count = min(_MAX_ENDS, len(scored) // 2)
+        ends = zip(scored[:count], scored[: -count - 1 : -1], strict=True)
+        cards = [_card(*one) for pair in ends for one in zip(pair, ("best", "worst"), strict=True)]
+        lead = f"From iteration {last}: the {count} with the highest score, the {count} with the "
+        lead, css = f"{lead}lowest.", "ends"
+    return render("samples.html", lead=lead, cards=cards, css=css)
 
 
-def _samples(lead: str, cards: str, css: str = "") -> str:
-    return (
-        f'<section><h2>Samples</h2><p class="lead">{text(lead)}</p>'
-        f'<div class="samples{css}">{cards}</div></section>'
-    )
-
-
-def _card(sample: Mapping[str, Any], place: str = "") -> str:
-    tags = [place, str(sample.get("domain") or "")]
-    tag = " · ".join(text(t) for t in tags if t)
-    before, now = "", text(sample.get("response", ""))
+def _card(sample: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    now = text(sample.get("response", ""))
+    answers: list[tuple[str, ...]] = []
     if sample.get("baseline_response") is not None:
         was, now = marked(str(sample["baseline_response"]), str(sample.get("response", "")))
-        before = answer("before", figures(sample, "baseline_"), was, "")
-    after = answer("after" if before else "", figures(sample, ""), now, " now")
-    return (
-        '<article class="sample"><p class="prompt free" dir="auto">'
-        f'{text(sample.get("prompt", ""))}</p><p class="tag">{tag}</p>'
-        f'<div class="pair">{before}{after}</div></article>'
-    )
-
-
-def answer(title: str, facts: str, content: str, css: str) -> str:
-    """Return one answer as a box.
-
-    Args:
-        title: who said it, or when.
-        facts: its score and such, as text.
-        content: the answer as HTML.
-        css: further classes, each after a space.
-    """
-    empty = '<p class="empty">nothing</p>'
-    body = f'<p class="free" dir="auto">{content}</p>' if content.strip() else empty
-    head = " · ".join(part for part in (title, facts) if part)
-    return f'<div class="answer{css}"><h3>{text(head)}</h3>{body}</div>'
+        answers = [("before", figures(sample, "baseline_"), was)]
+    answers.append(("after" if answers else "", figures(sample, ""), now, "now"))
+    return {
+        "prompt": sample.get("prompt", ""),
+        "tag": " · ".join(filter(None, (place, str(sample.get("domain") or "")))),
+        "answers": answers,
+    }
 
 
 def figures(sample: Mapping[str, Any], prefix: str) -> str:

@@ -234,6 +234,11 @@ def number(value: float, *, like: float | None = None) -> str:
     return f"{value:.{digits}f}"
 
 
+def capitalized(label: str) -> str:
+    """Return a label as the beginning of a sentence; the rest of it as it is."""
+    return label[:1].upper() + label[1:]
+
+
 def percent(value: float) -> str:
     """Return a share as percent, e.g. `82.4 %`."""
     return f"{100 * value:.1f} %"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_lightning.reports.page import render_report
-from rlhf_lightning.reports.sections import doctor_section
+from rlhf_lightning.reports.page import doctor_section, render_report
 from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
 from tests.builders.run_folders import fake_ppo_run
 
