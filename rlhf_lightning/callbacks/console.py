@@ -24,7 +24,7 @@ from rich.text import Text
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
+from rlhf_lightning.runs.metric_catalog import duration, quantity
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import STAGES, verdict
 
@@ -71,11 +71,13 @@ def measures_table(history: History, *, width: int) -> Table:
         if not values:
             continue
         healthy = quantity(name).healthy
-        now = Text(_short(name, values[-1]), style="" if _within(values[-1], healthy) else "red")
+        now = Text(
+            quantity(name).show(values[-1]), style="" if _within(values[-1], healthy) else "red"
+        )
         cells: list[Text] = [
             Text(quantity(name).label),
             now,
-            Text(_short(name, history.first[name])),
+            Text(quantity(name).show(history.first[name])),
         ]
         if width >= _WIDE:
             cells.append(Text(course(list(values), length), style="cyan"))
@@ -126,10 +128,6 @@ def _range(name: str, healthy: tuple[float, float] | None) -> str:
     if quantity(name).unit == "share":
         return f"{100 * low:g} to {100 * high:g} %"
     return f"{low:g} to {high:g}"
-
-
-def _short(name: str, value: float) -> str:
-    return percent(value) if quantity(name).unit == "share" else number(value)
 
 
 KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and what is said needs the room
@@ -303,7 +301,9 @@ class ProgressBar(LightningProgressBar):
         clock = self._time(trainer)
         parts = [clock] if clock else []
         shown = [name for name in self.metrics if name in self._latest][:6]
-        parts += [f"{_NAMES.get(name, name)} {_short(name, self._latest[name])}" for name in shown]
+        parts += [
+            f"{_NAMES.get(name, name)} {quantity(name).show(self._latest[name])}" for name in shown
+        ]
         return " · ".join(parts)
 
 

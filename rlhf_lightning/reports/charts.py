@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from rlhf_lightning.reports.html import text
-from rlhf_lightning.runs.metric_catalog import number, percent
 
 WIDTH, HEIGHT = 360, 196
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
@@ -293,11 +292,3 @@ def _path(frame: _Frame, points: Sequence[Point], css: str) -> str:
         return f'<circle class="{colour}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>'
     steps = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
     return f'<polyline class="{css}" points="{steps}"/>'
-
-
-def latest(series: Series, unit: str) -> str:
-    """Return the last finite value as text, "" if there is none."""
-    for _, value in reversed(series.points):
-        if math.isfinite(value):
-            return percent(value) if unit == "share" else number(value)
-    return ""

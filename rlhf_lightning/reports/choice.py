@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rlhf_lightning.reports.several import COST, Run, with_effect
 from rlhf_lightning.runs.folder import ITERATION
-from rlhf_lightning.runs.metric_catalog import QUANTITIES, number, percent
+from rlhf_lightning.runs.metric_catalog import QUANTITIES
+from rlhf_lightning.runs.verdict import interval
 
 # What a setting may be chosen by: never gold, which training must not see. True: more is better.
 OBJECTIVES: dict[str, tuple[str, bool]] = {
@@ -97,7 +98,7 @@ def _reason(
     if number_of_runs == 1:
         return f"One run can be compared, {best.label}, with a {label} of {_shown(best, name)}."
     if caption:
-        return f"It has the best {label}, {_shown(best, name)}{_of(best, name)}."
+        return f"It has the best {label}, {_shown(best, name)}{interval(best.metrics, name)}."
     told = f"The best {label}, {_shown(best, name)}, is that of {best.label}. "
     others = [run for run in equal if run is not best]
     if others:
@@ -113,16 +114,8 @@ def _reason(
     return f"{told}: more seeds or longer runs may order them otherwise."
 
 
-def _of(run: Run, name: str) -> str:
-    low, high = (run.metrics.get(f"{name}{end}") for end in ("_low", "_high"))
-    if low is None or high is None:
-        return ""
-    return f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
-
-
 def _shown(run: Run, name: str) -> str:
-    value = _value(run, name)
-    return percent(value) if QUANTITIES[name].unit == "share" else number(value)
+    return QUANTITIES[name].show(_value(run, name))
 
 
 def _apart(best: Run, other: Run, name: str) -> bool:

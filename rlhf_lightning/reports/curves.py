@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
-from rlhf_lightning.reports.charts import Figure, Reference, Series, latest, line_chart
+from rlhf_lightning.reports.charts import Figure, Reference, Series, line_chart
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import (
     QUANTITIES,
     bound_keys,
     capitalized,
-    number,
-    percent,
     quantity,
+    show,
 )
 
 Rows = Sequence[Mapping[str, float]]
@@ -93,13 +93,12 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
     )
     if not chart:
         return None
-    share = about.unit == "share"
-    now = latest(series[-1], about.unit) + ("" if share else f" {about.unit}")
-    usual = [percent(v).replace(".0 ", " ") if share else number(v) for v in about.healthy or ()]
+    finite = [value for _, value in series[-1].points if math.isfinite(value)]
+    usual = [about.show(v).replace(".0 %", " %") for v in about.healthy or ()]
     return Figure(
         capitalized(about.label.removeprefix("training ") if together else about.label),
         chart,
-        now=now,
+        now=show(name, finite[-1]) if finite else "",
         code="" if together else name,
         legends=list(lines) if together else (),
         usual=" to ".join(map(_trim, usual)),

@@ -128,8 +128,8 @@ def _outcome_axis(runs: Sequence[Run], name: str) -> _Axis | None:
         return None
     low, high = min(known), max(known)
     shares = [None if v is None else (v - low) / (high - low) for v in values]
-    show = percent if quantity(name).unit == "share" else number
-    return quantity(name).label, shares, [(0.0, show(low)), (1.0, show(high))]
+    about = quantity(name)
+    return about.label, shares, [(0.0, about.show(low)), (1.0, about.show(high))]
 
 
 def _sort_key(value: str) -> tuple[int, float, str]:

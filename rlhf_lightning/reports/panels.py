@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_lightning.runs.metric_catalog import QUANTITIES, capitalized, number, percent
+from rlhf_lightning.runs.metric_catalog import QUANTITIES, capitalized
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,8 @@ class Panel:
         label = capitalized(about.label)
         if about.healthy is None:
             return label
-        show = percent if about.unit == "share" else number
-        low, high = about.healthy
-        return f"{label}, usually {show(low)} to {show(high)}"
+        low, high = map(about.show, about.healthy)
+        return f"{label}, usually {low} to {high}"
 
 
 @dataclass(frozen=True)

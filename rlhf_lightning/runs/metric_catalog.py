@@ -20,6 +20,10 @@ class Quantity:
     unit: str = ""
     healthy: tuple[float, float] | None = None
 
+    def show(self, value: float) -> str:
+        """Return a value as text, without its unit unless that is percent."""
+        return percent(value) if self.unit == "share" else number(value)
+
 
 QUANTITIES: dict[str, Quantity] = {
     "rollout/score": Quantity("score"),
@@ -215,10 +219,9 @@ def quantity(name: str) -> Quantity:
 
 def show(name: str, value: float) -> str:
     """Return the value as text with its unit."""
-    unit = quantity(name).unit
-    if unit == "share":
-        return percent(value)
-    return f"{number(value)} {unit}".strip()
+    about = quantity(name)
+    unit = "" if about.unit == "share" else about.unit
+    return f"{about.show(value)} {unit}".strip()
 
 
 def number(value: float, *, like: float | None = None) -> str:

@@ -1,13 +1,13 @@
-"""What a run has shown, in plain words: for the last screen and the top of the report."""
+"""The verdict on a run in plain words: for the last screen and the top of the report."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_lightning.runs.metric_catalog import duration, number, percent, show
+from rlhf_lightning.runs.metric_catalog import capitalized, duration, number, percent, show
 from rlhf_lightning.runs.summary import Summary
 
 Metrics = Mapping[str, float | None]
@@ -36,170 +36,176 @@ class Verdict:
 
     Args:
         tone: whether it is what one hoped for, gates and ending included.
-        number_tone: the same of the one figure alone.
         number: the one figure that says most, as text; "" if nothing was measured.
-        caption: what that figure is.
-        sentence: what it means.
+        caption: the name of that figure.
+        sentence: its meaning.
         facts: the other figures.
+        number_tone: the tone of the one figure alone.
     """
 
-    tone: Tone
-    number: str
-    caption: str
-    sentence: str
-    facts: tuple[Fact, ...]
+    tone: Tone = "neutral"
+    number: str = ""
+    caption: str = ""
+    sentence: str = ""
+    facts: tuple[Fact, ...] = ()
     number_tone: Tone = "neutral"
 
 
-def changes(metrics: Metrics, rival: str) -> list[Fact]:
-    """Return what was measured of the policy and of the one it started from."""
-    facts = []
-    for key, label, unit in (
-        ("score", "score", ""),
-        ("gold", "gold reward", ""),
-        ("exact_match", "exact matches", "share"),
-        ("first_word_match", "right first words", "share"),
-        ("solved", "right numbers", "share"),
-        ("answered", "answers with a number", "share"),
-        ("response_length", "response length", "tokens"),
-        ("distinct_2", "distinct bigrams", "share"),
-        ("refusal_rate", "harmful prompts refused", "share"),
-        ("over_refusal_rate", "harmless look-alikes refused", "share"),
-    ):
-        value = get(metrics, f"val/{key}")
-        if value is not None:
-            before = get(metrics, f"val/baseline_{key}")
-            facts.append(change(label, value, before, rival, unit))
-    return facts
+# Compared with the policy before: key, label, unit.
+_CHANGES = (
+    ("score", "score", ""),
+    ("gold", "gold reward", ""),
+    ("exact_match", "exact matches", "share"),
+    ("first_word_match", "right first words", "share"),
+    ("solved", "right numbers", "share"),
+    ("answered", "answers with a number", "share"),
+    ("response_length", "response length", "tokens"),
+    ("distinct_2", "distinct bigrams", "share"),
+    ("refusal_rate", "harmful prompts refused", "share"),
+    ("over_refusal_rate", "harmless look-alikes refused", "share"),
+)
 
 
-def change(label: str, value: float, before: float | None, rival: str, unit: str) -> Fact:
+def _changes(metrics: Metrics, rival: str) -> list[Fact]:
+    """Return the figures of the policy and of the one it started from."""
+    return [
+        _change(label, value, _get(metrics, f"val/baseline_{key}"), rival, unit)
+        for key, label, unit in _CHANGES
+        if (value := _get(metrics, f"val/{key}")) is not None
+    ]
+
+
+def _change(label: str, value: float, before: float | None, rival: str, unit: str) -> Fact:
     """Return a figure before and after."""
+    like = max(abs(before or 0.0), abs(value))  # both with the digits that the larger one deserves
+
+    def shown(x: float) -> str:
+        return percent(x) if unit == "share" else number(x, like=like)
+
     plain = "" if unit == "share" else unit
     if before is None:
-        return Fact(label, percent(value) if unit == "share" else number(value), plain)
-    if unit == "share":
-        change = f"{percent(before)} → {percent(value)}"
-    else:
-        like = max(abs(before), abs(value))  # both with the digits that the larger one deserves
-        change = f"{number(before, like=like)} → {number(value, like=like)}"
-    return Fact(label, change, f"{rival} → now" + (f", {plain}" if plain else ""))
+        return Fact(label, shown(value), plain)
+    note = f"{rival} → now" + (f", {plain}" if plain else "")
+    return Fact(label, f"{shown(before)} → {shown(value)}", note)
 
 
 def interval(metrics: Metrics, name: str) -> str:
     """Return the interval of a share in brackets, "" where none was measured."""
-    low, high = get(metrics, f"{name}_low"), get(metrics, f"{name}_high")
+    low, high = _get(metrics, f"{name}_low"), _get(metrics, f"{name}_high")
     if low is None or high is None:
         return ""
     return f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
 
 
-def get(metrics: Metrics, name: str) -> float | None:
+def _get(metrics: Metrics, name: str) -> float | None:
     """Return a figure, None where it was not measured or is not finite."""
     value = metrics.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def against(metrics: Metrics, name: str, rival: float) -> Literal["above", "below", "undecided"]:
-    """Return where the whole interval of a figure lies; without one, where the figure does."""
-    rate = get(metrics, name) or 0.0
-    low, high = get(metrics, f"{name}_low"), get(metrics, f"{name}_high")
+def _win_rate_fact(metrics: Metrics, judge: str, label: str) -> list[Fact]:
+    """Return the win rate by a judge, none where it was not asked."""
+    name = f"val/{judge}_win_rate"
+    rate = _get(metrics, name)
+    note = interval(metrics, name).strip(" ()")
+    return [] if rate is None else [Fact(f"win rate by {label}", percent(rate), note)]
+
+
+def _judged(
+    metrics: Metrics,
+    name: str,
+    rival: float,
+    caption: str,
+    sentences: tuple[str, str, str],
+    facts: list[Fact],
+    best: Tone = "good",
+) -> Verdict:
+    """Return the verdict by a share whose interval lies above, around or below that of a rival.
+
+    Args:
+        metrics: final ones.
+        name: of the share.
+        rival: the share to beat.
+        caption: of the figure.
+        sentences: for above, below and undecided; without an interval the share itself decides.
+        facts: the other figures.
+        best: the tone of a share above.
+    """
+    rate = _get(metrics, name) or 0.0
+    low, high = _get(metrics, f"{name}_low"), _get(metrics, f"{name}_high")
+    above, below, undecided = sentences
+    tone: Tone
     if (rate if low is None else low) > rival:
-        return "above"
-    return "below" if (rate if high is None else high) < rival else "undecided"
+        tone, sentence = best, above
+    elif (rate if high is None else high) < rival:
+        tone, sentence = "bad", below
+    else:
+        tone, sentence = "undecided", undecided
+    return Verdict(tone, percent(rate), caption + interval(metrics, name), sentence, tuple(facts))
 
 
 SPREAD = "rollout/score_std_max"
 
 
-def compared(metrics: Metrics, rival: str, name: str) -> Verdict:
+def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
     """Return the verdict by the judge that counts most, of those that were asked."""
-    facts = changes(metrics, rival)
-    kl = get(metrics, "val/kl_per_token")
+    facts = _changes(metrics, rival)
+    kl = _get(metrics, "val/kl_per_token")
     if kl is not None:
         facts.insert(1, Fact(f"KL from {rival}", number(kl), "nats a token"))
-    if get(metrics, SPREAD) == 0:
-        return _without_signal(metrics, facts)
-    win = gold_win_rate(metrics, rival, name, facts)
-    if win is None:
-        win = _score_win_rate(metrics, rival, name, facts)
-    if win is not None:
-        return win
-    score, before = get(metrics, "val/score"), get(metrics, "val/baseline_score")
+    if _get(metrics, SPREAD) == 0:
+        facts += _win_rate_fact(metrics, "gold", "gold") + _win_rate_fact(metrics, "score", "score")
+        sentence = (
+            "The score did not vary: in every rollout all answers had the same one, so there was "
+            "nothing to learn, and a win rate says nothing of this reward."
+        )
+        return Verdict("bad", sentence=sentence, facts=tuple(facts))
+    if _get(metrics, "val/gold_win_rate") is not None:
+        return _gold_win_rate(metrics, rival, name, facts)
+    if _get(metrics, "val/score_win_rate") is not None:
+        return _score_win_rate(metrics, rival, name, facts)
+    score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
     if score is None:
-        return Verdict("neutral", "", "", "No evaluation was recorded.", tuple(facts))
+        return Verdict(sentence="No evaluation was recorded.", facts=tuple(facts))
     if before is None:
         caption = "mean score on held-out prompts"
-        return Verdict("neutral", number(score), caption, "", tuple(facts))
+        return Verdict("neutral", number(score), caption, facts=tuple(facts))
     better = score > before
     sentence = f"The score {'rose' if better else 'did not rise'}; no gold reward says if rightly."
-    gain = number(score - before)
-    number_text = f"+{gain}" if better else gain
-    tone: Tone = "neutral" if better else "bad"
+    gain = "+" * better + number(score - before)
     caption = f"change of the mean score, {rival} to {name}"
-    return Verdict(tone, number_text, caption, sentence, tuple(facts))
+    return Verdict("neutral" if better else "bad", gain, caption, sentence, tuple(facts))
 
 
-def gold_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict | None:
-    """Return the verdict by the gold reward, None where it is not known."""
-    rate = get(metrics, "val/gold_win_rate")
-    if rate is None:
-        return None
-    tone: Tone
-    who = f"{name[0].upper()}{name[1:]}"
-    side = against(metrics, "val/gold_win_rate", 0.5)
-    if side == "above":
-        tone, sentence = "good", f"{who} answers better than {rival}, by the gold reward."
-    elif side == "below":
-        tone, sentence = "bad", f"{who} answers worse than {rival}, by the gold reward."
-    else:
-        tone = "undecided"
-        sentence = (
-            f"Undecided: no difference between {name} and {rival} is shown, as the interval holds "
-            "one half."
-        )
-    caption = f"of comparisons won against {rival}" + interval(metrics, "val/gold_win_rate")
-    return Verdict(tone, percent(rate), caption, sentence, tuple(facts))
+def _gold_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict:
+    better, worse = (
+        f"{capitalized(name)} answers {word} than {rival}, by the gold reward."
+        for word in ("better", "worse")
+    )
+    undecided = (
+        f"Undecided: no difference between {name} and {rival} is shown, as the interval holds one "
+        "half."
+    )
+    caption, sentences = f"of comparisons won against {rival}", (better, worse, undecided)
+    return _judged(metrics, "val/gold_win_rate", 0.5, caption, sentences, facts)
 
 
-def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict | None:
-    rate = get(metrics, "val/score_win_rate")
-    if rate is None:
-        return None
-    if get(metrics, "val/score_tie_rate") == 1:
+def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict:
+    if _get(metrics, "val/score_tie_rate") == 1:
         sentence = (
             "No win rate: on every held-out prompt the score of both answers is the same, so it "
             "tells nothing apart."
         )
-        return Verdict("bad", "", "", sentence, tuple(facts))
-    tone: Tone
-    who, by = f"{name[0].upper()}{name[1:]}", f"than {rival} by the reward it was trained on"
-    side = against(metrics, "val/score_win_rate", 0.5)
-    if side == "above":
-        # Never "good": that the trained reward rises is what over-optimisation looks like, too.
-        tone = "neutral"
-        sentence = f"{who} scores higher {by}; read the samples to see if rightly."
-    elif side == "below":
-        tone, sentence = "bad", f"{who} scores lower {by}."
-    else:
-        tone = "undecided"
-        sentence = f"Undecided: {name} is not shown to score higher or lower {by}."
-    caption = f"of comparisons won against {rival}" + interval(metrics, "val/score_win_rate")
-    return Verdict(tone, percent(rate), caption, sentence, tuple(facts))
-
-
-def _without_signal(metrics: Metrics, facts: list[Fact]) -> Verdict:
-    """Return the verdict on a run whose reward was a constant, whatever win rate came of it."""
-    for judge, label in (("gold", "gold"), ("score", "score")):
-        rate = get(metrics, f"val/{judge}_win_rate")
-        if rate is not None:
-            note = interval(metrics, f"val/{judge}_win_rate").strip(" ()")
-            facts.append(Fact(f"win rate by {label}", percent(rate), note))
-    sentence = (
-        "The score did not vary: in every rollout all answers had the same one, so there was "
-        "nothing to learn, and a win rate says nothing of this reward."
+        return Verdict("bad", sentence=sentence, facts=tuple(facts))
+    who, by = capitalized(name), f"than {rival} by the reward it was trained on"
+    sentences = (
+        f"{who} scores higher {by}; read the samples to see if rightly.",
+        f"{who} scores lower {by}.",
+        f"Undecided: {name} is not shown to score higher or lower {by}.",
     )
-    return Verdict("bad", "", "", sentence, tuple(facts))
+    # Never "good": that the trained reward rises is what over-optimisation looks like, too.
+    caption = f"of comparisons won against {rival}"
+    return _judged(metrics, "val/score_win_rate", 0.5, caption, sentences, facts, best="neutral")
 
 
 STAGES = {
@@ -220,8 +226,7 @@ def verdict(summary: Summary) -> Verdict:
     it started from: `val/baseline_score`, `val/baseline_response_length`,
     `val/baseline_distinct_2` and `val/baseline_loss`.
     """
-    stage = _BY_STAGE.get(summary.stage, _other)
-    result = stage(summary.metrics)
+    result = _BY_STAGE.get(summary.stage, _other)(summary.metrics)
     facts = result.facts
     if "total" in summary.seconds:
         facts = (*facts, Fact("time", duration(summary.seconds["total"])))
@@ -245,34 +250,26 @@ def _status(summary: Summary) -> str:
     return f"The run {ended}{why} What follows is what it had reached."
 
 
-def _ppo(metrics: Metrics) -> Verdict:
-    return compared(metrics, "SFT", "PPO")
-
-
 def _pipeline(metrics: Metrics) -> Verdict:
     """Return the verdict on the last stage; the figures of all are hundreds."""
     if "val/accuracy" in metrics:
         return _reward(metrics)
-    return compared(metrics, "its baseline", "the last policy")
+    return _compared(metrics, "its baseline", "the last policy")
 
 
 def _evaluate(metrics: Metrics) -> Verdict:
-    result = compared(metrics, "the baseline", "the policy")
+    result = _compared(metrics, "the baseline", "the policy")
     others = [
-        Fact(
-            f"win rate by {label}",
-            percent(rate),
-            interval(metrics, f"val/{name}_win_rate").strip(" ()"),
-        )
-        for name, label in (
+        fact
+        for judge, label in (
             ("score", "score"),
             ("judge", "the judge"),
             ("human", "people"),
             ("gold_reference", "gold, against references"),
         )
-        if (rate := get(metrics, f"val/{name}_win_rate")) is not None
+        for fact in _win_rate_fact(metrics, judge, label)
     ]
-    rate = get(metrics, "val/human_reward_accuracy")
+    rate = _get(metrics, "val/human_reward_accuracy")
     if rate is not None:
         note = "of people's choices" + interval(metrics, "val/human_reward_accuracy")
         others.append(Fact("reward model agrees with", percent(rate), note))
@@ -280,29 +277,27 @@ def _evaluate(metrics: Metrics) -> Verdict:
 
 
 def _sft(metrics: Metrics) -> Verdict:
-    facts = changes(metrics, "base")
-    loss, before = get(metrics, "val/loss"), get(metrics, "val/baseline_loss")
+    facts = _changes(metrics, "base")
+    loss, before = _get(metrics, "val/loss"), _get(metrics, "val/baseline_loss")
     if loss is not None:
         known = None if before is None else _perplexity(before)
         facts[:0] = [
-            change("held-out loss", loss, before, "base", "nats a token"),
-            change("perplexity", _perplexity(loss), known, "base", ""),
+            _change("held-out loss", loss, before, "base", "nats a token"),
+            _change("perplexity", _perplexity(loss), known, "base", ""),
         ]
-    train = get(metrics, "sft/loss")
+    train = _get(metrics, "sft/loss")
     if train is not None:
         facts.insert(min(2, len(facts)), Fact("training loss", number(train), "nats a token"))
-    win = gold_win_rate(metrics, "base", "SFT", facts)
-    if win is not None:
-        return win
+    if _get(metrics, "val/gold_win_rate") is not None:
+        return _gold_win_rate(metrics, "base", "SFT", facts)
     if loss is None:
-        return Verdict("neutral", "", "", "No held-out loss was recorded.", tuple(facts))
+        return Verdict(sentence="No held-out loss was recorded.", facts=tuple(facts))
     choices = number(_perplexity(loss))
     sentence = f"It is as unsure as between {choices} equally likely next tokens"
     if before is not None:
         sentence += f", before training as between {number(_perplexity(before))}"
-    sentence += "."
     caption = "nats a token, loss on held-out answers"
-    return Verdict("neutral", number(loss), caption, sentence, tuple(facts))
+    return Verdict("neutral", number(loss), caption, f"{sentence}.", tuple(facts))
 
 
 def _perplexity(loss: float) -> float:
@@ -310,46 +305,45 @@ def _perplexity(loss: float) -> float:
 
 
 def _reward(metrics: Metrics) -> Verdict:
-    facts = []
-    ceiling, longer = get(metrics, "val/label_ceiling"), get(metrics, "val/longer_wins_accuracy")
-    if ceiling is not None:
-        facts.append(Fact("ceiling set by the labels", percent(ceiling), "the best anybody can do"))
-    if longer is not None:
-        facts.append(Fact("“the longer one wins”", percent(longer), "what length alone reaches"))
-    matched = get(metrics, "val/accuracy_length_matched")
-    if matched is not None:
-        note = "lengths within 10 %" + interval(metrics, "val/accuracy_length_matched")
-        facts.append(Fact("accuracy on pairs of one length", percent(matched), note))
-    for name in ("val/calibration_error", "val/margin", "val/loss"):
-        value = get(metrics, name)
-        if value is not None:
-            label = name.partition("/")[2].replace("_", " ")
-            facts.append(Fact(label, show(name, value)))
-    accuracy = get(metrics, "val/accuracy")
-    if accuracy is None:
-        return Verdict("neutral", "", "", "No held-out accuracy was recorded.", tuple(facts))
+    longer = _get(metrics, "val/longer_wins_accuracy")
+    matched = "val/accuracy_length_matched"
+    rows = (
+        ("val/label_ceiling", "ceiling set by the labels", "the best that is possible"),
+        ("val/longer_wins_accuracy", "“the longer one wins”", "what length alone reaches"),
+        (
+            matched,
+            "accuracy on pairs of one length",
+            "lengths within 10 %" + interval(metrics, matched),
+        ),
+        ("val/calibration_error", "calibration error", ""),
+        ("val/margin", "margin", ""),
+        ("val/loss", "loss", ""),
+    )
+    facts = [
+        Fact(label, show(name, value), note)
+        for name, label, note in rows
+        if (value := _get(metrics, name)) is not None
+    ]
+    if _get(metrics, "val/accuracy") is None:
+        return Verdict(sentence="No held-out accuracy was recorded.", facts=tuple(facts))
     rival = max(0.5, longer or 0.0)
     known = "chance" if rival == 0.5 else "length alone"
-    tone: Tone
-    side = against(metrics, "val/accuracy", rival)
-    if side == "above":
-        tone, sentence = "good", f"It ranks answers better than {known} does."
-    elif side == "below":
-        tone, sentence = "bad", f"It ranks answers worse than {known} does."
-    else:
-        tone = "undecided"
-        sentence = f"Undecided: it is not shown to rank answers better than {known} does."
-    caption = "of held-out pairs ranked as labelled" + interval(metrics, "val/accuracy")
-    return Verdict(tone, percent(accuracy), caption, sentence, tuple(facts))
+    sentences = (
+        f"It ranks answers better than {known} does.",
+        f"It ranks answers worse than {known} does.",
+        f"Undecided: it is not shown to rank answers better than {known} does.",
+    )
+    caption = "of held-out pairs ranked as labelled"
+    return _judged(metrics, "val/accuracy", rival, caption, sentences, facts)
 
 
 def _other(metrics: Metrics) -> Verdict:
     facts = [Fact(name, show(name, value)) for name, value in metrics.items() if value is not None]
-    return Verdict("neutral", "", "", "", tuple(facts))
+    return Verdict(facts=tuple(facts))
 
 
-_BY_STAGE = {
-    "ppo": _ppo,
+_BY_STAGE: Mapping[str, Callable[[Metrics], Verdict]] = {
+    "ppo": lambda metrics: _compared(metrics, "SFT", "PPO"),
     "reward": _reward,
     "sft": _sft,
     "base": _sft,
