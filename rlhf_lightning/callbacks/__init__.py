@@ -1,1 +1,1 @@
-"""What watches a run: metrics, samples, checkpoints, the console."""
+"""Callbacks that record a run: metrics, samples, checkpoints, the console."""

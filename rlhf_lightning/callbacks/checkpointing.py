@@ -94,7 +94,7 @@ _SIGNALS = {SIGUSR1: _USR1, SIGUSR2: _USR2, SIGTERM: _TERM}
 
 @dataclass(frozen=True)
 class Request:
-    """What was agreed on at the end of an iteration.
+    """The request that the ranks agreed on at the end of an iteration.
 
     Args:
         save: save now, besides what is due.

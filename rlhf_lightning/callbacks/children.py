@@ -1,4 +1,4 @@
-"""What becomes of a run when one of the processes that Lightning started has ended early."""
+"""The end of a run one of whose processes, started by Lightning, has failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says on the console: a beginning, progress, and a last screen."""
+"""The console output of a run: a beginning, progress, and a last screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stopped a run because it was not finite is kept: `faults/iteration=000012/`."""
+"""Batches that stopped a run with a non-finite value: `faults/iteration=000012/`."""
 
 from __future__ import annotations
 

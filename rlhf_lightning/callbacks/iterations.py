@@ -1,4 +1,4 @@
-"""What an iteration is to a callback: its number, its fresh metrics, whether it ends validated.
+"""The iteration under way: its number, its fresh metrics, and whether a validation follows.
 
 An iteration is one training batch. Lightning's `global_step` counts optimizer steps, several an
 iteration, and is not used. This is the only file of the callbacks that reads Lightning's loops.

@@ -57,9 +57,7 @@ class MetricsLog(Callback):
         if self._appender is None:
             self._appender = MetricsAppender(self.folder.metrics)
             self._appender.truncate(self._start)
-        elif (
-            self._written == iteration
-        ):  # somebody asked for a validation after the row was written
+        elif self._written == iteration:  # a validation was run after the row was written
             self._appender.truncate(iteration - 1)
         self._appender.append(iteration, self._row)
         self._written = iteration

@@ -1,4 +1,4 @@
-"""Where the time of an iteration goes: a table and a trace in the run folder."""
+"""A profile of iterations: a table and a trace in the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What W&B shows of a run besides its curves: histograms, samples, alerts, what a resume repeats.
+"""W&B content besides curves: histograms, samples, alerts, and rows repeated at a resume.
 
 Nothing here is bound to a service: a run without a W&B logger does none of it.
 """

@@ -1,4 +1,4 @@
-"""Weights & Biases: offline when nobody is logged in, never a prompt, never the end of a run."""
+"""Weights & Biases: offline without a login, never a prompt, never the end of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEY_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
-    """Return the mode to use, without a network and without asking anybody."""
+    """Return the mode to use, without a network and without a prompt."""
     wanted: str = mode
     if mode == "auto":
         wanted = os.environ.get("WANDB_MODE", "online").lower()
@@ -44,7 +44,7 @@ def choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
         return "online"
     if mode == "online":
         logger.warning(
-            "logger.mode=online, but nobody is logged in to Weights & Biases: running offline; "
+            "logger.mode=online, but there is no login to Weights & Biases: running offline; "
             "set WANDB_API_KEY or run `wandb login`, and upload this run with `wandb sync`"
         )
     return "offline"
@@ -126,7 +126,7 @@ class IterationWandbLogger(WandbLogger):
 
     @rank_zero_only
     def alert(self, title: str, text: str, level: AlertLevel = "WARN") -> None:
-        """Have W&B tell whoever wants to be told."""
+        """Send an alert to the subscribers of the W&B project."""
         self.guarded(lambda: self.experiment.alert(title, redacted(text), level))
 
     @rank_zero_only
@@ -238,7 +238,7 @@ def wandb_logger(
         group: W&B group.
         tags: W&B tags.
         config: the configuration as plain values.
-        mode: `auto` is online when somebody is logged in and `WANDB_MODE` does not say
+        mode: `auto` is online with a login and if `WANDB_MODE` does not say
             otherwise, else offline; `online` without a key is offline with a warning.
 
     Raises:

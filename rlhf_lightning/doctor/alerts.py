@@ -1,4 +1,4 @@
-"""How an alert is raised, changes and is cleared."""
+"""Alerts: raised, changed and cleared with hysteresis."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ _ALL = (
         "The score rises while the second scorer falls",
         "fall of the second scorer from its best while the score rose",
         "its standard deviations",
-        "the policy has found what the reward model pays for and nobody wants",
+        "the policy has found what the reward model pays for and people do not want",
         "read the samples that score highest; stop or roll back; raise kl_coef; label such "
         "answers and train the reward model again",
         Source(

@@ -45,7 +45,7 @@ class Detectors:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Why each detector that could not have raised an alert so far could not.
+        """The reason of each detector that could not have raised an alert so far.
 
         It has found nothing in another sense than one that watched: a run says which it was.
         """

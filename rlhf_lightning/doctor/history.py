@@ -1,4 +1,4 @@
-"""What detectors remember of a run: first and recent values of each measure, and notes.
+"""The memory of detectors: first and recent values of each measure, and notes.
 
 All of it goes into the checkpoint.
 """

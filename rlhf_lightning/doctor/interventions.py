@@ -1,4 +1,4 @@
-"""What the doctor may change about an alert: pure decisions from the controls as they stand.
+"""The interventions on an alert: pure decisions from the controls as they stand.
 
 Nothing is changed here; the callback makes the changes through `module.controls`. Must not import
 torch: keeps config errors fast.
@@ -17,7 +17,7 @@ ON_ALARM = ("none", "stop", "rollback")
 
 @dataclass(frozen=True)
 class ActionSettings(Checked):
-    """What the doctor may change, all through `module.controls`, effective at the next rollout.
+    """Settings of the interventions, all through `module.controls`, effective at the next rollout.
 
     Args:
         cooldown: iterations between two actions of one detector.
@@ -94,7 +94,7 @@ class Intervention:
 
 
 class Action(NamedTuple):
-    """What a detector asks for.
+    """The intervention that a detector asks for.
 
     Args:
         words: what it does, as "the doctor ..." goes on.

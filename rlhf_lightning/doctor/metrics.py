@@ -1,4 +1,4 @@
-"""What the doctor measures on one iteration's answers, besides what the module logs.
+"""Measures of one iteration's answers, besides what the module logs.
 
 It takes one record an answer, those of all ranks together, and the result does not depend on how
 they were shared: records are put in the order of their rows first.

@@ -1,4 +1,4 @@
-"""When the doctor acts, and how the fit goes on: decisions from levels and controls."""
+"""The intervention policy: when to act, and how the fit goes on, from levels and controls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf_lightning.doctor.spec import ALARM
 
 @dataclass
 class InterventionPolicy:
-    """Which intervention is due, how long alarms have stayed, and how the fit is to end.
+    """Decides which intervention is due and, by how long alarms stay, how the fit ends.
 
     Args:
         settings: rungs, steps, limits and patience.

@@ -1,4 +1,4 @@
-"""What must hold before the first update: pure judgements on one rollout's figures."""
+"""Checks before the first update: pure judgements on one rollout's figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a detector may read of a history, and how many iterations that takes.
+"""Readings of a history for detectors, and the iterations that each takes.
 
 Must not import torch: keeps config errors fast.
 """

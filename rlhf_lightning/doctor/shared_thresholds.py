@@ -13,7 +13,7 @@ from rlhf_lightning.hparams import Checked, number
 
 @dataclass(frozen=True)
 class SharedThresholds(Checked):
-    """What all detectors share; `DoctorThresholds` adds the fields of each.
+    """Settings that all detectors share; `DoctorThresholds` adds the fields of each.
 
     "Baseline" is the mean over the first iterations, "recent" the mean over the last ones,
     "standard deviation" that of the scores in the first iterations.

@@ -1,4 +1,4 @@
-"""What a detector is: one object that holds its words, thresholds, reading and action.
+"""The specification of a detector: its words, thresholds, reading and action.
 
 Must not import torch: keeps config errors fast.
 """
@@ -35,7 +35,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """What one detector reads at one iteration.
+    """The reading of one detector at one iteration.
 
     Args:
         value: in the detector's unit.
@@ -55,7 +55,7 @@ def from_window(limits: SharedThresholds, num_iterations: int) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a detector's value comes from, and when there is one.
+    """The source of a detector's value, and when there is one.
 
     Args:
         measure: without which an iteration has nothing to read; one that ends with a slash is each
@@ -114,7 +114,7 @@ class DetectorSpec:
 
     @property
     def beyond(self) -> str:
-        """Where it raises an alert, `above` or `below` its bounds; elsewhere it is healthy."""
+        """The side of its bounds on which it raises an alert: `above` or `below`."""
         return "below" if self.bound_keys[0].endswith("_floor") else "above"
 
     def bound(self, limits: SharedThresholds, level: int) -> float:

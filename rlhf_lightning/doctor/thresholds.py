@@ -14,7 +14,7 @@ from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 if TYPE_CHECKING:
 
     class DoctorThresholds(SharedThresholds):
-        """When a detector warns, and when it raises an alarm: the thresholds of all specs.
+        """The bounds at which detectors warn and raise an alarm: the thresholds of all specs.
 
         A value of `*_warn` or `*_alarm` is the bound in the unit of its detector; beyond means
         above it, for those called a floor below it.

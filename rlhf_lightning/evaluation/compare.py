@@ -23,7 +23,7 @@ from rlhf_lightning.rollout.generators.base import CachedGenerator
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a policy compares with a baseline on the same held-out prompts.
+    """The comparison of a policy with a baseline on the same held-out prompts.
 
     Args:
         win_rate: share of prompts on which the policy's answer scores higher, ties one half.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Findings:
-    """What the end of a stage measured.
+    """The measurements at the end of a stage.
 
     Args:
         metrics: flat, final.

@@ -29,7 +29,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled for an evaluation; at temperature 0 the likeliest token is taken."""
+    """Settings of sampling for an evaluation; at temperature 0 the likeliest token is taken."""
 
     generator: Generator
     tokenizer: object

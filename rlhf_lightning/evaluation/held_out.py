@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Questions:
-    """What both sides are asked.
+    """The prompts that both sides are asked.
 
     Args:
         batches: held-out prompts, each `answers_per_prompt` times in a row.
@@ -42,7 +42,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class SideAnswers:
-    """What one side said to the held-out prompts, and to those of a safety file if there is one."""
+    """Answers of one side to the held-out prompts, and to those of a safety file, if any."""
 
     main: PolicyAnswers
     safety: PolicyAnswers | None = None

@@ -28,10 +28,10 @@ PEOPLE = ("person", "simulated")
 
 @dataclass(frozen=True)
 class KeyRow:
-    """What raters do not see of one pair.
+    """The key of one pair, which raters do not see.
 
     Args:
-        pair_id: of the pair; None where both answers are the same text, a tie that nobody is asked.
+        pair_id: of the pair; None where both answers are the same text, a tie that is not asked.
         policy_side: which answer of the pair is the policy's.
         domain: of the prompt.
         policy_score, baseline_score: of the reward model; None without one.
@@ -48,7 +48,7 @@ class KeyRow:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class BlindPair:
     """One answer of each side to one prompt.
 
     Args:
@@ -64,9 +64,9 @@ class Meeting:
     pair: Pair | None
 
 
-def meetings(
+def draw_blind_pairs(
     mine: PolicyAnswers, theirs: PolicyAnswers, *, num_pairs: int | None, seed: int
-) -> list[Meeting]:
+) -> list[BlindPair]:
     """Return the first answers of both sides to prompts, as pairs that do not tell whose is whose.
 
     Which side is the pair's first is a hash of seed and answer, and the order is one of such
@@ -87,7 +87,7 @@ def meetings(
         side: Side = "first" if split_fraction(f"side/{prompt}/{own}", seed) < 0.5 else "second"
         answers = (own, its) if side == "first" else (its, own)
         pair = None if own == its else Pair.make(prompt, *answers, domain=mine.domains[row])
-        found.append(Meeting(row, other, side, pair))
+        found.append(BlindPair(row, other, side, pair))
     return found
 
 
@@ -99,7 +99,7 @@ def blind_pairs(
     scored: bool,
     seed: int,
 ) -> tuple[list[Pair], list[KeyRow]]:
-    """Return what raters see, and the key that they do not; see `meetings`.
+    """Return what raters see, and the key that they do not; see `draw_blind_pairs`.
 
     Args:
         mine: the policy's answers.
@@ -108,20 +108,20 @@ def blind_pairs(
         scored: whether the answers carry scores.
         seed: of the drawing and of the sides.
     """
-    met = meetings(mine, theirs, num_pairs=num_pairs, seed=seed)
+    drawn = draw_blind_pairs(mine, theirs, num_pairs=num_pairs, seed=seed)
     key = [
         KeyRow(
-            None if meeting.pair is None else meeting.pair.pair_id,
-            meeting.side,
-            mine.domains[meeting.row],
-            mine.scores[meeting.row] if scored else None,
-            theirs.scores[meeting.other] if scored else None,
-            mine.lengths[meeting.row],
-            theirs.lengths[meeting.other],
+            None if one.pair is None else one.pair.pair_id,
+            one.side,
+            mine.domains[one.row],
+            mine.scores[one.row] if scored else None,
+            theirs.scores[one.other] if scored else None,
+            mine.lengths[one.row],
+            theirs.lengths[one.other],
         )
-        for meeting in met
+        for one in drawn
     ]
-    return [meeting.pair for meeting in met if meeting.pair is not None], key
+    return [one.pair for one in drawn if one.pair is not None], key
 
 
 def write_blind(folder: Path, pairs: Sequence[Pair], key: Sequence[KeyRow]) -> None:
@@ -189,12 +189,12 @@ def human_measures(
         key: of the pairs.
         labels: of people.
         score_scale: by which the difference of two scores is a log-odds, such as the standard
-            deviation by which the reward model's head was normalized; None where nobody knows.
+            deviation by which the reward model's head was normalized; None where it is not known.
 
     Returns:
         `val/human_win_rate` with `_low` and `_high` (Wilson 95 %), `val/human_tie_rate`,
         `val/human_identical_rate` (the share of prompts that both answered with the same text),
-        `val/human_num_pairs` (that somebody labelled), `val/human_num_labels`,
+        `val/human_num_pairs` (with a label), `val/human_num_labels`,
         `val/human_agreement` (of two raters of a pair, where there are two) and, with scores, the
         measures of `reward_check`; its calibration error only with `score_scale`.
 
@@ -224,7 +224,7 @@ def human_measures(
 
 
 def _rates(shares: Sequence[float], *, num_rows: int, num_different: int) -> dict[str, float]:
-    """Return the rates of the labelled pairs and of the ties that nobody is asked about.
+    """Return the rates of the labelled pairs and of the ties that are not asked.
 
     Args:
         shares: of the policy's votes, of each labelled pair.
@@ -256,7 +256,7 @@ def _votes(
 ) -> tuple[list[float | None], float | None, int]:
     """Return the policy's share of the votes by row, how often two raters agree, and the labels.
 
-    A row without a label, and one that nobody is asked about, has None.
+    A row without a label, and one that is not asked, has None.
     """
     known = _different(key)
     given: dict[str, dict[str, str]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""What is measured of two policies' answers to the same prompts: wins, length, KL, diversity.
+"""Measures of two policies' answers to the same prompts: wins, length, KL, diversity.
 
 Legend: N prompts, K answers of the policy to each, L of the baseline. Answers of one prompt stand
 next to each other in `PolicyAnswers`.
@@ -48,7 +48,7 @@ OWN_DETAILS = ("exact_match", "first_word_match", "solved", "answered")
 
 @dataclass(frozen=True)
 class Judges:
-    """Who says which answer is better.
+    """The judges of which answer is better.
 
     Args:
         gold: the true reward, where it is known; it chooses nothing.
@@ -133,7 +133,7 @@ def wins(
     metrics = _with_interval(key, rate_of(first, second, seed=seed))
     metrics[f"val/{name}_tie_rate"] = tie_rate(first, second)
     lengths = _by_prompt(mine.lengths, count), _by_prompt(theirs.lengths, count)
-    # Each of the K x L meetings of a prompt is one row of the regression.
+    # Each of the K x L comparisons of a prompt is one row of the regression.
     rows = [
         table.flatten().tolist()
         for scores in ((first, second), lengths)
@@ -160,7 +160,7 @@ def rate_of(first: Tensor, second: Tensor, *, seed: int) -> Interval:
 
 
 def tie_rate(first: Tensor, second: Tensor) -> float:
-    """Return the share of meetings whose scores are equal; `[N, K]` and `[N, L]`."""
+    """Return the share of comparisons whose scores are equal; `[N, K]` and `[N, L]`."""
     return float((first.unsqueeze(2) == second.unsqueeze(1)).double().mean())
 
 

@@ -1,4 +1,4 @@
-"""Which stage a failed gate is to be blamed on, and what to try: a later stage shows it first."""
+"""The stage to blame for a failed gate, and what to try: a later stage shows it first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Metrics = Mapping[str, float | None]
 
 
 class Blame(NamedTuple):
-    """Where to look.
+    """The stage to blame, with evidence and remedy.
 
     Args:
         stage: the one to change; "labels" for the data that the reward model learns from.
@@ -46,7 +46,7 @@ def find_blame(
     failed = {gate.name: gate for gate in gates if not gate.passed}
     if not failed:
         return None
-    # What nobody measured is no evidence against a stage.
+    # What was not measured is no evidence against a stage.
     unmeasured = [gate.name for gate in failed.values() if None in (gate.value, gate.threshold)]
     measured = {name: gate for name, gate in failed.items() if name not in unmeasured}
     if not measured:

@@ -1,4 +1,4 @@
-"""Whether a policy refuses what it should, and only that."""
+"""Refusal of harmful prompts and over-refusal of harmless ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a policy's answers beat a baseline's."""
+"""The win rate of a policy's answers over a baseline's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_lightning.functional.statistics import wilson_interval
 
 
 class WinRate(NamedTuple):
-    """What `win_rate` gives.
+    """The result of `win_rate`.
 
     Args:
         wins: prompts on which the policy scored higher.

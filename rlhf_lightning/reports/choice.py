@@ -1,4 +1,4 @@
-"""What the runs of a comparison allow to say of their settings."""
+"""The choice of a setting from the runs of a comparison."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _Settings = dict[tuple[tuple[str, str], ...], list[Run]]
 
 @dataclass(frozen=True)
 class Choice:
-    """What is said of the settings.
+    """The outcome of a comparison of settings.
 
     Args:
         run: the best one, or of those that cannot be told from it the one nearest to the SFT
             policy; None where none can be named.
         reason: a sentence or two.
-        caption: what `run` is, `TAKE` or `AHEAD`; "" where it is not shown to be better.
+        caption: how sure that is, `TAKE` or `AHEAD`; "" where it is not shown to be better.
     """
 
     run: Run | None

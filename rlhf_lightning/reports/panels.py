@@ -1,4 +1,4 @@
-"""Which panels a dashboard has: by stage, in the order in which one looks at a run."""
+"""The panels of a dashboard by stage, in the order in which one looks at a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """What it shows, and where a healthy run keeps it."""
+        """The metric in words, and where a healthy run keeps it."""
         about = QUANTITIES.get(self.metrics[0])
         if about is None:
             return self.metrics[0].rpartition("/")[2].replace("_", " ")

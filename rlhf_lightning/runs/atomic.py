@@ -1,4 +1,4 @@
-"""Writing so that a reader, or the next start after a kill, sees the old or the new: never half."""
+"""Atomic writes: a reader, or the next start after a kill, sees the old file or the new one."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def write_changes(folder: RunFolder, changes: list[Change]) -> None:
 
 
 def read_changes(folder: RunFolder) -> list[Change] | None:
-    """Return the changes of a run, None if nobody has looked for them."""
+    """Return the changes of a run, None if they were never looked for."""
     path = folder.config.with_name("changes.json")
     if not path.is_file():
         return None

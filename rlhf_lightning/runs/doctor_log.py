@@ -1,4 +1,4 @@
-"""`doctor.jsonl`: what the doctor said and did in a run, an event a line."""
+"""`doctor.jsonl`: alerts, checks and interventions of a run, an event a line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["watch", "check", "alert", "action", "stop", "rollback", "idle"]
 
 @dataclass(frozen=True)
 class DoctorEvent:
-    """One thing that the doctor said or did.
+    """One alert, check or intervention.
 
     Args:
         iteration: at whose end, from 1; 0 before the first.
@@ -85,7 +85,7 @@ def event_from(content: Mapping[str, Any]) -> DoctorEvent:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which detectors could have raised an alert.
+    """The detectors that could have raised an alert, and the others.
 
     Args:
         total: detectors.
@@ -153,7 +153,7 @@ def alerts_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
 
 
 def actions_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
-    """Return what the doctor did: changes of controls, stops and rollbacks."""
+    """Return the interventions: changes of controls, stops and rollbacks."""
     return [
         {
             "iteration": event.iteration,

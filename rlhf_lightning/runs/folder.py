@@ -18,7 +18,7 @@ ITERATION = "iteration"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run; nothing is created until somebody writes.
+    """The paths of one run; nothing is created before the first write.
 
     Args:
         path: the folder, `outputs/<stage>/<date>_<time>` unless the user chose another.
@@ -52,7 +52,7 @@ class RunFolder:
 
     @property
     def doctor(self) -> Path:
-        """`doctor.jsonl`: what the doctor said and did, an event a line."""
+        """`doctor.jsonl`: alerts and interventions, an event a line."""
         return self.path / "doctor.jsonl"
 
     @property

@@ -1,4 +1,4 @@
-"""Uploading a model folder to the Hugging Face hub, because somebody asked for it."""
+"""Upload of a model folder to the Hugging Face hub, on request only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
         private: of a new repository.
 
     Raises:
-        HubError: if nobody is logged in, or if the hub refuses.
+        HubError: without a login, or if the hub refuses.
     """
     api = HfApi(library_name="rlhf_lightning")
     with tempfile.TemporaryDirectory() as temporary:
@@ -50,7 +50,7 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
             )
         except LocalTokenNotFoundError as error:
             raise HubError(
-                f"cannot push to {repository}: nobody is logged in to the hub; run "
+                f"cannot push to {repository}: there is no login to the hub; run "
                 "`hf auth login`, or set HF_TOKEN"
             ) from error
         except Exception as error:  # the hub's HTTP library has another name in every major version

@@ -70,7 +70,7 @@ def base_licence(configured: str | None, base: str | None) -> Licence:
 
 
 def hub_base(base: str | None, configured: str | None = None) -> str | None:
-    """Return the hub name of the model at the root of `base`, or None if nobody knows it.
+    """Return the hub name of the model at the root of `base`, or None if it is not known.
 
     Args:
         base: folder or hub name; a folder's model card may name it.

@@ -24,7 +24,7 @@ def artifact_lock(
     report: Callable[[str], None] = logger.warning,
     every_seconds: float = 30.0,
 ) -> Iterator[None]:
-    """Hold the lock of an artefact folder; wait for whoever holds it, and say so.
+    """Hold the lock of an artefact folder; wait for its holder, and say so.
 
     The lock is that of `filelock` on `.<name>.lock` beside the folder. The kernel drops it when
     the holder dies, so a lock left by a killed process does not exist; the lock file itself stays,

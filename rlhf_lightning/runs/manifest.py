@@ -30,7 +30,7 @@ class ManifestError(RuntimeError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says about the model folder it stands in.
+    """The content of `manifest.json`, about the model folder it stands in.
 
     Args:
         stage: `base`, `sft`, `reward` or `ppo`.
@@ -61,7 +61,7 @@ class Manifest:
 
     @property
     def passed(self) -> bool:
-        """Whether every gate of the run passed."""
+        """True if every gate of the run passed."""
         return all(gate.passed for gate in self.gates)
 
 

@@ -1,4 +1,4 @@
-"""What a metric is called in words, its unit, and the range in which a healthy run keeps it."""
+"""The name of each metric in words, its unit, and its range in a healthy run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Quantity:
-    """How to show one metric.
+    """The words and the range of one metric.
 
     Args:
         label: a few words.

@@ -24,7 +24,7 @@ RoundingCost = tuple[float, float | None]  # relative error, kept share of what 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a model card says.
+    """The content of a model card.
 
     Args:
         stage: "sft", "reward" or "ppo".
@@ -32,7 +32,7 @@ class CardFacts:
         base: what it was trained from, as the configuration names it; None for random weights.
         data: name of the data.
         licence: of the base.
-        hub_base: hub name of the model at the root; None where nobody knows it.
+        hub_base: hub name of the model at the root; None where it is not known.
         datasets: hub names of the data.
         settings: hyper-parameters, flat.
         metrics: final ones; of an unfinished run those of its last iteration.
@@ -50,7 +50,7 @@ class CardFacts:
     run: str
     base: str | None
     data: str
-    licence: Licence = field(default_factory=lambda: Licence(UNKNOWN, "nobody said"))
+    licence: Licence = field(default_factory=lambda: Licence(UNKNOWN, "not stated"))
     hub_base: str | None = None
     datasets: Sequence[str] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)

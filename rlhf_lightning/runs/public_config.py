@@ -21,7 +21,7 @@ _ENVIRONMENT = "${oc.env:"
 def public_config(config: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration without what concerns one machine or one person.
 
-    Left out are where things are kept and who is told of them (`paths`, `logger`, ...). Of an
+    Left out are where things are kept and logged (`paths`, `logger`, ...). Of an
     absolute path its last part stays. What was read from the environment stays as it was written;
     keys, passwords, headers and what an address holds of them are removed.
 

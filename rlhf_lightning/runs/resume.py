@@ -1,4 +1,4 @@
-"""Which run to continue, and from which checkpoint."""
+"""The run to continue and its newest complete checkpoint."""
 
 from __future__ import annotations
 

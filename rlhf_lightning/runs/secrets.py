@@ -1,6 +1,6 @@
 """Secrets stay out of what a run writes: its saved configuration, its logs, its summary, W&B.
 
-A secret is told by its key (`api_key`, `password`, `hf_token`) or by its form (`hf_...`, `sk-...`).
+A secret is recognised by its key (`api_key`, `password`, `hf_token`) or its form (`hf_...`).
 What was found once is removed from every later text, wherever it turns up.
 """
 
@@ -94,7 +94,7 @@ def without_secrets(key: str, value: Any) -> Any:
 
 
 def redact_files(*files: Path) -> None:
-    """Remove the secrets from files that somebody else has written."""
+    """Remove the secrets from files that other code has written."""
     for file in files:
         if file.is_file():
             text = file.read_text(encoding="utf-8", errors="surrogateescape")

@@ -1,6 +1,6 @@
-"""When a run that is not done stops: on a signal, or in time before a deadline.
+"""Stopping a run before its end: on a signal, or in time before a deadline.
 
-Light on purpose: no torch, so that a mistake is answered at once.
+Must not import torch: keeps config errors fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAVES_IN_RESERVE = 2
 
 
 class RunStoppedError(BaseException):
-    """The run stopped before its end because somebody asked for it; it can be continued.
+    """The run stopped before its end on request; it can be continued.
 
     It is no `Exception`, so that no library takes it for a failure of its own and goes on.
     """
@@ -73,7 +73,7 @@ def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.e
 
 
 class SaveClock:
-    """Says when the time has come to save, and when to stop so that a deadline is kept.
+    """The times at which to save, and to stop so that a deadline is kept.
 
     Args:
         every_minutes: between two checkpoints; None for no such rule.

@@ -88,7 +88,7 @@ class Summary:
 
     @property
     def passed(self) -> bool:
-        """Whether every gate passed; True where there is none."""
+        """True if every gate passed, or there is none."""
         return all(gate.passed for gate in self.gates)
 
 

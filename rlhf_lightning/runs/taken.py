@@ -1,4 +1,4 @@
-"""Whether a folder may become that of a new run."""
+"""Checks that a folder is free for a new run."""
 
 from __future__ import annotations
 

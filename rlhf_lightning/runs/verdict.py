@@ -35,7 +35,7 @@ class Verdict:
     """The outcome of a run.
 
     Args:
-        tone: whether it is what one hoped for, gates and ending included.
+        tone: good or bad, gates and ending included.
         number: the one figure that says most, as text; "" if nothing was measured.
         caption: the name of that figure.
         sentence: its meaning.

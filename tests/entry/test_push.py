@@ -86,7 +86,7 @@ def test_a_public_repository_needs_its_own_word(exported):
 @pytest.mark.parametrize(
     ("token", "said"),
     [
-        (None, "nobody is logged in to the hub; run `hf auth login`, or set HF_TOKEN"),
+        (None, "there is no login to the hub; run `hf auth login`, or set HF_TOKEN"),
         ("hf_wrong", "the hub did not take me/policy"),
     ],
 )

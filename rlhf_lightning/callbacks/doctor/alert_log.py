@@ -1,4 +1,4 @@
-"""What the doctor has said and done, kept in the run folder, the log and the loggers."""
+"""The log of alerts and interventions, in the run folder, the log and the loggers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """How the fit is to end.
+    """A request to end the fit.
 
     Args:
         kind: stop, or rollback.

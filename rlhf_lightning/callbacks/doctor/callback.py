@@ -86,7 +86,7 @@ def _renew_learning_rates(scheduler: LambdaLR) -> None:
 
 @dataclass(frozen=True)
 class Handover:
-    """What the next fit takes over.
+    """The state that the next fit takes over.
 
     Args:
         checkpoint: iteration of the checkpoint that it starts from.
@@ -262,7 +262,7 @@ class Doctor(Callback):
 
     @property
     def ends_fit(self) -> bool:
-        """Whether it has ended this fit; its own state says whether that holds at a resume."""
+        """True if the doctor ended this fit; at a resume its own state decides."""
         return self.request is not None
 
     def hand_over(self, checkpoint: int) -> Handover:

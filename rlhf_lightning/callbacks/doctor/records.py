@@ -1,4 +1,4 @@
-"""From a rollout to one record an answer, those of all ranks together.
+"""Records of a rollout, one an answer, those of all ranks together.
 
 Legend: B rows, R response.
 """
@@ -21,7 +21,7 @@ from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
 
 @dataclass(frozen=True)
 class Refusals:
-    """Which answers count as refusals, and on which prompts a refusal is wanted.
+    """The patterns of a refusal, and the domains on which one is wanted.
 
     Args:
         domains: of harmful prompts; none leaves the refusal rate unmeasured.
