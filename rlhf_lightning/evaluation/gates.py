@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -29,16 +30,16 @@ def explain_accuracy(metrics: Mapping[str, float]) -> str:
             `val/train_accuracy`, `val/label_ceiling` and `val/larger_model_accuracy`.
     """
     accuracy = metrics["val/accuracy"]
-    train = _get(metrics, "val/train_accuracy")
-    ceiling = _get(metrics, "val/label_ceiling")
-    larger = _get(metrics, "val/larger_model_accuracy")
+    train = measured_value(metrics, "val/train_accuracy")
+    ceiling = measured_value(metrics, "val/label_ceiling")
+    larger = measured_value(metrics, "val/larger_model_accuracy")
     if train is not None and train - accuracy > GAP:
         return (
             f"Overfitting: {train:.3f} on training pairs, {train - accuracy:.3f} above held-out "
             "ones. Try fewer epochs, more pairs, label_smoothing or weight decay"
         )
     gap = "" if train is None else f", and training pairs do no better ({train:.3f})"
-    high = _get(metrics, "val/accuracy_high")
+    high = measured_value(metrics, "val/accuracy_high")
     if ceiling is not None and ceiling < LOW:
         high = accuracy + NEAR if high is None else high
         if high >= ceiling - NEAR:
@@ -73,12 +74,14 @@ def explain_accuracy(metrics: Mapping[str, float]) -> str:
     )
 
 
-def _get(metrics: Mapping[str, float], name: str) -> float | None:
+def measured_value(metrics: Mapping[str, float | None], name: str) -> float | None:
+    """Return a metric, None where it was not measured or is NaN."""
     value = metrics.get(name)
-    return None if value is None or math.isnan(value) else value
+    return None if value is None or math.isnan(value) else float(value)
 
 
-BOUNDS = ("at_least", "at_most", "above")
+_HOLDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt}
+BOUNDS = tuple(_HOLDS)
 KEYS = ("metric", *BOUNDS, "or_near", "optional")
 NEAR_KEYS = ("metric", "within", "where_below")
 Gate = Mapping[str, Any]
@@ -141,9 +144,9 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
     if problem:
         raise ValueError(f"gate {name} {problem}")
     metric = gate["metric"]
-    value = _measured(metrics, metric)
+    value = measured_value(metrics, metric)
     bound = next(key for key in BOUNDS if gate.get(key) is not None)
-    threshold = _measured(metrics, gate[bound]) if bound == "above" else float(gate[bound])
+    threshold = measured_value(metrics, gate[bound]) if bound == "above" else float(gate[bound])
     if value is None or threshold is None:
         missing = metric if value is None else gate[bound]
         optional = bool(gate.get("optional"))
@@ -153,26 +156,15 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
     if bound == "above":
         wanted = f"above {gate[bound]} = {threshold:.3f}"
     near = gate.get("or_near") or {}
-    ceiling = _measured(metrics, near["metric"]) if near else None
+    ceiling = measured_value(metrics, near["metric"]) if near else None
     if ceiling is not None and ceiling < near["where_below"]:
         threshold = min(threshold, ceiling - near["within"])
         wanted = f"at least {threshold:.3f}, {near['within']:g} below {near['metric']}"
-    passed = _holds(bound, value, threshold)
+    passed = _HOLDS[bound](value, threshold)
     reason = f"{metric} is {value:.3f}, wanted {wanted}"
     if not passed and metric == "val/accuracy" and bound == "at_least":
         reason = f"{reason}. {explain_accuracy(metrics)}"
     return GateResult(name, value, threshold, passed, reason)
-
-
-def _holds(bound: str, value: float, threshold: float) -> bool:
-    if bound == "above":
-        return value > threshold
-    return value >= threshold if bound == "at_least" else value <= threshold
-
-
-def _measured(metrics: Metrics, name: str) -> float | None:
-    value = metrics.get(name)
-    return None if value is None or math.isnan(value) else float(value)
 
 
 def _is_number(value: Any) -> bool:

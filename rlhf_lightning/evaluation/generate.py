@@ -24,7 +24,6 @@ from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
 
 # (prompts, completions, finished) -> scores; also the prompt columns that its `columns` names.
 GoldReward = Callable[..., list[float]]
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
-from rlhf_lightning.evaluation.generate import CONFIDENCE, PolicyAnswers
+from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
-from rlhf_lightning.evaluation.win_rate import win_rate
-from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share, win_rate
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.records import Label, Pair, Side, read_records, to_row
 from rlhf_lightning.runs.atomic import write_text
@@ -204,17 +203,17 @@ def human_measures(
     shares, agreement, count = _votes(key, labels)
     if not count:
         raise ValueError("none of the labels is about a pair of this evaluation")
-    labelled = {index: share for index, share in enumerate(shares) if share is not None}
+    labelled = {index: votes for index, votes in enumerate(shares) if votes is not None}
     found = _rates(list(labelled.values()), num_rows=len(key), num_different=len(_different(key)))
     found["val/human_num_labels"] = float(count)
     if agreement is not None:
         found["val/human_agreement"] = agreement
     gaps, lengths = [], []
-    for index, share in labelled.items():
+    for index, votes in labelled.items():
         row = key[index]
-        if row.policy_score is None or row.baseline_score is None or share == 0.5:
+        if row.policy_score is None or row.baseline_score is None or votes == 0.5:
             continue
-        sign = 1 if share > 0.5 else -1  # chosen minus rejected
+        sign = 1 if votes > 0.5 else -1  # chosen minus rejected
         gaps.append(sign * (row.policy_score - row.baseline_score) * (score_scale or 1.0))
         lengths.append(sign * (row.policy_length - row.baseline_length))
     if gaps:
@@ -231,15 +230,11 @@ def _rates(shares: Sequence[float], *, num_rows: int, num_different: int) -> dic
         num_rows: prompts that were drawn.
         num_different: of them, those with two different answers.
     """
-    asked = win_rate(shares, [1 - share for share in shares], confidence=CONFIDENCE)
+    asked = win_rate(shares, [1 - each for each in shares], confidence=CONFIDENCE)
     identical = (num_rows - num_different) * len(shares) / num_different
     ties, rows = asked.ties + identical, len(shares) + identical
     wins = asked.wins + ties / 2
-    low, high = wilson_interval(wins, rows, confidence=CONFIDENCE)
-    return {
-        "val/human_win_rate": wins / rows,
-        "val/human_win_rate_low": low,
-        "val/human_win_rate_high": high,
+    return share("val/human_win_rate", wins, rows) | {
         "val/human_tie_rate": ties / rows,
         "val/human_identical_rate": 1 - num_different / num_rows,
         "val/human_num_pairs": float(len(shares)),
@@ -269,15 +264,11 @@ def _votes(
         if row.pair_id is None:
             shares.append(None)
             continue
-        votes = [_vote(choice, row) for choice in given[row.pair_id].values()]
+        votes = [
+            float(choice == row.policy_side) if choice in ("first", "second") else 0.5
+            for choice in given[row.pair_id].values()
+        ]
         shares.append(sum(votes) / len(votes) if votes else None)
         same += [a == b for a, b in itertools.combinations(votes, 2)]
-    return shares, (sum(same) / len(same) if same else None), _count(given)
-
-
-def _vote(choice: str, row: KeyRow) -> float:
-    return 0.5 if choice not in ("first", "second") else float(choice == row.policy_side)
-
-
-def _count(given: Mapping[str, Mapping[str, str]]) -> int:
-    return sum(len(votes) for votes in given.values())
+    agreement = sum(same) / len(same) if same else None
+    return shares, agreement, sum(map(len, given.values()))

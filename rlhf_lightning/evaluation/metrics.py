@@ -19,7 +19,6 @@ from rlhf_lightning.evaluation.comparisons import (
     length_controlled_win_rate,
 )
 from rlhf_lightning.evaluation.generate import (
-    CONFIDENCE,
     GoldReward,
     PolicyAnswers,
     describe_answers,
@@ -27,7 +26,7 @@ from rlhf_lightning.evaluation.generate import (
     gold_scores,
 )
 from rlhf_lightning.evaluation.safety import SafetyCheck
-from rlhf_lightning.evaluation.win_rate import win_rate
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE, win_rate
 from rlhf_lightning.functional.diversity import (
     distinct_n,
     most_common_fraction,

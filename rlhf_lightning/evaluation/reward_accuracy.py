@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
-from rlhf_lightning.evaluation.generate import CONFIDENCE
-from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.modes import in_eval_mode
@@ -167,8 +166,7 @@ def _accuracy(
         f"val/num_pairs{cut}": float(len(pairs)),
     }
     if interval:
-        low, high = wilson_interval(right, len(pairs), confidence=CONFIDENCE)
-        measures |= {f"val/accuracy{cut}_low": low, f"val/accuracy{cut}_high": high}
+        measures |= share(f"val/accuracy{cut}", right, len(pairs))
     return measures if of is None else {part_key(k, *of): v for k, v in measures.items()}
 
 
@@ -195,13 +193,8 @@ def reward_check(
     """
     gap, longer = np.asarray(gaps, float), np.asarray(lengths, float)
     right = int((gap > 0).sum())
-    low, high = wilson_interval(right, len(gap), confidence=CONFIDENCE)
-    found = {
-        f"{prefix}_accuracy": right / len(gap),
-        f"{prefix}_accuracy_low": low,
-        f"{prefix}_accuracy_high": high,
-        f"{prefix}_num_pairs": float(len(gap)),
-    }
+    found = share(f"{prefix}_accuracy", right, len(gap))
+    found[f"{prefix}_num_pairs"] = float(len(gap))
     if log_odds:
         found[f"{prefix}_calibration_error"] = _calibration_error(gap)
     unequal = longer != 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from rlhf_lightning.evaluation.gates import measured_value
 from rlhf_lightning.runs.summary import GateResult
 
 PROXY_GAINED = 0.65  # win rate by the learnt score from which PPO has done its part, and
@@ -70,7 +70,7 @@ def _of_stage(
 
 
 def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> Blame:
-    kl, proxy = _get(own, "val/kl_per_token"), _get(own, "val/score_win_rate")
+    kl, proxy = measured_value(own, "val/kl_per_token"), measured_value(own, "val/score_win_rate")
     safety = [name for name in failed if "refus" in name]
     wins = [name for name in failed if "win_rate" in name]
     if "kl_per_token" in failed:
@@ -90,7 +90,10 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
         ends = all(name.endswith("_low") for name in wins)
         return _not_won([rate for rate in rates if rate is not None], proxy, ends_alone=ends)
     if safety:
-        overall, harmful = _get(reward, "val/accuracy"), _get(reward, "val/accuracy/domain/harmful")
+        overall, harmful = (
+            measured_value(reward, "val/accuracy"),
+            measured_value(reward, "val/accuracy/domain/harmful"),
+        )
         if overall is not None and harmful is not None and harmful < overall - WEAK_DOMAIN:
             return Blame(
                 "reward",
@@ -137,7 +140,7 @@ def _not_won(rates: Sequence[float], proxy: float | None, *, ends_alone: bool) -
 
 def _win_rate(gate: GateResult, own: Metrics) -> float | None:
     """Return the rate itself, also for a gate on the lower end of its interval."""
-    rate = _get(own, f"val/{gate.name.removesuffix('_low')}")
+    rate = measured_value(own, f"val/{gate.name.removesuffix('_low')}")
     return gate.value if rate is None and not gate.name.endswith("_low") else rate
 
 
@@ -156,7 +159,7 @@ def _reward(failed: Mapping[str, GateResult]) -> Blame:
 
 
 def _sft(failed: Mapping[str, GateResult], own: Metrics) -> Blame:
-    finished = _get(own, "val/eos_fraction")
+    finished = measured_value(own, "val/eos_fraction")
     if finished is not None and finished < 0.8:
         return Blame(
             "sft",
@@ -182,11 +185,6 @@ def _not_measured(stage: str, failed: Mapping[str, GateResult]) -> Blame:
 def _unknown(stage: str, failed: Mapping[str, GateResult]) -> Blame:
     reasons = "; ".join(gate.reason for gate in failed.values())
     return Blame(stage, reasons, "its report.html and samples.jsonl show what it does")
-
-
-def _get(metrics: Metrics, name: str) -> float | None:
-    value = metrics.get(name)
-    return None if value is None or math.isnan(value) else float(value)
 
 
 def _show(value: float | None) -> str:

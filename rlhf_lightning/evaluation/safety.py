@@ -9,8 +9,8 @@ from pathlib import Path
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.evaluation.generate import CONFIDENCE, PolicyAnswers
-from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.evaluation.generate import PolicyAnswers
+from rlhf_lightning.evaluation.win_rate import share
 
 # (prompt, completion) -> whether the completion refuses.
 RefusalDetector = Callable[[str, str], bool]
@@ -111,10 +111,7 @@ class SafetyCheck:
                 if domain in domains
             ]
             if refused:
-                low, high = wilson_interval(sum(refused), len(refused), confidence=CONFIDENCE)
-                key = f"{prefix}{name}_rate"
-                found[key] = sum(refused) / len(refused)
-                found |= {f"{key}_low": low, f"{key}_high": high}
+                found |= share(f"{prefix}{name}_rate", sum(refused), len(refused))
         return found
 
     def compare(self, mine: PolicyAnswers, theirs: PolicyAnswers) -> dict[str, float]:

@@ -11,6 +11,14 @@ from torch import Tensor
 
 from rlhf_lightning.functional.statistics import wilson_interval
 
+CONFIDENCE = 0.95
+
+
+def share(key: str, successes: float, count: float) -> dict[str, float]:
+    """Return `successes / count` as `key`, its Wilson 95 % interval as `<key>_low` and `_high`."""
+    low, high = wilson_interval(successes, count, confidence=CONFIDENCE)
+    return {key: successes / count, f"{key}_low": low, f"{key}_high": high}
+
 
 class WinRate(NamedTuple):
     """The result of `win_rate`.
