@@ -13,11 +13,10 @@ import logging
 import math
 import time
 import warnings
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1, SIGUSR2
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -92,8 +91,7 @@ _SAVE, _DEADLINE, _USR1, _USR2, _TERM = 1, 2, 3, 4, 5
 _SIGNALS = {SIGUSR1: _USR1, SIGUSR2: _USR2, SIGTERM: _TERM}
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The request that the ranks agreed on at the end of an iteration.
 
     Args:
@@ -103,45 +101,6 @@ class Request:
 
     save: bool = False
     stop: str | None = None
-
-
-class StopRequests:
-    """Signals, minutes and a deadline, asked at the end of each iteration.
-
-    Args:
-        clock: of minutes and deadline.
-    """
-
-    def __init__(self, clock: SaveClock) -> None:
-        self.clock = clock
-        self.signals = SignalWatch()
-
-    def start(self) -> None:
-        """Watch from now on."""
-        self.clock.start()
-        self.signals.start()
-
-    def stop(self) -> None:
-        """Watch no more."""
-        self.signals.stop()
-
-    def agreed(self, trainer: Trainer) -> Request:
-        """Return what at least one rank asks for; every rank calls it equally often."""
-        code = agreed_max(self._own(), trainer.strategy.root_device)
-        if code <= _SAVE:
-            return Request(save=code == _SAVE)
-        if code == _DEADLINE and self.clock.deadline is not None:
-            moment = datetime.fromtimestamp(self.clock.deadline).isoformat(" ", "seconds")
-            return Request(save=True, stop=f"another iteration could last beyond {moment}")
-        names = {value: number.name for number, value in _SIGNALS.items()}
-        return Request(save=True, stop=names[code])
-
-    def _own(self) -> int:
-        if self.signals.received is not None:
-            return _SIGNALS[self.signals.received]
-        if self.clock.must_stop():
-            return _DEADLINE
-        return _SAVE if self.clock.save_is_due() else 0
 
 
 logger = logging.getLogger(__name__)
@@ -208,7 +167,7 @@ class IterationCheckpoint(Checkpoint):
             except ValueError as error:
                 raise ValueError(f"IterationCheckpoint.must_save_by={error}") from error
         self.clock = SaveClock(every_minutes=every_minutes, deadline=end)
-        self._requests = StopRequests(self.clock)
+        self._signals = SignalWatch()
         self._asked = Request()
         self._logged: dict[str, float] = {}  # what the monitored metric is one of
         self._should_stop = False
@@ -247,7 +206,8 @@ class IterationCheckpoint(Checkpoint):
         """
         self._saved_at = start = current_iteration(trainer)
         trainer.should_stop = trainer.should_stop or self._should_stop
-        self._requests.start()
+        self.clock.start()
+        self._signals.start()
         if self._dry:
             return
         if start == 0:
@@ -284,13 +244,13 @@ class IterationCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the signals back."""
-        self._requests.stop()
+        self._signals.stop()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Give the signals back."""
-        self._requests.stop()
+        self._signals.stop()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -319,6 +279,23 @@ class IterationCheckpoint(Checkpoint):
         if iteration is not None and self._path(iteration).exists():
             self.best_model_score, self.best_iteration = state_dict["best_model_score"], iteration
 
+    def _agreed(self, trainer: Trainer) -> Request:
+        """Return what at least one rank asks for; every rank calls it equally often."""
+        if self._signals.received is not None:
+            own = _SIGNALS[self._signals.received]
+        elif self.clock.must_stop():
+            own = _DEADLINE
+        else:
+            own = _SAVE if self.clock.save_is_due() else 0
+        code = agreed_max(own, trainer.strategy.root_device)
+        if code <= _SAVE:
+            return Request(save=code == _SAVE)
+        if code == _DEADLINE and self.clock.deadline is not None:
+            moment = datetime.fromtimestamp(self.clock.deadline).isoformat(" ", "seconds")
+            return Request(save=True, stop=f"another iteration could last beyond {moment}")
+        names = {value: number.name for number, value in _SIGNALS.items()}
+        return Request(save=True, stop=names[code])
+
     def _refuse_to_start_over(self) -> None:
         complete = [path for path in self._files() if checkpoint_problem(path) is None]
         if complete:
@@ -342,7 +319,7 @@ class IterationCheckpoint(Checkpoint):
         return self.monitor is not None and self.monitor.startswith(VALIDATION)
 
     def _end_iteration(self, trainer: Trainer, *, best: bool) -> None:
-        self._asked = self._requests.agreed(trainer)
+        self._asked = self._agreed(trainer)
         due = self._due(trainer)
         # A metric of training is compared where a checkpoint is due anyway: there is one for each
         # iteration, and hardly any would not be the best for a while.
@@ -380,26 +357,18 @@ class IterationCheckpoint(Checkpoint):
         return better
 
     def _save(self, trainer: Trainer) -> None:
-        with self.clock.saving():
-            self._write(trainer)
-
-    def _write(self, trainer: Trainer) -> None:
         iteration = current_iteration(trainer)
-        path = self._path(iteration)
-        trainer.save_checkpoint(path, weights_only=False)
-        self._saved_at = iteration
-        if trainer.is_global_zero:
-            self._relink("last.ckpt", iteration)
-            if self.best_iteration is not None:
-                self._relink("best.ckpt", self.best_iteration)
-            self._prune()
-        trainer.strategy.barrier("IterationCheckpoint._save")
-
-    def _prune(self) -> None:
-        by_age = self._files()
-        for path in by_age[: -self.keep_last]:
-            if checkpoint_iteration(path) != self.best_iteration:
-                remove(path)
+        with self.clock.saving():
+            trainer.save_checkpoint(self._path(iteration), weights_only=False)
+            self._saved_at = iteration
+            if trainer.is_global_zero:
+                self._relink("last.ckpt", iteration)
+                if self.best_iteration is not None:
+                    self._relink("best.ckpt", self.best_iteration)
+                for path in self._files()[: -self.keep_last]:
+                    if checkpoint_iteration(path) != self.best_iteration:
+                        remove(path)
+            trainer.strategy.barrier("IterationCheckpoint._save")
 
     def _relink(self, name: str, iteration: int) -> None:
         if self._path(iteration).exists():

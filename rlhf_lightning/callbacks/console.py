@@ -131,23 +131,8 @@ def _range(name: str, healthy: tuple[float, float] | None) -> str:
 
 
 KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and what is said needs the room
-SHOWN_METRICS = (
-    "rollout/score",
-    "rollout/kl_per_token",
-    "rollout/response_length",
-    "ppo/clipfrac",
-    "ppo/explained_variance",
-    "rollout/eos_fraction",
-    "rollout/distinct_2",
-    "ppo/approx_kl",
-    "ppo/entropy",
-    "sft/loss",
-    "reward/loss",
-    "reward/accuracy",
-    "val/loss",
-    "val/accuracy",
-)
-_NAMES = {
+# In the order in which they are shown, with the names that a line has room for.
+SHOWN_METRICS = {
     "rollout/score": "score",
     "rollout/kl_per_token": "kl/token",
     "rollout/response_length": "length",
@@ -180,7 +165,7 @@ class ProgressBar(LightningProgressBar):
         self,
         stage: str = "",
         *,
-        metrics: Sequence[str] = SHOWN_METRICS,
+        metrics: Sequence[str] = tuple(SHOWN_METRICS),
         every_n_seconds: float = 10.0,
         console: Console | None = None,
     ) -> None:
@@ -302,7 +287,8 @@ class ProgressBar(LightningProgressBar):
         parts = [clock] if clock else []
         shown = [name for name in self.metrics if name in self._latest][:6]
         parts += [
-            f"{_NAMES.get(name, name)} {quantity(name).show(self._latest[name])}" for name in shown
+            f"{SHOWN_METRICS.get(name, name)} {quantity(name).show(self._latest[name])}"
+            for name in shown
         ]
         return " · ".join(parts)
 

@@ -30,23 +30,15 @@ NUM_BINS = 64
 LONGEST_TEXT = 2000  # characters of a cell
 
 # Column of a table -> key of a sample. The held-out ones also have an answer of the SFT policy.
-COLUMNS = {
-    "prompt": "prompt",
-    "response": "response",
-    "score": "score",
-    "KL": "kl",
-    "length": "length",
-    "domain": "domain",
-}
+_ANSWER = {"prompt": "prompt", "response": "response"}
+_FIGURES = {"KL": "kl", "length": "length", "domain": "domain"}
+COLUMNS = {**_ANSWER, "score": "score", **_FIGURES}
 HELD_OUT_COLUMNS = {
-    "prompt": "prompt",
-    "response": "response",
+    **_ANSWER,
     "SFT response": "baseline_response",
     "score": "score",
     "SFT score": "baseline_score",
-    "KL": "kl",
-    "length": "length",
-    "domain": "domain",
+    **_FIGURES,
 }
 HISTOGRAMS = ("scores", "ratios", "advantages", "lengths")
 TABLES = ("samples/held_out", "samples/best", "samples/worst")

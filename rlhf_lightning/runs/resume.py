@@ -223,18 +223,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: if it is no checkpoint of a run, or if reading it would run code.
     """
-    import torch
-
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder of shards; wanted is a file")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(path, str(error))) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        if problem := checkpoint_problem(path):
-            raise CheckpointError(f"{path}: {problem}") from error
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+    content = _load(path, mmap=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(
             f"{path} is a file of torch.save, but no checkpoint of a run (it has no state_dict): "
@@ -259,14 +250,20 @@ def check_checkpoint(path: Path) -> None:
     if not path.is_dir():
         read_checkpoint(path)
         return
+    _load(path / META)
+
+
+def _load(path: Path, **how: bool) -> Any:
+    """Return what `torch.save` wrote, read as data."""
     import torch
 
     try:
-        torch.load(path / META, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, **how)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(path / META, str(error))) from error
+        raise CheckpointError(_refusal(path, str(error))) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path}: {META} is damaged ({_first_line(error)})") from error
+        problem = checkpoint_problem(path) or _first_line(error)
+        raise CheckpointError(f"{path} cannot be read: {problem}") from error
 
 
 def _refusal(path: Path, text: str) -> str:
