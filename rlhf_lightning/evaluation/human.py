@@ -20,6 +20,7 @@ from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share, win_rate
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.records import Label, Pair, Side, read_records, to_row
 from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.reading import parse
 
 PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"
 PEOPLE = ("person", "simulated")
@@ -144,10 +145,8 @@ def read_key(folder: Path) -> list[KeyRow]:
             f"{path} is missing: give the folder of an evaluation that ran with human=export"
         )
     try:
-        # Not splitlines: it also breaks at characters that JSON leaves inside a string.
-        lines = path.read_text(encoding="utf-8").split("\n")
-        return [KeyRow(**json.loads(line)) for line in lines if line.strip()]
-    except (ValueError, TypeError) as error:
+        return [parse(KeyRow, line) for line in path.read_bytes().split(b"\n") if line.strip()]
+    except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or export again") from error
 
 

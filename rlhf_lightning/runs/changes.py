@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.public_config import public_config
+from rlhf_lightning.runs.reading import parse
 
 ABSENT = "not set"
 _ABSENT_BEFORE = "(absent)"  # in files of earlier versions
@@ -90,7 +91,8 @@ def read_changes(folder: RunFolder) -> list[Change] | None:
     if not path.is_file():
         return None
     try:
-        items = json.loads(path.read_text("utf-8").replace(f'"{_ABSENT_BEFORE}"', f'"{ABSENT}"'))
-        return [Change(**item) for item in items]
-    except (ValueError, TypeError):
+        return parse(
+            list[Change], path.read_text("utf-8").replace(f'"{_ABSENT_BEFORE}"', f'"{ABSENT}"')
+        )
+    except ValueError:
         return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import to_json
+from rlhf_lightning.runs.reading import parse
 
 Kind = Literal["watch", "check", "alert", "action", "stop", "rollback", "idle"]
 
@@ -45,13 +45,6 @@ class DoctorEvent:
     remedy: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Check the kind."""
-        if self.kind not in get_args(Kind):
-            raise ValueError(
-                f"DoctorEvent.kind={self.kind!r}, expected one of {', '.join(get_args(Kind))}"
-            )
-
 
 def write_events(path: Path | str, events: Iterable[DoctorEvent]) -> None:
     """Write all events of a run in one step."""
@@ -68,19 +61,11 @@ def read_events(path: Path | str) -> list[DoctorEvent]:
     if not path.exists():
         return []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        return [event_from(json.loads(line)) for line in lines if line.strip()]
-    except (ValueError, TypeError, RecursionError) as error:
+        return [parse(DoctorEvent, line) for line in path.read_bytes().split(b"\n") if line.strip()]
+    except ValueError as error:
         raise ValueError(
             f"{path} cannot be read as what the doctor said ({error}): restore it, or move it away"
         ) from error
-
-
-def event_from(content: Mapping[str, Any]) -> DoctorEvent:
-    """Return the event that `dataclasses.asdict` made `content` of."""
-    return DoctorEvent(
-        **{f.name: content[f.name] for f in fields(DoctorEvent) if f.name in content}
-    )
 
 
 @dataclass(frozen=True)
@@ -117,6 +102,9 @@ def coverage_of(events: Iterable[DoctorEvent]) -> Coverage | None:
     return Coverage(len(watched[0].name.split(",")), idle)
 
 
+_OF_ALERTS = ("level", "value", "threshold", "unit", "message", "cause", "remedy")
+
+
 def alerts_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
     """Return one entry for each time that a detector raised an alert, in order.
 
@@ -140,15 +128,7 @@ def alerts_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
             entries.append(entry)
             open_entries[event.name] = entry
         if entry.get("level") != "alarm":
-            entry |= {
-                "level": event.level,
-                "value": event.value,
-                "threshold": event.threshold,
-                "unit": event.unit,
-                "message": event.message,
-                "cause": event.cause,
-                "remedy": event.remedy,
-            }
+            entry |= {name: getattr(event, name) for name in _OF_ALERTS}
     return entries
 
 

@@ -16,6 +16,16 @@ from rlhf_lightning.runs.atomic import naming_full_disk, write_text
 ITERATION = "iteration"
 
 
+class _Below:
+    """A path below a run folder."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+
+    def __get__(self, folder: RunFolder | None, owner: type[RunFolder]) -> Path:
+        return Path(*self.parts) if folder is None else folder.path.joinpath(*self.parts)
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of one run; nothing is created before the first write.
@@ -35,75 +45,34 @@ class RunFolder:
         """The last part of the path."""
         return self.path.name
 
-    @property
-    def summary(self) -> Path:
-        """`summary.json`: stage, status, final metrics, gates."""
-        return self.path / "summary.json"
-
-    @property
-    def metrics(self) -> Path:
-        """`metrics.csv`: one row an iteration."""
-        return self.path / "metrics.csv"
-
-    @property
-    def samples(self) -> Path:
-        """`samples.jsonl`: prompts and responses."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def doctor(self) -> Path:
-        """`doctor.jsonl`: alerts and interventions, an event a line."""
-        return self.path / "doctor.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """`checkpoints/`: for resume; `last.ckpt` and, with something monitored, `best.ckpt`."""
-        return self.path / "checkpoints"
-
-    @property
-    def last_checkpoint(self) -> Path:
-        """`checkpoints/last.ckpt`, a link to the newest complete checkpoint."""
-        return self.checkpoints / "last.ckpt"
-
-    @property
-    def best_checkpoint(self) -> Path:
-        """`checkpoints/best.ckpt`, a link to the best by the monitored metric."""
-        return self.checkpoints / "best.ckpt"
-
-    @property
-    def report(self) -> Path:
-        """`report.html`, self-contained."""
-        return self.path / "report.html"
-
-    @property
-    def export(self) -> Path:
-        """`export/`: Hugging Face folder, or one such folder a model."""
-        return self.path / "export"
-
-    @property
-    def faults(self) -> Path:
-        """`faults/`: batches at which a run stopped, one folder an iteration."""
-        return self.path / "faults"
-
-    @property
-    def profile(self) -> Path:
-        """`profile/`: with `debug=profile`, a table and a trace of where the time went."""
-        return self.path / "profile"
-
-    @property
-    def traceback(self) -> Path:
-        """`traceback.txt`: of a run that failed."""
-        return self.path / "traceback.txt"
-
-    @property
-    def wandb(self) -> Path:
-        """`wandb/`: what Weights & Biases writes."""
-        return self.path / "wandb"
-
-    @property
-    def config(self) -> Path:
-        """`.hydra/config.yaml`: the composed configuration."""
-        return self.path / ".hydra" / "config.yaml"
+    #: `summary.json`: stage, status, final metrics, gates.
+    summary = _Below("summary.json")
+    #: `metrics.csv`: one row an iteration.
+    metrics = _Below("metrics.csv")
+    #: `samples.jsonl`: prompts and responses.
+    samples = _Below("samples.jsonl")
+    #: `doctor.jsonl`: alerts and interventions, an event a line.
+    doctor = _Below("doctor.jsonl")
+    #: `checkpoints/`: for resume; `last.ckpt` and, with something monitored, `best.ckpt`.
+    checkpoints = _Below("checkpoints")
+    #: `checkpoints/last.ckpt`, a link to the newest complete checkpoint.
+    last_checkpoint = _Below("checkpoints", "last.ckpt")
+    #: `checkpoints/best.ckpt`, a link to the best by the monitored metric.
+    best_checkpoint = _Below("checkpoints", "best.ckpt")
+    #: `report.html`, self-contained.
+    report = _Below("report.html")
+    #: `export/`: Hugging Face folder, or one such folder a model.
+    export = _Below("export")
+    #: `faults/`: batches at which a run stopped, one folder an iteration.
+    faults = _Below("faults")
+    #: `profile/`: with `debug=profile`, a table and a trace of where the time went.
+    profile = _Below("profile")
+    #: `traceback.txt`: of a run that failed.
+    traceback = _Below("traceback.txt")
+    #: `wandb/`: what Weights & Biases writes.
+    wandb = _Below("wandb")
+    #: `.hydra/config.yaml`: the composed configuration.
+    config = _Below(".hydra", "config.yaml")
 
     def create(self) -> RunFolder:
         """Make the folder if it is missing and return self."""

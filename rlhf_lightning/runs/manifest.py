@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rlhf_lightning.runs.atomic import replace_folder, write_text
 from rlhf_lightning.runs.folder import to_json
+from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"
@@ -51,13 +50,6 @@ class Manifest:
     base: str | None
     created: str
     adapter: str | None = None
-
-    def __post_init__(self) -> None:
-        """Accept gates as mappings; TypeError for a fingerprint that is no text."""
-        if not isinstance(self.fingerprint, str) or not isinstance(self.adapter, str | None):
-            raise TypeError("a fingerprint must be a text")
-        gates = tuple(g if isinstance(g, GateResult) else GateResult(**g) for g in self.gates)
-        object.__setattr__(self, "gates", gates)
 
     @property
     def passed(self) -> bool:
@@ -149,12 +141,10 @@ def _parsed(folder: Path) -> Manifest:
     if not path.is_file():
         raise ManifestError(f"{folder} has no {MANIFEST}: {_fix(folder)}")
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        known = {f.name: content[f.name] for f in fields(Manifest) if f.name != "adapter"}
-        return Manifest(**known, adapter=content.get("adapter"))
-    except (ValueError, TypeError, KeyError) as error:
+        return parse(Manifest, path.read_bytes())
+    except ValueError as error:
         raise ManifestError(
-            f"{path} is damaged ({error!r}): {_fix(folder)}; delete the file if something else "
+            f"{path} is damaged ({error}): {_fix(folder)}; delete the file if something else "
             "than this project has written it"
         ) from error
 

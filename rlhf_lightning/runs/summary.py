@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,6 +14,7 @@ from typing import Any, Literal, get_args
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import actions_of, alerts_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, to_json
+from rlhf_lightning.runs.reading import parse
 
 Status = Literal["running", "completed", "failed", "stopped"]
 _STAGE = re.compile(r"[a-z][a-z0-9_]*")  # ours, and those that other packages bring
@@ -74,17 +74,13 @@ class Summary:
     actions: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the two words, and accept gates as mappings."""
+        """Check the two words."""
         if not isinstance(self.stage, str) or not _STAGE.fullmatch(self.stage):
             raise ValueError(f"Summary.stage={self.stage!r}, expected a name such as sft or ppo")
         if self.status not in get_args(Status):
             raise ValueError(
                 f"Summary.status={self.status!r}, expected one of {', '.join(get_args(Status))}"
             )
-        gates = tuple(g if isinstance(g, GateResult) else GateResult(**g) for g in self.gates)
-        object.__setattr__(self, "gates", gates)
-        for key in ("alerts", "actions"):
-            object.__setattr__(self, key, tuple(getattr(self, key)))
 
     @property
     def passed(self) -> bool:
@@ -129,25 +125,11 @@ def read_summary(folder: RunFolder) -> Summary:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {folder.path} is no run folder, or not begun")
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        for key, value in (("cause", None), ("alerts", ()), ("actions", ())):
-            content.setdefault(key, value)  # summaries had none at first
-        summary = Summary(**{f.name: content[f.name] for f in fields(Summary)})
-        _check_figures(summary)
-        return summary
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return parse(Summary, path.read_bytes())
+    except ValueError as error:
         raise ValueError(
-            f"{path} cannot be read as a run summary ({error!r}): delete it, or restore it"
+            f"{path} cannot be read as a run summary ({error}): delete it, or restore it"
         ) from error
-
-
-def _check_figures(summary: Summary) -> None:
-    for key in ("metrics", "seconds", "versions"):
-        if not isinstance(getattr(summary, key), Mapping):
-            raise TypeError(f"{key} is no JSON object")
-    for name, value in (*summary.metrics.items(), *summary.seconds.items()):
-        if value is not None and not isinstance(value, int | float):
-            raise TypeError(f"{name}={value!r} is no number")
 
 
 def installed_versions() -> dict[str, str]:

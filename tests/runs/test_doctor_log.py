@@ -79,6 +79,8 @@ def test_a_summary_from_before_the_doctor_is_still_read(tmp_path):
     assert read_summary(folder).alerts == ()
 
 
-def test_an_unknown_kind_of_event_is_refused():
-    with pytest.raises(ValueError, match="kind='guess', expected one of watch, check"):
-        DoctorEvent(1, "guess", "x", "warn", "m")  # type: ignore[arg-type]
+def test_an_unknown_kind_of_event_is_refused(tmp_path):
+    path = tmp_path / "doctor.jsonl"
+    write_events(path, [DoctorEvent(1, "guess", "x", "warn", "m")])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kind: Input should be 'watch', 'check'"):
+        read_events(path)

@@ -12,7 +12,7 @@ from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.interventions import Intervention
 from rlhf_lightning.doctor.preflight_checks import Check
 from rlhf_lightning.doctor.spec import HEALTHY, LEVELS
-from rlhf_lightning.runs.doctor_log import DoctorEvent, event_from, write_events
+from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
 from rlhf_lightning.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class AlertLog:
 
     def load_state(self, state: Iterable[dict[str, Any]]) -> None:
         """Take the events of a checkpoint."""
-        self.events = [event_from(content) for content in state]
+        self.events = [DoctorEvent(**content) for content in state]
 
     def _add(self, event: DoctorEvent, message: str, *, warns: bool) -> None:
         """Add an event, and on the first rank log and write it."""

@@ -36,8 +36,9 @@ from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.doctor_log import DoctorEvent, event_from
+from rlhf_lightning.runs.doctor_log import DoctorEvent
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.reading import parse
 
 _WEIGHT = "domain_weights."
 
@@ -114,12 +115,10 @@ def read_handover(folder: RunFolder) -> Handover | None:
     """
     path = _path(folder)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        events = tuple(event_from(event) for event in content.pop("events"))
-        return Handover(**content, events=events)
+        return parse(Handover, path.read_bytes())
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(
             f"{path}, in which a rollback of the doctor stands, is damaged ({error}): restore it, "
             "or remove it to go on without what the rollback changed"
