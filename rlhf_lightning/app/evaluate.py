@@ -216,7 +216,7 @@ def _judged(
 ) -> dict[str, float]:
     if cfg.judge is None:
         return {}
-    from rlhf_lightning.evaluation.judged import judge_measures
+    from rlhf_lightning.evaluation.human import judge_measures
 
     judge = hydra.utils.instantiate(cfg.judge, _convert_="all")
     where = folder.path / "judge"

@@ -179,11 +179,6 @@ class IterationCheckpoint(Checkpoint):
         """The path of the best checkpoint, "" if there is none."""
         return "" if self.best_iteration is None else str(self._path(self.best_iteration))
 
-    @property
-    def last_model_path(self) -> str:
-        """The path of the newest checkpoint of this run, "" if there is none."""
-        return str(self._path(self._saved_at)) if self._saved_at else ""
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note whether this is a dry run, which saves nothing.
 

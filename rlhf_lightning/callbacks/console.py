@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -291,12 +290,6 @@ class ProgressBar(LightningProgressBar):
             for name in shown
         ]
         return " · ".join(parts)
-
-
-def quiet_lightning() -> None:
-    """Leave Lightning's warnings, but not its tips and its list of accelerators."""
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def print_start(

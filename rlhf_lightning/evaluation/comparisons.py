@@ -1,4 +1,4 @@
-"""Win rates with several answers a prompt, at equal length, and by domain."""
+"""Win rates with several answers a prompt, and at equal length."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from scipy.optimize import minimize
 from scipy.special import expit
 from torch import Tensor
 
-from rlhf_lightning.evaluation.win_rate import WinRate, win_rate
 from rlhf_lightning.functional.statistics import wilson_interval
 
 FEW = 10  # prompts, below which a percentile bootstrap is far too narrow
@@ -32,8 +30,6 @@ def bootstrap_win_rate(
     *,
     confidence: float,
     seed: int,
-    tolerance: float = 0.0,
-    num_resamples: int = 2000,
 ) -> Interval:
     """Return the win rate over all pairs of answers to a prompt, its interval over prompts.
 
@@ -47,8 +43,6 @@ def bootstrap_win_rate(
         baseline_scores: `[N, L]`.
         confidence: of the two-sided percentile interval.
         seed: of the resampling.
-        tolerance: largest difference that is a tie.
-        num_resamples: bootstrap samples.
 
     Raises:
         ValueError: if the numbers of prompts differ or a score is NaN.
@@ -64,13 +58,13 @@ def bootstrap_win_rate(
     if bool(policy.isnan().any() | baseline.isnan().any()):
         raise ValueError("a score is NaN, which neither wins nor loses: leave that prompt out")
     difference = policy.unsqueeze(2) - baseline.unsqueeze(1)  # [N, K, L]
-    won = (difference > tolerance).double() + 0.5 * (difference.abs() <= tolerance).double()
+    won = (difference > 0).double() + 0.5 * (difference == 0).double()
     by_prompt = won.mean((1, 2)).numpy()
     count = len(by_prompt)
     if count and (count < FEW or np.ptp(by_prompt) == 0):
         mean = float(by_prompt.mean())
         return Interval(mean, *wilson_interval(mean * count, count, confidence=confidence))
-    return bootstrap_mean(by_prompt, confidence=confidence, seed=seed, num_resamples=num_resamples)
+    return bootstrap_mean(by_prompt, confidence=confidence, seed=seed)
 
 
 def bootstrap_mean(
@@ -95,8 +89,6 @@ def length_controlled_win_rate(
     baseline_scores: Sequence[float],
     policy_lengths: Sequence[int],
     baseline_lengths: Sequence[int],
-    *,
-    tolerance: float = 0.0,
 ) -> float:
     """Return the win rate that a policy would have with answers as long as the baseline's.
 
@@ -109,7 +101,6 @@ def length_controlled_win_rate(
         baseline_scores: of the same prompts, in the same order.
         policy_lengths: tokens of the policy's answers.
         baseline_lengths: tokens of the baseline's.
-        tolerance: largest difference of scores that is a tie.
 
     Raises:
         ValueError: if the four do not have one number a prompt, or there is no prompt.
@@ -122,7 +113,7 @@ def length_controlled_win_rate(
             f"scores and lengths have {sorted(sizes)} numbers: give one of each a prompt"
         )
     scores = np.asarray(policy_scores, float) - np.asarray(baseline_scores, float)
-    won = np.where(np.abs(scores) <= tolerance, 0.5, (scores > 0).astype(float))
+    won = np.where(scores == 0, 0.5, (scores > 0).astype(float))
     lengths = np.asarray(policy_lengths, float) - np.asarray(baseline_lengths, float)
     spread = lengths.std()
     longer = np.tanh(lengths / spread) if spread > 0 else np.zeros_like(lengths)
@@ -134,20 +125,3 @@ def length_controlled_win_rate(
 
     intercept = minimize(loss, np.zeros(2), method="BFGS").x[0]
     return float(expit(intercept))
-
-
-def win_rate_by_domain(
-    policy_scores: Sequence[float],
-    baseline_scores: Sequence[float],
-    domains: Sequence[str],
-    *,
-    confidence: float,
-    tolerance: float = 0.0,
-) -> dict[str, WinRate]:
-    """Return the win rate on the prompts of each domain, in the order of their names."""
-    rows = {name: [i for i, d in enumerate(domains) if d == name] for name in sorted(set(domains))}
-    policy, baseline = torch.as_tensor(policy_scores), torch.as_tensor(baseline_scores)
-    return {
-        name: win_rate(policy[index], baseline[index], confidence=confidence, tolerance=tolerance)
-        for name, index in rows.items()
-    }

@@ -63,6 +63,22 @@ class PolicyAnswers:
     columns: list[Mapping[str, str]] = field(default_factory=list)
     answers_per_prompt: int = 1
 
+    def extend(
+        self, answers: Answers, scorer: Scorer | None, kl: Sequence[float] | None = None
+    ) -> None:
+        """Add the answers of a batch, with their scores; without a scorer or a KL these are 0."""
+        prompts, mask = answers.prompts, answers.response_mask.cpu()
+        responses = answers.sequences[:, -mask.shape[1] :].cpu()
+        rows = range(len(prompts))
+        self.prompts += prompts.columns["prompt"]
+        self.domains += prompts.domains
+        self.columns += [{k: values[i] for k, values in prompts.columns.items()} for i in rows]
+        self.completions += answers.completions
+        self.finished += answers.finished.tolist()
+        self.token_ids += [responses[i][mask[i]].tolist() for i in rows]
+        self.kl += [0.0] * len(prompts) if kl is None else kl
+        self.scores += [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+
     @property
     def lengths(self) -> list[int]:
         """Response tokens, EOS included."""
@@ -105,25 +121,8 @@ def sample_answers(
             )
         release_freed_memory()  # the engine's copies of the weights
         answers = make_answers(prompts, generation, sampling.tokenizer)  # type: ignore[arg-type]
-        mask = answers.response_mask
-        responses = answers.sequences[:, -mask.shape[1] :]
-        result.prompts += prompts.columns["prompt"]
-        result.domains += prompts.domains
-        result.columns += [
-            {name: values[row] for name, values in prompts.columns.items()}
-            for row in range(len(prompts))
-        ]
-        result.completions += answers.completions
-        result.finished += answers.finished.tolist()
-        result.token_ids += [
-            ids[m].tolist() for ids, m in zip(responses.cpu(), mask.cpu(), strict=True)
-        ]
-        result.kl += (
-            [0.0] * len(prompts)
-            if reference is None
-            else _sequence_kl(policy, reference, answers, sampling)
-        )
-        result.scores += [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+        kl = None if reference is None else _sequence_kl(policy, reference, answers, sampling)
+        result.extend(answers, scorer, kl)
         release_freed_memory()
     return result
 

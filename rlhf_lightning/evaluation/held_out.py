@@ -257,12 +257,5 @@ def written_answers(
             finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
         )
         answers = make_answers(prompts.to(device), generation.to(device), tokenizer)
-        result.prompts += prompts.columns["prompt"]
-        result.domains += prompts.domains
-        result.columns += [dict(row.columns) for row, _ in part]
-        result.completions += answers.completions
-        result.finished += [True] * len(part)
-        result.token_ids += [ids for _, ids in part]
-        result.kl += [0.0] * len(part)
-        result.scores += [0.0] * len(part) if scorer is None else scorer(answers).total.tolist()
+        result.extend(answers, scorer)
     return result

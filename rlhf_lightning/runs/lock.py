@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 logger = logging.getLogger(__name__)
 
+_EVERY_SECONDS = 30.0
 _taken: dict[Path, FileLock] = {}  # run folders, with their locks
 
 
@@ -22,7 +23,6 @@ def artifact_lock(
     folder: Path | str,
     *,
     report: Callable[[str], None] = logger.warning,
-    every_seconds: float = 30.0,
 ) -> Iterator[None]:
     """Hold the lock of an artefact folder; wait for its holder, and say so.
 
@@ -33,8 +33,7 @@ def artifact_lock(
 
     Args:
         folder: the artefact folder, which need not exist.
-        report: gets the waiting message, at once and then every `every_seconds`.
-        every_seconds: how often the message is repeated.
+        report: gets the waiting message, at once and then every 30 seconds.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +43,7 @@ def artifact_lock(
     while not _acquired(lock, patience):
         waited = time.monotonic() - started
         report(f"waiting for {_holder(lock)}, which is making {folder} ({waited:.0f} s so far)")
-        patience = every_seconds
+        patience = _EVERY_SECONDS
     try:
         _sign(lock)
         yield

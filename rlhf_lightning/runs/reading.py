@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -16,6 +17,8 @@ def parse(kind: type[T], text: str | bytes) -> T:
     Raises:
         ValueError: in one line, if a field is missing or of another type.
     """
+    from pydantic import ValidationError  # here: keeps config errors fast
+
     try:
         found: T = _adapter(kind).validate_json(text)  # type: ignore[arg-type]
     except ValidationError as error:
@@ -27,4 +30,6 @@ def parse(kind: type[T], text: str | bytes) -> T:
 
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
     return TypeAdapter(kind)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_lightning.doctor.alerts import Hysteresis, Transition
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.doctor.detectors import Detectors
+from rlhf_lightning.doctor.detectors import Detectors, Hysteresis, Transition
 from rlhf_lightning.doctor.spec import ALARM, HEALTHY, WARN
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 

@@ -10,7 +10,6 @@ from rlhf_lightning.evaluation.comparisons import (
     bootstrap_mean,
     bootstrap_win_rate,
     length_controlled_win_rate,
-    win_rate_by_domain,
 )
 from rlhf_lightning.functional.statistics import wilson_interval
 
@@ -85,15 +84,6 @@ def test_a_policy_that_wins_by_quality_keeps_its_win_rate():
     assert abs(got - raw) < 0.03
     same = length_controlled_win_rate(scores.tolist(), [0.0] * 800, [60] * 800, [60] * 800)
     assert same == pytest.approx(raw, abs=1e-3)
-
-
-def test_domains_are_counted_on_their_own():
-    results = win_rate_by_domain(
-        [1.0, 0.0, 2.0, 5.0], [0.0, 0.0, 3.0, 1.0], ["b", "b", "a", "b"], confidence=0.95
-    )
-    assert list(results) == ["a", "b"]
-    assert results["a"][:3] == (0, 0, 1)
-    assert results["b"][:3] == (2, 1, 0)
 
 
 def test_unequal_or_missing_numbers_are_refused():

@@ -12,11 +12,11 @@ from torchmetrics.classification import BinaryCalibrationError
 from rlhf_lightning.evaluation.human import (
     blind_pairs,
     human_measures,
+    judge_measures,
     read_key,
     read_labels,
     write_blind,
 )
-from rlhf_lightning.evaluation.judged import judge_measures
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.annotators import RuleAnnotator, now

@@ -12,9 +12,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_lightning.doctor.alerts import Transition
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.doctor.detectors import Detectors
+from rlhf_lightning.doctor.detectors import Detectors, Transition
 from rlhf_lightning.doctor.spec import Reading
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder, read_metrics

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlhf_lightning.doctor.alerts import Transition
 from rlhf_lightning.doctor.catalog import DETECTORS
+from rlhf_lightning.doctor.detectors import Transition
 from rlhf_lightning.doctor.interventions import Intervention
 from rlhf_lightning.doctor.preflight_checks import Check
 from rlhf_lightning.doctor.spec import HEALTHY, LEVELS
