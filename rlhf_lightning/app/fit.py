@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.failures import watch_children
 from rlhf_lightning.app.stages.spec import Parts
-from rlhf_lightning.callbacks.doctor.alert_log import Request
+from rlhf_lightning.callbacks.doctor.alert_log import EndRequest
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -56,7 +56,7 @@ def fit(
         parts = assemble(cfg, folder)
 
 
-def _stopped(cfg: DictConfig, folder: RunFolder, request: Request) -> str:
+def _stopped(cfg: DictConfig, folder: RunFolder, request: EndRequest) -> str:
     """Return why the doctor has stopped a run, what helps, and how to go on all the same."""
     return (
         f"the doctor, after iteration {request.iteration}: {request.reason}. What helps: "

@@ -91,7 +91,7 @@ _SAVE, _DEADLINE, _USR1, _USR2, _TERM = 1, 2, 3, 4, 5
 _SIGNALS = {SIGUSR1: _USR1, SIGUSR2: _USR2, SIGTERM: _TERM}
 
 
-class Request(NamedTuple):
+class SaveRequest(NamedTuple):
     """The request that the ranks agreed on at the end of an iteration.
 
     Args:
@@ -168,7 +168,7 @@ class IterationCheckpoint(Checkpoint):
                 raise ValueError(f"IterationCheckpoint.must_save_by={error}") from error
         self.clock = SaveClock(every_minutes=every_minutes, deadline=end)
         self._signals = SignalWatch()
-        self._asked = Request()
+        self._asked = SaveRequest()
         self._logged: dict[str, float] = {}  # what the monitored metric is one of
         self._should_stop = False
         self._saved_at = 0
@@ -274,7 +274,7 @@ class IterationCheckpoint(Checkpoint):
         if iteration is not None and self._path(iteration).exists():
             self.best_model_score, self.best_iteration = state_dict["best_model_score"], iteration
 
-    def _agreed(self, trainer: Trainer) -> Request:
+    def _agreed(self, trainer: Trainer) -> SaveRequest:
         """Return what at least one rank asks for; every rank calls it equally often."""
         if self._signals.received is not None:
             own = _SIGNALS[self._signals.received]
@@ -284,12 +284,12 @@ class IterationCheckpoint(Checkpoint):
             own = _SAVE if self.clock.save_is_due() else 0
         code = agreed_max(own, trainer.strategy.root_device)
         if code <= _SAVE:
-            return Request(save=code == _SAVE)
+            return SaveRequest(save=code == _SAVE)
         if code == _DEADLINE and self.clock.deadline is not None:
             moment = datetime.fromtimestamp(self.clock.deadline).isoformat(" ", "seconds")
-            return Request(save=True, stop=f"another iteration could last beyond {moment}")
+            return SaveRequest(save=True, stop=f"another iteration could last beyond {moment}")
         names = {value: number.name for number, value in _SIGNALS.items()}
-        return Request(save=True, stop=names[code])
+        return SaveRequest(save=True, stop=names[code])
 
     def _refuse_to_start_over(self) -> None:
         complete = [path for path in self._files() if checkpoint_problem(path) is None]

@@ -34,7 +34,7 @@ _REST = 70  # what the other columns take where they have their widest entries
 _KEPT = 4096
 
 
-class History:
+class MetricHistory:
     """The values of some metrics, iteration by iteration."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -50,7 +50,7 @@ class History:
                 self.values[name].append(metrics[name])
 
 
-def measures_table(history: History, *, width: int) -> Table:
+def measures_table(history: MetricHistory, *, width: int) -> Table:
     """Return one row a metric that was measured; values outside the healthy range in red.
 
     Args:
@@ -176,7 +176,7 @@ class ProgressBar(LightningProgressBar):
         self._enabled = True
         self._progress: Progress | None = None
         self._live: Live | None = None
-        self._history = History(self.metrics)
+        self._history = MetricHistory(self.metrics)
         self._latest: dict[str, float] = {}
         self._started = 0.0
         self._start_iteration = 0

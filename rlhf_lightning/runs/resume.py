@@ -9,7 +9,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,12 @@ def _flat_strings(value: Any, name: str = "paths") -> list[tuple[str, str]]:
 
 def _without(value: Any, name: str, folders: list[tuple[str, str]]) -> Any:
     if isinstance(value, Mapping):
-        return {str(k): _without(v, path, folders) for k, v, path in _kept_items(value, name)}
+        items = [(key, f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
+        return {
+            str(key): _without(item, path, folders)
+            for key, path, item in items
+            if path not in _LEFT_OUT and not (path.startswith("callbacks.") and key in _VERBOSITY)
+        }
     if isinstance(value, list | tuple):
         return [_without(item, name, folders) for item in value]
     if isinstance(value, str):
@@ -200,14 +205,6 @@ def _without(value: Any, name: str, folders: list[tuple[str, str]]) -> Any:
             if value == folder or value.startswith(folder.rstrip("/") + "/"):
                 return f"<{key}>{value[len(folder.rstrip('/')) :]}"
     return value
-
-
-def _kept_items(mapping: Mapping[Any, Any], name: str) -> Iterator[tuple[Any, Any, str]]:
-    for key, value in mapping.items():
-        path = f"{name}.{key}" if name else str(key)
-        verbosity = path.startswith("callbacks.") and key in _VERBOSITY
-        if path not in _LEFT_OUT and not verbosity:
-            yield key, value, path
 
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")

@@ -66,7 +66,7 @@ def learn_secrets(*containers: Any, environment: Mapping[str, str] = os.environ)
         containers: plain dicts and lists.
         environment: variables; of those whose names say so the values.
     """
-    found = [str(value) for container in containers for value in _secret_values("", container)]
+    found = [text for container in containers for text in _secret_values("", container)]
     found += [value for name, value in environment.items() if _KEY.search(name)]
     _known.update(text for text in found if len(text) >= SHORTEST)
 
@@ -120,23 +120,14 @@ def redact_logs() -> None:
             handler.addFilter(RedactingFilter())
 
 
-def _secret_values(key: str, value: Any) -> Iterator[Any]:
-    if is_secret(key, value):
-        yield from _leaves(value)
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _secret_values(str(name), item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _secret_values("", item)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
+def _secret_values(key: str, value: Any, *, inside: bool = False) -> Iterator[str]:
+    """Yield the texts that are secret; below a secret key all are."""
+    inside = inside or is_secret(key, value)
     if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
+        for name, item in value.items():
+            yield from _secret_values(str(name), item, inside=inside)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, str):
+            yield from _secret_values("", item, inside=inside)
+    elif inside and isinstance(value, str):
         yield value

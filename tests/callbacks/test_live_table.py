@@ -7,19 +7,19 @@ import re
 import pytest
 from rich.console import Console
 
-from rlhf_lightning.callbacks.console import COURSE_LENGTH, History, course, measures_table
+from rlhf_lightning.callbacks.console import COURSE_LENGTH, MetricHistory, course, measures_table
 
 
-def shown(history: History, width: int) -> str:
+def shown(history: MetricHistory, width: int) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system="standard")
     console.print(measures_table(history, width=width))
     return out.getvalue()
 
 
-def history(**values: list[float]) -> History:
+def history(**values: list[float]) -> MetricHistory:
     names = [name.replace("__", "/") for name in values]
-    found = History(names)
+    found = MetricHistory(names)
     for step in range(max(map(len, values.values()))):
         found.add(
             {n: v[step] for n, v in zip(names, values.values(), strict=True) if step < len(v)}
@@ -56,7 +56,7 @@ def test_no_line_is_wider_than_the_terminal(width):
 
 
 def test_a_metric_that_nobody_logged_has_no_row():
-    assert "score" not in shown(History(["rollout/score"]), 100)
+    assert "score" not in shown(MetricHistory(["rollout/score"]), 100)
 
 
 def test_a_course_goes_from_the_lowest_to_the_highest_block_and_keeps_its_length():

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Request:
+class EndRequest:
     """A request to end the fit.
 
     Args:
@@ -111,7 +111,7 @@ class AlertLog:
         event = DoctorEvent(iteration, "action", detector, "", told, changes=changes)
         self._add(event, f"iteration {iteration}: {told}", warns=False)
 
-    def note_end(self, iteration: int, kind: str, alarm: str, checkpoint: int | None) -> Request:
+    def note_end(self, iteration: int, kind: str, alarm: str, checkpoint: int | None) -> EndRequest:
         """Add how the fit ends, and return it; without a checkpoint to go back to it stops."""
         spec = DETECTORS[alarm]
         reason = f"the alarm {alarm} has stayed: {spec.title.lower()}"
@@ -125,7 +125,7 @@ class AlertLog:
             kind, checkpoint, told = "stop", None, f"{reason}; training stops{missing}"
             event = DoctorEvent(iteration, "stop", alarm, "alarm", told)
         self._add(event, f"iteration {iteration}: {told}", warns=True)
-        return Request(kind, iteration, told, checkpoint, spec.remedy)
+        return EndRequest(kind, iteration, told, checkpoint, spec.remedy)
 
     def state(self) -> list[dict[str, Any]]:
         """Return the events as plain values."""

@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf_lightning.callbacks.doctor.alert_log import AlertLog, Request
+from rlhf_lightning.callbacks.doctor.alert_log import AlertLog, EndRequest
 from rlhf_lightning.callbacks.doctor.preflight import PreflightError, first_rollout
 from rlhf_lightning.callbacks.doctor.records import (
     Refusals,
@@ -174,7 +174,7 @@ class Doctor(Callback):
         self.alert_log = AlertLog(folder)
         self.detectors = Detectors(thresholds, 0)
         self.policy = InterventionPolicy(actions or ActionSettings())
-        self.request: Request | None = None
+        self.request: EndRequest | None = None
         self.gaps = Gaps()
 
     # -- hooks ------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class Doctor(Callback):
         if request is None:
             return
         if request["kind"] == "rollback" and self.policy.settings.on_alarm == "rollback":
-            self.request = Request(**request)
+            self.request = EndRequest(**request)
         else:
             self.policy.alarmed_since = {}
 
