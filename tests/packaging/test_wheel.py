@@ -73,9 +73,9 @@ def test_checkout_editable_and_wheel_compose_the_same_experiment_anywhere(tmp_pa
     assert "rlhf_lightning/conf/experiment/ppo.yaml" in names
     assert shipped("conf") | shipped("sweeps") <= names
     assert any(name.startswith("rlhf_lightning/sweeps/") for name in names)
-    page = (ROOT / "rlhf_lightning" / "preferences" / "annotation" / "server").rglob("*.*")
-    assets = {f.relative_to(ROOT).as_posix() for f in page if f.suffix not in (".pyc", ".py")}
-    assert {Path(name).suffix for name in assets} >= {".html", ".css", ".js", ".svg"}
+    files = (ROOT / "rlhf_lightning").rglob("*.*")
+    assets = {f.relative_to(ROOT).as_posix() for f in files if f.suffix not in (".pyc", ".py")}
+    assert {Path(name).suffix for name in assets} >= {".html", ".css", ".js", ".svg", ".md"}
     assert assets <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
 
