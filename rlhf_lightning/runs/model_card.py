@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,7 +17,20 @@ from rlhf_lightning.runs.summary import GateResult
 
 CONFIG = "training_config.yaml"
 OTHER_LICENCE = "license-of-the-base-model"  # its name beside `license: other`
-_TITLES = {"sft": "SFT policy", "reward": "Reward model", "ppo": "PPO policy"}
+
+
+class _Kind(NamedTuple):
+    """The title of the cards of a stage, and whether its models score."""
+
+    title: str
+    is_reward: bool = False
+
+
+_KINDS = {
+    "sft": _Kind("SFT policy"),
+    "reward": _Kind("Reward model", is_reward=True),
+    "ppo": _Kind("PPO policy"),
+}
 
 RoundingCost = tuple[float, float | None]  # relative error, kept share of what was learnt
 
@@ -67,12 +80,11 @@ class CardFacts:
 
 def write_model_card(folder: Path, facts: CardFacts) -> Path:
     """Write `README.md` beside the weights, with the front matter that the hub reads."""
-    is_reward = facts.stage == "reward"
-    title = _TITLES.get(facts.stage, f"{facts.stage} model")
+    kind = _KINDS.get(facts.stage, _Kind(f"{facts.stage} model"))
     text = _TEMPLATES.get_template("model_card.md").render(
         facts=facts,
-        front_matter=_front_matter(facts).to_yaml(),
-        kind={"title": title, "is_reward": is_reward},
+        front_matter=_front_matter(facts, kind).to_yaml(),
+        kind=kind,
         base="random weights" if facts.base is None else without_folders(facts.base),
         config=CONFIG,
     )
@@ -81,8 +93,7 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
     return path
 
 
-def _front_matter(facts: CardFacts) -> ModelCardData:
-    is_reward = facts.stage == "reward"
+def _front_matter(facts: CardFacts, kind: _Kind) -> ModelCardData:
     return ModelCardData(
         library_name="peft" if facts.is_adapter else "transformers",
         license=facts.licence.identifier,
@@ -90,8 +101,8 @@ def _front_matter(facts: CardFacts) -> ModelCardData:
         base_model=facts.hub_base,
         base_model_relation=facts.hub_base and ("adapter" if facts.is_adapter else "finetune"),
         datasets=list(facts.datasets) or None,
-        pipeline_tag="text-classification" if is_reward else "text-generation",
-        tags=["rlhf_lightning", facts.stage, *(["reward-model"] if is_reward else [])],
+        pipeline_tag="text-classification" if kind.is_reward else "text-generation",
+        tags=["rlhf_lightning", facts.stage, *(["reward-model"] if kind.is_reward else [])],
     )
 
 
