@@ -1,16 +1,24 @@
-"""Checks of plain and conversational texts, and the prompt that two answers imply."""
+r"""Checks of plain and conversational texts, transcripts, and the prompt that two answers imply.
+
+A transcript is a whole dialogue in one text, as Anthropic/hh-rlhf writes it:
+`\n\nHuman: ...\n\nAssistant: ...\n\nHuman: ...\n\nAssistant: ...`
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.records import ROLES, Messages, Text
-from rlhf_lightning.data.sources.dialogues import ANSWER_MARK, is_transcript
 
 ANSWER_ROLES = ("assistant", "tool")
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+ANSWER_MARK = "\n\nAssistant:"
+SIDES = ("chosen", "rejected")
+_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def parse_text(value: Any, key: str, where: Location) -> Text:
@@ -99,10 +107,7 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
             it has messages of others than the assistant.
     """
     if isinstance(prompt, str) != isinstance(answer, str):
-        styles = [
-            "plain" if isinstance(text, str) else "conversational" for text in (prompt, answer)
-        ]
-        found = f"'prompt' is {styles[0]} but {key!r} is {styles[1]}"
+        found = f"'prompt' is {style(prompt)} but {key!r} is {style(answer)}"
         raise BadRecordError(where, found, "write both as text or both as lists of messages")
     if isinstance(answer, str):
         if not answer.strip():
@@ -113,11 +118,7 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
         raise BadRecordError(where, found, "give the question under the key 'prompt'")
     strange = [m["role"] for m in answer if m["role"] not in ANSWER_ROLES]
     if strange or not answer:
-        got = (
-            f"has a message from {strange[0]!r}"
-            if strange
-            else "is empty after the shared messages"
-        )
+        got = f"has a message from {strange[0]!r}" if strange else "is empty after the shared ones"
         found = f"{key!r} {got}, expected only the assistant's answer"
         fix = "move the earlier messages to 'prompt', or hide a prompt that the sides repeat"
         raise BadRecordError(where, found, f"{fix} with columns={{prompt: null}}")
@@ -160,7 +161,8 @@ def implied_prompt(
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _style(text: Text) -> str:
+def style(text: Text) -> str:
+    """Return the name of a text's style."""
     return "plain" if isinstance(text, str) else "conversational"
 
 
@@ -185,3 +187,39 @@ def _shared_words(first: str, second: str) -> int:
         while cut > 0 and not first[cut - 1].isspace():
             cut -= 1
     return len(first[:cut].rstrip())
+
+
+def is_transcript(text: object) -> bool:
+    r"""Return True for a text that starts with `\n\nHuman:`."""
+    return isinstance(text, str) and text.startswith("\n\nHuman:")
+
+
+def parse_transcript(text: object, key: str, where: Location) -> list[dict[str, str]]:
+    r"""Return the messages of a transcript, white space around each removed.
+
+    Args:
+        text: `\n\nHuman: ...\n\nAssistant: ...`.
+        key: the name of its column, for errors.
+        where: the row, for errors.
+
+    Raises:
+        BadRecordError: if it is no text, starts otherwise, one side speaks twice in a row, or the
+            last turn is not the assistant's.
+    """
+    if not isinstance(text, str) or _TURN.match(text) is None:
+        found = f"the key {key!r} holds {describe(text)}, expected '\\n\\nHuman: ...'"
+        raise BadRecordError(where, found, "read other sets with data.sources.base.HubSource")
+    _, *pieces = _TURN.split(text)
+    names, contents = pieces[::2], pieces[1::2]
+    for number, name in enumerate(names):
+        if name != ("Human", "Assistant")[number % 2]:
+            again = "again " if number else ""
+            found = f"turn {number + 1} of {key!r} is {again}from {name!r}"
+            raise BadRecordError(where, found, "join the turns, or leave the record out")
+    if names[-1] != "Assistant":
+        found = f"{key!r} ends with a turn of 'Human', so it has no answer"
+        raise BadRecordError(where, found, "leave the record out")
+    return [
+        {"role": SPEAKERS[name], "content": content.strip()}
+        for name, content in zip(names, contents, strict=True)
+    ]

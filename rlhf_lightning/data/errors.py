@@ -72,6 +72,7 @@ class SkippedRecords:
             raise ValueError(f"on_bad_record={on_bad_record!r} is unknown: use 'raise' or 'skip'")
         self.on_bad_record = on_bad_record
         self.messages: list[str] = []
+        self.num_repeated_keys = 0  # rows of JSON with a key twice
         self._num_told = 0
 
     def add(self, error: BadRecordError) -> None:

@@ -60,6 +60,18 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
         raise BadRecordError(where, "the file holds no records", "give a file with a row a record")
 
 
+def checked_rows(path: Path) -> Iterator[tuple[Location, Row]]:
+    """Yield every row of a file with its location.
+
+    Raises:
+        BadRecordError: as `read_rows` does, and at the first line that cannot be read.
+    """
+    for where, row in read_rows(path):
+        if isinstance(row, BadRecordError):
+            raise row
+        yield where, row
+
+
 def extension(path: Path) -> str:
     """Return the ending that tells the format, in lower case: `.jsonl`, or `.jsonl.gz`."""
     last = path.suffix.lower()

@@ -25,31 +25,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_lightning.data.conversations import (
+    SIDES,
     check_answer,
     check_characters,
     check_prompt,
     implied_prompt,
+    is_transcript,
     parse_messages,
     parse_text,
+    parse_transcript,
+    style,
 )
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
-from rlhf_lightning.data.files import LocatedRow, Row
+from rlhf_lightning.data.files import LocatedRow, RepeatedKeys, Row
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
     PromptRecord,
     Record,
     RecordKind,
-    Text,
     TextRecord,
     kind_of,
+    prompt_key,
 )
-from rlhf_lightning.data.sources.dialogues import SIDES, is_transcript, parse_transcript
-
-OurRow = Mapping[str, Any]
 
 
-def _parse_text_row(row: OurRow, where: Location) -> TextRecord:
+def _parse_text_row(row: Row, where: Location) -> TextRecord:
     text = row["text"]
     if not isinstance(text, str):
         found = f"the key 'text' holds {describe(text)}, expected text"
@@ -60,7 +61,7 @@ def _parse_text_row(row: OurRow, where: Location) -> TextRecord:
     return TextRecord(text)
 
 
-def _parse_prompt_row(row: OurRow, where: Location) -> PromptRecord:
+def _parse_prompt_row(row: Row, where: Location) -> PromptRecord:
     prompt = parse_text(row["prompt"], "prompt", where)
     check_prompt(prompt, where)
     if not prompt:
@@ -69,7 +70,7 @@ def _parse_prompt_row(row: OurRow, where: Location) -> PromptRecord:
     return PromptRecord(prompt)
 
 
-def _parse_completion_row(row: OurRow, where: Location) -> DemonstrationRecord:
+def _parse_completion_row(row: Row, where: Location) -> DemonstrationRecord:
     prompt = parse_text(row["prompt"], "prompt", where)
     completion = parse_text(row["completion"], "completion", where)
     check_prompt(prompt, where)
@@ -77,7 +78,7 @@ def _parse_completion_row(row: OurRow, where: Location) -> DemonstrationRecord:
     return DemonstrationRecord(prompt, completion)
 
 
-def _parse_messages_row(row: OurRow, where: Location) -> DemonstrationRecord:
+def _parse_messages_row(row: Row, where: Location) -> DemonstrationRecord:
     messages = parse_messages(row["messages"], "messages", where)
     if messages[-1]["role"] != "assistant":
         found = f"the last of 'messages' is from {messages[-1]['role']!r}, expected 'assistant'"
@@ -89,7 +90,7 @@ def _parse_messages_row(row: OurRow, where: Location) -> DemonstrationRecord:
     return DemonstrationRecord(messages[:-1], messages[-1:])
 
 
-def _parse_preference_row(row: OurRow, where: Location) -> PreferenceRecord:
+def _parse_preference_row(row: Row, where: Location) -> PreferenceRecord:
     chosen = parse_text(row["chosen"], "chosen", where)
     rejected = parse_text(row["rejected"], "rejected", where)
     if chosen == rejected:
@@ -103,7 +104,7 @@ def _parse_preference_row(row: OurRow, where: Location) -> PreferenceRecord:
     return PreferenceRecord(prompt, chosen, rejected, margin=_parse_margin(row, where))
 
 
-def _parse_margin(row: OurRow, where: Location) -> float | None:
+def _parse_margin(row: Row, where: Location) -> float | None:
     value = row.get("margin")
     if value is None or value == "":
         return None
@@ -118,7 +119,7 @@ def _parse_margin(row: OurRow, where: Location) -> float | None:
     return margin
 
 
-PARSERS: dict[str, Callable[[OurRow, Location], Record]] = {
+PARSERS: dict[str, Callable[[Row, Location], Record]] = {
     "text": _parse_text_row,
     "prompt": _parse_prompt_row,
     "prompt+completion": _parse_completion_row,
@@ -126,27 +127,27 @@ PARSERS: dict[str, Callable[[OurRow, Location], Record]] = {
     "prompt+chosen+rejected": _parse_preference_row,
     "chosen+rejected": _parse_preference_row,
 }
-
-
-FORMATS: dict[str, tuple[str, ...]] = {
-    "text": ("text",),
-    "prompt": ("prompt",),
-    "prompt+completion": ("prompt", "completion"),
-    "messages": ("messages",),
-    "prompt+chosen+rejected": ("prompt", "chosen", "rejected"),
-    "chosen+rejected": ("chosen", "rejected"),
-}
+FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
 TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "rendered")
 
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """A record, where it was read, and the row's other columns as text."""
+    """A record, where it was read, and the row's other columns as text.
+
+    Rows of one `group` are on one side of a split; "" stands for the prompt.
+    """
 
     record: Record
     where: Location
     columns: Mapping[str, str]
+    group: str = ""
+
+    @property
+    def split_key(self) -> str:
+        """The text by which the row is split."""
+        return self.group or prompt_key(self.record)
 
 
 def detect_format(keys: Iterable[str]) -> str | None:
@@ -164,39 +165,29 @@ def detect_format(keys: Iterable[str]) -> str | None:
 
 
 def parse_rows(
-    rows: Iterable[LocatedRow],
-    *,
-    columns: Mapping[str, str | None] | None,
-    skipped: SkippedRecords,
-    rendered: bool = False,
+    rows: Iterable[LocatedRow], parse: Callable[[Row, Location], ParsedRow], skipped: SkippedRecords
 ) -> list[ParsedRow]:
-    """Return the records of one set, whose format is that of its first good row.
+    """Return the records of one set.
 
     Args:
         rows: rows with their locations, or the errors that stand in their places.
-        columns: our name -> their name; null hides a column of ours that means something else.
+        parse: makes a record of a row, such as a `RowParser`.
         skipped: raises at a bad record or notes it.
-        rendered: of rows that do not say it themselves.
 
     Raises:
         BadRecordError: for a bad record (unless skipped), and if no record is left.
-        ValueError: if `columns` maps a name that is not one of ours.
     """
-    mapping = check_columns(columns)
     parsed: list[ParsedRow] = []
-    expected: tuple[str, bool] | None = None
     where = Location("the source")
     num_before = len(skipped.messages)  # of the other split of the source
     for where, row in rows:
+        skipped.num_repeated_keys += isinstance(row, RepeatedKeys)
         try:
             if isinstance(row, BadRecordError):
                 raise row
-            found, parsed_row = _parse_row(row, mapping, where, expected, rendered=rendered)
+            parsed.append(parse(row, where))
         except BadRecordError as error:
             skipped.add(error)
-            continue
-        expected = expected or found
-        parsed.append(parsed_row)
     skipped.log(where.source, len(parsed))
     if not parsed:
         own = skipped.messages[num_before:]
@@ -260,31 +251,88 @@ _FORMATS_OF: dict[RecordKind, tuple[str, ...]] = {
 }
 
 
-def _parse_row(
-    row: Row,
-    mapping: dict[str, str | None],
-    where: Location,
-    expected: tuple[str, bool] | None,
-    *,
-    rendered: bool,
-) -> tuple[tuple[str, bool], ParsedRow]:
-    ours = _rename(row, mapping, where)
-    rendered = _parse_rendered(ours.get("rendered", rendered), where)
-    if not rendered and all(is_transcript(ours.get(side)) for side in SIDES):
-        ours |= {side: parse_transcript(ours[side], side, where) for side in SIDES}
-    name = _checked_format(ours, row, where, expected)
-    domain = ours.get("domain", "")
-    if not isinstance(domain, str):
-        found = f"the key 'domain' holds {describe(domain)}, expected text"
-        raise BadRecordError(where, found, "write the domain's name, or leave the key out")
-    record = PARSERS[name](ours, where)
-    record = replace(record, domain=domain, rendered=rendered)
-    conversational = not isinstance(_main_text(record), str)
-    if expected is not None and conversational != expected[1]:
-        styles = ("plain", "conversational")
-        found = f"this record is {styles[conversational]}, the set began {styles[expected[1]]}"
-        raise BadRecordError(where, f"mixed formats: {found}", "give each format a set of its own")
-    return (name, conversational), ParsedRow(record, where, _other_columns(row, mapping))
+class RowParser:
+    """Makes records of the rows of one set, whose format is that of its first good row.
+
+    Args:
+        columns: our name -> their name; null hides a column of ours that means something else.
+        rendered: of rows that do not say it themselves.
+
+    Raises:
+        ValueError: if `columns` maps a name that is not one of ours.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, str | None] | None = None, *, rendered: bool = False
+    ) -> None:
+        self._columns = check_columns(columns)
+        self._rendered = rendered
+        self._began: tuple[str, str] | None = None  # format and style of the first good row
+
+    def __call__(self, row: Row, where: Location) -> ParsedRow:
+        """Return the record of a row.
+
+        Raises:
+            BadRecordError: if it has none, or is of another format than the first.
+        """
+        ours = self._rename(row, where)
+        rendered = _parse_rendered(ours.get("rendered", self._rendered), where)
+        if not rendered and all(is_transcript(ours.get(side)) for side in SIDES):
+            ours |= {side: parse_transcript(ours[side], side, where) for side in SIDES}
+        name = self._format(ours, row, where)
+        domain = ours.get("domain", "")
+        if not isinstance(domain, str):
+            found = f"the key 'domain' holds {describe(domain)}, expected text"
+            raise BadRecordError(where, found, "write the domain's name, or leave the key out")
+        record = replace(PARSERS[name](ours, where), domain=domain, rendered=rendered)
+        own = style(record.text if isinstance(record, TextRecord) else record.prompt)
+        if self._began is not None and own != self._began[1]:
+            found = f"mixed formats: this record is {own}, the set began {self._began[1]}"
+            raise BadRecordError(where, found, "give each format a set of its own")
+        self._began = (name, own)
+        taken = {self._columns.get(key, key) for key in ("prompt", "domain", "rendered")}
+        others = {str(k): as_text(v) for k, v in row.items() if k not in taken and v is not None}
+        return ParsedRow(record, where, others)
+
+    def _rename(self, row: Row, where: Location) -> dict[str, Any]:
+        """Return the row's values under our names, without the nulls that fill columnar files."""
+        ours = {key: row[key] for key in KNOWN_KEYS if key in row and key not in self._columns}
+        for name, theirs in self._columns.items():
+            if theirs is None:
+                continue
+            if theirs not in row:
+                hint = closest(theirs, row)
+                meant = f"did you mean {hint!r}?" if hint else f"found {_names(row)}"
+                found = f"columns maps {name!r} to the key {theirs!r}, which is missing"
+                raise BadRecordError(where, found, meant)
+            ours[name] = row[theirs]
+        return {key: value for key, value in ours.items() if value is not None}
+
+    def _format(self, ours: dict[str, Any], row: Row, where: Location) -> str:
+        name = detect_format(ours)
+        if self._began is not None and name != self._began[0]:
+            expected = FORMATS[self._began[0]]
+            missing = [key for key in expected if key not in ours]
+            own = name is not None and all(key in ours for key in FORMATS[name])
+            if missing and (not own or set(FORMATS[name or ""]) < set(expected)):
+                raise _missing(missing[0], row, where)
+            found = f"this record reads as {name!r}, the set began as {self._began[0]!r}"
+            fix = "give each format a set of its own"
+            raise BadRecordError(where, f"mixed formats: {found}", fix)
+        if name is None:
+            hints = [(key, closest(key, row)) for key in TEXT_KEYS]
+            meant = next(
+                (f"rename {theirs!r} to {key!r}, or " for key, theirs in hints if theirs), ""
+            )
+            formats = "; ".join(" ".join(keys) for keys in FORMATS.values())
+            found = f"no known format has its keys: found {_names(row)}, expected one of: {formats}"
+            raise BadRecordError(
+                where, found, f"{meant}map the columns with columns={{ours: theirs}}"
+            )
+        for key in FORMATS[name]:
+            if key not in ours:
+                raise _missing(key, row, where)
+        return name
 
 
 def _parse_rendered(value: Any, where: Location) -> bool:
@@ -294,45 +342,6 @@ def _parse_rendered(value: Any, where: Location) -> bool:
         fix = "write one of them, or hide a column of another meaning with columns={rendered: null}"
         raise BadRecordError(where, found, fix)
     return named
-
-
-def _rename(row: Row, mapping: dict[str, str | None], where: Location) -> dict[str, Any]:
-    """Return the row's values under our names, without the nulls that fill columnar files."""
-    ours = {key: row[key] for key in KNOWN_KEYS if key in row and key not in mapping}
-    for name, theirs in mapping.items():
-        if theirs is None:
-            continue
-        if theirs not in row:
-            hint = closest(theirs, row)
-            meant = f"did you mean {hint!r}?" if hint else f"found {_names(row)}"
-            found = f"columns maps {name!r} to the key {theirs!r}, which is missing"
-            raise BadRecordError(where, found, meant)
-        ours[name] = row[theirs]
-    return {key: value for key, value in ours.items() if value is not None}
-
-
-def _checked_format(
-    ours: dict[str, Any], row: Row, where: Location, expected: tuple[str, bool] | None
-) -> str:
-    name = detect_format(ours)
-    if expected is not None and name != expected[0]:
-        missing = [key for key in FORMATS[expected[0]] if key not in ours]
-        own = name is not None and all(key in ours for key in FORMATS[name])
-        if missing and (not own or set(FORMATS[name or ""]) < set(FORMATS[expected[0]])):
-            raise _missing(missing[0], row, where)
-        found = f"mixed formats: this record reads as {name!r}, the set began as {expected[0]!r}"
-        raise BadRecordError(where, found, "give each format a set of its own")
-    if name is None:
-        hints = [(key, closest(key, row)) for key in TEXT_KEYS]
-        meant = next((f"rename {theirs!r} to {key!r}" for key, theirs in hints if theirs), "")
-        formats = "; ".join(" ".join(keys) for keys in FORMATS.values())
-        found = f"no known format has its keys: found {_names(row)}, expected one of: {formats}"
-        fix = "map the columns with columns={ours: theirs}"
-        raise BadRecordError(where, found, f"{meant}, or {fix}" if meant else fix)
-    for key in FORMATS[name]:
-        if key not in ours:
-            raise _missing(key, row, where)
-    return name
 
 
 def _missing(key: str, row: Row, where: Location) -> BadRecordError:
@@ -349,14 +358,6 @@ def _names(row: Row) -> str:
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "no keys"
 
 
-def _main_text(record: Record) -> Text:
-    return record.text if isinstance(record, TextRecord) else record.prompt
-
-
-def _other_columns(row: Row, mapping: dict[str, str | None]) -> dict[str, str]:
-    taken = {mapping.get(key, key) for key in ("prompt", "domain", "rendered")}
-    return {
-        str(key): value if isinstance(value, str) else json.dumps(value, default=str)
-        for key, value in row.items()
-        if key not in taken and value is not None
-    }
+def as_text(value: Any) -> str:
+    """Return a value of a row as a text column: what is no text as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from rlhf_lightning.data.files import is_data_file, split_files
-from rlhf_lightning.data.records import RecordKind
+from rlhf_lightning.data.files import is_data_file
+from rlhf_lightning.data.records import RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource
 
 FILES = "files"
-_CHUNK_BYTES = 1 << 22
 
 
 def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
@@ -30,10 +29,14 @@ def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
         if inner is not None:
             found |= data_digests(inner, kind)
     if isinstance(source, HubSource):
-        splits = (source.records(kind, split) for split in ("train", "validation"))
-        found[source.name] = _digest(repr(record).encode() for part in splits for record in part)
+        digest = hashlib.sha256()
+        for split in get_args(Split):
+            for record in source.records(kind, split):
+                digest.update(repr(record).encode())
+        found[source.name] = digest.hexdigest()
     for path in _files(source):
-        found[str(path)] = _digest(_chunks(path))
+        with path.open("rb") as file:
+            found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 
@@ -68,24 +71,9 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def _files(source: RecordSource) -> list[Path]:
     if isinstance(source, FileSource):
-        path, own = source.path, source.validation_path
-        train, validation = split_files(path) if path.is_dir() else ([path], [])
-        return [*train, *(validation if own is None else [own])]
+        return [*source.files("train"), *source.files("validation")]
     named = (getattr(source, name, None) for name in ("path", "positive", "negative"))
     found: list[Path] = []
     for path in (Path(name).expanduser() for name in named if name is not None):
         found += sorted(filter(is_data_file, path.glob("*"))) if path.is_dir() else [path]
     return [path for path in found if path.is_file()]
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()

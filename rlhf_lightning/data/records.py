@@ -102,6 +102,16 @@ def text_key(text: Text) -> str:
     return json.dumps([[m["role"], m["content"]] for m in text], ensure_ascii=False)
 
 
+def check_split(split: str) -> None:
+    """Check the name of a split.
+
+    Raises:
+        ValueError: if it is unknown.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split={split!r} is unknown: use 'train' or 'validation'")
+
+
 def kind_of(record: Record) -> RecordKind:
     """Return the name of the record's kind.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.data.errors import BadRecordError, describe
-from rlhf_lightning.data.files import read_rows
+from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.sources.argument_pairs import ArgumentPairSource
 from rlhf_lightning.preferences.annotators import now
 from rlhf_lightning.preferences.records import Choice, Label, Pair
@@ -54,9 +54,7 @@ def read_pandalm(path: str | Path) -> JudgedSet:
     left_out: Counter[str] = Counter()
     row_counts: list[tuple[int, int, int]] = []
     choices: tuple[Choice, ...] = ("tie", "first", "second")
-    for where, row in read_rows(Path(path)):
-        if isinstance(row, BadRecordError):
-            raise row
+    for where, row in checked_rows(Path(path)):
         texts = [_text(row.get(k)) for k in ("instruction", "input", "response1", "response2")]
         votes: list[Any] = [row.get(f"annotator{n}") for n in (1, 2, 3)]
         if None in texts or any(v not in (0, 1, 2) for v in votes):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
-from rlhf_lightning.data.files import read_rows
+from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import ROLES, Text, text_key
 
 Choice = Literal["first", "second", "tie", "both_bad", "skip"]
@@ -312,9 +312,7 @@ def read_records(cls: type[RecordT], path: str | Path) -> Iterator[RecordT]:
     Raises:
         BadRecordError: for a file or a line that cannot be read.
     """
-    for where, row in read_rows(Path(path)):
-        if isinstance(row, BadRecordError):
-            raise row
+    for where, row in checked_rows(Path(path)):
         yield from_row(cls, row, where)
 
 

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
 from rlhf_lightning.data.files import read_rows
-from rlhf_lightning.data.formats import KNOWN_KEYS, ParsedRow, parse_rows, to_kind
+from rlhf_lightning.data.formats import KNOWN_KEYS, ParsedRow, RowParser, parse_rows, to_kind
 from rlhf_lightning.data.records import ROLES, kind_of, text_key
 from tests.bad_input.examples import examples
 
@@ -43,7 +43,7 @@ TEXTUAL = ("texts", "prompts", "demonstrations", "preferences")
 
 def parse(rows: list[Any], on_bad_record: Any = "raise") -> list[ParsedRow]:
     located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
-    return parse_rows(located, columns=None, skipped=SkippedRecords(on_bad_record))
+    return parse_rows(located, RowParser(), SkippedRecords(on_bad_record))
 
 
 def must_tell(error: BadRecordError, place: str) -> None:
@@ -74,7 +74,7 @@ def check_rows(rows: list[Any]) -> None:
     skipped = SkippedRecords("skip")
     located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
     try:
-        kept = parse_rows(located, columns=None, skipped=skipped)
+        kept = parse_rows(located, RowParser(), skipped)
     except BadRecordError as error:
         must_tell(error, "set.jsonl: no record is left")
     else:
@@ -185,6 +185,6 @@ def test_valid_json_that_no_text_or_number_can_hold_is_named(tmp_path, line, fou
     path = tmp_path / f"pairs{extension}"
     path.write_text(f"[{line}]" if extension == ".json" else line)
     with pytest.raises(BadRecordError) as caught:
-        parse_rows(read_rows(path), columns=None, skipped=SkippedRecords("raise"))
+        parse_rows(read_rows(path), RowParser(), SkippedRecords("raise"))
     assert found in str(caught.value)
     must_tell(caught.value, str(path))

@@ -34,7 +34,7 @@ NASTY = [
     "hydra.utils.get_static_method",
     # What a module of ours imported.
     "rlhf_lightning.app.train.os.system",
-    "rlhf_lightning.data.sources.rows.logging.os.system",
+    "rlhf_lightning.data.sources.base.logging.os.system",
     "rlhf_lightning.rollout.scorers.base.importlib.import_module",
     "rlhf_lightning.models.factory.torch.load",
     "rlhf_lightning.models.factory.AutoModelForCausalLM.from_pretrained",
@@ -94,7 +94,7 @@ def test_a_target_that_is_none_is_refused_with_its_place(name):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "name", ["os.system", "rlhf_lightning.data.sources.rows.logging.os.system", "torch.load"]
+    "name", ["os.system", "rlhf_lightning.data.sources.base.logging.os.system", "torch.load"]
 )
 def test_every_way_of_naming_a_target_is_seen(name, form):
     with pytest.raises(TargetError, match="is not allowed"):

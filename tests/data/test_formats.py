@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords
-from rlhf_lightning.data.formats import detect_format, parse_rows, to_kind
+from rlhf_lightning.data.formats import RowParser, detect_format, parse_rows, to_kind
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -24,7 +24,7 @@ def assistant(content):
 
 def parse(*rows, columns=None, on_bad_record="raise"):
     located = [(Location("set.jsonl", i + 1), row) for i, row in enumerate(rows)]
-    return parse_rows(located, columns=columns, skipped=SkippedRecords(on_bad_record))
+    return parse_rows(located, RowParser(columns), SkippedRecords(on_bad_record))
 
 
 def parse_one(row, **options):
@@ -213,7 +213,7 @@ def test_a_bad_record_names_its_place_what_was_found_and_how_to_mend_it(row, mes
 def test_a_bad_record_is_skipped_counted_and_named_on_request(row, message, caplog):
     skipped = SkippedRecords("skip")
     located = [(Location("set.jsonl", i + 1), r) for i, r in enumerate([PAIR, row, PAIR])]
-    parsed = parse_rows(located, columns=None, skipped=skipped)
+    parsed = parse_rows(located, RowParser(), skipped)
     assert [p.record for p in parsed] == [PreferenceRecord("p", "a", "b")] * 2
     assert len(skipped.messages) == 1
     assert skipped.messages[0].startswith("set.jsonl, line 2: ")

@@ -74,7 +74,7 @@ def test_what_there_is_not_is_told(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match=r"no \.jsonl file"):
         QuestionSource(tmp_path).records("prompts", "train")
     file = write(tmp_path / "q.jsonl", turns("How?"), turns("Why?"))
-    with pytest.raises(ValueError, match="prompts alone"):
+    with pytest.raises(ValueError, match="the records are prompts"):
         QuestionSource(file).records("demonstrations", "train")
     with pytest.raises(ValueError, match="is unknown"):
         QuestionSource(file).records("prompts", "test")  # type: ignore[arg-type]

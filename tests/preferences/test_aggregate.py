@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlhf_lightning.data.errors import Location, SkippedRecords
-from rlhf_lightning.data.formats import parse_rows
+from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.records import PreferenceRecord
 from rlhf_lightning.preferences.aggregate import (
     NO_MAJORITY,
@@ -107,7 +107,7 @@ def test_a_row_is_a_record_that_the_reward_stage_reads(prompt) -> None:
     assert row["labelled_by"] == "people"
     assert (row["chosen_source"], row["rejected_source"]) == ("base", "sft")
     assert row["votes"] == {"second": 2, "first": 1}
-    parsed = parse_rows([(Location("x", 1), row)], columns=None, skipped=SkippedRecords("raise"))
+    parsed = parse_rows([(Location("x", 1), row)], RowParser(), SkippedRecords("raise"))
     record = parsed[0].record
     assert isinstance(record, PreferenceRecord)
     assert (record.margin, record.domain) == (1.0, "sums")

@@ -6,14 +6,14 @@ Made for UKPConvArg1, whose arguments take a side in a debate; any two files of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
-from rlhf_lightning.data.files import read_rows
+from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -22,6 +22,7 @@ from rlhf_lightning.data.records import (
     RecordKind,
     Split,
     Text,
+    check_split,
 )
 
 Gold = Literal["a1", "a2", "equal"]
@@ -167,19 +168,18 @@ class ArgumentPairSource:
         Raises:
             ValueError: if there is no such split.
         """
-        if split not in ("train", "validation"):
-            raise ValueError(f"split={split!r} is unknown: use 'train' or 'validation'")
+        check_split(split)
         held_out = split == "validation"
         return tuple(p for p in self._pairs if (debate(p.topic) in self.held_out) == held_out)
 
     @cached_property
     def _pairs(self) -> tuple[JudgedPair, ...]:
         arguments: dict[str, Argument] = {}
-        for where, row in _rows(self._file("arguments")):
+        for where, row in checked_rows(self._file("arguments")):
             values = _texts(row, ("id", "stance", "text"), where)
             arguments[values["id"]] = Argument(values["stance"], values["text"].strip())
         path = self._file("pairs")
-        pairs = tuple(_judged_pair(row, arguments, where) for where, row in _rows(path))
+        pairs = tuple(_judged_pair(row, arguments, where) for where, row in checked_rows(path))
         known = sorted({debate(pair.topic) for pair in pairs})
         for name in self.held_out:
             if name not in known:
@@ -226,13 +226,6 @@ class ArgumentPairSource:
 def debate(topic: str) -> str:
     """Return the debate of a topic `<debate>_<side>`, without the dashes at its end."""
     return topic.partition("_")[0].rstrip("-")
-
-
-def _rows(path: Path) -> Iterator[tuple[Location, Mapping[str, Any]]]:
-    for where, row in read_rows(path):
-        if isinstance(row, BadRecordError):
-            raise row
-        yield where, row
 
 
 def _judged_pair(

@@ -1,18 +1,31 @@
-"""Where records come from: files, the hub, or several sources mixed by weight."""
+"""Sources of records: rows of files and of the hub, and sources made of several."""
 
 from __future__ import annotations
 
 import json
+import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_lightning.data.errors import Location, OnBadRecord
-from rlhf_lightning.data.files import LocatedRow, read_rows, split_files
-from rlhf_lightning.data.records import PreferenceRecord, Record, RecordKind, Split, prompt_key
-from rlhf_lightning.data.sources.rows import RowSource
+from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
+from rlhf_lightning.data.files import LocatedRow, Row, read_rows, split_files
+from rlhf_lightning.data.formats import ParsedRow, RowParser, check_columns, parse_rows, to_kind
+from rlhf_lightning.data.records import (
+    PreferenceRecord,
+    Record,
+    RecordKind,
+    Split,
+    check_split,
+    kind_of,
+    prompt_key,
+)
+from rlhf_lightning.data.splits import split_by_key
+
+logger = logging.getLogger(__name__)
 
 
 class RecordSource(Protocol):
@@ -27,105 +40,199 @@ class RecordSource(Protocol):
         ...
 
 
-class FileSource(RowSource):
-    """Records of a .jsonl, .json, .csv or .parquet file, or of a folder with split files.
+@dataclass(eq=False, repr=False, kw_only=True)
+class RowSource:
+    """Parses rows once, splits them by prompt where there is no validation set, and converts.
 
-    The first three may be compressed: `.jsonl.gz`.
+    A source says where its rows come from in `_rows`. One whose rows are of another form than those
+    of `formats` says in `_parser` what makes a record of a row.
 
     Args:
-        path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`.
-        columns: our name -> the file's name for it; null hides a column.
-        validation_path: a file of held-out records; without one, the validation file of the
-            folder, or else a share of the prompts.
-        validation_fraction: that share of prompts; 0 for no validation.
+        columns: our name -> their name; null hides a column.
+        validation_fraction: share of prompts held out where there is no validation set; 0 for no
+            validation.
         seed: of the split by prompt; the same seed holds out the same prompts in every stage.
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
         rendered: a chat template has written the texts already: special tokens that they spell
             are tokens. A row's own `rendered` comes first.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        columns: Mapping[str, str | None] | None = None,
-        validation_path: str | Path | None = None,
-        validation_fraction: float = 0.05,
-        seed: int = 0,
-        on_bad_record: OnBadRecord = "raise",
-        rendered: bool = False,
-    ) -> None:
-        """Note where the records are; they are read at the first call of `records`."""
-        super().__init__(
-            str(path),
-            columns=columns,
-            validation_fraction=validation_fraction,
-            seed=seed,
-            on_bad_record=on_bad_record,
-            rendered=rendered,
+    columns: Mapping[str, str | None] | None = None
+    validation_fraction: float = 0.05
+    seed: int = 0
+    on_bad_record: OnBadRecord = "raise"
+    rendered: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the arguments; rows are read at the first call of `records`."""
+        check_columns(self.columns)
+        self._skipped = SkippedRecords(self.on_bad_record)
+        self._splits: dict[Split, list[ParsedRow]] | None = None
+
+    @property
+    def label(self) -> str:
+        """The file or data set, for messages."""
+        raise NotImplementedError
+
+    @property
+    def skipped_records(self) -> tuple[str, ...]:
+        """Messages about the bad records that were left out (of what was read so far)."""
+        return tuple(self._skipped.messages)
+
+    @property
+    def num_repeated_keys(self) -> int:
+        """Rows of JSON with a key twice (of what was read so far)."""
+        return self._skipped.num_repeated_keys
+
+    def records(self, kind: RecordKind, split: Split) -> list[Record]:
+        """Return all records of `split` as `kind`, in the order of the source.
+
+        Prompts taken from demonstrations or preferences are made unique: a prompt with ten pairs
+        is one prompt to answer. A set of prompts is kept as it is.
+
+        Raises:
+            BadRecordError: for a bad record unless it is skipped, or if the records cannot be
+                turned into `kind`.
+            ValueError: if `split` is unknown.
+        """
+        rows = self._split(split)
+        if kind == "prompts" and rows and kind_of(rows[0].record) != "prompts":
+            rows = list({prompt_key(row.record): row for row in reversed(rows)}.values())[::-1]
+        return list(self._converted(rows, kind))
+
+    def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
+        for row in rows:
+            try:
+                yield to_kind(row, kind)
+            except BadRecordError as error:
+                # A set of the wrong kind is no bad record, and skipping would hide all of it.
+                if kind != "prompts" or kind_of(row.record) == "texts":
+                    raise
+                if str(error) not in self._skipped.messages:
+                    self._skipped.add(error)
+
+    def _split(self, split: Split) -> list[ParsedRow]:
+        check_split(split)
+        if self._splits is None:
+            self._splits = self._load()
+        return self._splits[split]
+
+    def _load(self) -> dict[Split, list[ParsedRow]]:
+        train = self._parse(self._rows("train"))
+        validation_rows = self._rows("validation")
+        if validation_rows is not None:
+            validation = self._parse(validation_rows)
+            self._warn_of_shared_prompts(train, validation)
+            return {"train": train, "validation": validation}
+        train, validation = split_by_key(
+            train,
+            lambda row: row.split_key,
+            validation_fraction=self.validation_fraction,
+            seed=self.seed,
+            name=self.label,
         )
-        self.path = Path(path).expanduser()
-        self.validation_path = Path(validation_path).expanduser() if validation_path else None
+        return {"train": train, "validation": validation}
+
+    def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
+        held_out = {prompt_key(row.record) for row in validation}
+        shared = held_out & {prompt_key(row.record) for row in train}
+        if shared:
+            logger.warning(
+                "%s: %d of %d validation prompts are trained on too, so validation says nothing "
+                "about new prompts there, e.g. %r",
+                self.label,
+                len(shared),
+                len(held_out),
+                min(shared)[:60],
+            )
+
+    def _parse(self, rows: Iterable[LocatedRow] | None) -> list[ParsedRow]:
+        return parse_rows(rows or (), self._parser(), self._skipped)
+
+    def _parser(self) -> Callable[[Row, Location], ParsedRow]:
+        return RowParser(self.columns, rendered=self.rendered)
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
-        train: list[Path] = [self.path]
-        validation: list[Path] = []
-        if self.path.is_dir():
-            train, validation = split_files(self.path)
+        """Return the rows of a split; None for a validation split where there is none."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False, repr=False)
+class FileSource(RowSource):
+    """Records of a .jsonl, .json, .csv or .parquet file, or of a folder with split files.
+
+    The first three may be compressed: `.jsonl.gz`. Further arguments are those of `RowSource`.
+
+    Args:
+        path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`.
+        validation_path: a file of held-out records; without one, the validation file of the
+            folder, or else a share of the prompts.
+
+    Raises:
+        ValueError: if no path was given.
+    """
+
+    path: str | Path | None
+    _: KW_ONLY
+    validation_path: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments; the files are read at the first call of `records`."""
+        super().__post_init__()
+        if self.path is None:
+            raise ValueError("path=None: no path was given. Give dataset.path=FILE or a folder")
+
+    @property
+    def folder_or_file(self) -> Path:
+        """The path, `~` expanded."""
+        return Path(str(self.path)).expanduser()
+
+    @property
+    def label(self) -> str:
+        """The path, for messages."""
+        return str(self.path)
+
+    def files(self, split: Split) -> list[Path]:
+        """Return the files of a split; none for a validation split that is a share of the train."""
+        path = self.folder_or_file
+        train, validation = split_files(path) if path.is_dir() else ([path], [])
         if self.validation_path is not None:
-            validation = [self.validation_path]
-        files = train if split == "train" else validation
+            validation = [Path(self.validation_path).expanduser()]
+        return train if split == "train" else validation
+
+    def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
+        files = self.files(split)
         return (row for file in files for row in read_rows(file)) if files else None
 
 
+@dataclass(eq=False, repr=False)
 class HubSource(RowSource):
     """Records of a data set on the Hugging Face hub, through `datasets`.
 
-    Code that a data set ships is never run.
+    Code that a data set ships is never run. Further arguments are those of `RowSource`.
 
     Args:
         name: the data set, e.g. `trl-lib/ultrafeedback_binarized`, or a folder of one.
         config: the name of its configuration.
         split: the split to train on; slices such as `train[:1000]` work.
         validation_split: the held-out split; without one, a share of the prompts is held out.
-        columns: our name -> the set's name for it; null hides a column.
         revision: a branch, tag or commit; give a commit for runs that can be repeated.
-        validation_fraction: share of prompts held out where there is no `validation_split`.
-        seed: of the split by prompt.
-        on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
-        rendered: a chat template has written the texts already: special tokens that they spell
-            are tokens. A row's own `rendered` comes first.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        config: str | None = None,
-        split: str = "train",
-        validation_split: str | None = None,
-        columns: Mapping[str, str | None] | None = None,
-        revision: str | None = None,
-        validation_fraction: float = 0.05,
-        seed: int = 0,
-        on_bad_record: OnBadRecord = "raise",
-        rendered: bool = False,
-    ) -> None:
-        """Note the name; the set is loaded at the first call of `records`."""
-        super().__init__(
-            name,
-            columns=columns,
-            validation_fraction=validation_fraction,
-            seed=seed,
-            on_bad_record=on_bad_record,
-            rendered=rendered,
-        )
-        self.config = config
-        self.hub_splits: dict[Split, str | None] = {"train": split, "validation": validation_split}
-        self.revision = revision
+    name: str
+    _: KW_ONLY
+    config: str | None = None
+    split: str = "train"
+    validation_split: str | None = None
+    revision: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name of the data set, for messages."""
+        return self.name
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
-        hub_split = self.hub_splits[split]
+        hub_split = self.split if split == "train" else self.validation_split
         return None if hub_split is None else self._load_split(hub_split)
 
     def _load_split(self, hub_split: str) -> Iterator[LocatedRow]:
@@ -151,7 +258,23 @@ class HubSource(RowSource):
             yield Location(source, number, "row"), row
 
 
-class MixedSource:
+class _SeveralSources:
+    """A source made of others, and the notes of all of them."""
+
+    sources: tuple[RecordSource, ...]
+
+    @property
+    def skipped_records(self) -> tuple[str, ...]:
+        """Messages about the bad records that the sources left out."""
+        return tuple(m for s in self.sources for m in getattr(s, "skipped_records", ()))
+
+    @property
+    def num_repeated_keys(self) -> int:
+        """Rows of JSON in the sources that have a key twice."""
+        return sum(getattr(source, "num_repeated_keys", 0) for source in self.sources)
+
+
+class MixedSource(_SeveralSources):
     """Several sources, mixed so that their shares of the training records match weights.
 
     The mix has as many training records as all sources together. A source that gets more than it
@@ -182,16 +305,6 @@ class MixedSource:
         self.sources = tuple(sources)
         self.weights = tuple(float(w) / sum(weights) for w in weights)
         self.seed = seed
-
-    @property
-    def skipped_records(self) -> tuple[str, ...]:
-        """Messages about the bad records that the sources left out."""
-        return tuple(m for s in self.sources for m in getattr(s, "skipped_records", ()))
-
-    @property
-    def num_repeated_keys(self) -> int:
-        """Rows of JSON in the sources that have a key twice."""
-        return sum(getattr(source, "num_repeated_keys", 0) for source in self.sources)
 
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return the mixed records, source after source.
@@ -247,21 +360,16 @@ class PreferenceFolder(FileSource):
     ) -> None:
         """Read what is known of the noise; records are read at the first call of `records`."""
         super().__init__(path, seed=seed, validation_fraction=validation_fraction)
-        if not self.path.exists():
+        if not self.folder_or_file.exists():
             raise ValueError(
                 f"data.path={path} does not exist: give preference records (prompt, chosen, "
                 "rejected), or make them with  python -m rlhf_lightning.collect"
             )
-        ceiling = self._reliability().get("label_ceiling")
+        file = self.folder_or_file / RELIABILITY
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        ceiling = content.get("label_ceiling") if isinstance(content, dict) else None
         if ceiling is not None:
             self.label_ceiling: Callable[[], float] = lambda: float(ceiling)
-
-    def _reliability(self) -> dict[str, Any]:
-        file = self.path / RELIABILITY
-        if not file.is_file():
-            return {}
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
 
 
 class FirstRecords:
@@ -292,7 +400,7 @@ class FirstRecords:
         return first * self.num_copies if split == "train" else first
 
 
-class JoinedSource:
+class JoinedSource(_SeveralSources):
     """All records of all sources; what one of them holds out, none of them trains on.
 
     Validation records are those of all sources. A training record whose prompt is held out by any
@@ -310,17 +418,7 @@ class JoinedSource:
     def __init__(self, sources: Sequence[RecordSource]) -> None:
         """Note the sources; they are read at the first call of `records`."""
         self.sources = tuple(sources)
-        self._left_out: dict[str, int] = {}
-
-    @property
-    def skipped_records(self) -> tuple[str, ...]:
-        """Messages about the bad records that the sources left out."""
-        return tuple(m for s in self.sources for m in getattr(s, "skipped_records", ()))
-
-    @property
-    def num_repeated_keys(self) -> int:
-        """Rows of JSON in the sources that have a key twice."""
-        return sum(getattr(source, "num_repeated_keys", 0) for source in self.sources)
+        self._left_out: Counter[str] = Counter()
 
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return the records of a split, source after source."""
@@ -330,15 +428,15 @@ class JoinedSource:
         held_out = {prompt_key(record) for record in self.records(kind, "validation")}
         kept: list[Record] = []
         seen: set[str] = set()
-        self._left_out = {}
+        self._left_out = Counter()
         for number, pool in enumerate(pools):
             own = set()
             for record in pool:
                 said = repr(record)
                 if prompt_key(record) in held_out:
-                    self._count("its prompt is held out by another source")
+                    self._left_out["its prompt is held out by another source"] += 1
                 elif number and said in seen:
-                    self._count("said in an earlier source")
+                    self._left_out["said in an earlier source"] += 1
                 else:
                     kept.append(record)
                     own.add(said)
@@ -347,14 +445,11 @@ class JoinedSource:
 
     def left_out(self, kind: RecordKind, split: Split) -> dict[str, int]:
         """Return how many good records are not used, by reason."""
-        found: dict[str, int] = dict(self._left_out) if split == "train" else {}
+        found = Counter(self._left_out if split == "train" else {})
         for source in self.sources:
-            for reason, count in getattr(source, "left_out", _none)(kind, split).items():
-                found[reason] = found.get(reason, 0) + count
-        return found
-
-    def _count(self, reason: str) -> None:
-        self._left_out[reason] = self._left_out.get(reason, 0) + 1
+            if hasattr(source, "left_out"):
+                found.update(source.left_out(kind, split))
+        return dict(found)
 
     @property
     def label_ceiling(self) -> Callable[[], float] | None:
@@ -381,10 +476,6 @@ def _named(pool: Sequence[Record], number: int) -> list[Record]:
         else r
         for r in pool
     ]
-
-
-def _none(kind: RecordKind, split: Split) -> dict[str, int]:
-    return {}
 
 
 def as_source(source: RecordSource | str | Path) -> RecordSource:

@@ -22,6 +22,7 @@ from rlhf_lightning.data.records import (
     RecordKind,
     Split,
     TextRecord,
+    check_split,
 )
 from rlhf_lightning.data.splits import split_fraction
 
@@ -107,8 +108,7 @@ class LabelledTextSource:
         Raises:
             ValueError: if there is no such kind or split.
         """
-        if split not in ("train", "validation"):
-            raise ValueError(f"split={split!r} is unknown: use 'train' or 'validation'")
+        check_split(split)
         rng = Random(f"{self.seed}/{kind}/{split}")
         if kind == "preferences":
             return list(self._pairs(split, rng))

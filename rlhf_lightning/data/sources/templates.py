@@ -5,51 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal
+from typing import Any
 
-from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
-from rlhf_lightning.data.files import LocatedRow, RepeatedKeys, read_rows
-from rlhf_lightning.data.records import (
-    DemonstrationRecord,
-    PromptRecord,
-    Record,
-    RecordKind,
-    Split,
-    Text,
-    text_key,
-)
-from rlhf_lightning.data.splits import split_by_key
+from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, closest, describe
+from rlhf_lightning.data.files import Row
+from rlhf_lightning.data.formats import ParsedRow
+from rlhf_lightning.data.records import DemonstrationRecord, RecordKind, Split, Text
+from rlhf_lightning.data.sources.base import FileSource
 
 REFERENCE = "completion"
 TOO_LONG = "completion longer than max_completion_chars"
 SEEN = "held-out completion that training shows too"
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A demonstration, what it is split by, and the row's other columns as text."""
-
-    prompt: Text
-    completion: Text
-    reference: str
-    domain: str
-    group: str
-    columns: Mapping[str, str]
-
-
-@dataclass
-class _Part:
-    """The rows of a split, and how many were left out for which reason."""
-
-    rows: list[_Row]
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-class TemplateSource:
+class TemplateSource(FileSource):
     """Prompts and completions made of a file's fields, plain or as conversations.
 
     `prompt="Platform: {platform}. Task: {task}"` puts the fields `platform` and `task` of each row
@@ -93,111 +65,57 @@ class TemplateSource:
         remove: str | None = None,
         max_completion_chars: int | None = None,
         unseen_completions: bool = False,
-        on_bad_record: Literal["raise", "skip"] = "raise",
+        on_bad_record: OnBadRecord = "raise",
     ) -> None:
         """Check the arguments; nothing is read yet."""
-        if path is None:
-            raise ValueError("path=None: no path was given. Give dataset.path=FILE")
+        super().__init__(
+            path,
+            validation_fraction=validation_fraction,
+            seed=seed,
+            on_bad_record=on_bad_record,
+        )
         if system is not None and not chat:
             raise ValueError("system is given, but chat=False has no system message: leave it out")
         if max_completion_chars is not None and max_completion_chars < 1:
             raise ValueError(f"max_completion_chars={max_completion_chars} must be 1 or more")
-        self.path = Path(path).expanduser()
         templates = {"prompt": prompt, "completion": completion}
         self.templates = templates if system is None else {"system": system, **templates}
         self.fields = {name: fields_of(text, name) for name, text in self.templates.items()}
         self.chat = chat
         self.split_by = split_by
-        self.validation_fraction = validation_fraction
-        self.seed = seed
         self.domain = domain
         self.remove = None if remove is None else _compiled(remove)
         self.max_completion_chars = max_completion_chars
         self.unseen_completions = unseen_completions
-        self.num_repeated_keys = 0  # rows of JSON with a key twice, of what was read so far
-        self._skipped = SkippedRecords(on_bad_record)
-        self._splits: dict[Split, _Part] | None = None
-
-    @property
-    def skipped_records(self) -> tuple[str, ...]:
-        """Messages about the bad rows that were left out (of what was read so far)."""
-        return tuple(self._skipped.messages)
-
-    def records(self, kind: RecordKind, split: Split) -> list[Record]:
-        """Return demonstrations, or each prompt once, in the order of the file.
-
-        Raises:
-            BadRecordError: for a bad row unless it is skipped.
-            ValueError: for another kind or split.
-        """
-        rows = self._part(split).rows
-        if kind == "demonstrations":
-            return [DemonstrationRecord(r.prompt, r.completion, r.domain) for r in rows]
-        if kind == "prompts":
-            first = {text_key(row.prompt): row for row in reversed(rows)}
-            return [PromptRecord(r.prompt, r.domain, r.columns) for r in [*first.values()][::-1]]
-        raise ValueError(f"kind={kind!r} is not in this set: use 'demonstrations' or 'prompts'")
+        self._left_out: dict[Split, Counter[str]] = {"train": Counter(), "validation": Counter()}
 
     def left_out(self, kind: RecordKind, split: Split) -> Mapping[str, int]:
         """Return how many good rows were left out, by reason."""
-        return dict(self._part(split).left_out)
+        self._split(split)
+        return dict(self._left_out[split])
 
-    def _part(self, split: Split) -> _Part:
-        if split not in ("train", "validation"):
-            raise ValueError(f"split={split!r} is unknown: use 'train' or 'validation'")
-        if self._splits is None:
-            self._splits = self._load()
-        return self._splits[split]
-
-    def _load(self) -> dict[Split, _Part]:
-        rows = self._parse(read_rows(self.path))
-        sides = split_by_key(
-            rows,
-            lambda row: row.group,
-            validation_fraction=self.validation_fraction,
-            seed=self.seed,
-            name=str(self.path),
-        )
-        parts = [self._short_enough(side) for side in sides]
-        train, validation = parts
+    def _load(self) -> dict[Split, list[ParsedRow]]:
+        splits = super()._load()
+        if (longest := self.max_completion_chars) is not None:
+            for split, rows in splits.items():
+                splits[split] = [row for row in rows if len(row.columns[REFERENCE]) <= longest]
+                self._left_out[split][TOO_LONG] = len(rows) - len(splits[split])
         if self.unseen_completions:
-            shown = {normalized(row.reference) for row in train.rows}
-            new = [row for row in validation.rows if normalized(row.reference) not in shown]
-            validation.left_out[SEEN] += len(validation.rows) - len(new)
-            validation.rows = new
-        return {"train": train, "validation": validation}
+            shown = {normalized(row.columns[REFERENCE]) for row in splits["train"]}
+            held_out = splits["validation"]
+            new = [row for row in held_out if normalized(row.columns[REFERENCE]) not in shown]
+            splits["validation"] = new
+            self._left_out["validation"][SEEN] = len(held_out) - len(new)
+        return splits
 
-    def _short_enough(self, rows: list[_Row]) -> _Part:
-        longest = self.max_completion_chars
-        if longest is None:
-            return _Part(rows)
-        kept = [row for row in rows if len(row.reference) <= longest]
-        return _Part(kept, Counter({TOO_LONG: len(rows) - len(kept)}))
+    def _parser(self) -> Callable[[Row, Location], ParsedRow]:
+        return self._parse_row
 
-    def _parse(self, rows: Iterable[LocatedRow]) -> list[_Row]:
-        parsed, number = [], 0
-        for number, (where, row) in enumerate(rows, start=1):  # noqa: B007
-            try:
-                if isinstance(row, BadRecordError):
-                    raise row
-                self.num_repeated_keys += isinstance(row, RepeatedKeys)
-                parsed.append(self._parse_row(row, where))
-            except BadRecordError as error:
-                self._skipped.add(error)
-        self._skipped.log(str(self.path), len(parsed))
-        if not parsed:
-            found = f"no record is left: all {number} were bad"
-            first = self._skipped.messages[0]
-            raise BadRecordError(Location(str(self.path)), found, f"mend them; the first: {first}")
-        return parsed
-
-    def _parse_row(self, row: Mapping[str, Any], where: Location) -> _Row:
+    def _parse_row(self, row: Row, where: Location) -> ParsedRow:
         columns = {str(k): _as_text(v) for k, v in row.items() if v is not None}
         texts = {
-            name: template.format_map({key: _field(columns, key, where) for key in fields})
-            for (name, template), fields in zip(
-                self.templates.items(), self.fields.values(), strict=True
-            )
+            name: self.templates[name].format_map({k: _field(columns, k, where) for k in fields})
+            for name, fields in self.fields.items()
         }
         reference = texts["completion"]
         if self.remove is not None:
@@ -210,17 +128,11 @@ class TemplateSource:
             system = [{"role": "system", "content": texts["system"]}] if "system" in texts else []
             prompt = (*system, {"role": "user", "content": texts["prompt"]})
             answer = ({"role": "assistant", "content": reference},)
-        kept = {key: value for key, value in columns.items() if key != "prompt"}
-        return _Row(
-            prompt,
-            answer,
-            reference,
-            domain="" if self.domain is None else _field(columns, self.domain, where),
-            group=text_key(prompt)
-            if self.split_by is None
-            else _field(columns, self.split_by, where),
-            columns={**kept, REFERENCE: reference},
-        )
+        domain = "" if self.domain is None else _field(columns, self.domain, where)
+        group = "" if self.split_by is None else _field(columns, self.split_by, where)
+        columns.pop("prompt", None)
+        record = DemonstrationRecord(prompt, answer, domain)
+        return ParsedRow(record, where, {**columns, REFERENCE: reference}, group)
 
 
 def normalized(text: str) -> str:

@@ -8,13 +8,13 @@ an instruction-tuned model would see "Human:" where it expects its chat template
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 
-from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.files import LocatedRow, Row
-from rlhf_lightning.data.records import Split
+from rlhf_lightning.data.conversations import SIDES, parse_transcript
+from rlhf_lightning.data.errors import Location
+from rlhf_lightning.data.files import Row
+from rlhf_lightning.data.formats import ParsedRow
 from rlhf_lightning.data.sources.base import HubSource
-from rlhf_lightning.data.sources.dialogues import SIDES, parse_transcript
 
 
 class TranscriptSource(HubSource):
@@ -23,19 +23,11 @@ class TranscriptSource(HubSource):
     The arguments are those of `HubSource`. A row whose texts are not transcripts is a bad record.
     """
 
-    def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
-        rows = super()._rows(split)
-        return None if rows is None else _as_conversations(rows)
+    def _parser(self) -> Callable[[Row, Location], ParsedRow]:
+        parse = super()._parser()
 
+        def parse_dialogues(row: Row, where: Location) -> ParsedRow:
+            sides = {key: parse_transcript(row.get(key), key, where) for key in SIDES}
+            return parse({**row, **sides}, where)
 
-def _as_conversations(rows: Iterable[LocatedRow]) -> Iterator[LocatedRow]:
-    for where, row in rows:
-        if isinstance(row, BadRecordError):
-            yield where, row
-            continue
-        try:
-            parsed: Row = {key: parse_transcript(row.get(key), key, where) for key in SIDES}
-        except BadRecordError as error:
-            yield where, error
-        else:
-            yield where, {**row, **parsed}
+        return parse_dialogues

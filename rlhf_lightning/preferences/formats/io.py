@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rlhf_lightning.data.errors import BadRecordError, Location
-from rlhf_lightning.data.files import LocatedRow, Row, read_rows
+from rlhf_lightning.data.files import Row, checked_rows
 from rlhf_lightning.preferences.formats.tools import read_tool, write_labels, write_verdict
 from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, to_row
 from rlhf_lightning.runs.atomic import write_text
@@ -75,7 +75,7 @@ def read_collection(
     """
     rows = checked_rows(path)
     first = next(rows)
-    name = detect_format(first) if format == "auto" else format
+    name = detect_format(*first) if format == "auto" else format
     rows = itertools.chain([first], rows)
     pairs: Iterable[Pair] = ()
     labels: Iterable[Label] = ()
@@ -154,27 +154,12 @@ def write_collection(
     return Written(len(rows), left_out)
 
 
-def checked_rows(path: Path) -> Iterator[tuple[Location, Row]]:
-    """Yield the rows of a file.
-
-    Raises:
-        BadRecordError: at the first that cannot be read.
-    """
-    for where, row in read_rows(path):
-        if isinstance(row, BadRecordError):
-            raise row
-        yield where, row
-
-
-def detect_format(located: LocatedRow) -> Format:
+def detect_format(where: Location, row: Row) -> Format:
     """Return the format that the keys of a row speak of.
 
     Raises:
         BadRecordError: if they speak of none.
     """
-    where, row = located
-    if isinstance(row, BadRecordError):
-        raise row
     for key, name in _TELLING:
         if key in row:
             return name

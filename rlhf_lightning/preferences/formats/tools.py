@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_lightning.data.conversations import parse_text
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, describe
 from rlhf_lightning.data.files import Row
-from rlhf_lightning.data.formats import parse_rows
+from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.preferences.records import (
     SIDES,
@@ -257,7 +257,7 @@ def _read_trl(rows: Located, source: str, now: str) -> tuple[list[Pair], list[La
     located = list(rows)
     own = {str(at): {key: row[key] for key in TRL_KEYS if key in row} for at, row in located}
     pairs, labels = [], []
-    for parsed in parse_rows(located, columns=None, skipped=SkippedRecords("raise")):
+    for parsed in parse_rows(located, RowParser(), SkippedRecords("raise")):
         record, where = parsed.record, parsed.where
         if not isinstance(record, PreferenceRecord):
             found = "the row has no 'chosen' and 'rejected'"
