@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,46 +24,10 @@ from rlhf_lightning.data.sources.base import (
 class DemonstrationDataModule(RecordDataModule):
     """Batches of `SFTBatch`: demonstrations, or unlabelled texts for a base model.
 
-    The arguments are those of `RecordDataModule`.
+    The arguments are those of `RecordDataModule`; `kind` is `demonstrations` or `texts`.
     """
 
-    def __init__(
-        self,
-        source: RecordSource | str | Path,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        batch_size: int,
-        max_length: int = 1024,
-        seed: int | None = None,
-        num_epochs: float | None = None,
-        num_iterations: int | None = None,
-        kind: Literal["demonstrations", "texts"] = "demonstrations",
-        over_long: OverLong = "drop",
-        group_by_length: bool = True,
-        show_examples: int = 0,
-        max_validation_rows: int | None = None,
-        validation_batch_size: int | None = None,
-        num_workers: int = 0,
-    ) -> None:
-        """Check the numbers; nothing is read yet."""
-        if kind not in ("demonstrations", "texts"):
-            raise ValueError(f"kind={kind!r} is unknown: use 'demonstrations' or 'texts'")
-        super().__init__(
-            source,
-            tokenizer,
-            kind=kind,
-            batch_size=batch_size,
-            num_iterations=num_iterations,
-            num_epochs=num_epochs,
-            max_length=max_length,
-            over_long=over_long,
-            seed=seed,
-            group_by_length=group_by_length,
-            show_examples=show_examples,
-            max_validation_rows=max_validation_rows,
-            validation_batch_size=validation_batch_size,
-            num_workers=num_workers,
-        )
+    kinds = ("demonstrations", "texts")
 
     def _collator(self, pad_token_id: int) -> SFTCollator:
         return SFTCollator(pad_token_id)
@@ -77,6 +40,8 @@ class PreferenceDataModule(RecordDataModule):
     records, such as `rlhf_lightning.collect` makes, that takes the place of the source; the records
     of the folders and files `also` are added, as later rounds add theirs.
     """
+
+    kinds = ("preferences",)
 
     def __init__(
         self,
@@ -103,7 +68,6 @@ class PreferenceDataModule(RecordDataModule):
         super().__init__(
             JoinedSource([first, *more]) if more else first,
             tokenizer,
-            kind="preferences",
             batch_size=batch_size,
             num_iterations=num_iterations,
             num_epochs=num_epochs,
@@ -143,6 +107,7 @@ class PromptDataModule(RecordDataModule):
         num_workers: processes that collate.
     """
 
+    kinds = ("prompts",)
     _with_row_ids = True
 
     def __init__(
@@ -166,10 +131,8 @@ class PromptDataModule(RecordDataModule):
         super().__init__(
             source,
             tokenizer,
-            kind="prompts",
             batch_size=batch_size,
             num_iterations=num_iterations,
-            num_epochs=None,
             max_length=max_prompt_length,
             over_long=over_long,
             seed=seed,

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from lightning import LightningDataModule
@@ -31,7 +31,7 @@ from rlhf_lightning.data.sampler import (
     validation_part,
 )
 from rlhf_lightning.data.sources.base import RecordSource, as_source
-from rlhf_lightning.data.summary import DataSummary, render_examples, source_notes, summarize
+from rlhf_lightning.data.summary import DataSummary, render_examples, summarize
 
 VALIDATION_BATCH_FACTOR = 2
 
@@ -58,8 +58,8 @@ class RecordDataModule(LightningDataModule):
     Args:
         source: where the records come from: a source, a file, or the hub name of a data set.
         tokenizer: makes ids of them; its pad id (or else its EOS id) fills the padding.
-        kind: which records are asked for.
         batch_size: rows of a global batch; the number of ranks must divide it.
+        kind: of the records, one of `kinds`; None takes the first.
         num_iterations: batches of the stage.
         num_epochs: passes over the training rows, may be fractional; without both the stage has
             as many batches as the Trainer's `limit_train_batches`, `max_iterations` of
@@ -79,23 +79,25 @@ class RecordDataModule(LightningDataModule):
             given.
     """
 
+    kinds: ClassVar[tuple[RecordKind, ...]] = ()
+
     def __init__(
         self,
         source: RecordSource | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        kind: RecordKind,
         batch_size: int,
-        num_iterations: int | None,
-        num_epochs: float | None,
-        max_length: int,
-        over_long: OverLong,
-        seed: int | None,
-        group_by_length: bool,
-        show_examples: int,
-        max_validation_rows: int | None,
-        validation_batch_size: int | None,
-        num_workers: int,
+        kind: RecordKind | None = None,
+        num_iterations: int | None = None,
+        num_epochs: float | None = None,
+        max_length: int = 1024,
+        over_long: OverLong = "drop",
+        seed: int | None = None,
+        group_by_length: bool = True,
+        show_examples: int = 0,
+        max_validation_rows: int | None = None,
+        validation_batch_size: int | None = None,
+        num_workers: int = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
         super().__init__()
@@ -110,8 +112,15 @@ class RecordDataModule(LightningDataModule):
         _check_positive(or_zero=True, show_examples=show_examples, num_workers=num_workers)
         if num_iterations is not None and num_epochs is not None:
             raise ValueError(f"{num_iterations=} and {num_epochs=}: give exactly one")
-        if over_long not in ("drop", "truncate_left"):
-            raise ValueError(f"over_long={over_long!r} is unknown: use 'drop' or 'truncate_left'")
+        kind = kind or self.kinds[0]
+        for name, value, known in (
+            ("kind", kind, self.kinds),
+            ("over_long", over_long, get_args(OverLong)),
+        ):
+            if value not in known:
+                raise ValueError(
+                    f"{name}={value!r} is unknown: use {' or '.join(map(repr, known))}"
+                )
         self.source = as_source(source)
         self.tokenizer = tokenizer
         self.kind = kind
@@ -198,11 +207,15 @@ class RecordDataModule(LightningDataModule):
             rows[split], report = encode_all(
                 records, self.tokenizer, max_length=self.max_length, over_long=self.over_long
             )
-            notes = source_notes(self.source) if split == "train" else {}
             if hasattr(self.source, "left_out"):
                 report.dropped.update(self.source.left_out(self.kind, split))
+            noted = self.source if split == "train" else None
             self.summaries[split] = summarize(
-                rows[split], name=f"{split} {self.kind}", report=report, **notes
+                rows[split],
+                name=f"{split} {self.kind}",
+                report=report,
+                skipped=getattr(noted, "skipped_records", ()),
+                num_repeated_keys=getattr(noted, "num_repeated_keys", 0),
             )
         if not rows["train"]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What is in the data: counts, lengths, duplicates, what was left out, and decoded examples."""
+"""Summary of the data: counts, lengths, duplicates, records left out, and decoded examples."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ class LengthSummary:
     maximum: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> LengthSummary | None:
-        """Return the summary of these lengths, None if there are none."""
-        if not lengths:
-            return None
+    def of(cls, lengths: Sequence[int]) -> LengthSummary:
+        """Return the summary of these lengths, at least one."""
         ordered = sorted(lengths)
         rank = -(-95 * len(ordered) // 100)
         return cls(ordered[0], statistics.median(ordered), ordered[rank - 1], ordered[-1])
@@ -88,17 +86,15 @@ class DataSummary:
         for name, lengths in self.lengths.items():
             table.add_row(f"{name} tokens, min / median / 95 % / max", str(lengths))
         table.add_row("duplicate rows", str(self.num_duplicates))
-        if self.num_contradictions:
-            name = "pairs that another one contradicts (A > B and B > A)"
-            table.add_row(name, str(self.num_contradictions))
-        if self.num_repeated_keys:
-            name = "rows with a key twice, the last one counts"
-            table.add_row(name, str(self.num_repeated_keys))
-        if self.num_truncated:
-            table.add_row("prompts cut from the left", str(self.num_truncated))
-        if self.num_spelled:
-            name = "rows that spell special tokens, kept as text (rendered: true for tokens)"
-            table.add_row(name, str(self.num_spelled))
+        spelled = "rows that spell special tokens, kept as text (rendered: true for tokens)"
+        for name, count in (
+            ("pairs that another one contradicts (A > B and B > A)", self.num_contradictions),
+            ("rows with a key twice, the last one counts", self.num_repeated_keys),
+            ("prompts cut from the left", self.num_truncated),
+            (spelled, self.num_spelled),
+        ):
+            if count:
+                table.add_row(name, str(count))
         for reason, count in self.dropped.items():
             table.add_row(f"dropped: {reason}", str(count))
         if self.skipped:
@@ -128,13 +124,12 @@ def summarize(
     for row in encoded:
         for part, length in _lengths(row).items():
             lengths.setdefault(part, []).append(length)
-    summaries = {part: LengthSummary.of(values) for part, values in lengths.items()}
     identities = {_identity(row) for row in encoded}
     return DataSummary(
         name=name,
         num_rows=len(encoded),
         domains=dict(Counter(row.domain for row in encoded).most_common()),
-        lengths={part: summary for part, summary in summaries.items() if summary},
+        lengths={part: LengthSummary.of(values) for part, values in lengths.items()},
         num_duplicates=len(encoded) - len(identities),
         num_contradictions=sum(
             isinstance(row, EncodedPreference) and _identity(row)[::-1] in identities
@@ -161,14 +156,6 @@ def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:
         "data/bad_records_skipped": sum(len(s.skipped) for s in summaries),
     }
     return {name: float(count) for name, count in counts.items() if count}
-
-
-def source_notes(source: Any) -> dict[str, Any]:
-    """Return what a source has to say of what it read, as arguments of `summarize`."""
-    return {
-        "skipped": getattr(source, "skipped_records", ()),
-        "num_repeated_keys": getattr(source, "num_repeated_keys", 0),
-    }
 
 
 def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase, n: int) -> str:

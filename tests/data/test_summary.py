@@ -8,7 +8,6 @@ from rlhf_lightning.data.summary import LengthSummary, render_examples, summariz
 def test_lengths_give_minimum_median_95th_percentile_and_maximum():
     assert LengthSummary.of(list(range(1, 101))) == LengthSummary(1, 50.5, 95, 100)
     assert LengthSummary.of([3]) == LengthSummary(3, 3, 3, 3)
-    assert LengthSummary.of([]) is None
 
 
 def test_a_summary_counts_rows_domains_lengths_duplicates_and_what_is_left_out(tokenizer):
