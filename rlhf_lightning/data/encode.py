@@ -97,7 +97,7 @@ Encoded = EncodedSequence | EncodedPreference | EncodedPrompt
 
 @dataclass
 class EncodingReport:
-    """What became of the records; `num_spelled` spell special tokens, which are kept as text."""
+    """Counts of the encoding; `num_spelled` records spell special tokens, kept as text."""
 
     num_records: int = 0
     num_encoded: int = 0

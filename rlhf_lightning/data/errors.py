@@ -1,4 +1,4 @@
-"""What is said about a bad record: where it stands, what is wrong, and how to mend it."""
+"""Errors of bad records: the place, the fault and the fix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Location:
-    """Where a record stands: a file or data set, and the number of its line, row or record."""
+    """The place of a record: a file or data set, and the number of its line, row or record."""
 
     source: str
     number: int | None = None

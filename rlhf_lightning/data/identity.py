@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the data, so that a resumed run goes on with the same."""
+"""Digests of the data in a checkpoint, so that a resumed run goes on with the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows make up which batch: a pure function of the seed and the number of the batch.
+"""Batch samplers: the rows of a batch are a pure function of the seed and the batch's number.
 
 The data is one endless stream: pass after pass, each a permutation of all rows drawn from
 (seed, pass). A stage reads the first `num_iterations * batch_size` positions of it.

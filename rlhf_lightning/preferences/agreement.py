@@ -278,11 +278,6 @@ def dawid_skene(
     )
 
 
-def likely_choices(model: RaterModel, *, at_least: float = 0.5) -> NDArray[np.int64]:
-    """Return `[I]` the likeliest category, `MISSING` where it is not likelier than `at_least`."""
-    return np.where(model.posterior.max(1) > at_least, model.posterior.argmax(1), MISSING)
-
-
 def _lenient(num_categories: int) -> Floats:
     other = 0.5 / max(num_categories - 1, 1)
     return np.where(np.eye(num_categories, dtype=bool), 0.5, other)
@@ -290,7 +285,7 @@ def _lenient(num_categories: int) -> Floats:
 
 def _shares(values: Floats) -> Floats:
     total = values.sum(-1, keepdims=True)
-    # Without pseudo-votes a category nobody used has none: any row does, it is never read.
+    # Without pseudo-votes an unused category has none: any row does, it is never read.
     return np.where(total > 0, values / np.where(total > 0, total, 1), 1 / values.shape[-1])
 
 

@@ -30,7 +30,7 @@ class Annotator(Protocol):
     was killed asks for the rest.
 
     Attributes:
-        name: who says it; stands in every label.
+        name: of the annotator; stands in every label.
         kind: what sort of annotator it is.
         batch_size: pairs of one call, whose labels reach the disk together.
     """
@@ -179,7 +179,7 @@ def label_pairs(
     Labels reach the journal batch by batch, so a run that was killed goes on where it was.
 
     Args:
-        annotator: who is asked.
+        annotator: asked for the labels.
         pairs: to be labelled.
         journal: of all labels.
         quiet: show no progress.

@@ -166,18 +166,13 @@ def certainty(automatic: Mapping[str, Sequence[Label]]) -> dict[str, float]:
     return found
 
 
-def planned_cost(num_pairs: int, routing: Routing | None, hparams: BudgetHparams) -> Cost:
-    """Return what people's labels will cost: as routed, or of all pairs (`routing=None`).
+def planned_cost(num_pairs: int, hparams: BudgetHparams) -> Cost:
+    """Return what people's labels of all pairs would cost.
 
-    Without a routing every pair that is trained on gets `people_votes` people, and the validation
-    share `validation_votes`.
+    The validation share gets `validation_votes` people a pair, every other pair `people_votes`.
     """
-    if routing is None:
-        held_out = round(hparams.validation_share * num_pairs)
-        looked_at = num_pairs - held_out
-    else:
-        held_out, looked_at = len(routing.validation), len(routing.people)
-    labels = looked_at * hparams.people_votes + held_out * hparams.validation_votes
+    held_out = round(hparams.validation_share * num_pairs)
+    labels = (num_pairs - held_out) * hparams.people_votes + held_out * hparams.validation_votes
     return _cost(labels, labels * hparams.seconds_per_label, 0.0, hparams, measured=False)
 
 

@@ -129,7 +129,7 @@ class Lab:
         hparams: how pairs are made and labels put together.
         score: for best_against_worst.
         worst: of an earlier collection; its pairs take the place of new candidates.
-        say: is told what came of the candidates, before anybody labels.
+        say: is told what came of the candidates, before any labelling.
     """
 
     folder: Path
@@ -175,7 +175,7 @@ class Lab:
             dropped=dropped,
             num_candidates=num_candidates,
             near_duplicates=num_near,
-            before=planned_cost(len(pairs), None, self.budget),
+            before=planned_cost(len(pairs), self.budget),
             after=actual_cost(theirs, self.budget, charges=charges),
             judge=judged,
         )

@@ -1,4 +1,4 @@
-"""A file that only grows: what was appended is on disk, and a kill leaves whole lines."""
+"""Append-only journals of JSON Lines: appended items are on disk, and a kill leaves whole lines."""
 
 from __future__ import annotations
 

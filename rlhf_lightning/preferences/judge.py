@@ -277,7 +277,8 @@ class JudgeAnnotator:
         async with service.client(stop) as client:
 
             async def ask(item: tuple[Pair, Side]) -> None:
-                if stop.is_set() or not self._may_ask():
+                limit = self.hparams.max_cost
+                if stop.is_set() or (limit is not None and self._spent >= limit):
                     return
                 messages = self.messages(*item)
                 try:
@@ -295,10 +296,6 @@ class JudgeAnnotator:
                 f"{self.name} has cost {self._spent:.4g}, judge.max_cost={self.hparams.max_cost:g} "
                 "is reached: raise it and continue with resume=auto"
             )
-
-    def _may_ask(self) -> bool:
-        limit = self.hparams.max_cost
-        return limit is None or self._spent < limit
 
     def _keep(self, judgement: Judgement) -> None:
         self._remember(judgement)
@@ -322,7 +319,7 @@ class JudgeAnnotator:
         if self.read == "logprobs" and reply.text is not None:
             probabilities = letter_probabilities(reply.top_tokens)
             letter = max(probabilities, key=lambda k: probabilities[k]) if probabilities else None
-        sides: dict[str | None, Any] = {"A": order, "B": _other(order), "C": "tie"}
+        sides: dict[str | None, Any] = {"A": order, "B": SIDES[order == "first"], "C": "tie"}
         text = None if reply.text is None else reply.text[:200]
         used, made = reply.input_tokens, reply.output_tokens
         cost, tries = self._service.cost(used, made), reply.retries
@@ -350,7 +347,3 @@ class JudgeAnnotator:
         return Label(
             pair.pair_id, self.name, choice, self.kind, "first", now(), reason=reason, margin=margin
         )
-
-
-def _other(side: Side) -> Side:
-    return "second" if side == "first" else "first"

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint: retries, a rate limit, and what it costs."""
+"""A model behind an OpenAI-compatible endpoint: retries, a rate limit, and costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True)
 class JudgeHparams(Checked):
-    """Where a judge is and how it is asked.
+    """Endpoint, sampling, limits and prices of a judge.
 
     Args:
         model: its name there.

@@ -87,11 +87,6 @@ def make_pairs(
     return [pair for _, _, pair in placed[:num_pairs]]
 
 
-def sources(pairs: Sequence[Pair]) -> dict[str, int]:
-    """Return how often each source stands in the pairs."""
-    return dict(Counter(s for pair in pairs for s in (pair.first_source, pair.second_source)))
-
-
 def place_couple(couple: Couple, seed: int) -> Pair:
     """Return two candidates as a pair; a hash of the seed says which stands first."""
     a, b = sorted(couple, key=lambda candidate: candidate.response_id)

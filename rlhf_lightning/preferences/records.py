@@ -7,7 +7,6 @@ say, so that reading the same file twice adds nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -277,11 +276,6 @@ RecordT = TypeVar("RecordT", Candidate, Pair, Label)
 def to_row(record: LabRecord) -> dict[str, Any]:
     """Return the record as plain JSON values; keys that hold None are left out."""
     return {key: value for key, value in asdict(record).items() if value is not None}
-
-
-def to_line(record: LabRecord) -> str:
-    """Return the record as one line of JSON, line break included."""
-    return json.dumps(to_row(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def from_row(cls: type[RecordT], row: Mapping[str, Any], where: Location) -> RecordT:

@@ -15,9 +15,10 @@ from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
 from rlhf_lightning.preferences.annotation.store import LabelStore
-from rlhf_lightning.preferences.records import Label, Pair, to_line
+from rlhf_lightning.preferences.journal import write_records
+from rlhf_lightning.preferences.records import Label, Pair
 
-FORM_WORD = re.compile(r'name="word" value="([0-9a-f]{64})"')
+CSRF_TOKEN = re.compile(r'name="csrf_token" value="([0-9a-f]{64})"')
 ASSIGNMENT = re.compile(r'name="assignment" value="(\d+)"')
 
 
@@ -53,7 +54,7 @@ def serving(
     command = [sys.executable, "-m", "rlhf_lightning.annotate", f"annotate.store={store}"]
     if pairs:
         file = folder / "pairs.jsonl"
-        file.write_text("".join(map(to_line, pairs)))
+        write_records(file, pairs)
         command.append(f"annotate.file={file}")
     command += [f"annotate.page.port={port}", *settings]
     process = subprocess.Popen(
@@ -103,8 +104,8 @@ class Client:
         return self._send("POST", path, urlencode(form), headers)
 
     def sign_in(self, name: str, token: str = "") -> Reply:
-        word = word_of(self.get().text)
-        reply = self.post("/start", {"word": word, "name": name, "token": token})
+        word = csrf_token_of(self.get().text)
+        reply = self.post("/start", {"csrf_token": word, "name": name, "token": token})
         return self.get(reply.headers["Location"]) if reply.status == 303 else reply
 
     def answer(self, page: str, what: str) -> Reply:
@@ -138,10 +139,10 @@ class Client:
 def answer_form(page: str, what: str) -> dict[str, str]:
     found = ASSIGNMENT.search(page)
     assert found is not None, page
-    return {"word": word_of(page), "assignment": found.group(1), "answer": what}
+    return {"csrf_token": csrf_token_of(page), "assignment": found.group(1), "answer": what}
 
 
-def word_of(page: str) -> str:
-    found = FORM_WORD.search(page)
+def csrf_token_of(page: str) -> str:
+    found = CSRF_TOKEN.search(page)
     assert found is not None, page
     return found.group(1)

@@ -13,7 +13,7 @@ import pytest
 from rlhf_lightning.preferences.annotation.server.security import host_name
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from tests.builders.labels import make_pairs
-from tests.preferences.page_server import Client, Server, serving, word_of
+from tests.preferences.page_server import Client, Server, csrf_token_of, serving
 
 TOKEN = "a token of the tests, nobody's"
 
@@ -40,7 +40,9 @@ def test_who_signs_in_under_a_name_that_is_there_is_told_whose_it_is(tmp_path: P
         first.answer(page, "tie")
         for name in ("ann  lee", "ANN LEE "):
             told = note_of(Client(server.url).sign_in(name).text)
-            assert told.startswith("Signed in as Ann Lee, who has 1 label so far. If you are some")
+            assert told.startswith(
+                "Signed in as Ann Lee, who has 1 label so far. If you are another"
+            )
 
 
 def test_of_two_who_share_a_name_the_second_reads_that_the_answer_was_not_kept(tmp_path: Path):
@@ -128,19 +130,21 @@ def test_the_page_has_no_inline_script_or_style_and_nothing_from_elsewhere(serve
 
 def test_a_label_without_signing_in_is_refused(server: Server):
     client = Client(server.url)
-    word = word_of(client.get().text)
-    form = {"word": word, "assignment": "1", "answer": "left"}
+    word = csrf_token_of(client.get().text)
+    form = {"csrf_token": word, "assignment": "1", "answer": "left"}
     assert client.post("/label", form).status == 403
-    assert client.post("/undo", {"word": word}).status == 403
+    assert client.post("/undo", {"csrf_token": word}).status == 403
 
 
-def test_a_form_without_its_word_is_refused_and_so_is_one_with_the_word_of_another(server: Server):
+def test_a_form_needs_its_own_csrf_token_and_not_that_of_another(
+    server: Server,
+):
     ann, bob = Client(server.url), Client(server.url)
     page = ann.sign_in("Ann of the words").text
-    theirs = word_of(bob.sign_in("Bob").text)
+    theirs = csrf_token_of(bob.sign_in("Bob").text)
     for word in ("", "0" * 64, theirs, "\u00e9"):
         for path in ("/label", "/undo", "/leave", "/start"):
-            form = {"word": word, "assignment": "1", "answer": "left", "name": "Eve"}
+            form = {"csrf_token": word, "assignment": "1", "answer": "left", "name": "Eve"}
             assert ann.post(path, form).status == 403
     assert server.labels() == []
     assert ann.get().text == page
@@ -155,10 +159,10 @@ def test_a_form_without_its_word_is_refused_and_so_is_one_with_the_word_of_anoth
         {"Sec_Fetch_Site": "cross-site"},
     ],
 )
-def test_a_form_of_another_site_is_refused_even_with_cookies_and_word(server: Server, headers):
+def test_a_form_of_another_site_is_refused_even_with_cookies_and_token(server: Server, headers):
     client = Client(server.url)
     page = client.sign_in("Ann").text
-    reply = client.post("/undo", {"word": word_of(page)}, **headers)
+    reply = client.post("/undo", {"csrf_token": csrf_token_of(page)}, **headers)
     assert (reply.status, reply.text) == (403, "A form of another site was refused.\n")
 
 
@@ -190,7 +194,7 @@ def test_a_forged_cookie_signs_nobody_in(server: Server):
 def test_a_form_that_makes_no_sense_is_refused_and_changes_nothing(server: Server, form, status):
     client = Client(server.url)
     page = client.sign_in("Ann").text
-    assert client.post("/label", {"word": word_of(page)} | form).status == status
+    assert client.post("/label", {"csrf_token": csrf_token_of(page)} | form).status == status
     assert server.labels() == []
     assert client.get().status == 200
 

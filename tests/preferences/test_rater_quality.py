@@ -9,13 +9,17 @@ import pytest
 
 from rlhf_lightning.preferences.agreement import (
     MISSING,
+    RaterModel,
     Votes,
     dawid_skene,
-    likely_choices,
     make_votes,
 )
 
 ACCURACIES = {"ada": 0.95, "bob": 0.85, "eve": 0.7, "mal": 0.35}
+
+
+def likely_choices(model: RaterModel, *, at_least: float = 0.5) -> np.ndarray:
+    return np.where(model.posterior.max(1) > at_least, model.posterior.argmax(1), MISSING)
 
 
 def simulated(num_items: int, seed: int, share: float = 1.0) -> tuple[Votes, np.ndarray]:

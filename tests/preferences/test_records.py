@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.preferences.journal import write_records
 from rlhf_lightning.preferences.records import (
     Candidate,
     Label,
@@ -17,7 +18,6 @@ from rlhf_lightning.preferences.records import (
     prompt_name,
     read_records,
     readable,
-    to_line,
     to_row,
     unique,
 )
@@ -58,11 +58,11 @@ def label(**changes) -> Label:
     ],
 )
 def test_a_record_survives_its_line(record: Candidate | Pair | Label, tmp_path: Path) -> None:
-    line = to_line(record)
-    assert line.count("\n") == 1
-    assert from_row(type(record), json.loads(line), WHERE) == record
     path = tmp_path / "records.jsonl"
-    path.write_text(line * 2, encoding="utf-8")
+    write_records(path, [record, record])
+    first, second, end = path.read_text(encoding="utf-8").split("\n")
+    assert (first, end) == (second, "")
+    assert from_row(type(record), json.loads(first), WHERE) == record
     assert list(read_records(type(record), path)) == [record, record]
 
 

@@ -1,4 +1,4 @@
-"""Simulated annotators: who prefers what, how surely, and how much length impresses them."""
+"""Simulated annotators, with noise and a liking for length."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from rlhf_lightning.data.demo.questions import Question
 
 @dataclass(frozen=True)
 class Quality:
-    """How good the answers of one kind of record are; all values are probabilities.
+    """Quality of the answers of one kind of record; all values are probabilities.
 
     Args:
         right: the core is right.
@@ -48,7 +48,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Style:
-    """What stands around the core, without full stops; an opener or closer may be empty."""
+    """Sentences around the core, without full stops; an opener or closer may be empty."""
 
     opener: str
     fillers: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What is true in the built-in world: the tables that its questions and answers are made of.
+"""Facts of the built-in world: the tables that its questions and answers are made of.
 
 The tables are small on purpose. A reward model can only prefer right answers after it has learnt
 every fact, and a tiny model on two cores has about a minute for that.

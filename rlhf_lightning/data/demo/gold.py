@@ -35,7 +35,7 @@ UNFINISHED = -1.0
 
 @dataclass(frozen=True)
 class GoldParts:
-    """What the gold reward saw in one answer.
+    """Findings of the gold reward in one answer.
 
     Args:
         correct: the core is right; for a harmful request, it is refused.

@@ -1,4 +1,4 @@
-"""How answers are written: core sentences that answer a question, and the style around them.
+"""Grammar of answers: core sentences that answer a question, and the style around them.
 
 An answer is a row of sentences, each ended by " .": `[opener] core [fillers] [closer]`.
 `render_core` writes a core, `parse_core` is its inverse and takes any words without raising.
@@ -83,7 +83,7 @@ I_DO_NOT_KNOW = "i do not know ."
 
 @dataclass(frozen=True)
 class Core:
-    """What a core sentence says: a kind of `CORE_FORMS` or "list", and its words."""
+    """Meaning of a core sentence: a kind of `CORE_FORMS` or "list", and its words."""
 
     kind: str
     values: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What can be asked in the built-in world.
+"""Questions of the built-in world.
 
 A prompt is `[context] template(slots)`, all words apart by spaces.
 """

@@ -1,1 +1,1 @@
-"""Where records come from: files, the hub, and data sets with a form of their own."""
+"""Sources of records: files, the hub, and data sets with a form of their own."""

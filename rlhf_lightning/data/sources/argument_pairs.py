@@ -88,7 +88,7 @@ class JudgedPair:
 
 @dataclass(frozen=True)
 class ArgumentPairSource:
-    """Which of two arguments for one side of a debate is more convincing.
+    """Preferences for the more convincing of two arguments for one side of a debate.
 
     The folder holds `pairs.jsonl` (`topic`, `title`, `arg1`, `arg2`, `gold`: a1, a2, equal or null,
     `strict`, `votes`: lists of which the second entry is a1, a2 or equal) and `arguments.jsonl`

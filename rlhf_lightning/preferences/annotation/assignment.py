@@ -98,12 +98,6 @@ def one(db: sqlite3.Connection, query: str, *values: object) -> Any:
     return db.execute(query, values).fetchone()
 
 
-def current(db: sqlite3.Connection, rater_id: int) -> sqlite3.Row | None:
-    """Return the rater's newest open assignment; the one before it is next after that."""
-    newest = "WHERE rater_id = ? AND state = 'open' ORDER BY assignment_id DESC LIMIT 1"
-    return cast(sqlite3.Row | None, one(db, f"SELECT * FROM assignments {newest}", rater_id))
-
-
 def assign(
     db: sqlite3.Connection, rater_id: int, sharing: Sharing, now: float
 ) -> sqlite3.Row | None:
@@ -116,18 +110,20 @@ def assign(
         now: seconds since 1970.
     """
     expire(db, now)
-    found = current(db, rater_id)
+    # The newest; the one before it is next after that.
+    newest = "WHERE rater_id = ? AND state = 'open' ORDER BY assignment_id DESC LIMIT 1"
+    found = one(db, f"SELECT * FROM assignments {newest}", rater_id)
     if found is not None:
-        return found
+        return cast(sqlite3.Row, found)
     rater = one(db, "SELECT * FROM raters WHERE rater_id = ?", rater_id)
     place = f"{sharing.seed}/{rater['name']}/{rater['served']}"
     position = None
     if uniform(f"gold/{place}") < sharing.gold_share:
-        position = _unseen_gold(db, rater_id)
+        position = _unseen(db, rater_id, "is_gold = 1")
     if position is None:
         position = _next_open(db, rater)
     if position is None and one(db, "SELECT wanted FROM totals")[0] == 0:
-        position = _unseen_gold(db, rater_id)  # a store of gold questions alone is a test
+        position = _unseen(db, rater_id, "is_gold = 1")  # a store of gold questions alone is a test
     if position is None:
         return None
     db.execute("UPDATE raters SET served = served + 1 WHERE rater_id = ?", (rater_id,))
@@ -190,9 +186,7 @@ def renew(db: sqlite3.Connection, row: sqlite3.Row, sharing: Sharing, now: float
     return True
 
 
-def take_back(
-    db: sqlite3.Connection, label: sqlite3.Row, sharing: Sharing, now: float, when: str
-) -> bool:
+def take_back(db: sqlite3.Connection, label: sqlite3.Row, sharing: Sharing, now: float) -> bool:
     """Undo a label and give its pair back to the rater; return whether that was possible.
 
     A skipped pair that others have completed meanwhile stays skipped.
@@ -202,12 +196,12 @@ def take_back(
         label: the row of `labels`.
         sharing: the rules.
         now: seconds since 1970.
-        when: the same as text.
     """
     position, rater_id = label["position"], label["rater_id"]
     if label["choice"] == "skip" and not _has_room(db, position):
         return False
-    db.execute("UPDATE labels SET undone = ? WHERE label_id = ?", (when, label["label_id"]))
+    undone = (iso_time(now), label["label_id"])
+    db.execute("UPDATE labels SET undone = ? WHERE label_id = ?", undone)
     db.execute(
         "UPDATE assignments SET state = 'undone' WHERE assignment_id = ?", (label["assignment_id"],)
     )
@@ -258,8 +252,8 @@ _NOT_SEEN = """
 """
 
 
-def _unseen_gold(db: sqlite3.Connection, rater_id: int) -> int | None:
-    query = f"SELECT position FROM pairs WHERE is_gold = 1 {_NOT_SEEN} ORDER BY position LIMIT 1"
+def _unseen(db: sqlite3.Connection, rater_id: int, condition: str) -> int | None:
+    query = f"SELECT position FROM pairs WHERE {condition} {_NOT_SEEN} ORDER BY position LIMIT 1"
     row = db.execute(query, {"rater": rater_id}).fetchone()
     return None if row is None else cast(int, row[0])
 
@@ -267,16 +261,12 @@ def _unseen_gold(db: sqlite3.Connection, rater_id: int) -> int | None:
 def _next_open(db: sqlite3.Connection, rater: sqlite3.Row) -> int | None:
     # What others skip or let go may lie before `passed`: if nothing is left after it, look anew.
     for start in {rater["passed"]: None, 0: None}:
-        row = db.execute(
-            "SELECT position FROM pairs WHERE is_gold = 0 AND taken < wanted AND position > :start "
-            f"{_NOT_SEEN} ORDER BY position LIMIT 1",
-            {"rater": rater["rater_id"], "start": start},
-        ).fetchone()
-        if row is not None:
-            db.execute(
-                "UPDATE raters SET passed = ? WHERE rater_id = ?", (row[0], rater["rater_id"])
-            )
-            return cast(int, row[0])
+        is_open = f"is_gold = 0 AND taken < wanted AND position > {int(start)}"
+        found = _unseen(db, rater["rater_id"], is_open)
+        if found is not None:
+            update = "UPDATE raters SET passed = ? WHERE rater_id = ?"
+            db.execute(update, (found, rater["rater_id"]))
+            return found
     return None
 
 
@@ -321,23 +311,26 @@ def insert_answer(
         reason: in words; cut at `LONGEST_REASON` characters.
         now: seconds since 1970.
     """
-    keys = ("position", "rater_id", "assignment_id", "shown_first")
-    position, rater_id, assignment_id, shown_first = (assignment[key] for key in keys)
-    choice = choice_of(answer, shown_first)
+    choice = choice_of(answer, assignment["shown_first"])
     took = max(now - assignment["served"], 0.0)
     if seconds is not None and 0 <= seconds <= took + CLOCK_SLACK:
         took = seconds
-    measured, text = (
-        (iso_time(now), round(took, 3)),
-        (reason or "").strip()[:LONGEST_REASON] or None,
-    )
+    position, rater_id = assignment["position"], assignment["rater_id"]
+    values = {
+        **dict(assignment),
+        "choice": choice,
+        "created": iso_time(now),
+        "seconds": round(took, 3),
+        "reason": (reason or "").strip()[:LONGEST_REASON] or None,
+    }
     db.execute(
         "INSERT INTO labels (position, rater_id, assignment_id, choice, kind, shown_first, "
-        "created, seconds, reason) VALUES (?, ?, ?, ?, 'person', ?, ?, ?, ?)",
-        (position, rater_id, assignment_id, choice, shown_first, *measured, text),
+        "created, seconds, reason) VALUES (:position, :rater_id, :assignment_id, :choice, "
+        "'person', :shown_first, :created, :seconds, :reason)",
+        values,
     )
     db.execute(
-        "UPDATE assignments SET state = 'labelled' WHERE assignment_id = ?", (assignment_id,)
+        "UPDATE assignments SET state = 'labelled' WHERE assignment_id = :assignment_id", values
     )
     count(db, position, rater_id, choice, 1)
     if choice == "skip":  # another rater may take the pair

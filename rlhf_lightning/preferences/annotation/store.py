@@ -11,8 +11,7 @@ import sqlite3
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import cast
@@ -32,7 +31,6 @@ from rlhf_lightning.preferences.annotation.assignment import (
     insert_answer,
     insert_label,
     insert_rater,
-    iso_time,
 )
 from rlhf_lightning.preferences.annotation.database import (
     Change,
@@ -41,7 +39,7 @@ from rlhf_lightning.preferences.annotation.database import (
     Writer,
     connect,
 )
-from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair, from_row, to_row
+from rlhf_lightning.preferences.records import Label, Pair, from_row, to_row
 
 _NEWEST = (
     "SELECT * FROM assignments WHERE rater_id = ? AND state = 'open' AND expires > ? "
@@ -231,7 +229,7 @@ class LabelStore:
                 "AND assignment_id IS NOT NULL ORDER BY label_id DESC LIMIT 1",
                 (rater_id,),
             ).fetchone()
-            return label is not None and rules.take_back(db, label, sharing, now, iso_time(now))
+            return label is not None and rules.take_back(db, label, sharing, now)
 
         return self._write(change)
 
@@ -279,47 +277,22 @@ class LabelStore:
             raise StoreError(f"{self.path} could not take that: {error}") from error
 
 
-@dataclass(frozen=True)
-class Standing:
-    """One annotator in numbers.
-
-    Args:
-        name: of the annotator.
-        kind: what sort of annotator it is.
-        labelled: pairs that were judged.
-        skipped: pairs that were not.
-        seconds: median time of a label; None where none was measured.
-        gold_right: known answers that were found.
-        gold_asked: labels on pairs with a known answer.
-    """
-
-    name: str
-    kind: AnnotatorKind
-    labelled: int
-    skipped: int
-    seconds: float | None
-    gold_right: int
-    gold_asked: int
-
-
-def standings(store: LabelStore) -> list[Standing]:
-    """Return every annotator's numbers, in the order in which they came."""
+def describe_store(store: LabelStore) -> str:
+    """Return progress and every annotator's numbers, as lines for a terminal."""
+    progress = store.progress()
     gold = {pair.pair_id: pair.gold for pair in store.pairs() if pair.gold is not None}
-    labels: defaultdict[tuple[str, AnnotatorKind], list[Label]] = defaultdict(list)
+    labels: defaultdict[tuple[str, str], list[Label]] = defaultdict(list)
     for label in store.labels():
         labels[label.annotator, label.kind].append(label)
-    return [_standing(name, kind, given, gold) for (name, kind), given in labels.items()]
-
-
-def describe_store(store: LabelStore) -> str:
-    """Return how the store stands, as lines for a terminal."""
-    progress = store.progress()
     rows = [("annotator", "kind", "labels", "skips", "seconds", "known answers found")]
-    for standing in standings(store):
-        found = f"{standing.gold_right} of {standing.gold_asked}" if standing.gold_asked else "-"
-        seconds = "-" if standing.seconds is None else f"{standing.seconds:.1f}"
-        counts = str(standing.labelled), str(standing.skipped)
-        rows.append((standing.name, standing.kind, *counts, seconds, found))
+    for (name, kind), given in labels.items():
+        judged = [label for label in given if label.choice != "skip"]
+        seconds = [label.seconds for label in judged if label.seconds is not None]
+        asked = [label for label in judged if label.pair_id in gold]
+        right = sum(label.choice == gold[label.pair_id] for label in asked)
+        found = f"{right} of {len(asked)}" if asked else "-"
+        took = f"{median(seconds):.1f}" if seconds else "-"
+        rows.append((name, kind, str(len(judged)), str(len(given) - len(judged)), took, found))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [f"{store.path}: {progress.done} of {progress.wanted} labels"]
     for row in rows:
@@ -329,20 +302,3 @@ def describe_store(store: LabelStore) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _standing(
-    name: str, kind: AnnotatorKind, labels: list[Label], gold: Mapping[str, str]
-) -> Standing:
-    judged = [label for label in labels if label.choice != "skip"]
-    seconds = [label.seconds for label in judged if label.seconds is not None]
-    asked = [label for label in judged if label.pair_id in gold]
-    return Standing(
-        name=name,
-        kind=kind,
-        labelled=len(judged),
-        skipped=len(labels) - len(judged),
-        seconds=median(seconds) if seconds else None,
-        gold_right=sum(label.choice == gold[label.pair_id] for label in asked),
-        gold_asked=len(asked),
-    )

@@ -36,7 +36,7 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 
 
 class Button(NamedTuple):
-    """A way to answer: its value, its key and its words."""
+    """A button: the answer it gives, its key and its text."""
 
     answer: Answer
     key: str
@@ -55,11 +55,11 @@ NOTES = {
     "the next one.",
     "repeated": "That answer had arrived already.",
     "differs": "Not kept: as {rater} you had given another answer to that pair, in another window "
-    "or on another machine, and the first one stays. Undo takes it back. If somebody else works "
+    "or on another machine, and the first one stays. Undo takes it back. If another person works "
     "under this name, one of you signs out and takes another.",
     "undone": "Not kept: as {rater} you had taken that answer back, in another window or on "
     "another machine. Answer what is shown.",
-    "again": "Signed in as {rater}, who has {labels} so far. If you are somebody else, sign "
+    "again": "Signed in as {rater}, who has {labels} so far. If you are another person, sign "
     "out and take another name: one name is one rater, and case and spaces make no other.",
     "nothing": "There is nothing to take back: you have not answered yet, or others have "
     "completed the pair that you skipped.",
@@ -183,7 +183,7 @@ class Page:
 
     async def not_saved(self, request: Request, error: Exception) -> Response:
         """Say that the store failed; nothing was acknowledged."""
-        text = f"This was not saved. Tell whoever runs the page: {error}"
+        text = f"This was not saved. Tell the person who runs the page: {error}"
         return self._render("message.html", {"message": text}, 503)
 
     def _go_on(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:
@@ -199,7 +199,7 @@ class Page:
         values = {
             "rater": rater,
             "progress": progress,
-            "word": self._identity.form_word(visitor),
+            "csrf_token": self._identity.csrf_token(visitor),
             "note": NOTES[note].format(rater=rater, labels=labels) if note in NOTES else None,
         }
         if task is None:
@@ -215,7 +215,7 @@ class Page:
         status: int = 200,
     ) -> Response:
         values = {
-            "word": self._identity.form_word(visitor),
+            "csrf_token": self._identity.csrf_token(visitor),
             "needs_token": self._identity.needs_token,
             "problem": problem,
             "name": (form or {}).get("name", ""),
@@ -226,7 +226,7 @@ class Page:
 
     def _own_form(self, request: Request, form: Mapping[str, str]) -> Visitor:
         visitor = self._identity.visitor(request)
-        if not self._identity.is_own_form(visitor, form.get("word", "")):
+        if not self._identity.is_csrf_token(visitor, form.get("csrf_token", "")):
             raise HTTPException(
                 403, "This form is out of date, or cookies are off. Load the page again."
             )

@@ -1,10 +1,10 @@
-"""Protection of the page: hosts, origins and headers, signed cookies, form words and the token.
+"""Protection of the page: hosts, origins, headers, signed cookies, CSRF and access tokens.
 
 A foreign `Host` is what a browser sends when a foreign name was made to point here (DNS rebinding);
 a foreign `Origin` is another site's form. Both are refused before anything is read.
 
-The cookie `visit` is a random number that a browser keeps; the hidden word of its forms is made
-from it, so another site cannot know that word. `rater` says who signed in, in that browser. Both
+The cookie `visit` is a random number that a browser keeps; the CSRF token of its forms is made
+from it, so another site cannot know that token. `rater` says who signed in, in that browser. Both
 are signed with a secret of the store and the access token: another token signs all raters out.
 """
 
@@ -60,8 +60,7 @@ class Guard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for key, value in HEADERS.items():
-                    headers[key] = value
+                headers.update(HEADERS)
                 headers.setdefault("Cache-Control", "no-store")
                 headers["Date"] = formatdate(usegmt=True)
             await send(message)
@@ -126,7 +125,7 @@ class Visitor:
 
 
 class Identity:
-    """Makes and checks cookies and hidden words.
+    """Makes and checks cookies and CSRF tokens.
 
     Args:
         secret: of the store.
@@ -154,13 +153,13 @@ class Identity:
         known = number.isdecimal() and number.isascii() and _same(signature, expected)
         return Visitor(visit, False, int(number) if known else None)
 
-    def form_word(self, visitor: Visitor) -> str:
-        """Return the hidden word of the forms of this browser."""
+    def csrf_token(self, visitor: Visitor) -> str:
+        """Return the CSRF token of the forms of this browser."""
         return self._sign(f"form:{visitor.visit}")
 
-    def is_own_form(self, visitor: Visitor, word: str) -> bool:
+    def is_csrf_token(self, visitor: Visitor, given: str) -> bool:
         """Return whether a form came from a page of ours in this browser."""
-        return not visitor.is_new and _same(word, self.form_word(visitor))
+        return not visitor.is_new and _same(given, self.csrf_token(visitor))
 
     def is_token(self, given: str) -> bool:
         """Return whether this is the token, or none is needed."""
