@@ -2,7 +2,7 @@
 
 SQLite with a write-ahead log. `synchronous=FULL`: a commit returns when the log is on the disk, so
 an acknowledged label survives not only a killed process, which `NORMAL` would survive as well, but
-a power cut. The cost of that is shared by all labels that wait at the same time (`Writer`).
+a power cut.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
 Change = Callable[[sqlite3.Connection], ResultT]
@@ -165,11 +163,7 @@ def _is_empty(db: sqlite3.Connection) -> bool:
 
 
 class Writer:
-    """Runs changes one after the other, each whole or not at all, those that wait in one commit.
-
-    A commit waits for the disk, some milliseconds. Eight raters who label at once would queue for
-    eight of them; here the first to get the lock commits for all who wait. A change is acknowledged
-    when its commit has returned, and not before.
+    """Runs changes one after the other, each in a transaction of its own.
 
     Args:
         db: the connection to write through, which nothing else may use. It is closed with the
@@ -179,48 +173,25 @@ class Writer:
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Change[Any], Future[Any]]] = deque()
 
     def run(self, change: Change[ResultT]) -> ResultT:
         """Apply `change` and return what it returned, once it is on the disk.
 
         Raises:
-            Exception: whatever `change` raised, in which case it changed nothing, or what the
-                commit raised.
+            Exception: whatever `change` or the commit raised, in which case nothing has changed.
         """
-        future: Future[ResultT] = Future()
-        self._waiting.append((change, future))
         with self._lock:
-            if not future.done():  # or the one before has committed it too
-                self._commit([self._waiting.popleft() for _ in range(len(self._waiting))])
-        return future.result()
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                result = change(self._db)
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk ends the transaction by itself
+                    self._db.execute("ROLLBACK")
+                raise
+            return result
 
     def close(self) -> None:
-        """Finish the commit that is under way, and close the connection."""
+        """Finish the change that is under way, and close the connection."""
         with self._lock:
             self._db.close()
-
-    def _commit(self, batch: list[tuple[Change[Any], Future[Any]]]) -> None:
-        done: list[tuple[Future[Any], Any]] = []
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            for change, future in batch:
-                self._db.execute("SAVEPOINT one")
-                try:
-                    done.append((future, change(self._db)))
-                except Exception as error:  # handed to the caller of that change
-                    if not self._db.in_transaction:
-                        raise  # a full disk ends the transaction, and no change of it is kept
-                    self._db.execute("ROLLBACK TO one")
-                    future.set_exception(error)
-                self._db.execute("RELEASE one")
-            self._db.execute("COMMIT")
-        except BaseException as error:  # such as a full disk, or a file that another process keeps
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for future, result in done:
-            future.set_result(result)
