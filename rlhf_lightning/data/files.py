@@ -88,11 +88,6 @@ def _open(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", gzip.open(path)) if zipped else path.open("rb")
 
 
-def _read_text(path: Path) -> str:
-    with _open(path) as file:
-        return file.read().decode("utf-8-sig")
-
-
 def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the train and the validation files of a folder, told by the start of their names.
 
@@ -131,7 +126,12 @@ def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = Location(str(path), number)
-                yield where, _parse_line(line, where)
+                try:
+                    row = _decode(_decode_text(line, where), where, "write one JSON object a line")
+                except BadRecordError as error:
+                    yield where, error
+                else:
+                    yield where, _as_object(row, where)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -149,26 +149,31 @@ def _repeats(value: Any) -> bool:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _parse_line(line: bytes, where: Location) -> Row | BadRecordError:
+def _decode(text: str, where: Location, fix: str) -> Any:
+    """Return the value that JSON spells.
+
+    Raises:
+        BadRecordError: if it is not JSON, too deep, or holds too long a number.
+    """
     try:
-        row = _DECODER.decode(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return BadRecordError(where, f"it is not UTF-8 ({error.reason})", "save the file as UTF-8")
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        found = f"it is not JSON: {error.msg} at column {error.colno}"
-        return BadRecordError(where, found, "write one JSON object a line")
+        line = f"line {error.lineno}, " if where.number is None else ""
+        found = f"it is not JSON: {error.msg} at {line}column {error.colno}"
+        raise BadRecordError(where, found, fix) from error
     except (ValueError, RecursionError) as error:
-        return BadRecordError(where, _too_much(error), _TOO_MUCH_FIX)
-    return _as_object(row, where)
+        deep = isinstance(error, RecursionError)
+        found = "is nested too deeply" if deep else f"holds a number that is too long ({error})"
+        fix = "write texts, plain numbers and lists of messages only"
+        raise BadRecordError(where, f"it {found}", fix) from error
 
 
-_TOO_MUCH_FIX = "write texts, plain numbers and lists of messages only"
-
-
-def _too_much(error: Exception) -> str:
-    """Say of valid JSON why it cannot be read all the same: thousands of digits, or of brackets."""
-    deep = isinstance(error, RecursionError)
-    return "it is nested too deeply" if deep else f"it holds a number that is too long ({error})"
+def _decode_text(content: bytes, where: Location) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        found = f"it is not UTF-8 ({error.reason})"
+        raise BadRecordError(where, found, "save the file as UTF-8") from error
 
 
 def _as_object(row: Any, where: Location) -> Row | BadRecordError:
@@ -179,19 +184,10 @@ def _as_object(row: Any, where: Location) -> Row | BadRecordError:
 
 def _read_json(path: Path) -> Iterator[LocatedRow]:
     where = Location(str(path))
-    try:
-        rows = _DECODER.decode(_read_text(path))
-    except UnicodeDecodeError as error:
-        found = f"it is not UTF-8 ({error.reason})"
-        raise BadRecordError(where, found, "save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        if not error.doc.strip():
-            return
-        found = f"it is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        fix = "write a list of objects, or name the file .jsonl if it has one object a line"
-        raise BadRecordError(where, found, fix) from error
-    except (ValueError, RecursionError) as error:
-        raise BadRecordError(where, _too_much(error), _TOO_MUCH_FIX) from error
+    fix = "write a list of objects, or name the file .jsonl if it has one object a line"
+    with _open(path) as file:
+        text = _decode_text(file.read(), where)
+    rows = _decode(text, where, fix) if text.strip() else []
     if not isinstance(rows, list):
         raise BadRecordError(where, f"found {describe(rows)}", "write a list of objects")
     for number, row in enumerate(rows, start=1):
