@@ -112,18 +112,11 @@ class RecordDataModule(LightningDataModule):
         _check_positive(or_zero=True, show_examples=show_examples, num_workers=num_workers)
         if num_iterations is not None and num_epochs is not None:
             raise ValueError(f"{num_iterations=} and {num_epochs=}: give exactly one")
-        kind = kind or self.kinds[0]
-        for name, value, known in (
-            ("kind", kind, self.kinds),
-            ("over_long", over_long, get_args(OverLong)),
-        ):
-            if value not in known:
-                raise ValueError(
-                    f"{name}={value!r} is unknown: use {' or '.join(map(repr, known))}"
-                )
+        self.kind: RecordKind = kind or self.kinds[0]
+        _check_known("kind", self.kind, self.kinds)
+        _check_known("over_long", over_long, get_args(OverLong))
         self.source = as_source(source)
         self.tokenizer = tokenizer
-        self.kind = kind
         self.batch_size = batch_size
         self.max_length = max_length
         self.over_long = over_long
@@ -330,3 +323,9 @@ def _check_positive(*, or_zero: bool = False, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not (value > 0 or (or_zero and value == 0)):
             raise ValueError(f"{name}={value} must be {'0 or more' if or_zero else 'positive'}")
+
+
+def _check_known(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        names = " or ".join(map(repr, known))
+        raise ValueError(f"{name}={value!r} is unknown: use {names}")

@@ -118,13 +118,16 @@ def kind_of(record: Record) -> RecordKind:
     Raises:
         TypeError: if it is not a record.
     """
-    kinds: dict[type, RecordKind] = {
-        TextRecord: "texts",
-        PromptRecord: "prompts",
-        DemonstrationRecord: "demonstrations",
-        PreferenceRecord: "preferences",
-    }
-    for cls, kind in kinds.items():
-        if isinstance(record, cls):
-            return kind
-    raise TypeError(f"{type(record).__name__} is not a record, expected one of {list(kinds)}")
+    kind = _KINDS.get(type(record))
+    if kind is None:
+        names = [cls.__name__ for cls in _KINDS]
+        raise TypeError(f"{type(record).__name__} is not a record, expected one of {names}")
+    return kind
+
+
+_KINDS: dict[type, RecordKind] = {
+    TextRecord: "texts",
+    PromptRecord: "prompts",
+    DemonstrationRecord: "demonstrations",
+    PreferenceRecord: "preferences",
+}

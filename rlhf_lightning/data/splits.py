@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rlhf_lightning.data.records import Record, prompt_key
-
 T = TypeVar("T")
 
 
@@ -15,25 +13,6 @@ def split_fraction(key: str, seed: int) -> float:
     """Return the place of a prompt in [0, 1): uniform over prompts, a function of key and seed."""
     digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
-
-
-def split_by_prompt(
-    records: Sequence[Record], *, validation_fraction: float, seed: int
-) -> tuple[list[Record], list[Record]]:
-    """Return (train, validation), each in the order of `records`.
-
-    A record goes to validation if the hash of its prompt and the seed falls below
-    `validation_fraction`: all records of one prompt land on one side, a prompt lands on the same
-    side in every set that is split with the same seed, and adding records moves no other. Where
-    that leaves a side empty, the prompt nearest to the threshold moves there. A fraction of 0 asks
-    for no validation at all.
-
-    Raises:
-        ValueError: if `validation_fraction` is not in [0, 1), or there are fewer than two prompts.
-    """
-    return split_by_key(
-        records, prompt_key, validation_fraction=validation_fraction, seed=seed, name="records"
-    )
 
 
 def split_by_key(
@@ -44,7 +23,24 @@ def split_by_key(
     seed: int,
     name: str,
 ) -> tuple[list[T], list[T]]:
-    """Return (train, validation) as `split_by_prompt` does, by any key; `name` is for messages."""
+    """Return (train, validation), each in the order of `rows`.
+
+    A row goes to validation if the hash of its key, such as its prompt, and the seed falls below
+    `validation_fraction`: all rows of one key land on one side, a key lands on the same side in
+    every set that is split with the same seed, and adding rows moves no other. Where that leaves a
+    side empty, the key nearest to the threshold moves there. A fraction of 0 asks for no validation
+    at all.
+
+    Args:
+        rows: to split.
+        key: of a row.
+        validation_fraction: share of the keys held out.
+        seed: of the hash.
+        name: of the source, for messages.
+
+    Raises:
+        ValueError: if `validation_fraction` is not in [0, 1), or there are fewer than two keys.
+    """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} must be in [0, 1)")
     if validation_fraction == 0:

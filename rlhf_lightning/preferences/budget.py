@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from scipy.stats import rankdata
 
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.hparams import Checked, number
@@ -203,9 +204,8 @@ def _margin_ranks(labels: Iterable[Label]) -> dict[str, dict[float, float]]:
     for label in labels:
         if label.choice in SIDES and label.margin is not None:
             margins.setdefault(label.annotator, []).append(label.margin)
-    ranks: dict[str, dict[float, Any]] = {}
-    for annotator, values in margins.items():
-        ordered = sorted(values)
-        # The last place of equal values wins, so that equal margins have equal ranks.
-        ranks[annotator] = {v: (i + 1) / len(ordered) for i, v in enumerate(ordered)}
-    return ranks
+    # Equal margins have equal ranks: the last place among them.
+    return {
+        annotator: dict(zip(values, (rankdata(values, "max") / len(values)).tolist(), strict=True))
+        for annotator, values in margins.items()
+    }

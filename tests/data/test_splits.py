@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.data.splits import split_by_prompt
+from rlhf_lightning.data.records import PromptRecord, prompt_key
+from rlhf_lightning.data.splits import split_by_key
+
+
+def split_by_prompt(records, **options):
+    return split_by_key(records, prompt_key, name="records", **options)
 
 
 def test_the_split_moves_no_prompt_when_records_are_added():

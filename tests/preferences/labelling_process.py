@@ -16,7 +16,7 @@ def main() -> None:
     most = int(sys.argv[3]) if len(sys.argv) > 3 else sys.maxsize
     sharing = Sharing(gold_share=0.0)
     with LabelStore(path) as store:
-        rater = store.sign_in(name)
+        rater = store.enter(name)[0]
         for _ in range(most):
             task = store.next_task(rater, sharing)
             if task is None:

@@ -53,7 +53,7 @@ def answer(store: LabelStore, rater: int, what: Answer, sharing: Sharing = NO_GO
 
 def test_a_pair_gets_as_many_ratings_as_were_asked_for_and_each_from_another_person(store):
     store.add_pairs(make_pairs(5), ratings_per_pair=2)
-    raters = [store.sign_in(name) for name in ("Ann", "Bob", "Cem")]
+    raters = [store.enter(name)[0] for name in ("Ann", "Bob", "Cem")]
     for _ in range(20):
         for rater in raters:
             if store.next_task(rater, NO_GOLD) is not None:
@@ -66,7 +66,7 @@ def test_a_pair_gets_as_many_ratings_as_were_asked_for_and_each_from_another_per
 
 def test_the_answer_is_about_the_pair_wherever_it_was_shown(store):
     store.add_pairs(make_pairs(40), ratings_per_pair=1)
-    ann = store.sign_in("Ann")
+    ann = store.enter("Ann")[0]
     shown = {}
     for number in range(40):
         task = answer(store, ann, "left" if number % 2 else "right")
@@ -83,7 +83,7 @@ def test_the_order_is_random_for_each_rater_and_the_same_when_the_page_is_loaded
     store.add_pairs(make_pairs(80), ratings_per_pair=3)
     orders = []
     for name in ("Ann", "Bob"):
-        rater = store.sign_in(name)
+        rater = store.enter(name)[0]
         orders.append([])
         for _ in range(80):
             assert task_of(store, rater) == task_of(store, rater)
@@ -95,7 +95,7 @@ def test_the_order_is_random_for_each_rater_and_the_same_when_the_page_is_loaded
 
 def test_a_lease_keeps_a_pair_and_its_end_gives_it_to_somebody_else(store, clock):
     store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann, bob = store.sign_in("Ann"), store.sign_in("Bob")
+    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
     held = task_of(store, ann)
     assert store.next_task(bob, NO_GOLD) is None
     clock.now += 61
@@ -106,7 +106,7 @@ def test_a_lease_keeps_a_pair_and_its_end_gives_it_to_somebody_else(store, clock
 
 def test_a_late_answer_counts_if_nobody_took_the_pair_meanwhile(store, clock):
     store.add_pairs(make_pairs(2), ratings_per_pair=1)
-    ann = store.sign_in("Ann")
+    ann = store.enter("Ann")[0]
     held = task_of(store, ann)
     clock.now += 3600
     assert store.label(ann, held.assignment_id, "left", NO_GOLD, seconds=40.0) == "kept"
@@ -116,7 +116,7 @@ def test_a_late_answer_counts_if_nobody_took_the_pair_meanwhile(store, clock):
 
 def test_who_comes_back_after_the_lease_gets_the_same_pair_first(store, clock):
     store.add_pairs(make_pairs(3), ratings_per_pair=1)
-    ann = store.sign_in("Ann")
+    ann = store.enter("Ann")[0]
     first = answer(store, ann, "left")
     held = task_of(store, ann)
     clock.now += 3600
@@ -125,7 +125,7 @@ def test_who_comes_back_after_the_lease_gets_the_same_pair_first(store, clock):
 
 def test_an_answer_sent_twice_is_one_label_and_another_answer_is_told_apart(store):
     store.add_pairs(make_pairs(2), ratings_per_pair=1)
-    ann = store.sign_in("Ann")
+    ann = store.enter("Ann")[0]
     task = answer(store, ann, "left")
     assert store.label(ann, task.assignment_id, "left", NO_GOLD) == "repeated"
     for other in ("right", "both_bad", "skip"):
@@ -138,7 +138,7 @@ def test_an_answer_sent_twice_is_one_label_and_another_answer_is_told_apart(stor
 
 def test_nobody_answers_for_another_rater(store):
     store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann, bob = store.sign_in("Ann"), store.sign_in("Bob")
+    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
     task = task_of(store, ann)
     assert store.label(bob, task.assignment_id, "left", NO_GOLD) == "gone"
     assert store.label(ann, 10_000, "left", NO_GOLD) == "gone"
@@ -147,7 +147,7 @@ def test_nobody_answers_for_another_rater(store):
 
 def test_undo_gives_the_same_pair_in_the_same_order_back_and_then_goes_on(store):
     store.add_pairs(make_pairs(30), ratings_per_pair=1)
-    ann = store.sign_in("Ann")
+    ann = store.enter("Ann")[0]
     answered = [answer(store, ann, "left") for _ in range(3)]
     waiting = task_of(store, ann)
     assert store.undo(ann, NO_GOLD)
@@ -166,12 +166,12 @@ def test_undo_gives_the_same_pair_in_the_same_order_back_and_then_goes_on(store)
 
 def test_undo_has_nothing_to_take_back_before_the_first_label(store):
     store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    assert not store.undo(store.sign_in("Ann"), NO_GOLD)
+    assert not store.undo(store.enter("Ann")[0], NO_GOLD)
 
 
 def test_nobody_takes_a_pair_between_undo_and_the_new_answer(store):
     store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann, bob = store.sign_in("Ann"), store.sign_in("Bob")
+    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
     answer(store, ann, "left")
     assert store.undo(ann, NO_GOLD)
     assert store.next_task(bob, NO_GOLD) is None
@@ -180,7 +180,7 @@ def test_nobody_takes_a_pair_between_undo_and_the_new_answer(store):
 
 def test_a_skipped_pair_goes_to_others_and_does_not_come_back(store):
     store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann, bob = store.sign_in("Ann"), store.sign_in("Bob")
+    ann, bob = store.enter("Ann")[0], store.enter("Bob")[0]
     skipped = answer(store, ann, "skip")
     assert store.next_task(ann, NO_GOLD) is None
     assert answer(store, bob, "left").pair == skipped.pair
@@ -190,7 +190,7 @@ def test_a_skipped_pair_goes_to_others_and_does_not_come_back(store):
 
 def test_a_skip_can_be_taken_back_while_the_pair_is_open(store):
     store.add_pairs(make_pairs(1), ratings_per_pair=1)
-    ann = store.sign_in("Ann")
+    ann = store.enter("Ann")[0]
     answer(store, ann, "skip")
     assert store.undo(ann, NO_GOLD)
     answer(store, ann, "left")
@@ -202,7 +202,7 @@ def test_gold_questions_are_mixed_in_at_their_share_and_asked_of_everybody(store
     gold = {pair.pair_id for pair in store.pairs() if pair.gold}
     sharing = Sharing(gold_share=0.2)
     for name in ("Ann", "Bob"):
-        rater = store.sign_in(name)
+        rater = store.enter(name)[0]
         seen = [answer(store, rater, "left", sharing).pair.pair_id for _ in range(100)]
         assert len(seen) == len(set(seen))
         assert 9 <= len(gold & set(seen)) <= 33
@@ -213,14 +213,14 @@ def test_gold_questions_are_mixed_in_at_their_share_and_asked_of_everybody(store
 
 def test_a_store_of_gold_questions_alone_asks_them(store):
     store.add_pairs(make_pairs(0, gold=2), ratings_per_pair=1)
-    ann = store.sign_in("Ann")
+    ann = store.enter("Ann")[0]
     assert [answer(store, ann, "left").pair.gold for _ in range(2)] == ["first", "first"]
     assert store.next_task(ann, NO_GOLD) is None
 
 
 def test_time_and_reason_are_kept_and_impossible_times_are_replaced(store, clock):
     store.add_pairs(make_pairs(3), ratings_per_pair=1)
-    ann = store.sign_in("Ann")
+    ann = store.enter("Ann")[0]
     for seconds, reason in ((2.5, "  shorter "), (900.0, ""), (float("nan"), None)):
         task = task_of(store, ann)
         clock.now += 7
@@ -248,7 +248,7 @@ def test_labels_from_elsewhere_count_as_ratings_if_a_person_gave_them(store):
     assert store.add_labels(given) == 2
     assert store.add_labels(given) == 0
     assert list(store.labels()) == given
-    bob = store.sign_in("Bob")
+    bob = store.enter("Bob")[0]
     assert answer(store, bob, "left").pair == pairs[1]
     assert store.next_task(bob, NO_GOLD) is None
     with pytest.raises(StoreError, match="which the store does not have: import the pairs first"):
@@ -258,11 +258,11 @@ def test_labels_from_elsewhere_count_as_ratings_if_a_person_gave_them(store):
 def test_one_person_is_one_rater_however_the_name_is_written(store):
     assert store.enter("Ann Lee")[1], "new"
     assert not store.enter(" ann  lee ")[1]
-    assert store.sign_in("Ann  Lee") == store.sign_in(" ann lee ") == store.sign_in("Ann Lee")
-    assert store.sign_in("Ann L\u0065\u0301") == store.sign_in("Ann L\u00e9")
+    assert store.enter("Ann  Lee")[0] == store.enter(" ann lee ")[0] == store.enter("Ann Lee")[0]
+    assert store.enter("Ann L\u0065\u0301")[0] == store.enter("Ann L\u00e9")[0]
     for bad in ("", "   ", "x" * 61, "Ann\u202e", "Ann\x00"):
         with pytest.raises(StoreError, match="name"):
-            store.sign_in(bad)
+            store.enter(bad)[0]
 
 
 def test_a_change_that_fails_changes_nothing_and_the_next_one_works(store):

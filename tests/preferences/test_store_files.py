@@ -42,7 +42,7 @@ def test_the_disk_has_a_label_before_it_is_acknowledged(tmp_path: Path):
         pragma = store._write(lambda db: db.execute("PRAGMA synchronous").fetchone()[0])
         assert pragma == 2
         store.add_pairs(make_pairs(1), ratings_per_pair=1)
-        ann = store.sign_in("Ann")
+        ann = store.enter("Ann")[0]
         task = store.next_task(ann, Sharing())
         assert task is not None
         assert store.label(ann, task.assignment_id, "left", Sharing()) == "kept"
@@ -60,7 +60,7 @@ def test_a_full_disk_is_told_nothing_is_acknowledged_and_it_goes_on_when_there_i
     """SQLite is told that the disk ends here, which it answers as it does a disk that does."""
     with LabelStore(tmp_path / "labels.sqlite") as store:
         store.add_pairs(make_pairs(200), ratings_per_pair=1)
-        ann = store.sign_in("Ann")
+        ann = store.enter("Ann")[0]
         size = store._write(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
         store._write(lambda db: db.execute(f"PRAGMA max_page_count = {size}").fetchone())
         kept = 0

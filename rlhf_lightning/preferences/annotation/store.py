@@ -131,10 +131,6 @@ class LabelStore:
         given = list(labels)
         return self._write(lambda db: sum(insert_label(db, label) for label in given))
 
-    def sign_in(self, name: str) -> int:
-        """Return the number of the rater of this name, see `enter`."""
-        return self.enter(name)[0]
-
     def enter(self, name: str) -> tuple[int, bool]:
         """Return the number of the one of this name, made if there is none, and whether it is new.
 
