@@ -67,11 +67,6 @@ class Ceiling:
     num_items: int
 
 
-def tally_votes(counts: Iterable[tuple[int, int]]) -> Tally:
-    """Return how many items have which votes for first and second; ties are left out before."""
-    return Counter((int(a), int(b)) for a, b in counts)
-
-
 def estimate_ceiling(
     tally: Tally, *, majorities: tuple[int, ...] = (1, 3, 5), seed: int = 0
 ) -> Ceiling | None:
@@ -186,7 +181,7 @@ def side_tally(labels: Iterable[Label]) -> Tally:
 
 def _tally_sides(by_item: Iterable[Sequence[Label]]) -> Tally:
     votes = (Counter(label.choice for label in labels) for labels in by_item)
-    return tally_votes((found["first"], found["second"]) for found in votes)
+    return Counter((found["first"], found["second"]) for found in votes)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from rlhf_lightning.preferences.reliability import (
     expected_correct,
     fit_shape,
     majority_ceiling,
-    tally_votes,
 )
 from tests.builders.labels import beta_tally
 
@@ -58,7 +58,7 @@ def test_the_expected_share_of_right_labels_is_that_of_the_simulation() -> None:
     rng = np.random.default_rng(3)
     p = rng.beta(0.6, 0.6, 20_000)
     first = rng.binomial(3, p)
-    tally = tally_votes(zip(first, 3 - first, strict=True))
+    tally = Counter(zip(first.tolist(), (3 - first).tolist(), strict=True))
     right = (first > 1.5) == (p > 0.5)
     assert expected_correct(tally, fit_shape(tally)) == pytest.approx(right.mean(), abs=0.01)
 
