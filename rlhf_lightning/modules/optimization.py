@@ -19,7 +19,6 @@ from rlhf_lightning.distributed.collectives import (
     global_sum,
     world_size,
 )
-from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.iteration_schedule import IterationSchedule
@@ -38,7 +37,7 @@ def accumulate_gradients(
     """Add up the gradients of one loss over micro-batches and ranks; return its measures.
 
     The loss is a sum of terms. They are taken one after the other, each over all micro-batches, so
-    that only one of them holds activations and its weights are rounded to the compute dtype once.
+    that only one of them holds activations.
 
     Args:
         module: whose `manual_backward` and strategy are used.
@@ -49,8 +48,18 @@ def accumulate_gradients(
     count = agreed_max(len(parts), module.device)
     measured: Measured = {}
     for term in terms:
-        with keeping_rounded_weights():
-            _accumulate(module, parts, term, count, measured)
+        for index in range(count):
+            # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
+            rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
+            with accumulating(module.trainer.strategy):
+                loss, values = term(rows)
+                # Gradients are averaged over ranks, so the sum needs the world size back.
+                module.manual_backward(loss * (weight * world_size()))
+            for name, value in values.items():
+                measured[name] = measured.get(name, 0.0) + value.detach() * weight
+            # They hold thousands of small objects, between which the C library could not join what
+            # is free: the next micro-batch would find no room for its tensors.
+            del loss, values
     average_gradients(module.parameters(), module.trainer.strategy)
     return {name: global_sum(value) for name, value in measured.items()}
 
@@ -58,27 +67,6 @@ def accumulate_gradients(
 def of_rows(term: TermOfBatch, batch: TensorBatch, num_tokens: Tensor) -> Term:
     """Return `term`, a function of a batch and the global token count, as one of `batch`'s rows."""
     return lambda rows: term(batch[rows], num_tokens)
-
-
-def _accumulate(
-    module: L.LightningModule,
-    parts: list[Tensor],
-    term: Term,
-    count: int,
-    measured: Measured,
-) -> None:
-    for index in range(count):
-        # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
-        rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
-        with accumulating(module.trainer.strategy):
-            loss, values = term(rows)
-            # Gradients are averaged over ranks, so the sum needs the world size back.
-            module.manual_backward(loss * (weight * world_size()))
-        for name, value in values.items():
-            measured[name] = measured.get(name, 0.0) + value.detach() * weight
-        # They hold thousands of small objects, between which the C library could not join what is
-        # free: the next micro-batch would find no room for its tensors.
-        del loss, values
 
 
 def clip_and_step(

@@ -22,7 +22,6 @@ from rlhf_lightning.functional.diversity import novel_ngram_shares
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
-from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.precision import release_freed_memory
@@ -193,9 +192,8 @@ def evaluate_answers(
 
     evaluated: list[Tensor] = []
     for function in (policy, reference, values):
-        with keeping_rounded_weights():
-            evaluated += by_micro_batch(
-                function, answers.attention_mask, parts.micro_batch_size, agree=agreed_max
-            )
+        evaluated += by_micro_batch(
+            function, answers.attention_mask, parts.micro_batch_size, agree=agreed_max
+        )
     logprobs, entropy, ref_logprobs, state_values = evaluated
     return logprobs, entropy, ref_logprobs, state_values

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_lightning.models.cpu.attention import use_short_attention
 from rlhf_lightning.models.cpu.llama_layer import FusedLlamaDecoderLayer, use_fused_layers
-from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights, rounded
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -127,17 +126,3 @@ def test_what_is_not_the_plain_case_runs_as_transformers_wrote_it(config, call, 
         assert len(called) == 2
         torch.manual_seed(1)
         assert torch.equal(got, plain(input_ids=ids, **call).logits)
-
-
-def test_a_weight_is_rounded_once_until_it_changes_or_the_block_ends():
-    weight = nn.Parameter(torch.randn(4, 4))
-    with keeping_rounded_weights():
-        first = rounded(weight, torch.bfloat16)
-        assert rounded(weight, torch.bfloat16) is first
-        with torch.no_grad():
-            weight.add_(1)
-        second = rounded(weight, torch.bfloat16)
-        assert torch.equal(second, weight.detach().bfloat16())
-        assert not torch.equal(second, first)
-    assert rounded(weight, torch.bfloat16) is not second
-    assert rounded(weight, torch.float32).data_ptr() == weight.data_ptr()

@@ -25,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.app.memory_plan.run import Style
 from rlhf_lightning.app.memory_plan.tracker import CACHE, GRADIENTS, HEAD, Bytes, Tracker
-from rlhf_lightning.models.cpu.weight_cache import keeping_rounded_weights
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
 from rlhf_lightning.rollout.noise import sample_unchecked
@@ -93,7 +92,7 @@ def training_peaks(
             tracker.relabel(parameter.grad, GRADIENTS)
         tracker.peaks.clear()
         tracker.enter("embeddings")
-        with layers_marked(model, tracker), autocast(style), keeping_rounded_weights():
+        with layers_marked(model, tracker), autocast(style):
             loss = loss_of(model, batch, with_entropy)
             tracker.enter("loss", HEAD)
             loss.backward()
@@ -109,7 +108,6 @@ def forward_peaks(
     style: Style,
     *,
     with_entropy: bool = False,
-    several: bool = False,
 ) -> Peaks:
     """Return what a forward pass without a graph holds.
 
@@ -118,10 +116,8 @@ def forward_peaks(
         batch: rows of the forward.
         style: precision and compute dtype.
         with_entropy: of the policy's distribution.
-        several: it is one of several, for which rounded weights are kept.
     """
-    kept = keeping_rounded_weights() if several else nullcontext()
-    with tracked(model.root) as tracker, torch.no_grad(), autocast(style), kept:
+    with tracked(model.root) as tracker, torch.no_grad(), autocast(style):
         with layers_marked(model, tracker):
             loss_of(model, batch, with_entropy)
         return dict(tracker.peaks)

@@ -171,7 +171,7 @@ class Parts:
         together = min(run.micro_batch_size or run.rows, run.rows)
         rows = Rows(together, _padded(run.length), run.response_length)
         candidates = [
-            self._forward(kind, rows, with_entropy=kind == POLICY, several=True)
+            self._forward(kind, rows, with_entropy=kind == POLICY)
             for kind in (POLICY, VALUE, *((REFERENCE,) if run.style.lora is None else ()))
         ]
         if run.scoring.kind == "model":

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_lightning.models.cpu.attention import LONGEST, NAME, causal_softmax
-from rlhf_lightning.models.cpu.weight_cache import rounded
 from rlhf_lightning.models.cpu.weight_grads import hand_over_product
 
 
@@ -164,7 +163,7 @@ class Norm(NamedTuple):
 
 def _through(grad: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
     """Return the gradient `grad @ weight` in fp32, added to `into`."""
-    product = grad @ rounded(weight, grad.dtype)
+    product = grad @ weight.to(grad.dtype)
     return product.float() if into is None else into.add_(product)
 
 
@@ -187,11 +186,9 @@ class _Attention(torch.autograd.Function):
         states = x.view(-1, x.shape[-1])
         norm = Norm.of(states, norm_weight, epsilon)
         normed = norm.normed(dtype)
-        query = turns.forward(normed @ rounded(q_weight, dtype).T, turns.scale)
-        key = turns.forward(normed @ rounded(k_weight, dtype).T)
-        value = (
-            (normed @ rounded(v_weight, dtype).T).view(len(x), positions, -1, size).transpose(1, 2)
-        )
+        query = turns.forward(normed @ q_weight.to(dtype).T, turns.scale)
+        key = turns.forward(normed @ k_weight.to(dtype).T)
+        value = (normed @ v_weight.to(dtype).T).view(len(x), positions, -1, size).transpose(1, 2)
         query = query.view(len(x), key.shape[1], -1, size)  # [B, G, Q * W, D]
         weights = causal_softmax(query @ key.transpose(-1, -2))
         attended = (weights.to(dtype) @ value).view(len(x), -1, positions, size)
@@ -203,7 +200,7 @@ class _Attention(torch.autograd.Function):
             *(query, key, value, attended, kept),
         )
         ctx.turns = turns
-        return (states + attended @ rounded(o_weight, dtype).T).view(x.shape)
+        return (states + attended @ o_weight.to(dtype).T).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -218,7 +215,7 @@ class _Attention(torch.autograd.Function):
             grad = outer.to(dtype)
             o_grad = hand_over_product(o_weight, grad, attended)
             shares = kept if kept is not None else causal_softmax(query @ key.transpose(-1, -2))
-            grad = (grad @ rounded(o_weight, dtype)).view(*shape[:2], -1, key.shape[-1])
+            grad = (grad @ o_weight.to(dtype)).view(*shape[:2], -1, key.shape[-1])
             grad = grad.transpose(1, 2).reshape(query.shape)  # [B, G, Q * W, D]
             v_grad = shares.to(dtype).transpose(-1, -2) @ grad
             grad_logits = (grad @ value.transpose(-1, -2)).float()
@@ -259,10 +256,10 @@ class _GatedMLP(torch.autograd.Function):
         states = x.view(-1, x.shape[-1])
         norm = Norm.of(states, norm_weight, epsilon)
         normed = norm.normed(dtype)
-        gate = normed @ rounded(gate_weight, dtype).T
-        up = normed @ rounded(up_weight, dtype).T
+        gate = normed @ gate_weight.to(dtype).T
+        up = normed @ up_weight.to(dtype).T
         ctx.save_for_backward(*norm, gate_weight, up_weight, down_weight, gate, up)
-        return (states + silu(gate).mul_(up) @ rounded(down_weight, dtype).T).view(x.shape)
+        return (states + silu(gate).mul_(up) @ down_weight.to(dtype).T).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -274,7 +271,7 @@ class _GatedMLP(torch.autograd.Function):
             grad = outer.to(gate.dtype)
             opened = silu(gate)
             down_grad = hand_over_product(down_weight, grad, opened * up)
-            grad = grad @ rounded(down_weight, gate.dtype)
+            grad = grad @ down_weight.to(gate.dtype)
             by_up = opened.mul_(grad)
             by_gate = torch.ops.aten.silu_backward(grad.mul_(up), gate)
             normed = norm.normed(gate.dtype)
