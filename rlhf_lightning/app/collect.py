@@ -24,6 +24,7 @@ from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
+from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
 from rlhf_lightning.runs.resume import config_hash, find_unfinished_run
@@ -61,7 +62,8 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
     folder = _start(cfg, folder, digest)
     summary = new_summary("collect", seed=cfg.seed, config_hash=digest)
-    with claim_run(folder.path, lambda: check_folder(cfg, folder)):
+    kernels = cpu_kernels(cfg.model.get("cpu_kernels", True))
+    with claim_run(folder.path, lambda: check_folder(cfg, folder)), kernels:
         try:
             write_summary(folder, summary)
             return _collect(cfg, folder, summary, trusted)

@@ -36,6 +36,7 @@ from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import config_hash
@@ -79,7 +80,8 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     prepare_sides(cfg, overrides)
     digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
     summary = new_summary("evaluate", seed=cfg.seed, config_hash=digest)
-    with claim_run(folder.path, lambda: check_folder(cfg, folder)):
+    kernels = cpu_kernels(cfg.model.get("cpu_kernels", True))
+    with claim_run(folder.path, lambda: check_folder(cfg, folder)), kernels:
         try:
             write_summary(folder, summary)
             return _evaluate(cfg, folder, summary, trusted)

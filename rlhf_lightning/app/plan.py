@@ -27,6 +27,7 @@ from rlhf_lightning.app.config.compose import (
     register,
 )
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.models.cpu_kernels import cpu_kernels
 
 if TYPE_CHECKING:
     from rlhf_lightning.app.memory_plan.report import Report
@@ -73,7 +74,8 @@ def run(cfg: DictConfig, settings: Mapping[str, Any]) -> Report:
     from rlhf_lightning.app.memory_plan.request import device_bytes, read_run
 
     planned = read_run(cfg, settings)
-    return make_report(planned.run, device_bytes(planned.run, settings), planned.notes)
+    with cpu_kernels(cfg.model.get("cpu_kernels", True)):
+        return make_report(planned.run, device_bytes(planned.run, settings), planned.notes)
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:

@@ -52,6 +52,7 @@ from rlhf_lightning.distributed.launch import (
     launch_time,
 )
 from rlhf_lightning.distributed.process import prepare_process
+from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import (
@@ -103,7 +104,7 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
     summary = new_summary(find_stage(cfg.stage).name, seed=cfg.seed, config_hash=digest)
     # The first rank alone writes.
     mine = claim_run(folder.path, lambda: check_folder(cfg, folder)) if first else nullcontext()
-    with mine:
+    with mine, cpu_kernels(cfg.model.get("cpu_kernels", True)):
         try:
             if first:
                 write_summary(folder, summary)

@@ -27,7 +27,7 @@ ROWS_MULTIPLE = 16
 # Of logits that are widened to fp32 at a time, so that what follows finds them in the cache.
 CACHE_BYTES = 4 * 2**20
 
-HandOver = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+Accumulate = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 
 class LinearLogprobs(NamedTuple):
@@ -46,7 +46,7 @@ def linear_token_logprobs(
     temperature: float,
     with_entropy: bool = False,
     chunk_rows: int | None = None,
-    hand_over: HandOver | None = None,
+    accumulate: Accumulate | None = None,
 ) -> LinearLogprobs:
     """Return `log_softmax((hidden @ weight.T + bias) / temperature)[tokens]` and its entropy.
 
@@ -61,7 +61,7 @@ def linear_token_logprobs(
         temperature: positive; divides the logits.
         with_entropy: also return the entropy of each distribution, with its gradient.
         chunk_rows: C; None takes what fits in 32 MiB.
-        hand_over: takes `weight` and of each chunk the two factors `[C, V]` and `[C, H]` of its
+        accumulate: takes `weight` and of each chunk the two factors `[C, V]` and `[C, H]` of its
             gradient, in the compute dtype; returns None if it has added their product, or the
             product for autograd. None is autograd's way.
 
@@ -86,7 +86,7 @@ def linear_token_logprobs(
             dtype,
             chunk_rows,
             with_entropy,
-            hand_over,
+            accumulate,
         )
     return LinearLogprobs(logprobs, entropy if with_entropy else None)
 
@@ -107,7 +107,7 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         chunk_rows: int,
         with_entropy: bool,
-        hand_over: HandOver | None,
+        accumulate: Accumulate | None,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), temperature)
         inputs = hidden.to(dtype)
@@ -123,7 +123,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, entropies = (list(column) for column in zip(*parts, strict=True))
         entropy = torch.cat(entropies) if with_entropy else hidden.new_zeros(())
         ctx.save_for_backward(hidden, weight, bias, tokens, entropy, *kept)
-        ctx.settings = (temperature, dtype, chunks, with_entropy, hand_over)
+        ctx.settings = (temperature, dtype, chunks, with_entropy, accumulate)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
@@ -136,7 +136,7 @@ class _LinearLogprobs(torch.autograd.Function):
         """
         grad_logprobs, grad_entropy = grad_outputs
         hidden, weight, bias, tokens, entropy, *kept = ctx.saved_tensors
-        temperature, dtype, chunks, with_entropy, hand_over = ctx.settings
+        temperature, dtype, chunks, with_entropy, accumulate = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with torch.autocast(hidden.device.type, enabled=False):
             head = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), temperature)
@@ -144,7 +144,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logits = grad_logprobs / temperature  # [N], of the token's own logit
             wide = grad_logits.dtype
             grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
-            grad_weight = _Sum(weight, hand_over)
+            grad_weight = _Sum(weight, accumulate)
             grad_bias = torch.zeros(len(weight), dtype=wide, device=hidden.device)
             for rows in chunks:
                 logits = kept.pop(0) if kept else head.logits(inputs[rows])
@@ -171,20 +171,20 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Sum:
-    """The sum of what `hand_over` does not take, over chunks in float32 or better.
+    """The sum of what `accumulate` does not take, over chunks in float32 or better.
 
     In bf16, of which a sharded head has its weights, every further chunk would add a rounding.
     """
 
-    def __init__(self, weight: Tensor, hand_over: HandOver | None) -> None:
-        self.weight, self.hand_over = weight, hand_over
+    def __init__(self, weight: Tensor, accumulate: Accumulate | None) -> None:
+        self.weight, self.accumulate = weight, accumulate
         self.sum: Tensor | None = None
 
     def add(self, spread: Tensor, inputs: Tensor) -> None:
-        if self.hand_over is None:
+        if self.accumulate is None:
             rest: Tensor | None = spread.T @ inputs
         else:
-            rest = self.hand_over(self.weight, spread, inputs)
+            rest = self.accumulate(self.weight, spread, inputs)
         if rest is None:
             return
         # One chunk is not widened: that would be a table more.

@@ -17,9 +17,7 @@ from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
-from rlhf_lightning.models.cpu.attention import use_short_attention
-from rlhf_lightning.models.cpu.llama_layer import use_fused_layers
-from rlhf_lightning.models.cpu.weight_grads import hand_over_product, use_rows_embedding
+from rlhf_lightning.models.cpu_kernels import prepare, weight_grad_adder
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing
 
@@ -74,9 +72,7 @@ class PolicyModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        use_short_attention(model)
-        use_fused_layers(model)
-        use_rows_embedding(model)
+        prepare(model)
         self.model = model
         check_head_split(model)
 
@@ -125,7 +121,7 @@ class PolicyModel(nn.Module):
                 bias=head.bias,
                 temperature=temperature,
                 with_entropy=with_entropy,
-                hand_over=hand_over_product,
+                accumulate=weight_grad_adder(),
             )
         return TokenStatistics(logprobs[:count], None if entropy is None else entropy[:count])
 
@@ -146,9 +142,7 @@ class ScalarHeadModel(nn.Module):
         super().__init__()
         if not isinstance(head, ScalarHead):
             raise TypeError(f"head={type(head).__name__} is no ScalarHead: use scalar_head()")
-        use_short_attention(trunk)
-        use_fused_layers(trunk)
-        use_rows_embedding(trunk)
+        prepare(trunk)
         self.trunk = trunk
         self.head = head
 

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
-from rlhf_lightning.models.cpu.attention import use_short_attention
+from rlhf_lightning.models.cpu_kernels import prepare
 from rlhf_lightning.models.heads import (
     PolicyModel,
     ScalarHeadModel,
@@ -55,7 +55,7 @@ class AdaptedBase(nn.Module):
         self, model: PreTrainedModel, lora: LoraHparams, *, activation_checkpointing: bool = False
     ) -> None:
         super().__init__()
-        use_short_attention(model)
+        prepare(model)
         check_head_split(model)
         self.lora = lora
         self.targets = target_modules(model, lora.target_modules)

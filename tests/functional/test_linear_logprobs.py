@@ -69,8 +69,8 @@ def test_a_frozen_head_gets_no_gradient():
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("hand_over", [None, lambda weight, grad, inputs: grad.T @ inputs])
-def test_many_chunks_in_bf16_are_as_near_to_the_exact_gradient_as_one(weights, hand_over):
+@pytest.mark.parametrize("accumulate", [None, lambda weight, grad, inputs: grad.T @ inputs])
+def test_many_chunks_in_bf16_are_as_near_to_the_exact_gradient_as_one(weights, accumulate):
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(16 * 64, HIDDEN, generator=generator).bfloat16()
     weight = (0.3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)).bfloat16()
@@ -85,7 +85,7 @@ def test_many_chunks_in_bf16_are_as_near_to_the_exact_gradient_as_one(weights, h
                 tokens,
                 temperature=1.0,
                 chunk_rows=chunk_rows,
-                hand_over=hand_over,
+                accumulate=accumulate,
             )
         got.logprobs.sum().backward()
         assert leaf.grad is not None

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.models.cpu.packed_weights import kernel_rows, linear_weights_prepared
+from rlhf_lightning.models.cpu.packed_weights import kernel_rows
 from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.rollout.generators.prepared_weights import linear_weights_prepared
 from tests.builders.models import VOCABULARY, tiny_policy, tiny_scalar_model
 
 MIB = 2**20

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
-from rlhf_lightning.models.cpu.weight_grads import RowsEmbedding, hand_over_product
+from rlhf_lightning.models.cpu.weight_grads import RowsEmbedding, accumulate_weight_grad
 
 IDS = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 5]])
 
@@ -30,10 +30,10 @@ def test_a_head_that_hands_over_has_the_gradients_of_one_that_does_not():
     hidden, tokens = torch.randn(48, 6), torch.randint(0, 11, (48,))
     plain, handing = (nn.Parameter(torch.randn(11, 6).sin()) for _ in range(2))
     handing.data.copy_(plain.data)
-    for weight, how in ((plain, None), (handing, hand_over_product)):
+    for weight, how in ((plain, None), (handing, accumulate_weight_grad)):
         for _ in range(2):
             result = linear_token_logprobs(
-                hidden, weight, tokens, temperature=0.7, with_entropy=True, hand_over=how
+                hidden, weight, tokens, temperature=0.7, with_entropy=True, accumulate=how
             )
             (result.logprobs.sum() + 0.3 * result.entropy.square().sum()).backward()
     torch.testing.assert_close(handing.grad, plain.grad, rtol=1e-5, atol=1e-6)
@@ -46,7 +46,7 @@ def test_a_large_gradient_is_the_product_whatever_the_blocks(dtype):
     grad, inputs = (torch.randn(rows, size).to(dtype) for size in (words, 512))
     expected = (grad.T @ inputs).float()
     for times in (1, 2):
-        assert hand_over_product(weight, grad, inputs) is None
+        assert accumulate_weight_grad(weight, grad, inputs) is None
         torch.testing.assert_close(weight.grad, expected * times, rtol=1e-5, atol=1e-5)
 
 
@@ -56,7 +56,7 @@ def test_no_tensor_of_the_gradients_size_is_made_beside_it():
     for dtype in (torch.float32, torch.bfloat16):
         grad, inputs = torch.ones(16, 40_000, dtype=dtype), torch.ones(16, 512, dtype=dtype)
         with torch.profiler.profile(profile_memory=True) as profile:
-            hand_over_product(weight, grad, inputs)
+            accumulate_weight_grad(weight, grad, inputs)
         largest = max(event.cpu_memory_usage for event in profile.events())
         assert largest <= 32 * 2**20
 
@@ -65,6 +65,6 @@ def test_a_matrix_that_others_look_at_is_left_to_autograd():
     weight = nn.Parameter(torch.zeros(3, 2))
     weight.register_hook(lambda gradient: gradient)
     grad, inputs = torch.randn(5, 3), torch.randn(5, 2)
-    torch.testing.assert_close(hand_over_product(weight, grad, inputs), grad.T @ inputs)
+    torch.testing.assert_close(accumulate_weight_grad(weight, grad, inputs), grad.T @ inputs)
     assert weight.grad is None
-    assert hand_over_product(weight.requires_grad_(False), grad, inputs) is None
+    assert accumulate_weight_grad(weight.requires_grad_(False), grad, inputs) is None

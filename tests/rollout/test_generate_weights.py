@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_lightning.models.cpu.packed_weights import linear_weights_prepared
+from rlhf_lightning.rollout.generators.prepared_weights import linear_weights_prepared
 from tests.builders.models import HIDDEN, MODEL_TYPES, VOCABULARY, prompt_batch, prompt_rows
 from tests.rollout.plain_generation import ROWS, generated, tiny, without_cache
 

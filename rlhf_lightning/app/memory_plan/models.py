@@ -11,17 +11,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.app.memory_plan.passes import FEW, MORE, Peaks, extrapolated
 from rlhf_lightning.app.memory_plan.run import Run, Shape
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
-from rlhf_lightning.models.cpu.attention import NAME
-from rlhf_lightning.models.cpu.llama_layer import FusedLlamaDecoderLayer
-from rlhf_lightning.models.cpu.weight_grads import PLAIN_WEIGHTS, RowsEmbedding
+from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
@@ -33,13 +30,6 @@ LARGEST = "largest"  # the matrix of most elements
 # 4-bit numbers, and for every 64 of them one 8-bit constant and its share of a second one
 # (Dettmers et al. 2023, section 3): 0.127 bits a weight beside the 4.
 NF4_BYTES = (4 + 0.127) / 8
-# Fake weights are as plain as those they stand for.
-PLAIN_WEIGHTS.add(FakeTensor)
-# What models are on a CPU, and what they are elsewhere.
-ON_A_CPU: dict[type, type] = {
-    FusedLlamaDecoderLayer: LlamaDecoderLayer,
-    RowsEmbedding: nn.Embedding,
-}
 # Kept for the whole process: a suggestion that changes the batch alone measures the same models.
 _MADE: dict[tuple[Any, ...], Any] = {}
 
@@ -114,9 +104,8 @@ class FakeModels:
         dtype = None if as_held else self.run.style.compute_dtype
         key = (num_layers, dtype, *self._key(kind))
         if key not in _MADE:
-            model = self._build(kind, num_layers)
-            if self.run.device != "cpu":
-                _take_back_cpu_layers(model.root)
+            with cpu_kernels(self.run.device == "cpu"):  # fake tensors are on a CPU, always
+                model = self._build(kind, num_layers)
             _make_fake(model.root, dtype)
             _MADE[key] = model
         return _MADE[key]
@@ -187,15 +176,6 @@ class FakeModels:
             if matrix is not None and size >= 1 and (self.run.device == "cpu" or not plain):
                 counts[COPIES] += parameter.numel() * dtype.itemsize
         return counts
-
-
-def _take_back_cpu_layers(root: nn.Module) -> None:
-    """Undo what models do on a CPU alone: fake tensors are on one, whatever is planned."""
-    for module in root.modules():
-        if type(module) in ON_A_CPU:
-            module.__class__ = ON_A_CPU[type(module)]
-        elif isinstance(module, PreTrainedModel) and module.config._attn_implementation == NAME:
-            module.set_attn_implementation("sdpa")
 
 
 def _make_fake(root: nn.Module, dtype: torch.dtype | None) -> None:

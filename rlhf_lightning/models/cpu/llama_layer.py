@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_lightning.models.cpu.attention import LONGEST, NAME, causal_softmax
-from rlhf_lightning.models.cpu.weight_grads import hand_over_product
+from rlhf_lightning.models.cpu.weight_grads import accumulate_weight_grad
 
 
 def use_fused_layers(model: PreTrainedModel) -> None:
@@ -213,7 +213,7 @@ class _Attention(torch.autograd.Function):
         outer = grads[0].reshape(-1, shape[-1])
         with torch.autocast("cpu", enabled=False):
             grad = outer.to(dtype)
-            o_grad = hand_over_product(o_weight, grad, attended)
+            o_grad = accumulate_weight_grad(o_weight, grad, attended)
             shares = kept if kept is not None else causal_softmax(query @ key.transpose(-1, -2))
             grad = (grad @ o_weight.to(dtype)).view(*shape[:2], -1, key.shape[-1])
             grad = grad.transpose(1, 2).reshape(query.shape)  # [B, G, Q * W, D]
@@ -232,9 +232,9 @@ class _Attention(torch.autograd.Function):
             return (
                 x_grad.view(shape),
                 norm_grad,
-                hand_over_product(q_weight, by_query, normed),
-                hand_over_product(k_weight, by_key, normed),
-                hand_over_product(v_weight, by_value, normed),
+                accumulate_weight_grad(q_weight, by_query, normed),
+                accumulate_weight_grad(k_weight, by_key, normed),
+                accumulate_weight_grad(v_weight, by_value, normed),
                 o_grad,
                 *(None, None, None),
             )
@@ -270,7 +270,7 @@ class _GatedMLP(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             grad = outer.to(gate.dtype)
             opened = silu(gate)
-            down_grad = hand_over_product(down_weight, grad, opened * up)
+            down_grad = accumulate_weight_grad(down_weight, grad, opened * up)
             grad = grad @ down_weight.to(gate.dtype)
             by_up = opened.mul_(grad)
             by_gate = torch.ops.aten.silu_backward(grad.mul_(up), gate)
@@ -280,8 +280,8 @@ class _GatedMLP(torch.autograd.Function):
             return (
                 x_grad.view(shape),
                 norm_grad,
-                hand_over_product(gate_weight, by_gate, normed),
-                hand_over_product(up_weight, by_up, normed),
+                accumulate_weight_grad(gate_weight, by_gate, normed),
+                accumulate_weight_grad(up_weight, by_up, normed),
                 down_grad,
                 *(None, None),
             )

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 # Of a gradient, counted in fp32: what is widened at a time, and what is multiplied at a time.
 PART_BYTES = 4 * 2**20
 BLOCK_BYTES = 32 * 2**20
-# Of weights that are whole; what is planned (`memory.skeletons`) adds the tensors it plans with.
-PLAIN_WEIGHTS: set[type] = {nn.Parameter}
+# Of weights that are whole; a plan of the memory has fake ones.
+PLAIN_WEIGHTS = (nn.Parameter, FakeTensor)
 
 
 def adds_in_place(weight: Tensor) -> bool:
-    """Tell whether nobody but the optimizer looks at the gradient of `weight`.
+    """Return whether only the optimizer reads the gradient of `weight`.
 
     Sharded weights and weights with hooks are left to autograd.
     """
@@ -35,7 +36,7 @@ def adds_in_place(weight: Tensor) -> bool:
     )
 
 
-def hand_over_product(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
+def accumulate_weight_grad(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor | None:
     """Add the gradient `grad.T @ inputs` of a matrix to `weight.grad`, if it is trained.
 
     No tensor as large as the matrix is made beside it: fp32 is multiplied into `.grad`, any other

@@ -14,9 +14,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.functional.sequences import response_mask
-from rlhf_lightning.models.cpu.decode_attention import one_token_attention
-from rlhf_lightning.models.cpu.packed_weights import linear_weights_prepared, weights_cast_once
+from rlhf_lightning.models.cpu_kernels import one_token_attention
 from rlhf_lightning.rollout.generators.active_rows import RunningRows
+from rlhf_lightning.rollout.generators.prepared_weights import (
+    linear_weights_prepared,
+    weights_cast_once,
+)
 from rlhf_lightning.rollout.noise import RowNoise, sample
 
 

@@ -1,0 +1,79 @@
+"""The CPU kernels can be switched off, and their folder deleted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.modules.tiny_ppo import fit, ppo_hparams, tiny_module
+from tests.tiny import tiny_policy
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import read_summary
+
+# The folder as if it were deleted, and a run of PPO by its command's own function.
+WITHOUT_THE_FOLDER = """
+import sys
+from pathlib import Path
+
+class Deleted:
+    def find_spec(self, name, path=None, target=None):
+        if (name + ".").startswith("rlhf_lightning.models.cpu."):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Deleted())
+from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from tests.entry.small_runs import completed, make_start
+
+folder = Path(sys.argv[1])
+with cpu_kernels(False):
+    start = make_start(folder / "start")
+completed(
+    folder / "run", "ppo", start, "artifacts.reward=null", "model.cpu_kernels=" + sys.argv[2]
+)
+assert "rlhf_lightning.models.cpu" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_ppo_trains_with_the_kernels_off_and_starts_at_a_ratio_of_1(precision):
+    with cpu_kernels(False):
+        module = tiny_module("llama", ppo=ppo_hparams(num_minibatches=2, micro_batch_size=3))
+        fit(module, 2, precision=precision)
+    layers = [m for m in module.policy.modules() if isinstance(m, LlamaDecoderLayer)]
+    assert {type(layer) for layer in layers} == {LlamaDecoderLayer}
+    assert torch.equal(module.rollouts[0].logprobs, module.rollouts[0].ref_logprobs)
+    assert module.steps[0]["ppo/approx_kl"] == 0
+    assert module.steps[1]["ppo/approx_kl"] > 0
+
+
+def without_the_folder(folder: Path, switch: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_THE_FOLDER, str(folder), switch]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_a_run_with_the_switch_off_does_not_need_the_folder(tmp_path):
+    result = without_the_folder(tmp_path, "false")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert read_summary(RunFolder(tmp_path / "run")).status == "completed"
+
+
+def test_a_run_with_the_switch_on_needs_it(tmp_path):
+    assert "rlhf_lightning.models.cpu" in without_the_folder(tmp_path, "true").stderr
+
+
+def test_a_switch_that_is_off_outside_stays_off_inside():
+    with cpu_kernels(False), cpu_kernels(True):
+        plain = tiny_policy("llama")
+    assert not type(plain.model.model.layers[0]).__module__.startswith("rlhf_lightning")
+    assert type(tiny_policy("llama").model.model.layers[0]).__module__.startswith("rlhf_lightning")
+
+
+def test_a_switch_that_is_neither_true_nor_false_is_refused():
+    with pytest.raises(ValueError, match=r"model.cpu_kernels=maybe must be true or false"):
+        cpu_kernels("maybe").__enter__()
