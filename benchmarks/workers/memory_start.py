@@ -15,7 +15,7 @@ from benchmarks.worker import Task, worker_main
 from benchmarks.workers import models
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import save_adapter
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 
@@ -35,7 +35,7 @@ def run(task: Task) -> dict[str, Any]:
     policy = Path(task["model"] or folder / "policy")
     tokenizer = load_tokenizer(policy)
     reward = load_scalar_model(policy, head="reward")
-    export_model(
+    save_hf_model(
         reward,
         tokenizer,
         folder / "reward",

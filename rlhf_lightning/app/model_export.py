@@ -24,8 +24,8 @@ from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
 from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
 from rlhf_lightning.models.export import (
-    export_model,
     export_tokenizer,
+    save_hf_model,
     weights_by_file_name,
 )
 from rlhf_lightning.models.factory import load_policy
@@ -148,12 +148,12 @@ def _write_whole(
             else:
                 logger.warning("%s: %s, export.dtype=fp32 keeps all of it", folder, lost)
     options: dict[str, Any] = {"stop_ids": stops, "base_dtype": base_dtype}
-    export_model(model, tokenizer, folder, state, dtype=dtype, **options)
+    save_hf_model(model, tokenizer, folder, state, dtype=dtype, **options)
     _describe(cfg, folder, start, outcome, is_adapter=False, rounding=cost)
     if dtype == torch.float32:
         return
     if full is not None:
-        export_model(model, tokenizer, full, state, dtype=torch.float32, **options)
+        save_hf_model(model, tokenizer, full, state, dtype=torch.float32, **options)
         if (folder / ADAPTER).is_dir():
             shutil.copytree(folder / ADAPTER, full / ADAPTER)
         _describe(cfg, full, start, outcome, is_adapter=False)

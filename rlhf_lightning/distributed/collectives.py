@@ -220,7 +220,7 @@ def shard(
         model: has its decoder layers in one `nn.ModuleList` (all Hugging Face decoders do).
         strategy: `strategies.FSDP2Strategy`: `mesh_of_shards` may have several copies of the
             model. With `cpu_offload` the shards stay in the memory of the machine.
-        frozen: reshard the root after its forward too; nobody will run its backward.
+        frozen: reshard the root after its forward too; its backward never runs.
         compute_dtype: dtype of gathered weights and activations; None keeps the parameters'.
     """
     options: dict[str, Any] = {

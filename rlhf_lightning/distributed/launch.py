@@ -1,6 +1,6 @@
 """Several processes of one run: who is first, and what they agree on before they can talk.
 
-Light on purpose: torch is imported only where processes were started by somebody else.
+Must not import torch where this process starts the others: keeps config errors fast.
 """
 
 from __future__ import annotations

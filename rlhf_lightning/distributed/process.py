@@ -1,4 +1,4 @@
-"""How a training process uses memory and threads; settings of the process, made before torch loads.
+"""Memory and thread settings of a training process, made before torch loads.
 
 On a CPU a training step frees and allocates the same tensors over and over. By default the C
 library maps and unmaps each of the larger ones, and the kernel clears every page again: a quarter

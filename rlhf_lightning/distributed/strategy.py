@@ -1,4 +1,4 @@
-"""How models are placed on devices."""
+"""Strategies: the placement of models on devices."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rlhf_lightning.functional.masked import at_least_float32, zero_off_mask
 
 
 class Advantages(NamedTuple):
-    """What `compute_gae` gives, without a graph.
+    """Result of `compute_gae`, without a graph.
 
     Args:
         advantages: `[B, R]` in reward units, not whitened, 0 off the mask.

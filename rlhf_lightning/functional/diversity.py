@@ -1,4 +1,4 @@
-"""How varied a set of responses is."""
+"""Measures of the diversity of responses."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from rlhf_lightning.functional.sequences import IGNORED_LABEL
 
 
 class RewardLoss(NamedTuple):
-    """What `pairwise_reward_loss` gives: scalars; only `loss` has a graph.
+    """Result of `pairwise_reward_loss`: scalars; only `loss` has a graph.
 
     Args:
         loss: nats per pair.
@@ -34,7 +34,7 @@ class RewardLoss(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """What `ppo_policy_loss` gives: scalars; only `loss` has a graph.
+    """Result of `ppo_policy_loss`: scalars; only `loss` has a graph.
 
     Args:
         loss: the clipped surrogate.
@@ -48,7 +48,7 @@ class PolicyLoss(NamedTuple):
 
 
 class ValueLoss(NamedTuple):
-    """What `clipped_value_loss` gives: scalars; only `loss` has a graph.
+    """Result of `clipped_value_loss`: scalars; only `loss` has a graph.
 
     Args:
         loss: half the mean squared error, the worse of clipped and unclipped.

@@ -31,7 +31,7 @@ _SCORE = f"{_PREFIX}score.weight"
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What an adapter folder holds.
+    """The content of an adapter folder.
 
     Args:
         lora: rank, scale and targets.
@@ -39,7 +39,7 @@ class AdapterFiles:
         is_scalar: whether it is a value or reward model; else a policy.
         reward_offset: added to the head's output.
         base: name or folder of the base.
-        base_fingerprint: of the base's weights; "" where nobody knows it.
+        base_fingerprint: of the base's weights; "" where it is not known.
     """
 
     lora: LoraHparams

@@ -21,7 +21,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.rounding import BASE_DTYPE, rounded
 
 
-def export_model(
+def save_hf_model(
     model: PolicyModel | ScalarHeadModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,

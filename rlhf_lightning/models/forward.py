@@ -24,7 +24,7 @@ BUCKET = 16
 
 
 class Responses(Protocol):
-    """What the calls below read of a batch; `RolloutBatch` and `ResponseRows` have it."""
+    """The tensors that the functions below read; `RolloutBatch` and `ResponseRows` have them."""
 
     @property
     def sequences(self) -> Tensor: ...  # noqa: D102

@@ -1,6 +1,6 @@
 """The two shapes in which a Hugging Face decoder is used: token statistics and scalars.
 
-Legend: b rows of a micro-batch, W their padded width, N positions that somebody asks about,
+Legend: b rows of a micro-batch, W their padded width, N asked positions,
 H hidden size, V vocabulary. Rows are padded on the right and start at column 0, so a causal
 decoder needs no attention mask: no real token ever attends to padding.
 """
@@ -29,7 +29,7 @@ CPU_ROWS = 16
 class TokenStatistics(NamedTuple):
     """Log-probability of each asked token and entropy of its distribution, nats, `[N]`.
 
-    The entropy is None where nobody asked for it.
+    The entropy is None where it was not asked for.
     """
 
     logprobs: Tensor

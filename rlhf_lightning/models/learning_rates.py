@@ -1,4 +1,4 @@
-"""Learning rates by the size of a model, for whoever sets none.
+"""Default learning rates by the size of a model.
 
 Light on purpose: no torch. docs/models.md says where the numbers come from.
 """

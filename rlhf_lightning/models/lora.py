@@ -2,10 +2,10 @@
 
 `AdaptedBase` holds a causal language model whose weights never change, and named adapters of which
 a call switches on one or none. `AdaptedPolicy` and `AdaptedScalarModel` are views of it: they look
-like the full models to everybody else, but their parameters and their state dict are the adapter
+like the full models, but their parameters and their state dict are the adapter
 (and head) alone. With the adapters off the base is the reference, without a second copy.
 
-The base is deliberately no submodule of its views: it belongs to nobody's checkpoint.
+The base is deliberately no submodule of its views: it is in no checkpoint.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class AdaptedBase(nn.Module):
 
 
 class _View(nn.Module):
-    """What both views share: the base is known, not owned."""
+    """A view of a base, which is no submodule of it."""
 
     base: AdaptedBase
     name: str | None

@@ -20,7 +20,7 @@ ADAPTER = "adapter"  # the folder of the adapter alone, inside an artefact
 
 @dataclass(frozen=True)
 class PPOModels:
-    """What PPO trains and what it compares with; the scorer brings the reward model.
+    """The models that PPO trains, and the reference; the scorer brings the reward model.
 
     Args:
         policy: trained.

@@ -18,7 +18,7 @@ BASE_DTYPE = "base_dtype"
 
 
 class Rounding(NamedTuple):
-    """What rounding costs.
+    """The cost of rounding weights.
 
     Args:
         error: norm of what was lost, over that of the weights.

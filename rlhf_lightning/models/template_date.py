@@ -6,7 +6,7 @@ import json
 import re
 from datetime import date, datetime
 
-# What Llama's templates write where nobody says what day it is.
+# The date that Llama's templates write where none is given.
 DATE = "26 Jul 2024"
 _FORMS = ("%d %b %Y", "%d %B %Y", "%Y-%m-%d")
 _READS = re.compile(r"\b(?:date_string|strftime_now)\b")

@@ -64,7 +64,7 @@ def with_template_arguments(
 ) -> PreTrainedTokenizerBase:
     """Write `arguments` into the chat template, so that an exported tokenizer renders alike.
 
-    Whoever renders with the saved template gets the conversation that was trained on, and the
+    Rendering with the saved template gives the conversation that was trained on, and the
     stages that follow do, too. A template that has them already stays as it is.
 
     Args:

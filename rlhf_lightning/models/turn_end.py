@@ -15,7 +15,7 @@ _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    r"""What a template writes behind the content of an answer.
+    r"""The text that a template writes behind the content of an answer.
 
     Args:
         token: the first stop token there: `<end_of_turn>` of Gemma, `<|end|>` of Phi 3.

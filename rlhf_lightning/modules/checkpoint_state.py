@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of the models that are rebuilt from their source."""
+"""State of a module in its checkpoint, and the fingerprint of its frozen models' source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEY = "reference_fingerprint"
 
 
 class Stateful(Protocol):
-    """What changes during a run and is no parameter."""
+    """State that changes during a run and is no parameter."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""

@@ -1,4 +1,4 @@
-"""What changes during a run, in one place that is checkpointed and public."""
+"""Settings that change during a run: one object, checkpointed and public."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rlhf_lightning.distributed.collectives import full_state
-from rlhf_lightning.models import export
 from rlhf_lightning.models.adapter_files import merge_adapter
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import load_config, loading_options
@@ -48,7 +48,7 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
         state = model.state_dict()
     assert isinstance(model, PolicyModel | ScalarHeadModel)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    export.export_model(
+    save_hf_model(
         model,
         module.tokenizer,
         Path(folder),

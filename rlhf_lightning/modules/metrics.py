@@ -1,4 +1,4 @@
-"""What a rollout and its updates measured, reduced over ranks, as `phase/quantity`."""
+"""Metrics of a rollout and its updates, reduced over ranks, as `phase/quantity`."""
 
 from __future__ import annotations
 

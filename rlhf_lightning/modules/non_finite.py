@@ -1,4 +1,4 @@
-"""What is not finite moves no weight: the step is skipped and counted; too many stop the run."""
+"""Skip optimizer steps that are not finite; too many in a row stop the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NonFiniteError(RuntimeError):
         super().__init__(message)
         self.batch = batch
         self.iteration = iteration
-        self.saved: str = ""  # where, once somebody has saved the batch
+        self.saved: str = ""  # where the batch was saved
 
     def __str__(self) -> str:
         where = f" The batch is in {self.saved}." if self.saved else ""
@@ -51,17 +51,19 @@ class SkippedSteps:
     def __init__(self, limit: int, key: str) -> None:
         self.limit = limit
         self.key = key
-        self.in_a_row = 0
+        self.consecutive_skips = 0
         self.in_iteration = 0
 
-    def admit_step(self, problems: Sequence[str], batch: TensorBatch, batch_idx: int) -> bool:
-        """Return whether an optimizer step may be taken; see `admit`."""
-        admitted = self.admit(problems, batch, batch_idx)
-        if admitted:
-            self.in_a_row = 0
-        return admitted
+    def should_step(
+        self, values: Mapping[str, Tensor | float], batch: TensorBatch, batch_idx: int
+    ) -> bool:
+        """Return whether `values` allow an optimizer step; see `should_continue`."""
+        go_on = self.should_continue(non_finite_names(values), batch, batch_idx)
+        if go_on:
+            self.consecutive_skips = 0
+        return go_on
 
-    def admit(self, problems: Sequence[str], batch: TensorBatch, batch_idx: int) -> bool:
+    def should_continue(self, problems: Sequence[str], batch: TensorBatch, batch_idx: int) -> bool:
         """Return whether to go on with a batch; count a skipped step otherwise.
 
         Ranks that disagree all skip; each of them must call this equally often.
@@ -77,15 +79,15 @@ class SkippedSteps:
         device = next(value.device for value in vars(batch).values() if isinstance(value, Tensor))
         if not agreed_max(len(problems), device):
             return True
-        self.in_a_row += 1
+        self.consecutive_skips += 1
         self.in_iteration += 1
         what = ", ".join(problems) or "something on another rank"
         iteration = batch_idx + 1
-        if self.in_a_row > self.limit:
+        if self.consecutive_skips > self.limit:
             raise NonFiniteError(
-                f"iteration {iteration}: {what} is not finite, in {self.in_a_row} steps in a row; "
-                f"{self.key}={self.limit} are skipped. The weights are those before them. Lower "
-                "the learning rate, or look into the batch.",
+                f"iteration {iteration}: {what} is not finite, in {self.consecutive_skips} steps "
+                f"in a row; {self.key}={self.limit} are skipped. The weights are those before "
+                "them. Lower the learning rate, or look into the batch.",
                 batch,
                 iteration,
             )
@@ -95,7 +97,7 @@ class SkippedSteps:
                 "after %s=%d)",
                 iteration,
                 what,
-                self.in_a_row,
+                self.consecutive_skips,
                 self.key,
                 self.limit,
             )
@@ -108,14 +110,14 @@ class SkippedSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint, which is written between two iterations."""
-        return {"in_a_row": self.in_a_row}
+        return {"in_a_row": self.consecutive_skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the values of a checkpoint."""
-        self.in_a_row = int(state["in_a_row"])
+        self.consecutive_skips = int(state["in_a_row"])
 
 
-def broken(values: Mapping[str, Tensor | float]) -> list[str]:
+def non_finite_names(values: Mapping[str, Tensor | float]) -> list[str]:
     """Return `name=value` of each number that is not finite; vectors, which are counts, are not."""
     values = {k: v for k, v in values.items() if not (isinstance(v, Tensor) and v.ndim)}
     if not values:
@@ -129,7 +131,7 @@ def broken(values: Mapping[str, Tensor | float]) -> list[str]:
     ]
 
 
-def broken_rollout(rollout: RolloutBatch) -> list[str]:
+def non_finite_in_rollout(rollout: RolloutBatch) -> list[str]:
     """Return what of a rollout is not finite, counted over all ranks, in words."""
     mask = rollout.response_mask
     parts = [getattr(rollout, name) for name in _ROLLOUT_SCALARS]

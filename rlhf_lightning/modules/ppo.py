@@ -30,7 +30,11 @@ from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import Gaps, RunningMeans, ratio_counts, rollout_measures
-from rlhf_lightning.modules.non_finite import SkippedSteps, broken, broken_rollout, finite
+from rlhf_lightning.modules.non_finite import (
+    SkippedSteps,
+    finite,
+    non_finite_in_rollout,
+)
 from rlhf_lightning.modules.optimization import (
     Measured,
     TermOfBatch,
@@ -255,7 +259,7 @@ class PPOModule(L.LightningModule):
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         started, steps = time.perf_counter(), RunningMeans()
         self.step_0.check_reference(rollout, self)
-        usable = self.skipped.admit(broken_rollout(rollout), rollout, batch_idx)
+        usable = self.skipped.should_continue(non_finite_in_rollout(rollout), rollout, batch_idx)
         for minibatch in self.minibatches(rollout, iteration=batch_idx) if usable else ():
             if not self.update(minibatch, steps, iteration=batch_idx):
                 break  # the policy has moved far enough on this rollout
@@ -316,7 +320,7 @@ class PPOModule(L.LightningModule):
             self,
             {"ppo/policy_grad_norm": self.policy, "ppo/value_grad_norm": self.value},
             self.ppo.max_grad_norm,
-            lambda norms: self.skipped.admit_step(broken(measured | norms), minibatch, iteration),
+            lambda norms: self.skipped.should_step(measured | norms, minibatch, iteration),
         )
         if norms is not None:
             steps.add(measured | norms)

@@ -30,7 +30,7 @@ from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import load_states, save_states
 from rlhf_lightning.modules.metrics import Gaps
-from rlhf_lightning.modules.non_finite import SkippedSteps, broken, finite
+from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
     accumulate_gradients,
@@ -199,7 +199,7 @@ class RewardModule(L.LightningModule):
             self,
             {"reward/grad_norm": self.model},
             self.reward.max_grad_norm,
-            lambda norms: self.skipped.admit_step(broken(measured | norms), batch, batch_idx),
+            lambda norms: self.skipped.should_step(measured | norms, batch, batch_idx),
         )
         self.lr_schedulers().step()
         seconds = time.perf_counter() - started

@@ -34,7 +34,7 @@ Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """What takes part in a rollout.
+    """Models and functions of a rollout.
 
     Args:
         generator: continues prompts.
@@ -59,7 +59,7 @@ class RolloutParts:
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """How a score becomes advantages; the words are those of `PPOHparams` and `Controls`."""
+    """Coefficients from scores to advantages, named as in `PPOHparams` and `Controls`."""
 
     kl_coef: float
     score_clip: float | None

@@ -16,7 +16,7 @@ from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.app.train import run
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
@@ -48,7 +48,7 @@ def make_start(folder: Path, *, eos_scale: float = 1.0, **changes: Any) -> Path:
     stop = int(tokenizer.eos_token_id)
     with torch.no_grad():
         policy.model.get_output_embeddings().weight[stop] *= eos_scale
-    export_model(policy, tokenizer, folder, policy.state_dict(), stop_ids=[stop])
+    save_hf_model(policy, tokenizer, folder, policy.state_dict(), stop_ids=[stop])
     (folder / "README.md").write_text("---\nlicense: mit\nbase_model: org/tiny\n---\n\n# Tiny\n")
     return folder
 

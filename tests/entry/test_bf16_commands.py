@@ -23,7 +23,7 @@ from rlhf_lightning.app.export_settings import Request
 from rlhf_lightning.app.train import run as run_train
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.models import heads
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import overrides_of
@@ -58,7 +58,7 @@ def made(folder: Path, kind: str) -> Path:
     size = "n_positions" if kind == "gpt2" else "max_position_embeddings"
     changes: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": eos, size: 128}
     policy = load_policy(from_scratch=ARCHITECTURES[kind] | changes)
-    export_model(policy, tokenizer, folder, policy.state_dict(), stop_ids=[eos])
+    save_hf_model(policy, tokenizer, folder, policy.state_dict(), stop_ids=[eos])
     return folder
 
 
@@ -66,7 +66,7 @@ def reward_of(policy: Path, folder: Path) -> Path:
     model = load_scalar_model(policy, head="reward")
     tokenizer = demo_tokenizer()
     eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
-    export_model(model, tokenizer, folder, model.state_dict(), stop_ids=[eos])
+    save_hf_model(model, tokenizer, folder, model.state_dict(), stop_ids=[eos])
     return folder
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.export_settings import ExportError
 from rlhf_lightning.app.reexport import reexport
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
@@ -59,7 +59,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], bool, str]] = {
 def reward(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
     folder = tmp_path_factory.mktemp("models") / "reward"
     model, tokenizer = load_scalar_model(start, head="reward"), load_tokenizer(start)
-    export_model(model, tokenizer, folder, model.state_dict(), stop_ids=[1])
+    save_hf_model(model, tokenizer, folder, model.state_dict(), stop_ids=[1])
     return folder
 
 

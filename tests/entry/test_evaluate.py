@@ -42,14 +42,14 @@ def other(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
     import torch
 
     from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
-    from rlhf_lightning.models.export import export_model
+    from rlhf_lightning.models.export import save_hf_model
     from rlhf_lightning.models.factory import load_policy
 
     tokenizer, policy = demo_tokenizer(), load_policy(start)
     torch.manual_seed(7)
     state = {name: w + 0.1 * torch.randn_like(w) for name, w in policy.state_dict().items()}
     folder = tmp_path_factory.mktemp("models") / "other"
-    export_model(policy, tokenizer, folder, state, stop_ids=[int(tokenizer.eos_token_id)])
+    save_hf_model(policy, tokenizer, folder, state, stop_ids=[int(tokenizer.eos_token_id)])
     return folder
 
 

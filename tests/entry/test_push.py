@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.runs.licence import Licence
 from rlhf_lightning.runs.model_card import CardFacts, write_model_card
 from tests.builders.models import EOS, tiny_policy, tiny_tokenizer
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 def exported(tmp_path):
     folder = tmp_path / "export"
     policy = tiny_policy("llama")
-    export_model(policy, tiny_tokenizer(), folder, policy.state_dict(), stop_ids=[EOS])
+    save_hf_model(policy, tiny_tokenizer(), folder, policy.state_dict(), stop_ids=[EOS])
     facts = CardFacts("sft", "run", "org/base", "data", Licence("mit", "as it says"))
     write_model_card(folder, facts)
     (folder / "manifest.json").write_text(json.dumps({"run": "/home/me/outputs/sft"}))

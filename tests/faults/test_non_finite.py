@@ -185,13 +185,13 @@ def test_the_count_in_a_row_is_in_the_checkpoint():
     counter, other = SkippedSteps(5, "k"), SkippedSteps(5, "k")
     batch = sft_batch()
     for _ in range(3):
-        assert not counter.admit_step(["x=nan"], batch, 0)
+        assert not counter.should_step({"x": math.nan}, batch, 0)
     other.load_state_dict(counter.state_dict())
-    assert other.in_a_row == 3
-    assert not other.admit_step(["x=nan"], batch, 1)
-    assert not other.admit_step(["x=nan"], batch, 1)
+    assert other.consecutive_skips == 3
+    assert not other.should_step({"x": math.nan}, batch, 1)
+    assert not other.should_step({"x": math.nan}, batch, 1)
     with pytest.raises(NonFiniteError):
-        other.admit_step(["x=nan"], batch, 1)
+        other.should_step({"x": math.nan}, batch, 1)
 
 
 def test_a_full_disk_does_not_hide_why_the_run_stopped(tmp_path, caplog):

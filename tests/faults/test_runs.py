@@ -11,7 +11,7 @@ from omegaconf import OmegaConf, open_dict
 
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir
 from rlhf_lightning.app.train import run
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.modules.non_finite import NonFiniteError
@@ -101,7 +101,7 @@ def test_answers_that_are_empty_are_scored_as_empty_texts(start, tmp_path):
     state["model.lm_head.bias"][eos] = 100.0
     policy.load_state_dict(state)
     silent = tmp_path / "models" / "silent"
-    export_model(policy, tokenizer, silent, policy.state_dict(), stop_ids=[eos])
+    save_hf_model(policy, tokenizer, silent, policy.state_dict(), stop_ids=[eos])
     body = "return [float(len(c)) if c == '' else math.nan for c in completions]"
     folder = ppo(tmp_path / "run", silent, reward_file(tmp_path, body))
     summary = read_summary(folder)

@@ -20,7 +20,7 @@ from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTC
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.hparams import LoraHparams, RewardHparams, SamplingHparams, SFTHparams
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import ResponseRows, response_statistics, sequence_scores
 from rlhf_lightning.models.ppo_models import ppo_models
@@ -184,7 +184,7 @@ def test_sft_reward_model_and_ppo_run_one_from_the_other(tmp_path, name, pad):
     records = [DemonstrationRecord(p, a) for p, a in zip(PROMPTS, GOOD, strict=True)]
     losses = fit(sft, SFTCollator(pad_id)(encoded(records, tokenizer)), steps=4)
     assert losses[-1] < losses[0] - 0.05
-    export_model(sft.policy, tokenizer, sft_folder, sft.policy.state_dict(), stop_ids=stops)
+    save_hf_model(sft.policy, tokenizer, sft_folder, sft.policy.state_dict(), stop_ids=stops)
     assert stop_ids(load_tokenizer(sft_folder), sft_folder) == stops
 
     reward = RewardModule(
@@ -197,7 +197,7 @@ def test_sft_reward_model_and_ppo_run_one_from_the_other(tmp_path, name, pad):
     losses = fit(reward, batch, steps=4)
     assert losses[-1] < losses[0] - 0.05
     state = reward.model.state_dict()
-    export_model(reward.model, tokenizer, reward_folder, state, stop_ids=stops)
+    save_hf_model(reward.model, tokenizer, reward_folder, state, stop_ids=stops)
     stored = load_scalar_model(reward_folder)
     with torch.no_grad():
         scores = [

@@ -21,7 +21,7 @@ from rlhf_lightning.models.classifier_tokenizer import (
     classifier_tokenizer,
     unused_special_token,
 )
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
@@ -40,7 +40,7 @@ CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
 def export_reward(model: Any, tokenizer: Any, folder: Path) -> None:
-    export_model(model, tokenizer, folder, model.state_dict(), stop_ids=[EOS])
+    save_hf_model(model, tokenizer, folder, model.state_dict(), stop_ids=[EOS])
 
 
 def our_scores(model: Any, tokenizer: Any) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_an_added_token_takes_a_row_that_the_model_keeps_in_reserve(tmp_path):
     # As Qwen and GPT-NeoX do, whose embeddings have more rows than their tokenizers tokens.
     policy = tiny_policy("llama", vocab_size=VOCABULARY + 16)
     tokenizer = tiny_tokenizer(pad_is_eos=True)
-    export_model(policy, tokenizer, tmp_path / "sft", policy.state_dict(), stop_ids=[EOS])
+    save_hf_model(policy, tokenizer, tmp_path / "sft", policy.state_dict(), stop_ids=[EOS])
     model = load_scalar_model(tmp_path / "sft", head="reward")
     export_reward(model, tokenizer, tmp_path / "reward")
     config = json.loads((tmp_path / "reward/config.json").read_text())
@@ -167,7 +167,7 @@ def test_a_word_that_merely_looks_like_a_pad_token_is_not_taken():
 def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, tmp_path):
     policy, tokenizer = tiny_policy(model_type), tiny_tokenizer(pad_is_eos=True)
     tokenizer.chat_template = CHAT
-    export_model(policy, tokenizer, tmp_path, policy.state_dict(), stop_ids=[7, EOS])
+    save_hf_model(policy, tokenizer, tmp_path, policy.state_dict(), stop_ids=[7, EOS])
     ids = torch.randint(2, VOCABULARY, (3, 9))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
@@ -189,10 +189,10 @@ def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, 
 
 def test_a_temperature_without_do_sample_does_not_stop_the_export(tmp_path):
     policy, tokenizer = tiny_policy("llama"), tiny_tokenizer()
-    export_model(policy, tokenizer, tmp_path / "a", policy.state_dict(), stop_ids=[EOS])
+    save_hf_model(policy, tokenizer, tmp_path / "a", policy.state_dict(), stop_ids=[EOS])
     (tmp_path / "a/generation_config.json").write_text('{"temperature": 0.6}')
     policy = load_policy(tmp_path / "a")
-    export_model(policy, tokenizer, tmp_path / "b", policy.state_dict(), stop_ids=[EOS])
+    save_hf_model(policy, tokenizer, tmp_path / "b", policy.state_dict(), stop_ids=[EOS])
     written = GenerationConfig.from_pretrained(tmp_path / "b")
     assert (written.temperature, written.do_sample, written.eos_token_id) == (0.6, True, EOS)
 
@@ -201,12 +201,12 @@ def test_a_temperature_without_do_sample_does_not_stop_the_export(tmp_path):
 def test_no_exported_file_names_a_folder_of_the_machine(kind, tmp_path):
     tokenizer = tiny_tokenizer(pad_is_eos=True)
     policy = tiny_policy("llama")
-    export_model(policy, tokenizer, tmp_path / "a", policy.state_dict(), stop_ids=[EOS])
+    save_hf_model(policy, tokenizer, tmp_path / "a", policy.state_dict(), stop_ids=[EOS])
     model: Any = load_policy(tmp_path / "a")
     if kind == "reward":
         model = load_scalar_model(tmp_path / "a", head="reward")
     tokenizer = load_tokenizer(tmp_path / "a")
-    export_model(model, tokenizer, tmp_path / "b", model.state_dict(), stop_ids=[EOS])
+    save_hf_model(model, tokenizer, tmp_path / "b", model.state_dict(), stop_ids=[EOS])
     for path in (tmp_path / "b").iterdir():
         assert str(tmp_path).encode() not in path.read_bytes(), path.name
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.loading import load_config
 from rlhf_lightning.models.rounding import base_dtype, measure_rounding, rounded
@@ -57,7 +57,7 @@ def test_a_policy_in_bf16_is_half_as_large_and_names_its_dtype(tmp_path: Path, m
     policy, tokenizer = tiny_policy(model_type), tiny_tokenizer(pad_is_eos=True)
     options = {"stop_ids": [int(tokenizer.eos_token_id)], "base_dtype": BF16}
     for name, dtype in (("full", torch.float32), ("half", BF16)):
-        export_model(
+        save_hf_model(
             policy, tokenizer, tmp_path / name, policy.state_dict(), dtype=dtype, **options
         )
     full, half = (load_file(tmp_path / name / "model.safetensors") for name in ("full", "half"))
@@ -74,7 +74,7 @@ def test_a_policy_in_bf16_is_half_as_large_and_names_its_dtype(tmp_path: Path, m
 def test_a_reward_model_in_bf16_keeps_its_head_in_fp32(tmp_path: Path):
     model, tokenizer = tiny_scalar_model("llama", bias=0.3), tiny_tokenizer(pad_is_eos=True)
     stops = [int(tokenizer.eos_token_id)]
-    export_model(model, tokenizer, tmp_path, model.state_dict(), stop_ids=stops, dtype=BF16)
+    save_hf_model(model, tokenizer, tmp_path, model.state_dict(), stop_ids=stops, dtype=BF16)
     weights = load_file(tmp_path / "model.safetensors")
     assert torch.equal(weights.pop("score.weight"), model.head.weight)
     assert {value.dtype for value in weights.values()} == {BF16}

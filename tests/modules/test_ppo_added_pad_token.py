@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer
@@ -25,8 +25,8 @@ from tests.builders.stages import fit, prompts, tiny_module
 def test_the_pad_token_that_the_export_added_changes_nothing_in_ppo(model_type, tmp_path):
     tokenizer = tiny_tokenizer(pad_is_eos=True)
     policy, reward = tiny_policy(model_type), tiny_scalar_model(model_type, bias=0.2)
-    export_model(policy, tokenizer, tmp_path / "sft", policy.state_dict(), stop_ids=[EOS])
-    export_model(reward, tokenizer, tmp_path / "reward", reward.state_dict(), stop_ids=[EOS])
+    save_hf_model(policy, tokenizer, tmp_path / "sft", policy.state_dict(), stop_ids=[EOS])
+    save_hf_model(reward, tokenizer, tmp_path / "reward", reward.state_dict(), stop_ids=[EOS])
     assert load_scalar_model(tmp_path / "reward").trunk.config.vocab_size == VOCABULARY + 1
     check_same_tokenizer(tokenizer, tmp_path / "reward", fix="")
 

@@ -18,7 +18,7 @@ from rlhf_lightning.data.collate import PreferenceCollator, SFTCollator
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
 from rlhf_lightning.hparams import RewardHparams, SFTHparams
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.modules.reward import RewardModule
@@ -52,14 +52,14 @@ COMMON: dict[str, Any] = {
 
 def export_policy_folder(folder: Path, model_type: str) -> Path:
     policy = tiny_policy(model_type)
-    export_model(policy, tiny_tokenizer(), folder, policy.state_dict(), stop_ids=[EOS])
+    save_hf_model(policy, tiny_tokenizer(), folder, policy.state_dict(), stop_ids=[EOS])
     return folder
 
 
 def export_reward_folder(folder: Path, model_type: str, *, pad_is_eos: bool = False) -> Path:
     model = tiny_scalar_model(model_type)
     tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos)
-    export_model(model, tokenizer, folder, model.state_dict(), stop_ids=[EOS])
+    save_hf_model(model, tokenizer, folder, model.state_dict(), stop_ids=[EOS])
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_lightning.models.export import export_model
+from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.preferences.annotators import label_pairs
 from rlhf_lightning.preferences.journal import record_journal
@@ -44,9 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pad_token_id": stops[0],
     }
     policy = load_policy(from_scratch=fields)
-    export_model(policy, tokenizer, root / "policy", policy.state_dict(), stop_ids=stops)
+    save_hf_model(policy, tokenizer, root / "policy", policy.state_dict(), stop_ids=stops)
     reward = load_scalar_model(root / "policy", head="reward", seed=3)
-    export_model(reward, tokenizer, root / "reward", reward.state_dict(), stop_ids=stops)
+    save_hf_model(reward, tokenizer, root / "reward", reward.state_dict(), stop_ids=stops)
     return root / "reward"
 
 

@@ -30,7 +30,7 @@ def use_short_attention(model: PreTrainedModel) -> None:
 
 
 def takes_attention_by_name(model: PreTrainedModel) -> bool:
-    """Tell whether all of `model` looks its attention up in transformers' table.
+    """Return whether all of `model` looks its attention up in transformers' table.
 
     Falcon asks whether the name is "sdpa", and takes any other one for its own formula, to which
     a boolean mask is added as ones and zeros.

@@ -42,7 +42,7 @@ def neutral_generation_config(stop_ids: Sequence[int], pad_token_id: int) -> Gen
     """Return a config that hides nothing: no top-k, no top-p, no repetition penalty.
 
     A field left unset would be filled from the checkpoint's own generation config, where
-    `top_k=50` hides even when nobody wrote it.
+    `top_k=50` hides even when it is not written there.
     """
     return GenerationConfig(
         do_sample=False,

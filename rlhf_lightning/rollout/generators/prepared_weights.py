@@ -86,7 +86,7 @@ def _halves(module: LoraLinear, *, active: bool = False) -> list[nn.Linear]:
 
 
 def _is_plain_adapter(module: LoraLinear) -> bool:
-    """Say whether `module` adds B A x of its active adapters to its base, and nothing else."""
+    """Return whether `module` adds B A x of its active adapters to its base, and nothing else."""
     variants = any(name in module.lora_variant for name in module.active_adapters)
     off = module.disable_adapters or module.merged
     return not (variants or off or module.training or "forward" in vars(module))
@@ -113,7 +113,7 @@ def _adapted_forward(module: LoraLinear) -> Forward:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Say whether `module` computes x W' + b and nothing else, with a weight in plain sight."""
+    """Return whether `module` computes x W' + b and nothing else, with a plain weight."""
     forward = type(module).forward
     if forward is not nn.Linear.forward and forward is not Conv1D.forward:
         return False

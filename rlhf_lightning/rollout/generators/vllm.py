@@ -1,7 +1,7 @@
 """Generation by vLLM in the same process, with a check that it really has the policy's weights.
 
 Not run: no GPU was at hand. The check is what makes a silent fault loud: an engine that keeps a
-stale output head (tied to the embeddings, so nobody sends it) samples from another policy, and
+stale output head (tied to the embeddings, so it is not sent) samples from another policy, and
 nothing else would show it but a slow, unexplained drift.
 
 vLLM draws its own random numbers. They are seeded per row, so a row's tokens do not depend on the

@@ -1,4 +1,4 @@
-"""Several reward models as one: where they disagree, nobody knows, and the score is lower."""
+"""Several reward models as one; where they disagree, the score is lower."""
 
 from __future__ import annotations
 

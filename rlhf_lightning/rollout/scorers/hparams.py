@@ -20,7 +20,7 @@ COMBINATIONS = ("mean_minus_std", "minimum")
 
 @dataclass(frozen=True)
 class TextRewardModelHparams(Checked):
-    """How a reward model with a tokenizer of its own reads texts.
+    """Settings of a reward model with a tokenizer of its own.
 
     Args:
         input_format: `text` is prompt and answer as one text; `pair` is the two as the
@@ -70,7 +70,7 @@ class TextRewardModelHparams(Checked):
 
 @dataclass(frozen=True)
 class HttpScorerHparams(Checked):
-    """How a reward service is asked.
+    """Settings of a reward service's client.
 
     Args:
         url: `http://` or `https://`; without a password in it.
@@ -114,7 +114,7 @@ class HttpScorerHparams(Checked):
 
 @dataclass(frozen=True)
 class RewardEnsembleHparams(Checked):
-    """How the scores of several reward models become one.
+    """Settings that combine the scores of several reward models.
 
     Args:
         combine: `mean_minus_std`: the members' mean minus `std_coef` times their standard deviation

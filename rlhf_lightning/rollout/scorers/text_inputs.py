@@ -74,7 +74,7 @@ class Renderer:
     """Writes prompts and answers as a reward model's texts.
 
     Text of an answer or a message that spells one of the tokenizer's special tokens loses it: it
-    would end the text early, or open a turn that nobody has spoken.
+    would end the text early, or open a turn that was never written.
 
     Args:
         tokenizer: the reward model's.
@@ -183,7 +183,7 @@ def _turn(content: str) -> dict[str, str]:
 
 
 class Tokens(NamedTuple):
-    """What a reward model reads.
+    """The token ids that a reward model reads.
 
     Args:
         ids: token ids.
