@@ -33,12 +33,18 @@ def cpu_kernels(enabled: bool) -> Iterator[None]:
         _enabled = before
 
 
-def prepare(model: PreTrainedModel) -> None:
-    """Let `model` compute by the CPU kernels wherever it is on a CPU, unless they are off."""
+def prepare(model: PreTrainedModel, *, adapted: bool = False) -> None:
+    """Let `model` compute by the CPU kernels wherever it is on a CPU, unless they are off.
+
+    Args:
+        model: changed in place.
+        adapted: it is the base of adapters: its layers stay as they are, so that it computes the
+            same bits with adapters that are off and without any.
+    """
     if _enabled:
         from rlhf_lightning.models import cpu
 
-        cpu.prepare(model)
+        cpu.prepare(model, adapted=adapted)
 
 
 def weight_grad_adder() -> Callable[[Tensor, Tensor, Tensor], Tensor | None] | None:

@@ -83,7 +83,7 @@ class PolicyModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.root.parameters()).device
 
     @contextmanager

@@ -55,7 +55,7 @@ class AdaptedBase(nn.Module):
         self, model: PreTrainedModel, lora: LoraHparams, *, activation_checkpointing: bool = False
     ) -> None:
         super().__init__()
-        prepare(model)
+        prepare(model, adapted=True)
         check_head_split(model)
         self.lora = lora
         self.targets = target_modules(model, lora.target_modules)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.modules.tiny_ppo import fit, ppo_hparams, tiny_module
-from tests.tiny import tiny_policy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
+from tests.builders.models import tiny_policy
+from tests.builders.stages import fit, ppo_hparams, tiny_module
 
 # The folder as if it were deleted, and a run of PPO by its command's own function.
 WITHOUT_THE_FOLDER = """
@@ -28,7 +28,7 @@ class Deleted:
 
 sys.meta_path.insert(0, Deleted())
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
-from tests.entry.small_runs import completed, make_start
+from tests.builders.runs import completed, make_start
 
 folder = Path(sys.argv[1])
 with cpu_kernels(False):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models import heads
+from rlhf_lightning.models import cpu
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.models.precision import MIXED_BF16, in_precision
@@ -68,7 +68,7 @@ def test_a_rounded_model_gives_without_autocast_what_it_gives_under_it(
     folders, kind, fused, case, monkeypatch
 ):
     if not fused:
-        monkeypatch.setattr(heads, "use_fused_layers", lambda model: None)
+        monkeypatch.setattr(cpu, "use_fused_layers", lambda model: None)
     build, call = CASES[case]
     model = build(folders[kind])
     assert torch.bfloat16 in {p.dtype for p in model.root.parameters()}, "nothing was rounded"
