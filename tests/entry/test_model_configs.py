@@ -10,21 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.app.build import make_tokenizer
-from rlhf_lightning.app.config.compose import (
-    check_config,
-    check_hparams,
-    choices,
-    conf_dir,
-    plain,
-    register,
-)
+from rlhf_lightning.app.config.compose import choices, conf_dir
+from rlhf_lightning.app.config.groups import ModelSettings
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.data.tokens import render_chat
+from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import build_tokenizer
 
 SMOLLM2 = Path(
@@ -43,22 +36,16 @@ RECIPES = [
 ]
 
 
-def composed(*overrides: str) -> DictConfig:
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose("train", list(overrides))
-
-
 @cache
-def model_files() -> dict[str, DictConfig]:
+def model_files() -> dict[str, ModelSettings]:
     """Return the model files of a size, the smallest first."""
-    files = {name: composed("+experiment=sft", f"model={name}").model for name in SMALL + LARGE}
+    files = {name: settings_of(*recipe("sft", name, "")).model for name in SMALL + LARGE}
     return dict(sorted(files.items(), key=lambda item: item[1].num_parameters))
 
 
 def on_meta_device(shape: Any) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**OmegaConf.to_object(shape)))
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
 
 
 def recipe(stage: str, model: str, variant: str, dataset: str = "") -> list[str]:
@@ -67,13 +54,13 @@ def recipe(stage: str, model: str, variant: str, dataset: str = "") -> list[str]
     return [f"+experiment={stage}", f"model={model}", f"dataset={dataset}", *VARIANTS[variant]]
 
 
-def ranks(cfg: DictConfig) -> int:
-    return int(cfg.trainer.devices) * int(cfg.trainer.num_nodes)
+def ranks(cfg: TrainSettings) -> int:
+    return cfg.trainer.world_size
 
 
-def check_batches(cfg: DictConfig) -> None:
+def check_batches(cfg: TrainSettings) -> None:
     """A batch divides into ranks, minibatches and whole micro-batches."""
-    hparams = cfg.module[cfg.stage]
+    hparams = cfg.hparams
     minibatches = hparams.num_minibatches if cfg.stage == "ppo" else 1
     share, rest = divmod(cfg.data.batch_size, ranks(cfg) * minibatches)
     assert rest == 0, "every rank takes as many rows of every minibatch"
@@ -81,17 +68,17 @@ def check_batches(cfg: DictConfig) -> None:
     assert share % hparams.micro_batch_size == 0
 
 
-def check_lengths(cfg: DictConfig) -> None:
+def check_lengths(cfg: TrainSettings) -> None:
     """The longest rows fit the context, and the longest answers what they are evaluated with."""
-    context, answer = cfg.model.shape.max_position_embeddings, cfg.evaluation.max_new_tokens
+    context, answer = cfg.model.shape["max_position_embeddings"], cfg.evaluation.max_new_tokens
     if cfg.stage == "ppo":
-        assert cfg.module.sampling.max_new_tokens == answer
-        assert cfg.data.max_prompt_length + answer <= context
+        assert cfg.all_hparams["sampling"].max_new_tokens == answer
+        assert cfg.data.get("max_prompt_length") + answer <= context
     else:
-        assert answer < cfg.data.max_length <= context
+        assert answer < cfg.data.get("max_length") <= context
 
 
-def check_precision(cfg: DictConfig, variant: str) -> None:
+def check_precision(cfg: TrainSettings, variant: str) -> None:
     """bf16 compute on fp32 weights, in the way that each strategy has it."""
     if variant == "_fsdp":
         assert (cfg.strategy.name, cfg.trainer.precision) == ("fsdp", "32-true")
@@ -102,26 +89,24 @@ def check_precision(cfg: DictConfig, variant: str) -> None:
         assert ranks(cfg) == 1
 
 
-def check_adapters(cfg: DictConfig, variant: str) -> None:
+def check_adapters(cfg: TrainSettings, variant: str) -> None:
     """LoRA where the name says so, with the reward model on the base."""
     lora = variant == "_lora"
     assert (cfg.lora is not None) == lora
     if cfg.stage == "ppo":
         kind = "RewardAdapterScorer" if lora else "RewardModelScorer"
-        assert cfg.scorer._target_.endswith(f".{kind}")
+        assert cfg.scorer.class_name == kind
 
 
 @pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
 def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, variant):
-    cfgs = {stage: composed(*recipe(stage, model, variant)) for stage in STAGES}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a value outside its usual range would warn
+        cfgs = {stage: settings_of(*recipe(stage, model, variant)) for stage in STAGES}
     for stage, cfg in cfgs.items():
-        check_config(cfg)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a value outside its usual range would warn
-            check_hparams(cfg)
         assert (cfg.stage, cfg.name) == (stage, f"{stage}_{model}")
         assert cfg.model.name == model
-        assert plain(cfg)["model"]["shape"], "everything in it resolves"
+        assert cfg.model.shape, "everything in it resolves"
         assert cfg.model.activation_checkpointing == (model in LARGE)
         check_batches(cfg)
         check_lengths(cfg)
@@ -133,9 +118,9 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
     assert ppo.reward == reward.publish
     assert len({sft.publish, reward.publish, ppo.publish}) == 3
     assert ("_lora/" in sft.publish) == (variant == "_lora"), "adapters overwrite no full model"
-    assert cfgs["sft"].data.source.name == "HuggingFaceH4/ultrachat_200k"
-    assert cfgs["reward"].data.num_epochs == 1
-    assert {cfgs[s].data.source.name for s in ("reward", "ppo")} == {
+    assert cfgs["sft"].data.source.get("name") == "HuggingFaceH4/ultrachat_200k"
+    assert cfgs["reward"].data.get("num_epochs") == 1
+    assert {cfgs[s].data.source.get("name") for s in ("reward", "ppo")} == {
         "trl-lib/ultrafeedback_binarized"
     }
 
@@ -143,17 +128,17 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
 def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
     name = "smollm2_135m"
     published = {
-        dataset: composed(*recipe("sft", name, "", dataset)).artifacts.publish
+        dataset: settings_of(*recipe("sft", name, "", dataset)).artifacts.publish
         for dataset in ("ultrachat", "ultrafeedback", "hh_rlhf")
     }
     assert len(set(published.values())) == 3
-    reward = composed(*recipe("reward", name, "")).artifacts
+    reward = settings_of(*recipe("reward", name, "")).artifacts
     assert reward.sft == published["ultrachat"]
     own = "dataset.family=ultrafeedback"
-    built_on = composed(*recipe("reward", name, ""), own).artifacts
+    built_on = settings_of(*recipe("reward", name, ""), own).artifacts
     assert built_on.sft == published["ultrafeedback"]
     assert built_on.publish != reward.publish
-    again = composed(*recipe("sft", name, "", "ultrafeedback"), own).artifacts
+    again = settings_of(*recipe("sft", name, "", "ultrafeedback"), own).artifacts
     assert again.publish == published["ultrafeedback"]
 
 
@@ -189,11 +174,11 @@ WHOLE, ADAPTER = "RewardModelScorer", "RewardAdapterScorer"
 def test_a_command_line_of_a_recipe_means(words, rows, batch, hardware, scorer, sft):
     stage, model, *more = words.split()
     dataset = more.pop() if more == ["tldr"] else ""
-    cfg = composed(*recipe(stage, model, "", dataset), *more)
-    assert OmegaConf.select(cfg, ROWS.format(stage=stage)) == rows
+    cfg = settings_of(*recipe(stage, model, "", dataset), *more)
+    assert cfg.select(ROWS.format(stage=stage)) == rows
     assert cfg.data.batch_size == batch
     assert (cfg.trainer.devices, cfg.trainer.precision) == hardware
-    assert str(OmegaConf.select(cfg, "scorer._target_")).endswith(str(scorer))
+    assert scorer in (None, cfg.scorer and cfg.scorer.class_name)
     assert cfg.artifacts.sft == (sft and f"artifacts/{sft}")
 
 
@@ -204,11 +189,11 @@ def test_the_shape_has_the_parameters_that_the_file_states(model):
     assert sum(p.numel() for p in built.parameters()) == file.num_parameters
     assert all(p.is_meta for p in built.parameters())
     config = built.config
-    assert config.model_type == file.shape.model_type
-    for key, value in OmegaConf.to_container(file.shape).items():
+    assert config.model_type == file.shape["model_type"]
+    for key, value in file.shape.items():
         if key not in ("rope_theta", "rope_scaling"):  # read into rope_parameters
             assert getattr(config, key) == value
-    assert config.rope_parameters["rope_theta"] == file.shape.rope_theta
+    assert config.rope_parameters["rope_theta"] == file.shape["rope_theta"]
     rope_type = "llama3" if "rope_scaling" in file.shape else "default"
     assert config.rope_parameters["rope_type"] == rope_type
 
@@ -220,7 +205,7 @@ def test_the_shape_has_the_parameters_that_the_file_states(model):
 def test_the_smallest_shape_is_that_of_the_published_checkpoint():
     file = model_files()["smollm2_135m"]
     published = AutoConfig.from_pretrained(SMOLLM2)
-    built = AutoConfig.for_model(**OmegaConf.to_object(file.shape))
+    built = AutoConfig.for_model(**file.shape)
     for key in (*(k for k in file.shape if k != "rope_theta"), "rope_parameters"):
         assert getattr(built, key) == getattr(published, key), key
 
@@ -241,24 +226,22 @@ def test_gated_repositories_and_licences_are_named():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_another_data_set_brings_its_data_its_lengths_and_its_own_artefacts(stage):
-    cfg = composed(*recipe(stage, "llama3_2_1b", "_lora", "tldr"))
-    check_config(cfg)
-    check_hparams(cfg)
-    assert cfg.data.source.name == "trl-lib/tldr" + ("-preference" if stage == "reward" else "")
+    cfg = settings_of(*recipe(stage, "llama3_2_1b", "_lora", "tldr"))
+    assert cfg.data.source.get("name") == "trl-lib/tldr" + (
+        "-preference" if stage == "reward" else ""
+    )
     assert cfg.artifacts.publish == f"artifacts/llama3_2_1b_lora/tldr/{stage}"
     assert cfg.evaluation.max_new_tokens == 64
-    assert cfg.data.get("max_prompt_length", cfg.data.get("max_length")) in (560, 640)
+    assert cfg.data.get(cfg.data.prompt_length_key) in (560, 640)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
     overrides = ["dataset.path=mine.jsonl", "dataset.name=mine"]
-    cfg = composed(
+    cfg = settings_of(
         *recipe(stage, "pretrained", "_lora", "files"), *overrides, "artifacts.base=folder"
     )
-    check_config(cfg)
-    check_hparams(cfg)
-    assert cfg.data.source.path == "mine.jsonl"
+    assert cfg.data.source.get("path") == "mine.jsonl"
     assert cfg.artifacts.base == "folder"
     assert cfg.artifacts.publish == f"artifacts/pretrained_lora/mine/{stage}"
     assert cfg.evaluation.max_new_tokens == 512
@@ -266,17 +249,17 @@ def test_own_files_and_an_own_checkpoint_go_into_every_recipe(stage):
 
 @pytest.mark.parametrize("dataset", ["hh_rlhf", "tldr", "ultrachat", "ultrafeedback"])
 def test_every_seed_holds_out_the_same_records_of_a_hub_set(dataset):
-    cfgs = [composed(*recipe("ppo", "smollm2_135m", "", dataset), f"seed={n}") for n in (1, 2)]
-    sources = [instantiate(cfg.data.source) for cfg in cfgs]
+    cfgs = [settings_of(*recipe("ppo", "smollm2_135m", "", dataset), f"seed={n}") for n in (1, 2)]
+    sources = [cfg.data.source.build() for cfg in cfgs]
     assert sources[0].seed == sources[1].seed
-    assert sources[0].hub_splits["validation"] is not None, "the set's own held-out split"
+    assert sources[0].validation_split is not None, "the set's own held-out split"
 
 
 def test_qwen3_answers_without_thinking_aloud(tmp_path):
     template = "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}"
     build_tokenizer(template=template).save_pretrained(tmp_path)
-    cfg = composed(*recipe("sft", "qwen3_0_6b", ""), f"artifacts.base={tmp_path}")
-    tokenizer = make_tokenizer(cfg, cfg.artifacts.base)
+    cfg = settings_of(*recipe("sft", "qwen3_0_6b", ""), f"artifacts.base={tmp_path}")
+    tokenizer = make_tokenizer(cfg)
     assert render_chat(({"role": "user", "content": "why"},), tokenizer) == "quiet"
     files = model_files()
     assert files["qwen3_0_6b"].chat_template_arguments == {"enable_thinking": False}
