@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 
 from benchmarks.worker import Task
-from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.config.compose import register
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.validate import load_settings
 
 PRECISIONS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
-def configuration(experiment: str, *overrides: str) -> DictConfig:
-    """Return what the command line composes for `+experiment=...` and `overrides`."""
+def training_settings(experiment: str, *overrides: str) -> TrainSettings:
+    """Return the settings that the command line says by `+experiment=...` and `overrides`."""
     register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose("train", overrides=[f"+experiment={experiment}", *overrides])
+    return load_settings(TrainSettings, "train", [f"+experiment={experiment}", *overrides])
 
 
 def bare_trainer(task: Task, watch: L.Callback) -> L.Trainer:

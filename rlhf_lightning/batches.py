@@ -193,7 +193,7 @@ class PreferenceBatch(TensorBatch):
 
 @dataclass(frozen=True)
 class Generation(TensorBatch):
-    """What a generator returns; the prompts stand in front of the responses.
+    """The output of a generator; the prompts stand in front of the responses.
 
     Args:
         sequences: `[B, P + R]` token ids.

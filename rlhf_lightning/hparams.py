@@ -113,7 +113,7 @@ def _check_limits(key: str, value: float, metadata: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplingHparams(Checked):
-    """How rollouts are sampled.
+    """Sampling of rollouts.
 
     Args:
         temperature: divides the logits when sampling and in every log-probability.

@@ -1,4 +1,4 @@
-"""What a run takes in memory, before it is launched: `rlhf_lightning.plan +experiment=...`."""
+"""The memory of a run, before it is launched: `rlhf_lightning.plan +experiment=...`."""
 
 from rlhf_lightning.app.plan import main
 

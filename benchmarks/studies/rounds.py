@@ -131,28 +131,24 @@ class Seed:
 
     def _answers(self) -> dict[str, Any]:
         """Return the gold reward of every answer of both arms to the held-out prompts."""
-        from hydra import compose, initialize_config_dir
-
-        from rlhf_lightning.app.config.compose import conf_dir, register
+        from rlhf_lightning.app.config.compose import register
+        from rlhf_lightning.app.config.settings import EvaluateSettings
+        from rlhf_lightning.app.config.validate import load_settings
         from rlhf_lightning.app.evaluate_parts import build_sides
         from rlhf_lightning.evaluation.generate import gold_scores
         from rlhf_lightning.preferences.candidates import load_candidate_policy
 
         register()
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            cfg = compose(
-                "evaluate",
-                overrides=[
-                    f"seed={self.seed}",
-                    f"policy={self.rounds / f'round_{ROUNDS}' / 'ppo' / 'export'}",
-                    f"baseline={self.single / 'export'}",
-                    "scorer=none",
-                    "safety=none",
-                    f"evaluation.answers_per_prompt={ANSWERS}",
-                    "evaluation.num_prompts=100000",
-                ],
-            )
-        sides = build_sides(cfg)
+        overrides = [
+            f"seed={self.seed}",
+            f"policy={self.rounds / f'round_{ROUNDS}' / 'ppo' / 'export'}",
+            f"baseline={self.single / 'export'}",
+            "scorer=none",
+            "safety=none",
+            f"evaluation.answers_per_prompt={ANSWERS}",
+            "evaluation.num_prompts=100000",
+        ]
+        sides = build_sides(load_settings(EvaluateSettings, "evaluate", overrides))
         start = load_candidate_policy(
             str(self.sft),
             chat_template_arguments=None,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +20,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from benchmarks.configured import configuration
+from benchmarks.configured import training_settings
 from benchmarks.shapes import EOS, PAD, spread, token_rows
 from benchmarks.worker import Stopwatch, Task, worker_main
 from rlhf_lightning.batches import PromptBatch
@@ -103,8 +102,8 @@ def prompt_batch(task: Task, device: str) -> PromptBatch:
 def ours(task: Task, batch: PromptBatch, lengths: tuple[int, ...]) -> Callable[[int], Tensor]:
     """Return a function that generates with this project's default engine."""
     model: Any = load_policy(Path(task["folder"], "policy")).model.to(task["device"]).eval()
-    cfg = configuration("ppo", *task["overrides"])
-    generator: Generator = instantiate(cfg.rollout)((STOP,) if task["ragged"] else (), PAD)
+    rollout = training_settings("ppo", *task["overrides"]).rollout
+    generator: Generator = rollout.build()((STOP,) if task["ragged"] else (), PAD)
 
     def generate(number: int) -> Tensor:
         noise: RowNoise = RowNoise(1).at_iteration(number)

@@ -11,11 +11,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from benchmarks.configured import PRECISIONS, bare_trainer, configuration
+from benchmarks.configured import PRECISIONS, bare_trainer, training_settings
 from benchmarks.shapes import PAD, Workload
 from benchmarks.shapes import prompts as prompt_rows
 from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
@@ -115,7 +114,7 @@ def ppo_module(
 ) -> PPOModule:
     """Return the module that `+experiment=ppo` makes, on the folder's models."""
     folder = task["folder"]
-    cfg = configuration(
+    settings = training_settings(
         "ppo",
         f"trainer.precision={PRECISIONS[task['precision']]}",
         f"artifacts.sft={folder}/policy",
@@ -128,12 +127,14 @@ def ppo_module(
         f"module.sampling.max_new_tokens={workload.new_tokens}",
         *task["overrides"],
     )
-    cfg.module._target_ = f"{cls.__module__}.{cls.__qualname__}"
-    module: PPOModule = instantiate(cfg.module, _partial_=True)(
-        optimizer=instantiate(cfg.optimizer),
-        schedule=instantiate(cfg.scheduler),
-        scorer=instantiate(cfg.scorer),
-        generator=instantiate(cfg.rollout)((), PAD),  # nothing stops: responses have full length
+    settings = settings.updated({"module._target_": f"{cls.__module__}.{cls.__qualname__}"})
+    assert settings.scorer is not None
+    module: PPOModule = settings.module.build(
+        **settings.all_hparams,
+        optimizer=settings.optimizer.build(),
+        schedule=settings.scheduler.build(),
+        scorer=settings.scorer.build(),
+        generator=settings.rollout.build()((), PAD),  # nothing stops: responses have full length
         tokenizer=tokenizer,
         seed=1,
     )

@@ -10,11 +10,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.configured import PRECISIONS, bare_trainer, configuration
+from benchmarks.configured import PRECISIONS, bare_trainer, training_settings
 from benchmarks.ragged import Ragged, answers, pairs
 from benchmarks.shapes import PAD
 from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
@@ -56,15 +55,17 @@ def training_module(task: Task, ragged: Ragged) -> L.LightningModule:
     """Return the module that `+experiment=sft` or `+experiment=reward` makes."""
     stage, folder = task["stage"], task["folder"]
     start = {"sft": "artifacts.base={}/policy", "reward": "artifacts.sft={}/policy"}[stage]
-    cfg = configuration(
+    settings = training_settings(
         stage,
         f"trainer.precision={PRECISIONS[task['precision']]}",
         start.format(folder),
         f"module.{stage}.micro_batch_size={ragged.micro_batch_size}",
         f"module.{stage}.learning_rate=1.0e-6",
     )
-    module: L.LightningModule = instantiate(cfg.module, _partial_=True)(
-        optimizer=instantiate(cfg.optimizer), schedule=instantiate(cfg.scheduler)
+    module: L.LightningModule = settings.module.build(
+        **settings.all_hparams,
+        optimizer=settings.optimizer.build(),
+        schedule=settings.scheduler.build(),
     )
     return module
 

@@ -13,9 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -27,9 +24,9 @@ from pydantic import (
 )
 
 from rlhf_lightning.app.command_line import fail, say
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.targets import did_you_mean
+from rlhf_lightning.app.config.validate import load_values
 from rlhf_lightning.app.dashboard import first_problem
 from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotation.assignment import Sharing
@@ -97,7 +94,7 @@ class AnnotateSettings(BaseModel):
 
     @property
     def known_of_file(self) -> Literal["labels", "gold", "ignore"]:
-        """What becomes of preferences in the file: pairs that are served are to be labelled."""
+        """The use of preferences in the file: pairs that are served are to be labelled."""
         if self.known != "auto":
             return self.known
         return "ignore" if self.action == "serve" else "labels"
@@ -246,12 +243,7 @@ def compose_settings(overrides: Sequence[str]) -> AnnotateSettings:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        try:
-            cfg = compose("annotate", overrides=list(overrides))
-            values: Any = OmegaConf.to_container(cfg.annotate, resolve=True)
-        except COMPOSE_ERRORS as error:
-            raise ConfigError(explain(error, list(overrides), "annotate")) from error
+    values = load_values("annotate", list(overrides))
     try:
         return AnnotateSettings.model_validate(values)
     except ValidationError as error:
@@ -267,7 +259,7 @@ def main() -> None:
     register()
     try:
         run(compose_settings(arguments))
-    except (ConfigError, HydraException) as error:
+    except ConfigError as error:
         fail(str(error))
 
 

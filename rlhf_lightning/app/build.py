@@ -11,16 +11,20 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from rlhf_lightning.app.batch_arithmetic import batch_unit, minibatches_key
-from rlhf_lightning.app.config.compose import ConfigError, plain
-from rlhf_lightning.app.config.targets import did_you_mean
-from rlhf_lightning.app.evaluation import check_context_length, context_length, safety_prompts
-from rlhf_lightning.app.learning_rates import choose_rates
-from rlhf_lightning.app.stages.spec import Parts, StageCallbacks, find_stage, start_of
+from rlhf_lightning.app.batch_arithmetic import minibatches_key
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.groups import Target
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import LOOKUPS
+from rlhf_lightning.app.evaluation import (
+    check_context_length,
+    context_length,
+    model_config,
+    safety_prompts,
+)
+from rlhf_lightning.app.stages.spec import StageCallbacks, TrainingComponents
 from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
@@ -32,76 +36,62 @@ from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.same_configuration import SameConfiguration
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_content import WandbContent
-from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger, wandb_logger
+from rlhf_lightning.callbacks.wandb_logger import wandb_logger
 from rlhf_lightning.data.batch_size import BatchSizeError, batch_that_fits
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.evaluation.generate import Sampling
+from rlhf_lightning.models.learning_rates import default_learning_rate
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.summary import git_commit, installed_versions
 
-KEYS = (
-    "thresholds",
-    "actions",
-    "preflight",
-    "second_scorer",
-    "second_every_n_iterations",
-    "harmful_domains",
-    "refusals",
-)
 
-
-def make_doctor(cfg: DictConfig, folder: RunFolder) -> list[Doctor]:
+def make_doctor(settings: TrainSettings, folder: RunFolder) -> list[Doctor]:
     """Return the doctor of a PPO run; none with `doctor=none`.
 
     Raises:
-        ConfigError: for an unknown key, a value that cannot be, gold as the second scorer, or a
-            rollback without a best checkpoint.
+        ConfigError: for gold as the second scorer, or a rollback without a best checkpoint.
     """
-    if cfg.doctor is None:
+    doctor = settings.doctor
+    if doctor is None:
         return []
-    values = plain(cfg.doctor)
-    for key in values:
-        if key not in KEYS:
-            raise ConfigError(f"unknown key doctor.{key}{did_you_mean(str(key), list(KEYS))}")
-    _refuse_gold(cfg, values["second_scorer"])
-    actions = None if values["actions"] is None else instantiate(cfg.doctor.actions)
-    monitor = cfg.callbacks.checkpoint.monitor
+    _refuse_gold(settings.evaluation.gold, doctor.second_scorer)
+    actions = doctor.actions
+    monitor = settings.callbacks.checkpoint.monitor
     if actions is not None and actions.on_alarm == "rollback" and monitor is None:
         raise ConfigError(
             "doctor.actions.on_alarm=rollback goes back to the best checkpoint, and "
             "callbacks.checkpoint.monitor=null keeps none: set it to doctor/quality with "
             "callbacks.checkpoint.mode=max, as doctor=act does"
         )
+    second = doctor.second_scorer
     try:
         return [
             Doctor(
                 folder,
-                instantiate(cfg.doctor.thresholds),
+                doctor.thresholds,
                 actions=actions,
-                second_scorer=instantiate(cfg.doctor.second_scorer),
-                second_every_n_iterations=values["second_every_n_iterations"],
+                second_scorer=None if second is None else second.build(),
+                second_every_n_iterations=doctor.second_every_n_iterations,
                 refusals=Refusals(
-                    tuple(values["harmful_domains"] or ()), tuple(values["refusals"] or ())
+                    tuple(doctor.harmful_domains or ()), tuple(doctor.refusals or ())
                 ),
-                preflight=bool(values["preflight"]),
+                preflight=doctor.preflight,
             )
         ]
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _refuse_gold(cfg: DictConfig, second_scorer: Any) -> None:
+def _refuse_gold(gold: Target | None, second_scorer: Target | None) -> None:
     """Gold chooses no setting and no checkpoint, and the doctor does both."""
-    gold = OmegaConf.select(cfg, "evaluation.gold")
-    known = set(_texts(plain(gold))) - {"hydra.utils.get_method"} if gold is not None else set()
-    for text in _texts(second_scorer):
+    known = set(_texts(gold.node())) - set(LOOKUPS) if gold is not None else set()
+    for text in _texts(second_scorer.node() if second_scorer is not None else None):
         if text in known or text.startswith("rlhf_lightning.data.demo.gold"):
             raise ConfigError(
                 f"doctor.second_scorer reads {text}, the gold reward, which only evaluation may "
@@ -120,18 +110,27 @@ def _texts(node: Any) -> Iterator[str]:
         yield node
 
 
-NO_LOGGER = ("none", "csv")
-
-
-def make_logger(cfg: DictConfig, folder: RunFolder) -> Any:
+def make_logger(settings: TrainSettings, folder: RunFolder) -> Any:
     """Return what `logger=` chose as a Lightning logger, or False where metrics.csv is enough."""
-    if cfg.logger.kind in NO_LOGGER:
-        return False
-    if cfg.logger.kind == "tensorboard":
+    kind = settings.logger.kind
+    if kind == "tensorboard":
         return tensorboard_logger(folder)
-    if cfg.logger.kind == "wandb":
-        return _wandb(cfg, folder)
-    raise ValueError(f"logger.kind={cfg.logger.kind!r} must be wandb, tensorboard, csv or none")
+    if kind != "wandb":
+        return False
+    config = public_config(settings.resolved, settings.written) | {
+        "config_hash": settings.config_hash,
+        "git_commit": git_commit(),
+        "versions": installed_versions(),
+    }
+    return wandb_logger(
+        folder,
+        project=settings.logger.project,
+        name=f"{settings.name}/{folder.path.name}",
+        group=settings.logger.group or sweep_group(settings.name),
+        tags=settings.logger.tags,
+        config=config,
+        mode=settings.logger.mode,
+    )
 
 
 def sweep_group(name: str) -> str | None:
@@ -144,64 +143,47 @@ def sweep_group(name: str) -> str | None:
     return f"{name}/{Path(config.sweep.dir).name}"
 
 
-def _wandb(cfg: DictConfig, folder: RunFolder) -> IterationWandbLogger:
-    written = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
-    config = public_config(plain(cfg), written)
-    config |= {
-        "config_hash": config_hash(written),
-        "git_commit": git_commit(),
-        "versions": installed_versions(),
-    }
-    return wandb_logger(
-        folder,
-        project=cfg.logger.project,
-        name=f"{cfg.name}/{folder.path.name}",
-        group=cfg.logger.group or sweep_group(cfg.name),
-        tags=list(cfg.logger.tags),
-        config=config,
-        mode=cfg.logger.mode,
-    )
-
-
 STOPS_BY = "val/loss"  # early stopping
-ORIGIN: dict[str, Any] = {"revision": None, "trust_remote_code": False}
 
 
-def assemble(cfg: DictConfig, folder: RunFolder) -> Parts:
-    """Build what `cfg` describes; models are built later, in `configure_model`."""
-    stage, start = find_stage(cfg.stage), start_of(cfg)
-    tokenizer = make_tokenizer(cfg, start)
-    check_context_length(cfg, context_length(cfg, start))
-    rates = choose_rates(cfg, start)
-    revision = cfg.model.get("revision")
+def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
+    """Build what the settings describe; models are built later, in `configure_model`."""
+    stage, start = settings.spec, settings.start
+    tokenizer = make_tokenizer(settings)
+    settings = with_vocabulary(settings, tokenizer)
+    check_context_length(settings, context_length(settings))
+    chosen, rates = choose_rates(settings)
+    settings = settings.updated(chosen) if chosen else settings
+    revision = settings.model.revision
     stops = stop_ids(tokenizer, start, revision=revision)
-    generator = instantiate(cfg.rollout)(stops, tokenizer.pad_token_id)
-    data = instantiate(cfg.data, _partial_=True)(tokenizer=tokenizer)
-    read_records(cfg, data)
+    generator = settings.rollout.build()(stops, tokenizer.pad_token_id)
+    data = settings.data.build(tokenizer=tokenizer)
+    read_records(settings, data)
+    compute_dtype = settings.strategy.compute_dtype
     extras: dict[str, Any] = {
-        "optimizer": instantiate(cfg.optimizer),
-        "schedule": instantiate(cfg.scheduler),
-        "compute_dtype": _dtype(cfg.strategy.get("compute_dtype")),
+        "optimizer": settings.optimizer.build(),
+        "schedule": settings.scheduler.build(),
+        "compute_dtype": None if compute_dtype is None else getattr(torch, compute_dtype),
         "fingerprint": "" if start is None else source_fingerprint(start, revision),
     }
-    extras |= stage.arguments(cfg, tokenizer, generator, extras["fingerprint"])
+    extras |= stage.arguments(settings, tokenizer, generator, extras["fingerprint"])
     scorer: Scorer | None = extras.get("scorer")
-    module = instantiate(cfg.module, _partial_=True)(**extras)
+    module = settings.module.build(**settings.all_hparams, **extras)
     sampling = Sampling(
         generator,
         tokenizer,
-        temperature=cfg.evaluation.temperature,
-        max_new_tokens=cfg.evaluation.max_new_tokens,
-        micro_batch_size=cfg.evaluation.micro_batch_size,
+        temperature=settings.evaluation.temperature,
+        max_new_tokens=settings.evaluation.max_new_tokens,
+        micro_batch_size=settings.evaluation.micro_batch_size,
     )
     if stage.trains_policy:
-        safety_prompts(cfg, tokenizer)  # those of a file are asked at the end: fail before training
-    own = stage.callbacks(cfg, folder, tokenizer, sampling, scorer)
-    trainer = make_trainer(cfg, folder, data, tokenizer, own)
-    return Parts(tokenizer, data, module, trainer, sampling, scorer, rates)
+        safety_prompts(settings, tokenizer)  # of a file, asked at the end: fail before training
+    own = stage.callbacks(settings, folder, tokenizer, sampling, scorer)
+    trainer = make_trainer(settings, folder, data, tokenizer, own)
+    return TrainingComponents(settings, tokenizer, data, module, trainer, sampling, scorer, rates)
 
 
-def read_records(cfg: DictConfig, data: RecordDataModule) -> None:
+def read_records(settings: TrainSettings, data: RecordDataModule) -> None:
     """Read and encode the records.
 
     Raises:
@@ -210,10 +192,9 @@ def read_records(cfg: DictConfig, data: RecordDataModule) -> None:
     try:
         data.setup()
     except BatchSizeError as error:
-        unit = batch_unit(plain(cfg))
-        fits = batch_that_fits(error.num_rows, unit)
+        fits = batch_that_fits(error.num_rows, settings.batch_unit)
         devices = "fewer trainer.devices"
-        minibatches = minibatches_key(find_stage(cfg.stage))
+        minibatches = minibatches_key(settings.spec)
         fewer = devices if minibatches is None else f"{minibatches}=1 or {devices}"
         more = f"or give more {error.kind}"
         fix = f"use data.batch_size={fits}, {more}" if fits else f"use {fewer}, {more}"
@@ -223,26 +204,71 @@ def read_records(cfg: DictConfig, data: RecordDataModule) -> None:
         ) from error
 
 
-def make_tokenizer(cfg: DictConfig, start: str | None) -> PreTrainedTokenizerBase:
+def make_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the start, or the one made for a model from scratch."""
-    if start is not None:
-        arguments = cfg.model.get("chat_template_arguments")
-        return load_tokenizer(start, chat_template_arguments=arguments, **origin(cfg))
-    tokenizer = instantiate(cfg.model.tokenizer)
+    model = settings.model
+    if settings.start is not None:
+        arguments = model.chat_template_arguments
+        return load_tokenizer(settings.start, chat_template_arguments=arguments, **model.origin)
+    if model.tokenizer is None:
+        raise ConfigError(f"model={model.name} from random weights needs model.tokenizer")
+    tokenizer: PreTrainedTokenizerBase = model.tokenizer.build()
+    return tokenizer
+
+
+def with_vocabulary(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> TrainSettings:
+    """Return the settings in which a model from scratch has the vocabulary of its tokenizer."""
+    if settings.start is not None:
+        return settings
     special = {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    for key, value in special.items():
-        OmegaConf.update(cfg, f"model.from_scratch.{key}", value, force_add=True)
-    return tokenizer
+    return settings.updated({f"model.from_scratch.{k}": v for k, v in special.items()})
 
 
-def origin(cfg: DictConfig) -> dict[str, Any]:
-    """Return which version of the stage's start is loaded, and whether its code runs."""
-    return {key: cfg.model.get(key) or default for key, default in ORIGIN.items()}
+def choose_rates(settings: TrainSettings) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the learning rates that the settings leave open, by the size of the model.
+
+    The size is that of the config of the model that is loaded; no weight is read.
+
+    Returns:
+        By dotted key, and a line for each rate for the first screen: its value, and why.
+
+    Raises:
+        ConfigError: if the config does not say how large the model is.
+    """
+    place, rates, lora = f"module.{settings.spec.settings}", settings.spec.rates, settings.lora
+    values = {key: getattr(settings.hparams, key) for key in rates}
+    unset = [key for key, value in values.items() if value is None]
+    count = _count(settings, f"{place}.{unset[0]}") if unset else 0
+    for key in unset:
+        values[key] = default_learning_rate(rates[key], count, lora=lora is not None)
+    adapters = ", of which adapters are trained" if lora is not None else ""
+    by_size = f"by the size of the model: {count:,} weights{adapters}"
+    lines = (f"{k} {v:g}, {by_size if k in unset else 'as set'}" for k, v in values.items())
+    return {f"{place}.{key}": values[key] for key in unset}, tuple(lines)
+
+
+def _count(settings: TrainSettings, key: str) -> int:
+    config = model_config(settings)
+    try:
+        return count_weights(config, trust_remote_code=settings.model.trust_remote_code)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{key} follows the size of {settings.start or 'the model'}, which its config does not "
+            f"give ({reason}): set {key}=1.0e-5 or what suits the model, as docs/models.md has it"
+        ) from error
+
+
+def count_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> int:
+    """Return the weights of a causal language model of this config; nothing is allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:
@@ -263,32 +289,30 @@ def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def make_trainer(
-    cfg: DictConfig,
+    settings: TrainSettings,
     folder: RunFolder,
     data: RecordDataModule,
     tokenizer: PreTrainedTokenizerBase,
     own: StageCallbacks,
 ) -> L.Trainer:
     """Return the Trainer: one epoch of `num_iterations` batches, our callbacks, our checkpoints."""
-    total = data.num_iterations
-    validates = find_stage(cfg.stage).validates and cfg.trainer.validations > 0
-    limit = cfg.trainer.limit_train_batches
-    total = total if limit is None else min(total, int(limit))
+    given = settings.trainer
+    validates = settings.spec.validates and given.validations > 0
+    total, limit = data.num_iterations, given.limit_train_batches
+    total = total if limit is None else min(total, limit)
     trainer = L.Trainer(
         max_epochs=1,
-        accelerator=cfg.trainer.accelerator,
-        devices=cfg.trainer.devices,
-        num_nodes=cfg.trainer.num_nodes,
-        precision=cfg.trainer.precision,
-        strategy=make_strategy(
-            plain(cfg.strategy), num_devices=int(cfg.trainer.devices) * int(cfg.trainer.num_nodes)
-        ),
-        logger=make_logger(cfg, folder),
-        callbacks=make_callbacks(cfg, folder, tokenizer, own),
+        accelerator=given.accelerator,
+        devices=given.devices,
+        num_nodes=given.num_nodes,
+        precision=given.precision,
+        strategy=make_strategy(settings.strategy.model_dump(), num_devices=given.world_size),
+        logger=make_logger(settings, folder),
+        callbacks=make_callbacks(settings, folder, tokenizer, own),
         plugins=[AtomicCheckpointIO()],
         limit_train_batches=limit,
-        limit_val_batches=cfg.trainer.limit_val_batches if validates else 0,
-        val_check_interval=max(total // cfg.trainer.validations, 1) if validates else None,
+        limit_val_batches=given.limit_val_batches if validates else 0,
+        val_check_interval=max(total // given.validations, 1) if validates else None,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         use_distributed_sampler=False,
@@ -302,38 +326,30 @@ def make_trainer(
 
 
 def make_callbacks(
-    cfg: DictConfig, folder: RunFolder, tokenizer: PreTrainedTokenizerBase, own: StageCallbacks
+    settings: TrainSettings,
+    folder: RunFolder,
+    tokenizer: PreTrainedTokenizerBase,
+    own: StageCallbacks,
 ) -> list[L.Callback]:
     """Return our callbacks, those of the stage, and the user's."""
-    settings = cfg.callbacks
+    given = settings.callbacks
+    early, kept = given.early_stopping, given.checkpoint.model_dump()
+    stops = {} if early is None else early.model_dump(exclude_unset=True)
+    if early is not None and kept["monitor"] is None:  # a best one to end with
+        kept |= {"monitor": STOPS_BY, "mode": stops.get("mode", "min")}
     callbacks: list[L.Callback] = [
         *own.first,
         RandomState(),
         MetricsLog(folder),
-        IterationCheckpoint(folder.checkpoints, **_kept(settings), started=started()),
+        IterationCheckpoint(folder.checkpoints, **kept, started=started()),
         SaveFaultyBatch(folder, cast(Any, tokenizer)),
-        WandbContent(folder, cast(Any, tokenizer), **settings.samples),
-        ProgressBar(cfg.name),
-        SameConfiguration(
-            config_hash(cast(Any, OmegaConf.to_container(cfg, resolve=False))), str(folder.path)
-        ),
+        WandbContent(folder, cast(Any, tokenizer), **given.samples.model_dump()),
+        ProgressBar(settings.name),
+        SameConfiguration(settings.config_hash, str(folder.path)),
         *own.last,
     ]
-    if settings.early_stopping is not None:
+    if early is not None:
         # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
-        stops = {"check_on_train_epoch_end": False} | plain(settings.early_stopping)
-        callbacks.append(PatientStopping(STOPS_BY, **stops))
-        callbacks.append(BestWeights())
-    return callbacks + [instantiate(node) for node in settings.extra.values()]
-
-
-def _kept(settings: DictConfig) -> dict[str, Any]:
-    """Return the settings of the checkpoints; early stopping needs a best one to end with."""
-    kept = plain(settings.checkpoint)
-    if settings.early_stopping is not None and kept.get("monitor") is None:
-        kept |= {"monitor": STOPS_BY, "mode": settings.early_stopping.get("mode", "min")}
-    return kept
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+        stops = {"check_on_train_epoch_end": False} | stops
+        callbacks += [PatientStopping(STOPS_BY, **stops), BestWeights()]
+    return callbacks + [node.build() for node in given.extra.values()]

@@ -8,26 +8,30 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-
-from rlhf_lightning.app.collect_parts import build_lab, check_collection, read_prompts
-from rlhf_lightning.app.command_line import compose_and_check, fail, say
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.collect_parts import build_lab, read_prompts
+from rlhf_lightning.app.command_line import (
+    check_command_line,
+    fail,
+    quieten,
+    run_job,
+    say,
+    this_job,
+)
+from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.inherit import command_settings
+from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets
-from rlhf_lightning.app.config.targets import trusted_targets
+from rlhf_lightning.app.config.settings import CollectSettings
 from rlhf_lightning.app.failures import exit_with, exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
-from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
-from rlhf_lightning.runs.resume import config_hash, find_unfinished_run
+from rlhf_lightning.runs.resume import find_unfinished_run
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import drop_unused
 
@@ -39,11 +43,11 @@ DATA = "data"
 
 
 @exits_are_failures()
-def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
-    """Collect preferences from the configuration to the published records.
+def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> Summary:
+    """Collect preferences from the settings to the published records.
 
     Args:
-        cfg: composed configuration.
+        settings: of the command.
         folder: of a new run; with `resume=auto` an unfinished one takes its place.
         overrides: of the command line, for models that must be trained first.
 
@@ -54,19 +58,16 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
         ConfigError: if the configuration cannot work.
         PeopleNeededError: if people have to label first.
     """
-    trusted = trusted_targets()
-    check_collection(cfg, trusted)
-    check_folder(cfg, folder)
-    keep_secrets(cfg, folder)
-    prepare_inputs(cfg, overrides)
-    digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
-    folder = _start(cfg, folder, digest)
-    summary = new_summary("collect", seed=cfg.seed, config_hash=digest)
-    kernels = cpu_kernels(cfg.model.get("cpu_kernels", True))
-    with claim_run(folder.path, lambda: check_folder(cfg, folder)), kernels:
+    check_folder(settings, folder)
+    keep_secrets(settings, folder)
+    prepare_inputs(settings, overrides)
+    folder = _start(settings, folder)
+    summary = new_summary("collect", seed=settings.seed, config_hash=settings.config_hash)
+    kernels = cpu_kernels(settings.model.cpu_kernels)
+    with claim_run(folder.path, lambda: check_folder(settings, folder)), kernels:
         try:
             write_summary(folder, summary)
-            return _collect(cfg, folder, summary, trusted)
+            return _collect(settings, folder, summary)
         except BaseException as error:
             if type(error).__name__ == WAITING:
                 write_summary(folder, replace(summary, status="stopped", cause=str(error)))
@@ -76,11 +77,8 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
 
 
 @exits_are_failures()
-def _collect(
-    cfg: DictConfig, folder: RunFolder, summary: Summary, trusted: tuple[str, ...]
-) -> Summary:
+def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> Summary:
     started = time.perf_counter()
-    from rlhf_lightning.app.command_line import quieten
     from rlhf_lightning.callbacks.console import print_start, print_verdict
     from rlhf_lightning.preferences.publishing import (
         copy_collection,
@@ -90,15 +88,15 @@ def _collect(
     from rlhf_lightning.reports.page import write_report
 
     quieten()
-    lab = replace(build_lab(cfg, folder.path, trusted), say=say)
-    prompts = [] if lab.worst else read_prompts(cfg)
-    print_start("collect", folder, _settings(cfg, lab, len(prompts)))
+    lab = replace(build_lab(settings, folder.path), say=say)
+    prompts = [] if lab.worst else read_prompts(settings)
+    print_start("collect", folder, _start_lines(settings, lab, len(prompts)))
     collection = lab.run(prompts)
-    gold = OmegaConf.select(cfg, "dataset.gold")
-    truth = None if gold is None else hydra.utils.instantiate(gold)
+    gold = settings.dataset.gold
+    truth = None if gold is None else gold.build()
     figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=truth)
-    if cfg.artifacts.publish is not None:
-        target = Path(cfg.artifacts.publish)
+    if settings.artifacts.publish is not None:
+        target = Path(settings.artifacts.publish)
         with artifact_lock(target):
             copy_collection(folder.path / DATA, target)
     summary = replace(
@@ -112,43 +110,43 @@ def _collect(
     print_verdict(summary, folder)
     say(f"before: {collection.before}")
     say(f"after:  {collection.after}")
-    say(f"records: {cfg.artifacts.publish or folder.path / DATA}")
+    say(f"records: {settings.artifacts.publish or folder.path / DATA}")
     return summary
 
 
-def _start(cfg: DictConfig, folder: RunFolder, digest: str) -> RunFolder:
+def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
     """Return the folder of the run: an unfinished one of this configuration, or the new one."""
-    if cfg.resume != "auto":
+    if settings.resume != "auto":
         return folder
-    unfinished = find_unfinished_run(Path(cfg.paths.outputs) / cfg.name, digest)
+    unfinished = find_unfinished_run(
+        Path(settings.paths.outputs) / settings.name, settings.config_hash
+    )
     if unfinished is None:
         return folder
     drop_unused(folder, unfinished)
     return unfinished
 
 
-def _settings(cfg: DictConfig, lab: Any, num_prompts: int) -> dict[str, object]:
+def _start_lines(settings: CollectSettings, lab: Any, num_prompts: int) -> dict[str, object]:
     sampled: dict[str, object] = {
-        "policies": ", ".join(f"{n}: {s}" for n, s in cfg.candidates.policies.items() if s),
+        "policies": ", ".join(f"{n}: {s}" for n, s in settings.candidates.policies.items() if s),
         "candidates": f"{lab.sampling.per_prompt} for each of {num_prompts} prompts",
         "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
     }
     again: dict[str, object] = {
-        "worst answers": f"of {cfg.adversarial.run}, by {cfg.adversarial.source}",
-        "pairs": f"at most {cfg.adversarial.num_pairs}",
+        "worst answers": f"of {settings.adversarial.run}, by {settings.adversarial.source}",
+        "pairs": f"at most {settings.adversarial.num_pairs}",
     }
     return (again if lab.worst else sampled) | {
         "annotators": ", ".join(annotator.name for annotator in lab.annotators) or "people alone",
-        "seed": cfg.seed,
+        "seed": settings.seed,
     }
 
 
-@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="collect")
-def _hydra_main(cfg: DictConfig) -> None:
-    config = HydraConfig.get()
-    folder = RunFolder(Path(config.runtime.output_dir))
+def _job(cfg: Any) -> None:
+    folder, overrides, _ = this_job()
     try:
-        run(cfg, folder, list(config.overrides.task))
+        run(cast(CollectSettings, command_settings("collect", cfg, overrides)), folder, overrides)
     except ConfigError as error:
         fail(str(error))
     except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
@@ -161,8 +159,8 @@ def _hydra_main(cfg: DictConfig) -> None:
 def main() -> None:
     """Run the command line."""
     agree_on("launch time", launch_time)
-    compose_and_check("collect", lambda cfg: check_collection(cfg, trusted_targets()))
-    _hydra_main()
+    check_command_line("collect")
+    run_job("collect", _job)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the entry points do alike with a command line, before Hydra takes it.
+"""The start and the end that all commands share.
 
 A mistake is answered in one line, at once, and before Hydra makes a folder for the run.
 """
@@ -10,14 +10,18 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from hydra import compose, initialize_config_dir
+import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
 
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir
+from rlhf_lightning.app.config.compose import ConfigError, composed, conf_dir
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.inherit import command_settings
+from rlhf_lightning.distributed.launch import end_process
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import redacted
 
 MISTAKE = 2  # exit status
@@ -35,32 +39,56 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def compose_and_check(config_name: str, check: Callable[[DictConfig], None]) -> DictConfig | None:
-    """Return what the command line composes, checked; end the process if it is a mistake.
+def check_command_line(entry: str) -> Any:
+    """Return the settings that the command line composes; end the process if it is a mistake.
 
     Args:
-        config_name: in `conf/`.
-        check: raises `ConfigError`; not called for a sweep, which checks each of its jobs.
+        entry: the command, and its file in `conf/`.
 
     Returns:
-        The configuration without `hydra`; None where flags are given, which are Hydra's to read.
+        The settings; None for a sweep, which checks each of its jobs, and where flags are given,
+        which are Hydra's to read.
     """
     overrides = sys.argv[1:]
     if any(argument.startswith("-") for argument in overrides):
         return None
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        try:
-            cfg = compose(config_name, overrides=overrides, return_hydra_config=True)
-            several = cfg.hydra.mode == RunMode.MULTIRUN
-            with open_dict(cfg):
-                del cfg["hydra"]
-            if not several:
-                check(cfg)
-        except ConfigError as error:
-            fail(str(error))
-        except COMPOSE_ERRORS as error:
-            fail(explain(error, overrides, config_name))
-    return cfg
+    try:
+        cfg = composed(entry, overrides)
+        if cfg.hydra.mode == RunMode.MULTIRUN:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself will warn
+            return command_settings(entry, cfg, overrides)
+    except ConfigError as error:
+        fail(str(error))
+    except COMPOSE_ERRORS as error:
+        fail(explain(error, overrides, entry))
+
+
+def run_job(entry: str, job: Callable[[Any], object]) -> None:
+    """Have Hydra compose the command line and call `job`; then end this process in order.
+
+    Args:
+        entry: the command, and its file in `conf/`.
+        job: called with the composed configuration, once for each job of a sweep.
+    """
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
+    end_process()
+
+
+class Job(NamedTuple):
+    """A job that Hydra runs: its folder, its overrides, and whether it is one of a sweep."""
+
+    folder: RunFolder
+    overrides: list[str]
+    in_sweep: bool
+
+
+def this_job() -> Job:
+    """Return the job that Hydra runs."""
+    config = HydraConfig.get()
+    folder = RunFolder(Path(config.runtime.output_dir))
+    return Job(folder, list(config.overrides.task), config.mode == RunMode.MULTIRUN)
 
 
 def quieten() -> None:

@@ -9,16 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from rlhf_lightning.app.command_line import fail
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.targets import did_you_mean
+from rlhf_lightning.app.config.validate import load_values
 
 HELP = """Make the workspace of a project in Weights & Biases, and a report that compares two runs.
 
@@ -225,13 +221,8 @@ def compose_settings(overrides: Sequence[str]) -> DashboardSettings:
         ConfigError: with the key, what it got and what it wants.
     """
     register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        try:
-            cfg = compose("dashboard", overrides=list(overrides))
-        except COMPOSE_ERRORS as error:
-            raise ConfigError(explain(error, list(overrides), "dashboard")) from error
     try:
-        return DashboardSettings.model_validate(OmegaConf.to_container(cfg.dashboard, resolve=True))
+        return DashboardSettings.model_validate(load_values("dashboard", list(overrides)))
     except ValidationError as error:
         raise ConfigError(first_problem(error, "dashboard")) from error
 
@@ -245,7 +236,7 @@ def main() -> None:
     try:
         for line in run(compose_settings(arguments)):
             sys.stdout.write(f"{line}\n")
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+    except ConfigError as error:
         fail(str(error))
 
 

@@ -1,4 +1,4 @@
-"""From the configuration of an evaluation to its parts: checks first, then models and prompts."""
+"""The parts of an evaluation: models, prompts, judges and scorer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
-
-from rlhf_lightning.app.config.compose import ConfigError, check_gates_config, conf_dir, plain
-from rlhf_lightning.app.config.schema import EvaluationSettings, TopSettings, build_checked
-from rlhf_lightning.app.config.targets import TargetError, check_names, check_targets, did_you_mean
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import EvaluateSettings
+from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.prerequisites import KINDS, is_available, prepare_inputs
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 
@@ -24,82 +20,34 @@ if TYPE_CHECKING:
     from rlhf_lightning.evaluation.metrics import Judges
     from rlhf_lightning.preferences.candidates import LoadedPolicy
 
-SPLITS = ("train", "validation")
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
-PRECISIONS = ("32-true", "bf16-mixed")
-HUMAN = ("none", "export", "import")
 
 
-def check_evaluation(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> None:
-    """Refuse what nothing reads, what is of a wrong type, and what may not be built.
-
-    It imports nothing heavy.
-
-    Raises:
-        ConfigError: with what was found and what to write.
-    """
-    written: Any = OmegaConf.load(conf_dir() / "evaluate.yaml")
-    groups = [next(iter(item)) for item in written.defaults if isinstance(item, DictConfig)]
-    known = sorted({*map(str, written), *map(str, groups)} - {"defaults", "hydra"})
-    for key in map(str, cfg):
-        if key not in known and key != "hydra":
-            raise ConfigError(f"unknown top-level key {key!r}{did_you_mean(key, known)}")
-    for group in ("prompts", "people", "artifacts"):
-        keys = list(map(str, written[group]))
-        for key in map(str, cfg[group]):
-            if key not in keys:
-                raise ConfigError(f"unknown key {group}.{key}{did_you_mean(key, keys)}")
-    for key, value, allowed in (
-        ("human", cfg.human, HUMAN),
-        ("prompts.split", cfg.prompts.split, SPLITS),
-        ("references", cfg.references, (True, False)),
-        ("trainer.precision", cfg.trainer.precision, PRECISIONS),
-    ):
-        if value not in allowed:
-            hint = did_you_mean(str(value), [str(item) for item in allowed])
-            names = ", ".join(str(item).lower() for item in allowed)
-            raise ConfigError(f"{key}={value} must be one of {names}{hint}")
-    if cfg.human == "import" and cfg.people.run is None:
-        raise ConfigError("human=import needs people.run=FOLDER of the evaluation that exported")
-    missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("model."))
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set: add {missing[0]}=...")
-    check_gates_config(cfg)
-    values = {key: value for key, value in plain(cfg.evaluation).items() if key != "gold"}
-    try:
-        build_checked(TopSettings, {"seed": cfg.seed, "name": cfg.name}, "")
-        build_checked(EvaluationSettings, values, "evaluation")
-        check_names(OmegaConf.to_container(cfg, resolve=False), trusted)
-    except (TargetError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    if values.get("every_n_iterations") is not None:
-        raise ConfigError("evaluation.every_n_iterations is for training: leave it out")
-
-
-def prepare_sides(cfg: DictConfig, overrides: list[str]) -> None:
+def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateSettings:
     """Make sure that the models which are used exist; the built-in ones are trained if need be.
+
+    Returns:
+        The settings, in which the scorer compares its tokenizer with that of the policy.
 
     Raises:
         ConfigError: for a missing path that the user gave.
     """
-    source = OmegaConf.select(cfg, "scorer.source")
-    used = {cfg.policy, cfg.baseline, source}
-    for side in ("policy", "baseline"):
-        value = cfg[side]
-        if not isinstance(value, str):
-            raise ConfigError(f"{side}={value!r} must be a folder or a hub name")
-        if value not in cfg.artifacts.values() and not is_available(value):
+    scorer, models = settings.scorer, settings.artifacts.models()
+    sides = {"policy": settings.policy, "baseline": settings.baseline}
+    for side, value in sides.items():
+        if value not in models.values() and not is_available(value):
             raise ConfigError(f"{side}={value} does not exist: give a model folder or a hub name")
-    # What the scorer compares its tokenizer with is the policy, whatever model that is.
-    if cfg.scorer is not None and "policy" in cfg.scorer:
-        cfg.scorer.policy = cfg.policy
-    kinds = [kind for kind in KINDS if cfg.artifacts.get(kind) in used]
-    prepare_inputs(cfg, overrides, kinds=kinds)
+    used = {*sides.values(), None if scorer is None else scorer.get("source")}
+    kinds = [kind for kind in KINDS if models.get(kind) in used and kind in models]
+    prepare_inputs(settings, overrides, kinds=kinds)
+    if scorer is not None and "policy" in scorer.arguments:
+        return settings.updated({"scorer.policy": settings.policy})
+    return settings
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What an evaluation asks and whom.
+    """Both sides of an evaluation, and the comparison between them.
 
     Args:
         policy, baseline: the two sides.
@@ -118,7 +66,7 @@ class Sides:
     records: Sequence[PromptRecord]
 
 
-def build_sides(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> Sides:
+def build_sides(settings: EvaluateSettings) -> Sides:
     """Load both policies, the scorer and the prompts.
 
     Raises:
@@ -126,56 +74,57 @@ def build_sides(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> Sides:
     """
     from rlhf_lightning.evaluation.held_out import HeldOutComparison
 
-    source, judges, scorer = _judges(cfg, trusted)
-    held_out = _prompts(cfg, source)
-    policy, baseline = _load(cfg, cfg.policy), _load(cfg, cfg.baseline)
+    source, judges, scorer = _judges(settings)
+    held_out = _prompts(settings, source)
+    policy, baseline = _load(settings, settings.policy), _load(settings, settings.baseline)
     same = _same_vocabulary(policy, baseline)
-    if scorer is not None and not same and "policy" in cfg.scorer:
+    reads_tokens = settings.scorer is not None and "policy" in settings.scorer.arguments
+    if reads_tokens and not same:
         raise ConfigError(
-            f"scorer: the reward model reads the tokens of policy={cfg.policy}, and "
-            f"baseline={cfg.baseline} has other ones: use scorer=text_reward_model "
-            f"scorer.source={cfg.artifacts.reward}, or scorer=none"
+            f"scorer: the reward model reads the tokens of policy={settings.policy}, and "
+            f"baseline={settings.baseline} has other ones: use scorer=text_reward_model "
+            f"scorer.source={settings.artifacts.reward}, or scorer=none"
         )
     for model in scorer.build() if scorer is not None else []:
         model.to(policy.model.device)
-    records = _drawn(cfg, held_out, (policy, baseline))
+    records = _drawn(settings, held_out, (policy, baseline))
     if not records:
         raise ConfigError(
             f"none of {len(held_out)} prompts has at most prompts.max_length="
-            f"{cfg.prompts.max_length} tokens: raise it"
+            f"{settings.prompts.max_length} tokens: raise it"
         )
-    mine, theirs = _questions(cfg, records, (policy, baseline), judges)
+    mine, theirs = _questions(settings, records, (policy, baseline), judges)
     return Sides(
         policy,
         baseline,
-        HeldOutComparison(mine, _sampling(cfg, policy), judges, cfg.seed, scorer),
+        HeldOutComparison(mine, _sampling(settings, policy), judges, settings.seed, scorer),
         theirs,
-        _sampling(cfg, baseline),
+        _sampling(settings, baseline),
         same,
         records,
     )
 
 
-def _judges(cfg: DictConfig, trusted: tuple[str, ...]) -> tuple[Any, Judges, Any]:
-    """Return the source of prompts, who judges, and the scorer or None."""
+def _judges(settings: EvaluateSettings) -> tuple[Any, Judges, Any]:
+    """Return the source of prompts, the judges, and the scorer or None."""
     from rlhf_lightning.evaluation.metrics import Judges
 
-    gold, safety, scorer = cfg.evaluation.gold, cfg.safety, cfg.scorer
+    gold, safety, scorer = settings.evaluation.gold, settings.safety, settings.scorer
     try:
-        check_targets(plain(cfg), trusted)
+        settings.check_targets()
         judges = Judges(
-            None if gold is None else instantiate(gold),
+            None if gold is None else gold.build(),
             scored=scorer is not None,
-            safety=None if safety is None else instantiate(safety, _convert_="all"),
+            safety=None if safety is None else safety.build(),
         )
-        built = None if scorer is None else instantiate(scorer)
-        return instantiate(cfg.dataset.source), judges, built
-    except (TargetError, ValueError, TypeError, InstantiationException) as error:
+        built = None if scorer is None else scorer.build()
+        return settings.dataset.source.build(), judges, built
+    except (TargetError, ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
 
 
 def _questions(
-    cfg: DictConfig,
+    settings: EvaluateSettings,
     records: Sequence[PromptRecord],
     sides: Sequence[LoadedPolicy],
     judges: Judges,
@@ -187,11 +136,11 @@ def _questions(
         encode_safety_prompts,
     )
 
-    several = cfg.evaluation.answers_per_prompt
+    several = settings.evaluation.answers_per_prompt
     tokenizers = [side.tokenizer for side in sides]
     same = {
-        "max_prompt_length": cfg.prompts.max_length,
-        "batch_size": cfg.evaluation.batch_size,
+        "max_prompt_length": settings.prompts.max_length,
+        "batch_size": settings.evaluation.batch_size,
     }
     batches, _ = encode_questions(records, tokenizers, **same, answers_per_prompt=several)
     dangers = [] if judges.safety is None else judges.safety.records()
@@ -203,15 +152,17 @@ def _questions(
     return [Questions(own, unsafe, several) for own, unsafe in pairs]
 
 
-def _prompts(cfg: DictConfig, source: Any) -> list[PromptRecord]:
-    found: list[PromptRecord] = source.records("prompts", cfg.prompts.split)
+def _prompts(settings: EvaluateSettings, source: Any) -> list[PromptRecord]:
+    found: list[PromptRecord] = source.records("prompts", settings.prompts.split)
     if not found:
-        raise ConfigError(f"dataset={cfg.dataset.name} has no prompts in {cfg.prompts.split}")
+        raise ConfigError(
+            f"dataset={settings.dataset.name} has no prompts in {settings.prompts.split}"
+        )
     return found
 
 
 def _drawn(
-    cfg: DictConfig, records: Sequence[PromptRecord], sides: Sequence[LoadedPolicy]
+    settings: EvaluateSettings, records: Sequence[PromptRecord], sides: Sequence[LoadedPolicy]
 ) -> list[PromptRecord]:
     """Return the prompts that are asked, each once.
 
@@ -223,35 +174,35 @@ def _drawn(
     from rlhf_lightning.data.sampler import validation_part
 
     def fits(record: PromptRecord) -> bool:
-        length = cfg.prompts.max_length
+        length = settings.prompts.max_length
         return all(encode_prompt(record, s.tokenizer, max_length=length) is not None for s in sides)
 
     short = [record for record in records if fits(record)]
-    drawn = validation_part(short, cfg.evaluation.num_prompts, cfg.seed)
+    drawn = validation_part(short, settings.evaluation.num_prompts, settings.seed)
     return list({prompt_key(record): record for record in drawn}.values())
 
 
-def _load(cfg: DictConfig, source: str) -> LoadedPolicy:
+def _load(settings: EvaluateSettings, source: str) -> LoadedPolicy:
     from rlhf_lightning.preferences.candidates import load_candidate_policy
 
-    model = plain(cfg.model)
+    model = settings.model
     return load_candidate_policy(
         source,
-        chat_template_arguments=model.get("chat_template_arguments"),
-        revision=None if Path(source).is_dir() else model.get("revision"),
-        trust_remote_code=bool(model.get("trust_remote_code")),
+        chat_template_arguments=model.chat_template_arguments,
+        revision=None if Path(source).is_dir() else model.revision,
+        trust_remote_code=model.trust_remote_code,
     )
 
 
-def _sampling(cfg: DictConfig, side: LoadedPolicy) -> Sampling:
+def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:
     from rlhf_lightning.evaluation.generate import Sampling
 
     return Sampling(
-        instantiate(cfg.rollout)(side.stop_ids, side.tokenizer.pad_token_id),
+        settings.rollout.build()(side.stop_ids, side.tokenizer.pad_token_id),
         side.tokenizer,
-        temperature=cfg.evaluation.temperature,
-        max_new_tokens=cfg.evaluation.max_new_tokens,
-        micro_batch_size=cfg.evaluation.micro_batch_size,
+        temperature=settings.evaluation.temperature,
+        max_new_tokens=settings.evaluation.max_new_tokens,
+        micro_batch_size=settings.evaluation.micro_batch_size,
     )
 
 
@@ -260,16 +211,17 @@ def _same_vocabulary(first: LoadedPolicy, second: LoadedPolicy) -> bool:
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 
-def reward_spread(cfg: DictConfig) -> dict[str, float]:
-    """Return what the reward stage divided its scores by: it makes a difference a log-odds.
+def reward_spread(settings: EvaluateSettings) -> dict[str, float]:
+    """Return the reward stage's divisor of its scores: it makes a difference a log-odds.
 
     Nothing where a difference is none: scores of several models, of a function or a service, and
     those that the scorer scales or turns into probabilities itself.
     """
-    source = OmegaConf.select(cfg, "scorer.source")
-    if source is None or not Path(source).is_dir():
+    scorer = settings.scorer
+    source = None if scorer is None else scorer.get("source")
+    if scorer is None or source is None or not Path(source).is_dir():
         return {}
-    if cfg.scorer.get("output") == "probability" or cfg.scorer.get("std", 1.0) != 1.0:
+    if scorer.get("output") == "probability" or scorer.get("std", 1.0) != 1.0:
         return {}
     try:
         value = read_manifest(source, verify=False).metrics.get(SPREAD)

@@ -1,6 +1,6 @@
-"""What somebody wants exported, where it is, and why it cannot be.
+"""The request for an export: its run, checkpoint and target.
 
-Light on purpose: no torch, so that a mistake is answered at once.
+Must not import torch: a mistake is answered at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_lightning.runs.taken import summary_or_none
 
 @dataclass(frozen=True)
 class Request:
-    """What to export, and where to.
+    """The run to export, and the target.
 
     Args:
         run: run folder, checkpoint or exported folder.

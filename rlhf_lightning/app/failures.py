@@ -1,7 +1,4 @@
-"""Why a run ended before its end: one line for its summary and for whoever started it.
-
-Light on purpose: no torch, so that a mistake is answered at once.
-"""
+"""The causes of early ends, in one line each. Must not import torch."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, OmegaConf
 
-from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_disk, write_text
 from rlhf_lightning.runs.folder import RunFolder
@@ -31,7 +26,6 @@ from rlhf_lightning.runs.summary import Status, Summary, write_summary
 logger = logging.getLogger(__name__)
 
 PACKAGE = "rlhf_lightning"
-GIB = 2**30
 STOPPED = 75  # exit status (EX_TEMPFAIL): not done, and resume=auto goes on
 INTERRUPTED = "interrupted from the keyboard or by a signal"
 _OUT_OF_MEMORY = re.compile(
@@ -48,18 +42,20 @@ class RunFailedError(RuntimeError):
 
 
 def explain_failure(
-    error: BaseException, cfg: DictConfig, folder: RunFolder, overrides: list[str]
+    error: BaseException, folder: RunFolder, save_memory: Callable[[bool], str]
 ) -> RunFailedError | None:
     """Return an error that says what to change, or None where `error` says it itself.
 
     Args:
         error: what ended the run.
-        cfg: of the run.
         folder: of the run.
-        overrides: of the command line.
+        save_memory: returns which settings need less memory, in the evaluation at the end or not.
     """
     if is_out_of_memory(error):
-        return RunFailedError(describe_out_of_memory(error, cfg, overrides))
+        texts = [text for e in _chain(error) if _OUT_OF_MEMORY.search(text := _one_line(e))]
+        name = next(iter(texts), _one_line(error) or "no more memory")
+        evaluates = any(name == f"{PACKAGE}.app.finalize" for name in _modules_passed(error))
+        return RunFailedError(f"out of memory ({name[:200]}). {save_memory(evaluates)}")
     number = full_disk(error)
     if number is not None:
         known = next((e for e in _chain(error) if isinstance(e, DiskFullError)), None)
@@ -80,7 +76,9 @@ def exits_are_failures() -> Iterator[None]:
     except SystemExit as error:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from error
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        # W&B puts a function of its own in the place of sys.exit.
+        place = [frame for frame in frames if "wandb" not in frame.filename][-1]
         raise RunFailedError(
             f"sys.exit({error.code!r}) was called in {place.name} ({place.filename}, line "
             f"{place.lineno}), which would end the run in silence: raise an error there instead"
@@ -96,62 +94,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         or (isinstance(e, RuntimeError) and _OUT_OF_MEMORY.search(str(e)))
         for e in _chain(error)
     )
-
-
-def describe_out_of_memory(error: BaseException, cfg: DictConfig, overrides: list[str]) -> str:
-    """Return what ran out, the settings that need less, and the command that says how much."""
-    what = next(
-        (text for e in _chain(error) if (text := _one_line(e)) and _OUT_OF_MEMORY.search(text)),
-        _one_line(error) or "no more memory",
-    )
-    evaluates = any(name == f"{PACKAGE}.app.finalize" for name in _modules_passed(error))
-    stage = find_stage(cfg.stage)
-    fixes = [_smaller("evaluation.micro_batch_size", cfg.evaluation.micro_batch_size, 8)]
-    if not evaluates:
-        key = f"module.{stage.settings}.micro_batch_size"
-        micro_batch_size = cfg.module[stage.settings].micro_batch_size
-        rows = int(cfg.data.batch_size)
-        fixes = [_smaller(key, micro_batch_size, min(8, max(rows // 2, 1)))]
-        if not cfg.model.activation_checkpointing:
-            fixes.append("model.activation_checkpointing=true")
-        if cfg.lora is None:
-            fixes.append("lora=lora")
-    length = ("evaluation.max_new_tokens", cfg.evaluation.max_new_tokens)
-    if not evaluates:
-        length = (stage.shortened_by, OmegaConf.select(cfg, stage.shortened_by))
-    fixes.append(f"{length[0]} below {length[1]}")
-    command = " ".join(["python -m rlhf_lightning.plan", *overrides])
-    return (
-        f"out of memory ({what[:200]}). Change one of: {', '.join(f for f in fixes if f)}. "
-        f"{_planned(cfg)}What each of them saves says  {command}"
-    )
-
-
-def _planned(cfg: DictConfig) -> str:
-    """Return what the plan of the run says, in one or two sentences."""
-    settings = {"device_memory": None, "device": "auto", "reward_model": None}
-    try:
-        from rlhf_lightning.app.memory_plan.report import make_report
-        from rlhf_lightning.app.memory_plan.request import device_bytes, read_run
-
-        request = read_run(cfg, settings)
-        report = make_report(request.run, device_bytes(request.run, settings), request.notes)
-    except Exception as problem:  # for want of memory, too: it must not hide what has happened
-        logger.warning("the plan of this run could not be made: %s", problem)
-        return ""
-    room = f" of {report.device_memory / GIB:.2f} GiB" if report.device_memory else ""
-    less = [f"{' '.join(c.settings)}: {c.total / GIB:.2f} GiB" for c in report.choices]
-    return (
-        f"By its plan the run takes {report.total / GIB:.2f} GiB{room} at its peak "
-        f"({report.peak_phase})" + (f"; with {', '.join(less)}. " if less else ". ")
-    )
-
-
-def _smaller(key: str, now: int | None, first: int) -> str:
-    if now == 1:
-        return ""
-    held = "all rows of a process at once" if now is None else str(now)
-    return f"{key}={first if now is None else max(now // 2, 1)} (now {held})"
 
 
 def cause_of(error: BaseException) -> str:
@@ -253,12 +195,12 @@ _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 RESUME = "Start all ranks again with resume=auto"
 
 
-def explain_lost_rank(error: BaseException, cfg: DictConfig) -> RunFailedError | None:
+def explain_lost_rank(error: BaseException, timeout_minutes: float) -> RunFailedError | None:
     """Tell the other ranks why this one ends; return what they said if that is the cause.
 
     Args:
         error: what ended this rank.
-        cfg: of the run.
+        timeout_minutes: how long ranks wait for each other.
 
     Returns:
         An error that names the rank that failed, was killed or does not answer; None in a single
@@ -277,7 +219,7 @@ def explain_lost_rank(error: BaseException, cfg: DictConfig) -> RunFailedError |
         return None
     causes = {r: said for r, said in heard.items() if said != LOST}
     silent = [r for r in range(size) if r != ours and r not in heard]
-    return RunFailedError(describe_loss(causes, silent, size, error, cfg.strategy.timeout_minutes))
+    return RunFailedError(describe_loss(causes, silent, size, error, timeout_minutes))
 
 
 def is_lost_contact(error: BaseException) -> bool:

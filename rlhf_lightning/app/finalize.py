@@ -10,13 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.config.compose import plain
-from rlhf_lightning.app.model_export import Outcome, publishes, write_model_folder
-from rlhf_lightning.app.stages.spec import Parts, find_stage, start_of
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.model_export import Outcome, write_model_folder
+from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_content import (
     Origin,
@@ -48,25 +47,26 @@ from rlhf_lightning.runs.summary import GateResult, Summary
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
-MOST_TRAINING_PAIRS = 1000  # that are scored once more, to hold against held-out ones
 
 
 def finish(
-    cfg: DictConfig, folder: RunFolder, parts: Parts
+    settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
 ) -> tuple[Findings, tuple[GateResult, ...]]:
     """Measure, hold against the gates, export and publish what a stage has trained.
 
     Every rank measures the same; the first alone writes.
     """
-    stage = find_stage(cfg.stage)
+    stage = settings.spec
     _let_go(parts)
     begun = time.perf_counter()
     with _precision(parts):
-        findings = stage.finish(cfg, folder, parts)
+        findings = stage.finish(settings, folder, parts)
     findings.metrics.update(data_counts(list(parts.data.summaries.values())))
     measured = time.perf_counter()
-    required = required_measures((cfg.get("safety") or {}).get("prompts"))
-    gates = check_gates(plain(cfg.gates), findings.metrics, required=required)
+    required = required_measures(
+        None if settings.safety is None else settings.safety.get("prompts")
+    )
+    gates = check_gates(settings.gates, findings.metrics, required=required)
     model = getattr(parts.module, stage.trained)
     state = full_state(model)  # every rank takes part in gathering it
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
@@ -75,12 +75,12 @@ def finish(
     if parts.trainer.is_global_zero:
         _write_samples(folder, current_iteration(parts.trainer), findings)
         outcome = Outcome(folder.name, findings.metrics, gates)
-        _export(cfg, folder, (model, parts.tokenizer, state), outcome)
+        _export(settings, folder, (model, parts.tokenizer, state), outcome)
     findings.seconds = {"measure": measured - begun, "export": time.perf_counter() - measured}
     return findings, gates
 
 
-def _let_go(parts: Parts) -> None:
+def _let_go(parts: TrainingComponents) -> None:
     """Free what only training needed: measuring may read one more model."""
     for optimizer in parts.trainer.optimizers:
         optimizer.zero_grad(set_to_none=True)
@@ -96,7 +96,7 @@ def _write_samples(folder: RunFolder, iteration: int, findings: Findings) -> Non
 
 
 def _export(
-    cfg: DictConfig,
+    settings: TrainSettings,
     folder: RunFolder,
     trained: tuple[PolicyModel | ScalarHeadModel, PreTrainedTokenizerBase, dict[str, Tensor]],
     outcome: Outcome,
@@ -106,25 +106,25 @@ def _export(
     shutil.rmtree(full, ignore_errors=True)  # of a run that was killed here and resumed
     try:
         write_model_folder(
-            cfg, folder.export, *trained, outcome, full=full if publishes(cfg) else None
+            settings, folder.export, *trained, outcome, full=full if settings.publishes else None
         )
-        if publishes(cfg):
-            _publish(cfg, folder, full if full.is_dir() else folder.export, outcome)
+        if settings.publishes:
+            _publish(settings, folder, full if full.is_dir() else folder.export, outcome)
     finally:
         shutil.rmtree(full, ignore_errors=True)
 
 
-def _publish(cfg: DictConfig, folder: RunFolder, source: Path, outcome: Outcome) -> None:
-    target = Path(cfg.artifacts.publish)
+def _publish(settings: TrainSettings, folder: RunFolder, source: Path, outcome: Outcome) -> None:
+    target = Path(str(settings.artifacts.publish))
     with _publishing(target):
         publish_artifact(
             source,
             target,
-            stage=find_stage(cfg.stage).name,
+            stage=settings.spec.name,
             run=str(folder.path),
             metrics=outcome.metrics,
             gates=outcome.gates,
-            base=start_of(cfg),
+            base=settings.start,
         )
 
 
@@ -136,14 +136,18 @@ def _publishing(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _precision(parts: Parts) -> Iterator[None]:
+def _precision(parts: TrainingComponents) -> Iterator[None]:
     """The precision of training, for what happens after `fit`."""
     with parts.trainer.strategy.precision_plugin.forward_context():
         yield
 
 
 def finish_tracking(
-    cfg: DictConfig, folder: RunFolder, parts: Parts, findings: Findings, summary: Summary
+    settings: TrainSettings,
+    folder: RunFolder,
+    parts: TrainingComponents,
+    findings: Findings,
+    summary: Summary,
 ) -> None:
     """Show the end of a run in W&B, if it is shown there, and close it."""
     for logger in wandb_loggers(parts.trainer):
@@ -152,51 +156,48 @@ def finish_tracking(
             log_samples(logger, iteration, "held_out", findings.samples)
         logger.guarded(
             lambda logger=logger: log_lineage(
-                logger, used_by(cfg, parts), made_by(cfg, folder, summary)
+                logger, used_by(settings, parts), made_by(settings, folder, summary)
             )
         )
         logger.finish(summary.metrics, summary.gates)
 
 
-def used_by(cfg: DictConfig, parts: Parts) -> Iterator[Origin]:
+def used_by(settings: TrainSettings, parts: TrainingComponents) -> Iterator[Origin]:
     """Yield the records that a stage was trained on and the models that it started from."""
     data = parts.data
     records = data.source.records(data.kind, "train")
     yield Origin(
         role="data",
-        name=f"{cfg.dataset.name}-{data.kind}",
+        name=f"{settings.dataset.name}-{data.kind}",
         kind="dataset",
         fingerprint=records_fingerprint(records),
         metadata={"records": len(records), "kind": data.kind},
     )
-    for role in ("base", "sft", "reward", "ppo"):
-        source = cfg.artifacts[role]
-        if source is not None and role in find_stage(cfg.stage).uses:
-            revision = cfg.model.get("revision")
-            yield Origin(
-                role, artifact_name(source), "model", source_fingerprint(source, revision), {}
-            )
+    for role, source in settings.artifacts.models().items():
+        if role in settings.spec.uses:
+            print_ = source_fingerprint(source, settings.model.revision)
+            yield Origin(role, artifact_name(source), "model", print_, {})
 
 
-def made_by(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Iterator[Origin]:
+def made_by(settings: TrainSettings, folder: RunFolder, summary: Summary) -> Iterator[Origin]:
     """Yield the model that a stage has made."""
     if not (folder.export / "config.json").is_file():
         return  # an adapter alone, or several models
-    target = cfg.artifacts.publish
+    target = settings.artifacts.publish
     metadata: dict[str, Any] = {
         "stage": summary.stage,
         "passed": summary.passed,
         "metrics": {k: v for k, v in summary.metrics.items() if v is not None},
     }
-    name = f"{cfg.dataset.name}-{cfg.name}" if target is None else artifact_name(target)
-    yield Origin(cfg.name, name, "model", _fingerprint(cfg, folder), metadata)
+    name = f"{settings.dataset.name}-{settings.name}" if target is None else artifact_name(target)
+    yield Origin(settings.name, name, "model", _fingerprint(settings, folder), metadata)
 
 
-def _fingerprint(cfg: DictConfig, folder: RunFolder) -> str:
+def _fingerprint(settings: TrainSettings, folder: RunFolder) -> str:
     """Return that of what later stages load: an export may be rounded."""
-    if publishes(cfg):
+    if settings.publishes:
         with suppress(ManifestError):
-            manifest = read_manifest(cfg.artifacts.publish, verify=False)
+            manifest = read_manifest(str(settings.artifacts.publish), verify=False)
             if manifest.run == str(folder.path):
                 return manifest.fingerprint
     return fingerprint(folder.export)

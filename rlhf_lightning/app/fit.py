@@ -6,11 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.failures import watch_children
-from rlhf_lightning.app.stages.spec import Parts
+from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.doctor.alert_log import EndRequest
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.runs.folder import RunFolder
@@ -21,12 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 def fit(
-    cfg: DictConfig, folder: RunFolder, parts: Parts, checkpoint: Path | None, summary: Summary
-) -> Parts:
+    folder: RunFolder, parts: TrainingComponents, checkpoint: Path | None, summary: Summary
+) -> TrainingComponents:
     """Train to the end; where the doctor rolls back, train on from there with its changes.
 
     Args:
-        cfg: of the run.
         folder: of the run.
         parts: of the first fit.
         checkpoint: to continue; None starts anew.
@@ -46,24 +43,27 @@ def fit(
             return parts
         request = doctor.request
         if request.kind == "stop" or request.checkpoint is None:
-            raise RunStoppedError(_stopped(cfg, folder, request))
+            raise RunStoppedError(_stopped(parts, folder, request))
         checkpoint = folder.checkpoints / f"iteration={request.checkpoint:06d}.ckpt"
         if parts.trainer.is_global_zero:
             write_handover(folder, doctor.hand_over(request.checkpoint))
         logger.warning("doctor: a new fit starts from %s", checkpoint.name)
         parts.trainer = parts.module = None  # type: ignore[assignment]  # their memory is needed
         del doctor
-        parts = assemble(cfg, folder)
+        parts = assemble(parts.settings, folder)
 
 
-def _stopped(cfg: DictConfig, folder: RunFolder, request: EndRequest) -> str:
-    """Return why the doctor has stopped a run, what helps, and how to go on all the same."""
+def _stopped(parts: TrainingComponents, folder: RunFolder, request: EndRequest) -> str:
+    """Return the reason of the stop, the remedy, and how to go on all the same."""
+    doctor = parts.settings.doctor
+    actions = None if doctor is None else doctor.actions
+    patience = 0 if actions is None else actions.alarm_patience
     return (
         f"the doctor, after iteration {request.iteration}: {request.reason}. What helps: "
         f"{request.remedy}. To go on from here with other settings, give them with "
         f"ckpt_path={folder.last_checkpoint} (doctor.actions.on_alarm=none goes on whatever the "
         "alarm); as it is, it goes on too, and stops if the alarm stays for "
-        f"{cfg.doctor.actions.alarm_patience} iterations more"
+        f"{patience} iterations more"
     )
 
 
@@ -72,7 +72,7 @@ def doctor_of(trainer: Any) -> Doctor | None:
     return next((c for c in trainer.callbacks if isinstance(c, Doctor)), None)
 
 
-def _fit_once(parts: Parts, checkpoint: Path | None) -> None:
+def _fit_once(parts: TrainingComponents, checkpoint: Path | None) -> None:
     try:
         parts.trainer.fit(
             parts.module, datamodule=parts.data, ckpt_path=checkpoint, weights_only=True

@@ -10,16 +10,16 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+import yaml
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.build import origin
-from rlhf_lightning.app.config.compose import plain
-from rlhf_lightning.app.stages.spec import find_stage, start_of
+from rlhf_lightning.app.config.groups import DatasetSettings, Target
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
 from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
@@ -50,7 +50,7 @@ _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, for the model card.
+    """The end of a run, for the model card.
 
     Args:
         run: name of the run folder.
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def write_model_folder(
-    cfg: DictConfig,
+    settings: TrainSettings,
     folder: Path,
     model: PolicyModel | ScalarHeadModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -82,7 +82,7 @@ def write_model_folder(
     An adapter is merged into its base, and stands by itself in `adapter/`.
 
     Args:
-        cfg: of the run.
+        settings: of the run.
         folder: created if missing.
         model: what was trained.
         tokenizer: the one it was trained with.
@@ -95,7 +95,7 @@ def write_model_folder(
     Raises:
         ValueError: if only an adapter is asked for and none was trained.
     """
-    start = start_of(cfg)
+    start = settings.start
     adapted = model if isinstance(model, AdaptedPolicy | AdaptedScalarModel) else None
     if adapter_only and adapted is None:
         raise ValueError("the run trained the whole model and no adapter (lora: null)")
@@ -103,29 +103,29 @@ def write_model_folder(
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()  # of a run that was killed here: an artefact may be the same file
     if adapted is not None:
-        base, revision = _base_of_adapter(str(start), cfg.model.get("revision"))
+        base, revision = _base_of_adapter(str(start), settings.model.revision)
         save_adapter(
             adapted,
             folder if adapter_only else folder / ADAPTER,
             state,
             base=base,
-            base_fingerprint=source_fingerprint(str(start), cfg.model.get("revision")),
+            base_fingerprint=source_fingerprint(str(start), settings.model.revision),
             base_revision=revision,
         )
         if not adapter_only:
             # The base is read again, as what was trained on may be rounded.
-            model = merge_adapter(adapted, state, load_policy(start, **origin(cfg)))
+            model = merge_adapter(adapted, state, load_policy(start, **settings.model.origin))
             state = model.state_dict()
     if adapter_only:
         export_tokenizer(model, tokenizer, folder)
-        _describe(cfg, folder, start, outcome, is_adapter=True)
+        _describe(settings, folder, start, outcome, is_adapter=True)
     else:
-        _write_whole(cfg, folder, (model, tokenizer, state), outcome, dtype, full)
+        _write_whole(settings, folder, (model, tokenizer, state), outcome, dtype, full)
     follow_umask(*folder.rglob("*.safetensors"))
 
 
 def _write_whole(
-    cfg: DictConfig,
+    settings: TrainSettings,
     folder: Path,
     trained: tuple[PolicyModel | ScalarHeadModel, PreTrainedTokenizerBase, dict[str, Tensor]],
     outcome: Outcome,
@@ -133,56 +133,53 @@ def _write_whole(
     full: Path | None,
 ) -> None:
     model, tokenizer, state = trained
-    start, revision = start_of(cfg), cfg.model.get("revision")
+    start, revision = settings.start, settings.model.revision
     stops = stop_ids(tokenizer, start, revision=revision)
-    dtype, base_dtype = export_dtypes(cfg, asked)
+    dtype, base_dtype = export_dtypes(settings, asked)
     cost: Rounding | None = None
     if dtype != torch.float32:
         weights = weights_by_file_name(model, state)
         cost = measure_rounding(weights, start, dtype, revision=revision)
         if cost.kept is not None and cost.kept < LEAST_KEPT:
             lost = f"bf16 keeps {100 * cost.kept:.0f} % of what training changed"
-            if asked_dtype(cfg, asked) == "auto":
+            if asked_dtype(settings, asked) == "auto":
                 logger.warning("%s stays in fp32: %s (export.dtype=bf16 insists)", folder, lost)
                 dtype, cost = torch.float32, None
             else:
                 logger.warning("%s: %s, export.dtype=fp32 keeps all of it", folder, lost)
     options: dict[str, Any] = {"stop_ids": stops, "base_dtype": base_dtype}
     save_hf_model(model, tokenizer, folder, state, dtype=dtype, **options)
-    _describe(cfg, folder, start, outcome, is_adapter=False, rounding=cost)
+    _describe(settings, folder, start, outcome, is_adapter=False, rounding=cost)
     if dtype == torch.float32:
         return
     if full is not None:
         save_hf_model(model, tokenizer, full, state, dtype=torch.float32, **options)
         if (folder / ADAPTER).is_dir():
             shutil.copytree(folder / ADAPTER, full / ADAPTER)
-        _describe(cfg, full, start, outcome, is_adapter=False)
+        _describe(settings, full, start, outcome, is_adapter=False)
         follow_umask(*full.rglob("*.safetensors"))
 
 
-def publishes(cfg: DictConfig) -> bool:
-    """Return whether the model is also put where later stages look for it."""
-    return cfg.artifacts.publish is not None and bool(cfg.paths.publish)
-
-
-def asked_dtype(cfg: DictConfig, asked: str | None = None) -> str:
+def asked_dtype(settings: TrainSettings, asked: str | None = None) -> str:
     """Return fp32, bf16 or auto: as asked, else as the configuration says."""
-    return str(asked or (cfg.get("export") or {}).get("dtype") or "auto")
+    return asked or settings.export.dtype
 
 
-def export_dtypes(cfg: DictConfig, asked: str | None = None) -> tuple[torch.dtype, torch.dtype]:
+def export_dtypes(
+    settings: TrainSettings, asked: str | None = None
+) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype of the exported weights, and that of the model at the root.
 
     `auto` is the latter, where the fp32 weights are published besides; else fp32.
     """
-    start = start_of(cfg)
+    start = settings.start
     base = torch.float32
     if start is not None:
-        base = base_dtype(load_config(start, loading_options(start, **origin(cfg))))
-    named = asked_dtype(cfg, asked)
+        base = base_dtype(load_config(start, loading_options(start, **settings.model.origin)))
+    named = asked_dtype(settings, asked)
     if named != "auto":
         return DTYPES[named], base
-    return (base if publishes(cfg) else torch.float32), base
+    return (base if settings.publishes else torch.float32), base
 
 
 def _base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]:
@@ -198,7 +195,7 @@ def _base_of_adapter(start: str, revision: str | None) -> tuple[str, str | None]
 
 
 def _describe(
-    cfg: DictConfig,
+    settings: TrainSettings,
     folder: Path,
     start: str | None,
     outcome: Outcome,
@@ -206,19 +203,17 @@ def _describe(
     is_adapter: bool,
     rounding: Rounding | None = None,
 ) -> None:
-    resolved = plain(cfg)
-    written = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
-    public = public_config(resolved, written)
-    write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(public)))
-    stage = find_stage(cfg.stage)
+    public = public_config(settings.resolved, settings.written)
+    write_text(folder / CONFIG, yaml.safe_dump(public, sort_keys=False, allow_unicode=True))
+    stage = settings.spec
     facts = CardFacts(
         stage=stage.name,
         run=outcome.run,
         base=start,
-        data=str(cfg.dataset.name),
-        licence=base_licence(cfg.model.get("license"), start),
-        hub_base=hub_base(start, cfg.model.get("source")),
-        datasets=_hub_data(resolved["dataset"]),
+        data=settings.dataset.name,
+        licence=base_licence(settings.model.license, start),
+        hub_base=hub_base(start, settings.model.source),
+        datasets=_hub_data(settings.dataset),
         settings=_settings(public),
         metrics={k: v for k, v in outcome.metrics.items() if v is not None},
         gates=outcome.gates,
@@ -226,20 +221,22 @@ def _describe(
         checkpoint=outcome.checkpoint,
         reward={} if stage.trains_policy or is_adapter else _reward_facts(folder),
         is_adapter=is_adapter,
-        against=_against(resolved.get("scorer")),
+        against=_against(settings.scorer),
         needs=_needs(folder) if is_adapter else None,
         rounding=rounding,
     )
     write_model_card(folder, facts)
 
 
-def _against(scorer: Mapping[str, Any] | None) -> str:
-    """Return what the scores of PPO came from."""
-    name = str((scorer or {}).get("_target_", "")).rpartition(".")[2]
+def _against(scorer: Target | None) -> str:
+    """Return the source of the scores of PPO."""
+    if scorer is None:
+        return "scores of no scorer"
+    name = scorer.class_name
     if name == "FunctionScorer":
-        return f"a reward function ({without_folders(str((scorer or {}).get('function')))})"
+        return f"a reward function ({without_folders(str(scorer.get('function')))})"
     if name == "RewardEnsembleScorer":
-        return f"{len((scorer or {}).get('sources') or ())} reward models"
+        return f"{len(scorer.get('sources') or ())} reward models"
     known = {"HttpScorer": "a reward service", "WeightedScorer": "a weighted sum of rewards"}
     return known.get(name, "a reward model" if name in _REWARD_MODELS else f"scores of {name}")
 
@@ -264,11 +261,10 @@ def _reward_facts(folder: Path) -> dict[str, Any]:
     return {"reward_offset": config["reward_offset"], "pad_token": tokenizer.pad_token}
 
 
-def _hub_data(dataset: Mapping[str, Any]) -> tuple[str, ...]:
+def _hub_data(dataset: DatasetSettings) -> tuple[str, ...]:
     """Return the hub names of data sets that `dataset` reads."""
-    source = dataset.get("source") or {}
-    hub = str(source.get("_target_", "")).endswith("HubSource")
-    names = [dataset.get("hub_name"), source.get("name") if hub else None]
+    hub = dataset.source.class_name.endswith("HubSource")
+    names = [dataset.hub_name, dataset.source.get("name") if hub else None]
     found = [str(name) for name in names if name and _HUB_DATA.fullmatch(str(name))]
     return tuple(dict.fromkeys(name for name in found if not Path(name).exists()))
 

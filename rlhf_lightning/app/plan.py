@@ -1,4 +1,4 @@
-"""What a run takes in memory, before it is launched: `rlhf_lightning.plan +experiment=...`.
+"""The memory of a run, before it is launched: `rlhf_lightning.plan +experiment=...`.
 
 It trains nothing and needs no network, no weights and no earlier stage.
 """
@@ -12,21 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
-from rlhf_lightning.app.config.compose import (
-    ConfigError,
-    check_config,
-    check_hparams,
-    choices,
-    conf_dir,
-    did_you_mean,
-    register,
-)
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.command_line import fail
+from rlhf_lightning.app.config.compose import ConfigError, choices, register
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import did_you_mean
+from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 
 if TYPE_CHECKING:
@@ -57,48 +47,41 @@ Experiments: {experiments}
 """
 
 
-def run(cfg: DictConfig, settings: Mapping[str, Any]) -> Report:
-    """Return what the run of `cfg` takes.
+def run(settings: TrainSettings, plan: Mapping[str, Any]) -> Report:
+    """Return what a run takes.
 
     Args:
-        cfg: composed training configuration.
-        settings: those of `SETTINGS`.
+        settings: of the run.
+        plan: those of `SETTINGS`.
 
     Raises:
-        ConfigError: if the configuration is none, or gives the model no shape.
+        ConfigError: if the configuration gives the model no shape.
     """
-    allowed = tuple(filter(None, os.environ.get("RLHF_ALLOWED_TARGETS", "").split(",")))
-    check_config(cfg, allowed)
-    check_hparams(cfg)
     from rlhf_lightning.app.memory_plan.report import make_report
     from rlhf_lightning.app.memory_plan.request import device_bytes, read_run
 
-    planned = read_run(cfg, settings)
-    with cpu_kernels(cfg.model.get("cpu_kernels", True)):
-        return make_report(planned.run, device_bytes(planned.run, settings), planned.notes)
+    planned = read_run(settings, plan)
+    with cpu_kernels(settings.model.cpu_kernels):
+        return make_report(planned.run, device_bytes(planned.run, plan), planned.notes)
 
 
-def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
-    """Return the training configuration of the overrides, and the settings of the plan."""
-    settings = dict(SETTINGS)
+def compose_run(overrides: Sequence[str]) -> tuple[TrainSettings, dict[str, Any]]:
+    """Return the training settings of the overrides, and those of the plan."""
+    plan = dict(SETTINGS)
     kept = []
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         group, _, name = key.partition(".")
         if group != "plan":
             kept.append(override)
-        elif name in settings:
-            settings[name] = value or None
+        elif name in plan:
+            plan[name] = value or None
         else:
             known = [f"plan.{name}" for name in SETTINGS]
             raise ConfigError(f"unknown key {key}{did_you_mean(key, known)}")
-    if settings["format"] not in ("table", "json"):
-        raise ConfigError(f"plan.format={settings['format']} must be table or json")
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        try:
-            return compose("train", overrides=kept), settings
-        except COMPOSE_ERRORS as error:
-            raise ConfigError(explain(error, kept)) from error
+    if plan["format"] not in ("table", "json"):
+        raise ConfigError(f"plan.format={plan['format']} must be table or json")
+    return load_settings(TrainSettings, "train", kept), plan
 
 
 def main() -> None:
@@ -110,12 +93,11 @@ def main() -> None:
     register()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        cfg, settings = compose_run(arguments)
-        report = run(cfg, settings)
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from error
-    if settings["format"] == "json":
+        settings, plan = compose_run(arguments)
+        report = run(settings, plan)
+    except ConfigError as error:
+        fail(str(error))
+    if plan["format"] == "json":
         sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n")
         return
     from rlhf_lightning.app.memory_plan.table import print_report

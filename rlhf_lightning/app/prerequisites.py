@@ -1,6 +1,6 @@
 """The models a stage starts from: found, or trained first where they are built-in ones.
 
-Light on purpose: it runs before torch is imported, in a process that will train later.
+Must not import torch: it runs in a process that will train later.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from rlhf_lightning.app.config.compose import ConfigError, choices
+from rlhf_lightning.app.config.settings import CommandSettings
 from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
 
@@ -34,19 +33,19 @@ _SHARED = ("model=", "dataset=", "dataset.name=", "dataset.family=", "lora=", "s
 
 
 def prepare_inputs(
-    cfg: DictConfig,
+    settings: CommandSettings,
     overrides: list[str],
     say: Callable[[str], None] = print,
     *,
     kinds: Sequence[str] = KINDS,
 ) -> None:
-    """Make sure that the models in `cfg.artifacts` exist; train the built-in ones that do not.
+    """Make sure that the models in `artifacts` exist; train the built-in ones that do not.
 
     A missing default of the built-in world is trained by a child process, one device, under a
     file lock on its folder.
 
     Args:
-        cfg: of the stage.
+        settings: of the command.
         overrides: of the command line; those that concern every stage go on to the child.
         say: prints a line.
         kinds: keys of `artifacts` that are looked at.
@@ -56,12 +55,12 @@ def prepare_inputs(
         RuntimeError: if a child fails.
     """
     for kind in kinds:
-        source = OmegaConf.select(cfg, f"artifacts.{kind}")
+        source = settings.select(f"artifacts.{kind}")
         if source is None or is_available(source):
             continue
         folder = Path(source)
-        if not _is_built_in(cfg, kind):
-            maker = _maker(cfg, kind, overrides)
+        if not _is_built_in(settings, kind):
+            maker = _maker(settings, kind, overrides)
             raise ConfigError(
                 f"artifacts.{kind}={source} does not exist: give a folder or hub name, or make it "
                 f"with  python -m rlhf_lightning.train +experiment={maker}"
@@ -71,7 +70,7 @@ def prepare_inputs(
                 say(
                     f"The {kind} model of the built-in world is not in {folder}: training it first."
                 )
-                _train(kind, cfg, overrides)
+                _train(kind, settings, overrides)
 
 
 def is_available(source: str) -> bool:
@@ -83,28 +82,28 @@ def is_available(source: str) -> bool:
     return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
 
 
-def _is_built_in(cfg: DictConfig, kind: str) -> bool:
-    name = OmegaConf.select(cfg, "dataset.name") or ""
-    default = Path(cfg.paths.artifacts) / name / kind
-    return str(name).startswith("demo_") and Path(cfg.artifacts[kind]) == default
+def _is_built_in(settings: CommandSettings, kind: str) -> bool:
+    name = str(settings.select("dataset.name") or "")
+    default = Path(settings.paths.artifacts) / name / kind
+    return name.startswith("demo_") and Path(settings.select(f"artifacts.{kind}")) == default
 
 
-def _maker(cfg: DictConfig, kind: str, overrides: Sequence[str]) -> str:
-    """Return the words by which an experiment makes a `kind` model for the one of `cfg`."""
-    sibling = "_".join([kind, *str(cfg.name).split("_")[1:]])
+def _maker(settings: CommandSettings, kind: str, overrides: Sequence[str]) -> str:
+    """Return the words by which an experiment makes a `kind` model for these settings."""
+    sibling = "_".join([kind, *settings.name.split("_")[1:]])
     if sibling in choices("experiment"):
         return sibling
     words = [word for word in overrides if word.startswith(_SHARED)]
-    other = OmegaConf.select(cfg, "dataset.sft_dataset") if kind == "sft" else None
+    other = settings.select("dataset.sft_dataset") if kind == "sft" else None
     if other is not None and not any(word.startswith("dataset.family=") for word in words):
         words = [f"dataset={other}" if word.startswith("dataset=") else word for word in words]
     return " ".join([kind, *words])
 
 
-def _train(kind: str, cfg: DictConfig, overrides: list[str]) -> None:
+def _train(kind: str, settings: CommandSettings, overrides: list[str]) -> None:
     kept = [o for o in overrides if o.lstrip("+").startswith(_PASSED_ON)]
     command = [sys.executable, "-m", "rlhf_lightning.train", f"+experiment={kind}"]
-    command += [f"seed={cfg.seed}", *kept]
+    command += [f"seed={settings.seed}", *kept]
     code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code:
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """From a checkpoint back to a model folder.
 
-A run folder may come from somebody else, so its configuration is data: it must pass the allowlist,
-and nothing in it is built by name but our own loaders, from plain values.
+A run folder may come from another machine, so its configuration is data: it is validated anew, and
+nothing in it is built by name but our own loaders, from plain values.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.build import make_tokenizer
-from rlhf_lightning.app.config.compose import ConfigError, check_config, plain
+from rlhf_lightning.app.build import make_tokenizer, with_vocabulary
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.saved import read_saved, working_folder
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import trusted_targets
 from rlhf_lightning.app.export_settings import ExportError, best_of_early_stopping
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
-from rlhf_lightning.app.stages.spec import find_stage, start_of
 from rlhf_lightning.distributed.checkpoint import read_full
-from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
@@ -64,14 +63,15 @@ def reexport(
             checkpoint fits.
     """
     try:
-        cfg = _configuration(folder)
-        tokenizer = _tokenizer(cfg)
+        settings = _settings(folder)
+        tokenizer = _tokenizer(settings)
+        settings = with_vocabulary(settings, tokenizer)
         content = read_full(checkpoint) if checkpoint.is_dir() else read_checkpoint(checkpoint)
-        model = _model(cfg, content)
+        model = _model(settings, content)
         outcome = _outcome(folder, checkpoint, model)
     except CheckpointError as error:
         raise ExportError(str(error)) from error
-    except (ConfigError, OmegaConfBaseException) as error:
+    except ConfigError as error:
         raise ExportError(f"{folder.config}: {error}") from error
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ExportError(f"cannot load the model of {checkpoint}: {error}") from error
@@ -80,8 +80,9 @@ def reexport(
     state = dict(model.state_dict())
     former: Path | None = None
     try:
+        trained = (model, tokenizer, state)
         write_model_folder(
-            cfg, staging, model, tokenizer, state, outcome, adapter_only=adapter_only, dtype=dtype
+            settings, staging, *trained, outcome, adapter_only=adapter_only, dtype=dtype
         )
         former = replace_folder(staging, target)
     except ValueError as error:
@@ -90,47 +91,41 @@ def reexport(
         shutil.rmtree(former or staging, ignore_errors=True)
 
 
-def _configuration(folder: RunFolder) -> DictConfig:
-    """Return the run's configuration, checked, with the place where its start is found now."""
-    cfg = OmegaConf.load(folder.config)
-    if not isinstance(cfg, DictConfig):
-        raise ConfigError("it is no configuration of a run")
-    check_config(cfg, trusted_targets())
-    _refuse_code(cfg.model)
-    key = find_stage(cfg.stage).starts_from
-    start = cfg.artifacts[key]
+def _settings(folder: RunFolder) -> TrainSettings:
+    """Return the run's settings, checked, with the place where its start is found now."""
+    settings = read_saved(TrainSettings, folder.config)
+    _refuse_code(settings.model.trust_remote_code)
+    start = settings.start
     if start is not None and not Path(start).exists():
-        hydra_file = folder.config.with_name("hydra.yaml")
-        hydra = OmegaConf.load(hydra_file) if hydra_file.is_file() else OmegaConf.create()
-        beside = Path(str(OmegaConf.select(hydra, "hydra.runtime.cwd") or ".")) / str(start)
+        beside = working_folder(folder) / start
         if beside.exists():  # the run was started in another folder than this command
-            cfg.artifacts[key] = str(beside)
-    return cfg
+            settings = settings.updated({f"artifacts.{settings.spec.starts_from}": str(beside)})
+    return settings
 
 
-def _refuse_code(node: Any) -> None:
-    if node.get("trust_remote_code"):
+def _refuse_code(trusted: object) -> None:
+    if trusted:
         raise ConfigError(
             "trust_remote_code=true would run code that the run folder names: such a model is "
             "exported by its own run only"
         )
 
 
-def _tokenizer(cfg: DictConfig) -> PreTrainedTokenizerBase:
-    start = start_of(cfg)
-    if start is None:
-        target = str(cfg.model.tokenizer.get("_target_"))
+def _tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
+    tokenizer = settings.model.tokenizer
+    if settings.start is None and tokenizer is not None:
+        target = tokenizer.path
         if target not in _TOKENIZERS and not target.startswith(trusted_targets() or ("\0",)):
             raise ConfigError(
                 f"model.tokenizer._target_={target} is none of ours ({', '.join(_TOKENIZERS)}): "
                 "RLHF_ALLOWED_TARGETS takes prefixes of what you trust"
             )
-    return make_tokenizer(cfg, start)
+    return make_tokenizer(settings)
 
 
-def _model(cfg: DictConfig, checkpoint: Mapping[str, Any]) -> Model:
+def _model(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> Model:
     """Return the trained model with the checkpoint's weights."""
-    name = find_stage(cfg.stage).trained
+    name = settings.spec.trained
     prefix = f"{name}."
     state = {
         key.removeprefix(prefix): value
@@ -139,33 +134,32 @@ def _model(cfg: DictConfig, checkpoint: Mapping[str, Any]) -> Model:
     }
     if not state:
         raise ValueError(f"it holds no weights of a {name}")
-    model = _untrained(cfg)
+    model = _untrained(settings)
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
-        start = str(start_of(cfg))
-        check_fingerprint(dict(checkpoint), source_fingerprint(start, cfg.model.get("revision")))
+        expected = source_fingerprint(str(settings.start), settings.model.revision)
+        check_fingerprint(dict(checkpoint), expected)
     model.load_state_dict(state)
     return model
 
 
-def _untrained(cfg: DictConfig) -> Model:
+def _untrained(settings: TrainSettings) -> Model:
     """Return the model that the stage began with, built by our own loaders from plain values."""
-    stage = find_stage(cfg.stage)
-    node = plain(cfg.module[stage.models])
+    stage = settings.spec
+    node = dict(settings.module.get(stage.models) or {})
     target, arguments = node.pop("_target_"), {k: v for k, v in node.items() if k[0] != "_"}
     if target == stage.factory:
-        kept = ("lora", "revision", "trust_remote_code")
+        kept = ("revision", "trust_remote_code")
         arguments = {"source": arguments[stage.trained]} | {k: arguments.get(k) for k in kept}
     elif target not in _LOADERS:
         raise ConfigError(
             f"{target} builds the model, which is none of our loaders ({', '.join(_LOADERS)}): "
             "such a model is exported by its own run only"
         )
-    _refuse_code(arguments)
+    _refuse_code(arguments.get("trust_remote_code"))
     arguments["activation_checkpointing"] = False
-    if arguments.get("lora") is not None:
-        values = {k: v for k, v in arguments["lora"].items() if k != "_target_"}
-        # The adapter is the same on a base in full precision, which needs no CUDA.
-        arguments["lora"] = LoraHparams(**values | {"quantization": "none"})
+    lora = settings.lora
+    # The adapter is the same on a base in full precision, which needs no CUDA.
+    arguments["lora"] = None if lora is None else replace(lora, quantization="none")
     load = load_policy if stage.trains_policy else load_scalar_model
     model: Model = load(**arguments)
     return model

@@ -1,146 +1,153 @@
-"""What the first screen of a run says: models, data, batch arithmetic, what will be measured."""
+"""The first screen of a run: models, data, batch arithmetic, memory."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
-from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, batch_unit, more_steps
-from rlhf_lightning.app.config.compose import ConfigError, plain
-from rlhf_lightning.app.memory_plan.request import policy_shape
+from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, more_steps
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.memory_plan.report import make_report
+from rlhf_lightning.app.memory_plan.request import device_bytes, policy_shape, read_run
 from rlhf_lightning.app.memory_plan.run import Shape, ShapeError
 from rlhf_lightning.app.memory_plan.sizes import readable
-from rlhf_lightning.app.stages.spec import Parts, find_stage
+from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration
 from rlhf_lightning.runs.summary import read_summary
 
+logger = logging.getLogger(__name__)
 NUM_EARLIER_RUNS = 20
+GIB = 2**30
 # A weight, its gradient and two moments of Adam, four bytes each.
 BYTES_TRAINED = 16
 
 
 def start_settings(
-    cfg: DictConfig, parts: Parts, checkpoint: Path | None, config_hash: str | None
+    settings: TrainSettings,
+    parts: TrainingComponents,
+    checkpoint: Path | None,
+    config_hash: str | None,
 ) -> dict[str, object]:
     """Return what to print before the first iteration, by topic.
 
     Args:
-        cfg: of the run.
+        settings: of the run.
         parts: what was built of it.
         checkpoint: that the run continues, if any.
         config_hash: of the run; an earlier run that has the same says how long it takes.
     """
-    starts = {k: v for k, v in cfg.artifacts.items() if v is not None and k != "publish"}
-    stage = find_stage(cfg.stage)
-    settings: dict[str, object] = {
-        "model": _model(cfg),
+    starts = settings.artifacts.models()
+    stage = settings.spec
+    lines: dict[str, object] = {
+        "model": _model(settings),
         "starts from": ", ".join(f"{k}: {v}" for k, v in starts.items()) or "random weights",
-        "data": _data(cfg, parts),
-        "batches": batch_arithmetic(cfg, _iterations(cfg, parts), parts.trainer.world_size),
+        "data": _data(settings, parts),
+        "batches": batch_arithmetic(
+            settings, _iterations(settings, parts), parts.trainer.world_size
+        ),
     }
-    settings["learning rate"] = "\n".join(parts.rates)
-    settings |= stage.start_lines(cfg)
-    settings["compute"] = _compute(cfg, parts)
-    settings["memory"] = _memory(cfg)
-    settings["seed"] = cfg.seed
+    lines["learning rate"] = "\n".join(parts.rates)
+    lines |= stage.start_lines(settings)
+    lines["compute"] = _compute(settings, parts)
+    lines["memory"] = _memory(settings)
+    lines["seed"] = settings.seed
     rows = {split: len(parts.data.rows(split)) for split in ("train", "validation")}
-    few = few_steps(cfg, rows["train"], _iterations(cfg, parts))
+    few = few_steps(settings, rows["train"], _iterations(settings, parts))
     if few is not None:
-        settings["warning"] = few
-    notes = stage.start_notes(cfg, rows["train"], rows["validation"])
+        lines["warning"] = few
+    notes = stage.start_notes(settings, rows["train"], rows["validation"])
     if notes:
-        settings["note"] = "\n".join(notes)
-    seconds = earlier_seconds(Path(cfg.paths.outputs) / cfg.name, config_hash)
+        lines["note"] = "\n".join(notes)
+    seconds = earlier_seconds(Path(settings.paths.outputs) / settings.name, config_hash)
     if seconds is not None:
-        settings["time"] = f"{duration(seconds)} the last time this configuration ran here"
-    if not cfg.paths.publish:
-        settings["publishes"] = "nothing: the model stays in the run folder"
+        lines["time"] = f"{duration(seconds)} the last time this configuration ran here"
+    if not settings.paths.publish:
+        lines["publishes"] = "nothing: the model stays in the run folder"
     if checkpoint is not None:
-        settings["continues"] = checkpoint
-    return settings
+        lines["continues"] = checkpoint
+    return lines
 
 
-def batch_arithmetic(cfg: DictConfig, iterations: int, world_size: int) -> str:
+def batch_arithmetic(settings: TrainSettings, iterations: int, world_size: int) -> str:
     """Return how the rows of an iteration become optimizer steps, in one line."""
-    rows = int(cfg.data.batch_size)
+    rows = settings.data.batch_size
     share = f", {rows // world_size} a process" if world_size > 1 else ""
-    stage = find_stage(cfg.stage)
-    epochs, minibatches = _passes(cfg)
-    at_once = _at_once(cfg, rows // world_size // minibatches)
+    stage = settings.spec
+    epochs, minibatches = settings.passes
+    at_once = _at_once(settings, rows // world_size // minibatches)
     if stage.minibatches is None:
         return (
             f"{iterations} iterations of {rows} {stage.rows}{share}{at_once} = "
-            f"{count_steps(cfg, iterations):,} optimizer steps"
+            f"{count_steps(settings, iterations):,} optimizer steps"
         )
     return (
         f"{iterations} iterations of {rows} prompts{share}; on each {epochs} x {minibatches} "
         f"minibatches of {rows // minibatches} rows{at_once} = {epochs * minibatches} optimizer "
-        f"steps, {count_steps(cfg, iterations):,} in all"
+        f"steps, {count_steps(settings, iterations):,} in all"
     )
 
 
-def _passes(cfg: DictConfig) -> tuple[int, int]:
-    """Return how often the rows of an iteration are gone through, in how many minibatches."""
-    stage = find_stage(cfg.stage)
-    if stage.minibatches is None:
-        return 1, 1
-    settings = cfg.module[stage.settings]
-    return int(settings[stage.minibatches.epochs]), int(settings[stage.minibatches.count])
-
-
-def _at_once(cfg: DictConfig, rows: int) -> str:
+def _at_once(settings: TrainSettings, rows: int) -> str:
     """Return how many of a process's rows of a step go through a model together."""
-    settings = find_stage(cfg.stage).settings
-    micro = cfg.module[settings].micro_batch_size
+    key, micro = settings.spec.settings, settings.hparams.micro_batch_size
     if micro is None:
         return ""
     if micro > rows:
-        return f", all at once (module.{settings}.micro_batch_size={micro} is more than the {rows})"
+        return f", all at once (module.{key}.micro_batch_size={micro} is more than the {rows})"
     return f", {micro} at once"
 
 
-def count_steps(cfg: DictConfig, iterations: int) -> int:
+def count_steps(settings: TrainSettings, iterations: int) -> int:
     """Return the optimizer steps of the run."""
-    epochs, minibatches = _passes(cfg)
+    epochs, minibatches = settings.passes
     return epochs * minibatches * iterations
 
 
-def few_steps(cfg: DictConfig, num_rows: int, iterations: int) -> str | None:
+def few_steps(settings: TrainSettings, num_rows: int, iterations: int) -> str | None:
     """Return what to change where the run makes too few optimizer steps to learn; None if enough.
 
     A run that is cut short on purpose (`trainer.limit_train_batches`, the debug modes) is none.
     """
-    steps = count_steps(cfg, iterations)
-    if steps >= FEW_STEPS or cfg.trainer.limit_train_batches is not None:
+    steps = count_steps(settings, iterations)
+    if steps >= FEW_STEPS or settings.trainer.limit_train_batches is not None:
         return None
     told = f"{steps} optimizer steps are too few to learn much"
-    if cfg.data.get("num_epochs") is None:
+    if settings.data.get("num_epochs") is None:
         each = max(steps // iterations, 1)
         return f"{told}: use data.num_iterations={-(-FEW_STEPS // each)} or more"
     size, epochs, more = more_steps(
-        num_rows, int(cfg.data.batch_size), cfg.data.num_epochs, unit=batch_unit(plain(cfg))
+        num_rows,
+        settings.data.batch_size,
+        settings.data.get("num_epochs"),
+        unit=settings.batch_unit,
     )
     return f"{told}: data.batch_size={size} data.num_epochs={epochs:g} makes {more}"
 
 
-def _iterations(cfg: DictConfig, parts: Parts) -> int:
-    limit = cfg.trainer.limit_train_batches
+def _iterations(settings: TrainSettings, parts: TrainingComponents) -> int:
+    limit = settings.trainer.limit_train_batches
     total = int(parts.data.num_iterations)
     return total if limit is None else min(total, int(limit))
 
 
-def _model(cfg: DictConfig) -> str:
+def _model(settings: TrainSettings) -> str:
     try:
-        shape: Shape = policy_shape(cfg)
+        shape: Shape = policy_shape(settings)
     except (ConfigError, ShapeError):  # a hub name whose shape no config carries
-        return str(cfg.model.get("name", "as in the checkpoint"))
+        return settings.model.name or "as in the checkpoint"
     name = shape.config().model_type
-    size = readable_count(cfg.model.get("num_parameters") or count_parameters(shape))
-    how = "every weight is trained" if cfg.lora is None else f"adapters of rank {cfg.lora.r}"
+    size = readable_count(settings.model.num_parameters or count_parameters(shape))
+    how = (
+        "every weight is trained"
+        if settings.lora is None
+        else f"adapters of rank {settings.lora.r}"
+    )
     return f"{name}, {size} weights, {shape.num_layers} layers; {how}"
 
 
@@ -178,31 +185,82 @@ def readable_count(number: int) -> str:
     return str(number)
 
 
-def _memory(cfg: DictConfig) -> str:
+def _memory(settings: TrainSettings) -> str:
     """Return what is there in any case; activations are for the plan, which takes seconds."""
     peak = "rlhf-plan with the same arguments gives the peak"
     try:
-        shape = policy_shape(cfg)
+        shape = policy_shape(settings)
     except (ConfigError, ShapeError):
         return peak
-    if cfg.lora is not None or cfg.strategy.name == "fsdp":
+    if settings.lora is not None or settings.strategy.name == "fsdp":
         return peak
-    weights = cfg.model.get("num_parameters") or count_parameters(shape)
-    trained = len(find_stage(cfg.stage).trains)
+    weights = settings.model.num_parameters or count_parameters(shape)
+    trained = len(settings.spec.trains)
     size = readable(trained * weights * BYTES_TRAINED)
     return f"{size} of fp32 weights, gradients and Adam state on a device; {peak}"
 
 
-def _data(cfg: DictConfig, parts: Parts) -> str:
+def _data(settings: TrainSettings, parts: TrainingComponents) -> str:
     counts = [len(parts.data.rows(split)) for split in ("train", "validation")]
-    name = cfg.dataset.name if cfg.dataset is not None else type(parts.data.source).__name__
+    name = settings.dataset.name
     return f"{name}: {counts[0]:,} {parts.data.kind}, {counts[1]:,} held out"
 
 
-def _compute(cfg: DictConfig, parts: Parts) -> str:
+def _compute(settings: TrainSettings, parts: TrainingComponents) -> str:
     trainer = parts.trainer
     device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
     where = f"{trainer.world_size} x {device}"
     if trainer.world_size > 1:
-        where += f", {cfg.strategy.name}"
-    return f"{where}, {cfg.trainer.precision}"
+        where += f", {settings.strategy.name}"
+    return f"{where}, {settings.trainer.precision}"
+
+
+def memory_advice(settings: TrainSettings, overrides: Sequence[str], *, evaluates: bool) -> str:
+    """Return the settings that need less memory, and the command that says how much.
+
+    Args:
+        settings: of the run.
+        overrides: of the command line.
+        evaluates: memory ran out in the evaluation at the end.
+    """
+    stage, asked = settings.spec, settings.evaluation
+    fixes = [_smaller("evaluation.micro_batch_size", asked.micro_batch_size, 8)]
+    if not evaluates:
+        key = f"module.{stage.settings}.micro_batch_size"
+        half = max(settings.data.batch_size // 2, 1)
+        fixes = [_smaller(key, settings.hparams.micro_batch_size, min(8, half))]
+        if not settings.model.activation_checkpointing:
+            fixes.append("model.activation_checkpointing=true")
+        if settings.lora is None:
+            fixes.append("lora=lora")
+    length = "evaluation.max_new_tokens" if evaluates else stage.shortened_by
+    fixes.append(f"{length} below {settings.select(length)}")
+    command = " ".join(["python -m rlhf_lightning.plan", *overrides])
+    return (
+        f"Change one of: {', '.join(f for f in fixes if f)}. {_planned(settings)}"
+        f"What each of them saves says  {command}"
+    )
+
+
+def _planned(settings: TrainSettings) -> str:
+    """Return the figures of the plan of the run, in one or two sentences."""
+    plan = {"device_memory": None, "device": "auto", "reward_model": None}
+    try:
+        request = read_run(settings, plan)
+        report = make_report(request.run, device_bytes(request.run, plan), request.notes)
+    except Exception as problem:  # for want of memory, too: it must not hide what has happened
+        logger.warning("the plan of this run could not be made: %s", problem)
+        return ""
+    room = f" of {report.device_memory / GIB:.2f} GiB" if report.device_memory else ""
+    less = [f"{' '.join(c.settings)}: {c.total / GIB:.2f} GiB" for c in report.choices]
+    return (
+        f"By its plan the run takes {report.total / GIB:.2f} GiB{room} at its peak "
+        f"({report.peak_phase})" + (f"; with {', '.join(less)}. " if less else ". ")
+    )
+
+
+def _smaller(key: str, now: int | None, first: int) -> str:
+    if now == 1:
+        return ""
+    held = "all rows of a process at once" if now is None else str(now)
+    return f"{key}={first if now is None else max(now // 2, 1)} (now {held})"

@@ -1,6 +1,6 @@
-"""A sweep: a job that fails does not stop it, and it ends in one page.
+"""Sweeps: a job that fails does not stop one, and one page compares its jobs.
 
-Light on purpose: Hydra makes `SweepEnd` before anything is trained.
+Must not import torch: Hydra makes `SweepEnd` before anything is trained.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
 
 from rlhf_lightning.app.failures import record_failure
-from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, global_rank
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
@@ -32,9 +30,11 @@ def in_sweep() -> bool:
 
 
 def goes_on(
-    cfg: DictConfig,
     folder: RunFolder,
     error: BaseException,
+    *,
+    kind: str,
+    seed: int,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
     """Return whether a sweep goes on after this job, and see to it that the page counts it.
@@ -43,9 +43,10 @@ def goes_on(
     longer together. `launcher=slurm` and `launcher=local` start each job by itself.
 
     Args:
-        cfg: of the job.
-        folder: of its run.
+        folder: of the job.
         error: what ended it.
+        kind: of its run, in summaries.
+        seed: of its run.
         environment: tells ranks of one run.
     """
     if not (in_sweep() and isinstance(error, Exception)):
@@ -53,7 +54,7 @@ def goes_on(
     first = global_rank(environment) == 0
     mine = not isinstance(error, FolderTakenError)
     if first and mine and not folder.summary.is_file():  # its configuration was refused
-        begun = new_summary(run_kind(cfg.stage), seed=cfg.seed, config_hash=None)
+        begun = new_summary(kind, seed=seed, config_hash=None)
         record_failure(folder.create(), begun, error)
     return not any(name in environment for name in RANK_VARIABLES)
 
@@ -61,7 +62,7 @@ def goes_on(
 class SweepEnd(Callback):
     """Hydra calls it in the process that started the sweep, whoever ran the jobs."""
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
         """Write comparison.html, name the jobs that failed, and leave with 1 if there are any."""
         if global_rank() == 0:
             finish_sweep(Path(config.hydra.sweep.dir))

@@ -6,29 +6,27 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import json
-import sys
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-
-from rlhf_lightning.app.command_line import compose_and_check, fail, quieten
-from rlhf_lightning.app.config.compose import (
-    ConfigError,
-    conf_dir,
-    register,
+from rlhf_lightning.app.command_line import (
+    check_command_line,
+    fail,
+    quieten,
+    run_job,
+    this_job,
 )
+from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
+from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_changes, keep_secrets
-from rlhf_lightning.app.config.targets import trusted_targets
-from rlhf_lightning.app.config.validate import check_composed, check_devices, check_run
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.validate import check_devices, check_run, read_settings
 from rlhf_lightning.app.failures import (
     exit_with,
     exits_are_failures,
@@ -37,15 +35,13 @@ from rlhf_lightning.app.failures import (
     record_failure,
 )
 from rlhf_lightning.app.prerequisites import prepare_inputs
-from rlhf_lightning.app.run_claim import check_folder
-from rlhf_lightning.app.stages.spec import StageSpec, find_stage
+from rlhf_lightning.app.stages.spec import StageSpec, run_kind
 from rlhf_lightning.app.sweep import goes_on
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     agree_on,
     as_single_run,
     begin,
-    end_process,
     forget_agreements,
     forget_ranks,
     global_rank,
@@ -57,7 +53,6 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import (
     check_checkpoint,
-    config_hash,
     find_unfinished_run,
     newest_complete_checkpoint,
 )
@@ -72,11 +67,11 @@ prepare_process()
 
 @exits_are_failures()
 @stopping_on_signals()
-def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
-    """Train a stage from its configuration to its report.
+def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Summary:
+    """Train a stage from its settings to its report.
 
     Args:
-        cfg: composed configuration.
+        settings: of the command.
         folder: of a new run; with `resume=auto` an unfinished one takes its place.
         overrides: of the command line, for stages that must be trained first.
 
@@ -87,32 +82,34 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
         ConfigError: if the configuration cannot work.
         RunFailedError: if memory or disk ran out, with what to change.
     """
-    check_run(cfg, trusted_targets())
-    check_devices(cfg)
+    check_run(settings)
+    check_devices(settings)
     first = global_rank() == 0
     if first:
-        check_folder(cfg, folder)
-    keep_secrets(cfg, folder if first else None)
+        check_folder(settings, folder)
+    keep_secrets(settings, folder if first else None)
 
     def prepared() -> str:
-        prepare_inputs(cfg, overrides)
+        prepare_inputs(settings, overrides)
         return "ready"
 
     agree_on("inputs", prepared, patience=timedelta(days=1))
-    digest = config_hash(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
-    folder, checkpoint = _agreed_start(cfg, folder, digest)
-    summary = new_summary(find_stage(cfg.stage).name, seed=cfg.seed, config_hash=digest)
+    folder, checkpoint = _agreed_start(settings, folder)
+    summary = new_summary(settings.spec.name, seed=settings.seed, config_hash=settings.config_hash)
     # The first rank alone writes.
-    mine = claim_run(folder.path, lambda: check_folder(cfg, folder)) if first else nullcontext()
-    with mine, cpu_kernels(cfg.model.get("cpu_kernels", True)):
+    mine = (
+        claim_run(folder.path, lambda: check_folder(settings, folder)) if first else nullcontext()
+    )
+    with mine, cpu_kernels(settings.model.cpu_kernels):
         try:
             if first:
                 write_summary(folder, summary)
-                keep_changes(cfg, folder, overrides)
-            return _train(cfg, folder, checkpoint, summary)
+                keep_changes(settings, folder, overrides)
+            return _train(settings, folder, checkpoint, summary)
         except BaseException as error:
-            failure = explain_lost_rank(error, cfg) or explain_failure(
-                error, cfg, folder, overrides
+            minutes = settings.strategy.timeout_minutes
+            failure = explain_lost_rank(error, minutes) or explain_failure(
+                error, folder, partial(_memory_advice, settings, overrides)
             )
             if first:
                 record_failure(folder, summary, failure or error)
@@ -123,9 +120,15 @@ def run(cfg: DictConfig, folder: RunFolder, overrides: list[str]) -> Summary:
             forget_agreements()
 
 
+def _memory_advice(settings: TrainSettings, overrides: list[str], evaluates: bool) -> str:
+    from rlhf_lightning.app.run_summary import memory_advice
+
+    return memory_advice(settings, overrides, evaluates=evaluates)
+
+
 @exits_are_failures()
 def _train(
-    cfg: DictConfig, folder: RunFolder, checkpoint: Path | None, summary: Summary
+    settings: TrainSettings, folder: RunFolder, checkpoint: Path | None, summary: Summary
 ) -> Summary:
     started = time.perf_counter()
     quieten()
@@ -138,15 +141,17 @@ def _train(
     from rlhf_lightning.callbacks.console import print_start, print_verdict
     from rlhf_lightning.reports.page import write_report
 
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
-    parts = assemble(cfg, folder)
+    L.seed_everything(settings.seed, workers=True, verbose=False)
+    parts = assemble(settings, folder)
+    settings = parts.settings  # with what was found out since
     if global_rank() == 0:
-        print_start(cfg.name, folder, start_settings(cfg, parts, checkpoint, summary.config_hash))
+        lines = start_settings(settings, parts, checkpoint, summary.config_hash)
+        print_start(settings.name, folder, lines)
         print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
-    parts = fit(cfg, folder, parts, checkpoint, summary)
+    parts = fit(folder, parts, checkpoint, summary)
     fitted = time.perf_counter()
-    findings, gates = finish(cfg, folder, parts)
+    findings, gates = finish(settings, folder, parts)
     seconds = {
         "setup": assembled - started,
         "fit": fitted - assembled,
@@ -164,16 +169,16 @@ def _train(
     if parts.trainer.is_global_zero:
         write_summary(folder, summary)
         write_report(folder)
-        finish_tracking(cfg, folder, parts, findings, summary)
+        finish_tracking(settings, folder, parts, findings, summary)
         print_verdict(read_summary(folder), folder)  # with what the doctor said
     return summary
 
 
-def _agreed_start(cfg: DictConfig, folder: RunFolder, digest: str) -> tuple[RunFolder, Path | None]:
+def _agreed_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder, Path | None]:
     """Return the run folder and the checkpoint to continue; rank 0 looks, the others follow."""
 
     def start() -> str:
-        chosen, checkpoint = _where_to_start(cfg, folder, digest)
+        chosen, checkpoint = _where_to_start(settings, folder)
         if checkpoint is not None:
             check_checkpoint(checkpoint)
         return json.dumps([str(chosen.path), None if checkpoint is None else str(checkpoint)])
@@ -182,19 +187,16 @@ def _agreed_start(cfg: DictConfig, folder: RunFolder, digest: str) -> tuple[RunF
     return RunFolder(Path(path)), None if checkpoint is None else Path(checkpoint)
 
 
-def _where_to_start(
-    cfg: DictConfig, folder: RunFolder, digest: str
-) -> tuple[RunFolder, Path | None]:
-    if cfg.ckpt_path is not None:
-        path = Path(cfg.ckpt_path)
+def _where_to_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFolder, Path | None]:
+    if settings.ckpt_path is not None:
+        path = Path(settings.ckpt_path)
         if not path.exists():
             raise ConfigError(f"ckpt_path={path} does not exist")
         return folder, path
-    if cfg.resume == "never":
+    if settings.resume == "never":
         return folder, None
-    if cfg.resume != "auto":
-        raise ConfigError(f"resume={cfg.resume} must be never or auto")
-    unfinished = find_unfinished_run(Path(cfg.paths.outputs) / cfg.name, digest)
+    runs = Path(settings.paths.outputs) / settings.name
+    unfinished = find_unfinished_run(runs, settings.config_hash)
     checkpoint = newest_complete_checkpoint(unfinished) if unfinished is not None else None
     if unfinished is None or checkpoint is None:
         return folder, None
@@ -211,46 +213,35 @@ def objective(summary: Summary, stage: StageSpec) -> float | None:
     return value if value is None or stage.maximised else -value
 
 
-@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
-def _hydra_main(cfg: DictConfig) -> float | None:
+def _job(cfg: Any) -> float | None:
     adopt_rank()  # of a job that submitit has started
-    config = HydraConfig.get()
-    overrides = list(config.overrides.task)
-    several = config.mode == RunMode.MULTIRUN
+    folder, overrides, several = this_job()
     if several:
         as_single_run(overrides)
-    folder = RunFolder(Path(config.runtime.output_dir))
     try:
-        summary = run(cfg, folder, overrides)
+        settings = read_settings(TrainSettings, cfg)
+        summary = run(settings, folder, overrides)
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
         try:
             if isinstance(error, ConfigError):
                 fail(str(error))
             exit_with(error)
         except SystemExit:
-            if not goes_on(cfg, folder, error):
+            if not goes_on(folder, error, kind=run_kind(cfg["stage"]), seed=cfg["seed"]):
                 raise
         return None  # which a search takes for a trial that failed
     finally:
         if several:
             forget_ranks()
-    return objective(summary, find_stage(cfg.stage))
-
-
-def _check_early(cfg: DictConfig) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run itself will warn
-        check_composed(cfg, trusted_targets())
+    return objective(summary, settings.spec)
 
 
 def main() -> None:
     """Run the command line."""
     begin()
     agree_on("launch time", launch_time)
-    if len(sys.argv) > 1:
-        compose_and_check("train", _check_early)
-    _hydra_main()
-    end_process()
+    check_command_line("train")
+    run_job("train", _job)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,45 @@ def test_imports_point_down_and_libraries_stay_in_their_layers() -> None:
     assert not found, "\n".join(found)
 
 
+def config_violations(path: Path, source: str) -> list[str]:
+    """List the imports of OmegaConf outside of `app/config`, as `line: name`."""
+    if (PACKAGE / "app" / "config") in path.parents:
+        return []
+    found = imported_names(ast.parse(source))
+    return [f"{line}: {name}" for line, name in found if name.split(".")[0] == "omegaconf"]
+
+
+def calls_of(name: str, source: str) -> list[int]:
+    """Return the lines that call a function of this name, by itself or in its module."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [c.lineno for c in calls if ast.unparse(c.func).rpartition(".")[2] == name]
+
+
+def test_configurations_leave_app_config_as_typed_settings_alone() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{violation}"
+        for file in package_files()
+        for violation in config_violations(file, file.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_what_is_named_in_a_configuration_is_built_in_one_place() -> None:
+    calls = [
+        str(file.relative_to(PACKAGE))
+        for file in package_files()
+        for _ in calls_of("instantiate", file.read_text())
+    ]
+    assert calls == ["app/config/groups.py"]
+
+
+def test_an_import_of_omegaconf_and_a_call_of_instantiate_are_found() -> None:
+    source = "def f():\n    from omegaconf import DictConfig"
+    assert config_violations(PACKAGE / "app" / "train.py", source) == ["2: omegaconf.DictConfig"]
+    assert not config_violations(PACKAGE / "app" / "config" / "compose.py", source)
+    assert calls_of("instantiate", "x = 1\nhydra.utils.instantiate(x)\ninstantiate(x)") == [2, 3]
+
+
 def test_the_architecture_page_lists_every_part_from_the_bottom_up() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| \d \| ([^|]+) \|", page, re.M)

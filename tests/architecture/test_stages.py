@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from rlhf_lightning.app.config.compose import ConfigError, check_config, conf_dir, register
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir
 from rlhf_lightning.app.stages.spec import StageError, StageSpec, find_stage, run_kind, stage_names
+from tests.builders.command_lines import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_lightning"
@@ -72,16 +72,14 @@ def test_a_stage_of_another_package_needs_the_users_trust(tmp_path, monkeypatch)
         "STAGE = replace(SFT, name='brought', title='brought along')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=["+experiment=sft", "stage=brought.STAGE", "name=own"])
+    words = ["+experiment=sft", "stage=brought.STAGE", "name=own"]
     with pytest.raises(ConfigError, match="not below what RLHF_ALLOWED_TARGETS lists"):
-        check_config(cfg)
+        settings_of(*words)
     monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "brought.")
-    check_config(cfg)
-    stage = find_stage(cfg.stage)
+    settings = settings_of(*words)
+    stage = settings.spec
     assert isinstance(stage, StageSpec)
-    assert run_kind(cfg.stage) == "brought"
+    assert run_kind(settings.stage) == "brought"
     assert (stage.name, stage.settings, stage.starts_from) == ("brought", "sft", "base")
 
 

@@ -57,10 +57,10 @@ COMPOSITION = [
 
 # Values that compose and cannot be.
 VALUES = [
-    Mistake("+experiment=ppo seed=-1", "seed=", "-1", ">= 0 and <= 4294967295"),
+    Mistake("+experiment=ppo seed=-1", "seed=", "-1", "must be >= 0"),
     Mistake("+experiment=ppo seed=abc", "seed=", "'abc' is str", "expected int"),
     Mistake("+experiment=ppo seed=99999999999", "seed=", "99999999999", "<= 4294967295"),
-    Mistake("+experiment=ppo seed=${nosuch}", "nosuch", "Interpolation key", "not found"),
+    Mistake("+experiment=ppo seed=${nosuch}", "nosuch", "is missing", "set it"),
     Mistake("+experiment=ppo seed=???", "seed", "is not set", "add seed=..."),
     Mistake("+experiment=ppo resume=yes", "resume=", "yes", "one of never, auto"),
     Mistake("+experiment=ppo name=../x", "name=", "'../x'", "use letters, digits"),
@@ -73,7 +73,7 @@ VALUES = [
     Mistake("+experiment=ppo trainer.num_nodes=1.5", "trainer.num_nodes=", "1.5", "expected int"),
     Mistake("+experiment=ppo trainer.accelerator=tpu", "trainer.accelerator=", "tpu", "auto, cpu"),
     Mistake("+experiment=ppo trainer.precision=16-mixed", "trainer.precision=", "16-m", "bf16-m"),
-    Mistake("+experiment=ppo trainer.precision=32", "trainer.precision=", "32 is int", "str"),
+    Mistake("+experiment=ppo trainer.precision=32", "trainer.precision=", "32 must", "32-true"),
     Mistake("+experiment=sft trainer.validations=-1", "trainer.validations=", "-1", ">= 0"),
     Mistake(
         "+experiment=ppo trainer.limit_train_batches=0", "limit_train_batches=", "0", "must be >= 1"
@@ -102,7 +102,7 @@ VALUES = [
     ),
     Mistake("+experiment=ppo data.num_iterations=0", "data.num_iterations=", "0", "positive"),
     Mistake("+experiment=ppo data.max_prompt_length=0", "data.max_", "_length=0", "positive"),
-    Mistake("+experiment=sft data.batch_size=0", "data.batch_size=", "0", "positive"),
+    Mistake("+experiment=sft data.batch_size=0", "data.batch_size=", "0", "at least 1"),
     Mistake("+experiment=sft data.num_epochs=-1", "data.num_epochs=", "-1", "positive"),
     Mistake("+experiment=sft data.num_epochs=null", "num_epochs=", "None", "exactly one"),
     Mistake("+experiment=sft data.num_iterations=3", "data.num_iterations=", "3", "exactly one"),
@@ -124,7 +124,7 @@ VALUES = [
     Mistake("+experiment=ppo scheduler.warmup_fraction=2", "warmup_fraction=", "2", "< 1"),
     Mistake("+experiment=ppo logger.mode=on", "logger.mode=", "on", "auto, online, offline"),
     Mistake("+experiment=ppo logger.project=a/b", "logger.project=", "'a/b'", "a name without /"),
-    Mistake("+experiment=ppo logger.tags=5", "logger.tags=", "5", "a list of texts"),
+    Mistake("+experiment=ppo logger.tags=5", "logger.tags=", "5", "a list"),
     Mistake("+experiment=ppo callbacks.checkpoint.keep_last=0", "keep_last=", "0", "must be >= 1"),
     Mistake("+experiment=ppo callbacks.checkpoint.mode=best", "mode=", "best", "min, max"),
     Mistake(
@@ -133,14 +133,14 @@ VALUES = [
         "'2020-01-01'",
         "before the start",
     ),
-    Mistake("+experiment=ppo callbacks.samples.num_samples=0", "num_samples=", "0", "at least 1"),
+    Mistake("+experiment=ppo callbacks.samples.num_samples=0", "num_samples=", "0", "must be >= 1"),
     Mistake(
         "+experiment=ppo +callbacks.early_stopping.patience=2", "early_stopping=", "2", "leave it"
     ),
     Mistake("+experiment=sft +callbacks.early_stopping.patience=0", "patience=", "0", ">= 1"),
-    Mistake("+experiment=sft callbacks.early_stopping=2", "early_stopping=", "2", "{patience: 2}"),
+    Mistake("+experiment=sft callbacks.early_stopping=2", "early_stopping=", "2", "{patience: 3}"),
     Mistake("+experiment=ppo evaluation.num_prompts=0", "evaluation.num_prompts=", "0", ">= 1"),
-    Mistake("+experiment=ppo evaluation.temperature=-1", "temperature=", "-1", "<= 10"),
+    Mistake("+experiment=ppo evaluation.temperature=-1", "temperature=", "-1", "must be >= 0"),
     Mistake("+experiment=ppo evaluation.max_new_tokens=0", "max_new_tokens=", "0", ">= 1"),
     Mistake(
         "+experiment=ppo +gates.mine={metric:val/score,at_least:high}",
@@ -151,7 +151,7 @@ VALUES = [
     Mistake("+experiment=ppo paths.outputs=null", "paths.outputs=", "None", "expected str"),
     Mistake("+experiment=ppo paths.outputs=", "paths.outputs=", "''", "a folder"),
     Mistake("+experiment=ppo +paths.outpts=x", "paths.outpts", "unknown key", "paths.outputs"),
-    Mistake("+experiment=ppo artifacts.sft=3", "artifacts.sft=", "3", "a folder or a hub name"),
+    Mistake("+experiment=ppo artifacts.sft=3", "artifacts.sft=", "3", "str or None"),
     Mistake("+experiment=ppo artifacts.sft=nosuch", "artifacts.sft=", "nosuch", "experiment=sft"),
     Mistake("+experiment=ppo artifacts.sft=null", "models.policy=", "None", "expected str"),
     Mistake("+experiment=ppo scorer=http scorer.url=ftp://x", "scorer.url=", "ftp://x", "http://"),
@@ -178,10 +178,10 @@ VALUES = [
 FORMS = [
     Mistake("+experiment=ppo ~data.batch_size", "data.batch_size", "is missing", "set it"),
     Mistake("+experiment=ppo ~trainer.devices", "trainer.devices", "is missing", "trainer=NAME"),
-    Mistake("+experiment=ppo ~callbacks", "callbacks=", "None", "a group of settings"),
-    Mistake("+experiment=ppo ~optimizer", "optimizer=", "None", "optimizer=NAME chooses one"),
+    Mistake("+experiment=ppo ~callbacks", "callbacks", "is missing", "callbacks=NAME"),
+    Mistake("+experiment=ppo ~optimizer", "optimizer", "is missing", "optimizer=NAME"),
     Mistake("+experiment=ppo ~artifacts.reward", "artifacts.reward", "is missing", "set it"),
-    Mistake("+experiment=ppo ~seed", "seed", "is missing", "conf/train.yaml"),
+    Mistake("+experiment=ppo ~seed", "refers to seed", "is missing", "set it"),
     Mistake("+experiment=ppo ~scorer", "scorer", "PPO needs", "one of function, http"),
     Mistake("+experiment=ppo callbacks.checkpoint=null", "callbacks.checkpoint=", "None", "group"),
     Mistake("+experiment=ppo evaluation.gold=5", "evaluation.gold=", "5", "_target_="),
@@ -189,7 +189,7 @@ FORMS = [
     Mistake(
         "+experiment=ppo artifacts.reward=null", "scorer.load.source=", "None", "str or a path"
     ),
-    Mistake("+experiment=ppo model.revision=3", "module.models.revision=", "3 is int", "str or"),
+    Mistake("+experiment=ppo model.revision=3", "model.revision=", "3 is int", "str or"),
     Mistake(
         "+experiment=ppo model.activation_checkpointing=maybe",
         "activation_checkpointing=",

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
-from rlhf_lightning.app.config.validate import check_run
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.validate import check_run, read_settings
 from tests.bad_input.examples import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -75,7 +76,7 @@ def set_value(stage: str, key: str, value: Any) -> None:
     with flag_override(cfg, "struct", False):
         OmegaConf.update(cfg, key, value, merge=False)
     try:
-        check_run(cfg)
+        check_run(read_settings(TrainSettings, cfg))
     except ConfigError as error:
         must_name(str(error), key)
 
@@ -120,7 +121,7 @@ def add_misspelt(place: tuple[str, str], edit: tuple[str, int]) -> None:
     with flag_override(cfg, "struct", False):
         OmegaConf.update(cfg, path, 1)
     with pytest.raises(ConfigError) as caught:
-        check_run(cfg)
+        check_run(read_settings(TrainSettings, cfg))
     assert wrong in str(caught.value)
     assert "\n" not in str(caught.value)
 

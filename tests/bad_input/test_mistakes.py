@@ -16,6 +16,8 @@ from omegaconf import DictConfig, flag_override
 from rlhf_lightning.app import prerequisites, train
 from rlhf_lightning.app.command_line import fail
 from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from tests.bad_input.mistakes import COMPOSITION, FORMS, MISTAKES, VALUES, Mistake
 
@@ -39,7 +41,7 @@ def nothing_is_trained(working_folder, monkeypatch):
 def run_job(cfg: DictConfig, overrides: list[str]) -> None:
     """Do what Hydra's job does, without its logging and its folder."""
     try:
-        train.run(cfg, RunFolder("outputs/run"), overrides)
+        train.run(read_settings(TrainSettings, cfg), RunFolder("outputs/run"), overrides)
     except train.ConfigError as error:
         fail(str(error))
 
@@ -56,7 +58,7 @@ def whole_command(monkeypatch, capsys) -> Answer:
 
     def answer(overrides: list[str]) -> str:
         monkeypatch.setattr(sys, "argv", ["rlhf-train", *overrides])
-        monkeypatch.setattr(train, "_hydra_main", lambda: run_composed(overrides))
+        monkeypatch.setattr(train, "run_job", lambda *_: run_composed(overrides))
         with pytest.raises(SystemExit) as caught:
             train.main()
         assert caught.value.code == 2

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import nn
 
@@ -27,11 +26,10 @@ from rlhf_lightning.runs.resume import (
     CheckpointError,
     check_checkpoint,
     checksum,
-    config_hash,
     read_checkpoint,
 )
 from rlhf_lightning.runs.summary import read_summary, write_summary
-from tests.builders.runs import completed, configuration
+from tests.builders.runs import completed, settings_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,12 +68,12 @@ def test_a_run_resumes_from_no_checkpoint_that_runs_code(start, tmp_path, marker
     folder = completed(tmp_path / "outputs" / "sft" / "2026-01-01_00-00-00", "sft", start)
     evil = evil_checkpoint(folder.checkpoints / "iteration=000009.ckpt", marker)
     words = rf"{evil.name} is refused: it names posix\.system, which would run"
-    given = configuration("sft", start, f"ckpt_path='{evil}'")
+    given = settings_for("sft", start, f"ckpt_path='{evil}'")
     with pytest.raises(CheckpointError, match=words):
         run(given, RunFolder(tmp_path / "new"), [])
 
-    automatic = configuration("sft", start, "resume=auto")
-    digest = config_hash(OmegaConf.to_container(automatic, resolve=False))
+    automatic = settings_for("sft", start, "resume=auto")
+    digest = automatic.config_hash
     write_summary(folder, replace(read_summary(folder), status="failed", config_hash=digest))
     with pytest.raises(CheckpointError, match=words):
         run(automatic, RunFolder(tmp_path / "newer"), [])

@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rlhf_lightning.app.config.compose import composed, register
+from rlhf_lightning.app.config.inherit import command_settings
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "debug=fast",
@@ -82,3 +85,10 @@ def run_folder(folder: Path) -> Path:
 def summary(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((run_folder(folder) / "summary.json").read_text())
     return content
+
+
+def settings_of(*overrides: str, entry: str = "train") -> Any:
+    """Return the settings that a command line composes, checked as the command checks them."""
+    register()
+    cfg = composed(entry, list(overrides))
+    return command_settings(entry, cfg, overrides)

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.app.build import assemble
-from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.train import run
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
-from tests.builders.command_lines import overrides_of
+from tests.builders.command_lines import overrides_of, settings_of
 
 TRACKED_ITERATIONS = 11  # one more than W&B's tables of samples wait
 
@@ -53,31 +52,32 @@ def make_start(folder: Path, *, eos_scale: float = 1.0, **changes: Any) -> Path:
     return folder
 
 
-def configuration(stage: str, start: Path, *overrides: str) -> DictConfig:
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        other_mode = any(o.startswith("debug=") for o in overrides)
-        own = [o for o in overrides_of(stage, start) if not (other_mode and o == "debug=fast")]
-        return compose("train", overrides=[*own, *overrides])
+def settings_for(stage: str, start: Path, *overrides: str) -> TrainSettings:
+    other_mode = any(o.startswith("debug=") for o in overrides)
+    own = [o for o in overrides_of(stage, start) if not (other_mode and o == "debug=fast")]
+    settings: TrainSettings = settings_of(*own, *overrides)
+    return settings
 
 
 def killed(folder: Path, stage: str, start: Path, *overrides: str) -> RunFolder:
-    cfg, made = _begun(folder, stage, start, *overrides)
-    write_summary(made, new_summary(cfg.stage, seed=1, config_hash="x"))
-    parts: Any = assemble(cfg, made)
+    settings, made = _begun(folder, stage, start, *overrides)
+    write_summary(made, new_summary(settings.stage, seed=1, config_hash="x"))
+    parts: Any = assemble(settings, made)
     parts.trainer.fit(parts.module, datamodule=parts.data)
     return made
 
 
 def completed(folder: Path, stage: str, start: Path, *overrides: str) -> RunFolder:
-    cfg, made = _begun(folder, stage, start, *overrides)
-    run(cfg, made, [])
+    settings, made = _begun(folder, stage, start, *overrides)
+    run(settings, made, [])
     return made
 
 
-def _begun(folder: Path, stage: str, start: Path, *overrides: str) -> tuple[DictConfig, RunFolder]:
-    cfg = configuration(stage, start, *overrides)
+def _begun(
+    folder: Path, stage: str, start: Path, *overrides: str
+) -> tuple[TrainSettings, RunFolder]:
+    settings = settings_for(stage, start, *overrides)
     made = RunFolder(folder)
     made.config.parent.mkdir(parents=True)
-    OmegaConf.save(cfg, made.config)  # as Hydra does, before anything is resolved
-    return cfg, made
+    write_settings(made.config, settings)  # as Hydra does
+    return settings, made

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import open_dict
 
 from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, more_steps
 from rlhf_lightning.app.build import assemble
-from rlhf_lightning.app.config.compose import ConfigError, check_hparams
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.evaluation import prompt_data
 from rlhf_lightning.app.run_summary import (
     batch_arithmetic,
     few_steps,
     start_settings,
 )
-from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.data.batch_size import batch_that_fits
 from rlhf_lightning.models import factory
 from rlhf_lightning.runs.folder import RunFolder
-from tests.builders.runs import configuration
+from tests.builders.command_lines import overrides_of, settings_of
+from tests.builders.runs import settings_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -51,14 +51,12 @@ def own_records(folder: Path, stage: str, count: int) -> list[str]:
     return ["dataset=files", f"dataset.path={folder}", "dataset.name=mine", "evaluation.gold=null"]
 
 
-def composed(stage: str, start: Path, *overrides: str) -> Any:
-    # The counts of the built-in world's records belong to no file.
-    cfg = configuration(stage, start, "trainer.limit_train_batches=null", *overrides)
-    if cfg.dataset.name == "mine":
-        with open_dict(cfg):
-            for key in [key for key in cfg.dataset.source if key.startswith("num_")]:
-                del cfg.dataset.source[key]
-    return cfg
+def composed(stage: str, start: Path, *overrides: str) -> TrainSettings:
+    given = [*overrides_of(stage, start), "trainer.limit_train_batches=null", *overrides]
+    if "dataset=files" in given:  # the counts of the built-in world's records belong to no file
+        given = [o for o in given if not o.startswith("+dataset.source.num_")]
+    found: TrainSettings = settings_of(*given)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -92,9 +90,8 @@ def composed(stage: str, start: Path, *overrides: str) -> Any:
     ],
 )
 def test_a_batch_must_divide_into_devices_and_minibatches(stage, overrides, wanted, start):
-    cfg = configuration(stage, start, *overrides)
     with pytest.raises(ConfigError) as caught:
-        check_hparams(cfg)
+        settings_for(stage, start, *overrides)
     assert str(caught.value) == wanted
 
 
@@ -109,9 +106,9 @@ def test_a_batch_must_divide_into_devices_and_minibatches(stage, overrides, want
 def test_a_batch_larger_than_the_records_is_refused_before_a_model_is_loaded(
     stage, batch, kind, start, tmp_path, no_model_is_loaded
 ):
-    cfg = composed(stage, start, *own_records(tmp_path, stage, 59), f"data.batch_size={batch}")
+    settings = composed(stage, start, *own_records(tmp_path, stage, 59), f"data.batch_size={batch}")
     with pytest.raises(ConfigError) as caught:
-        assemble(cfg, RunFolder(tmp_path / "run"))
+        assemble(settings, RunFolder(tmp_path / "run"))
     assert str(caught.value) == (
         f"data.batch_size={batch} is more than the 59 training {kind}, so a batch would hold some "
         f"of them several times: use data.batch_size=32, or give more {kind}"
@@ -128,11 +125,11 @@ def test_as_many_records_as_a_batch_are_enough(start, tmp_path):
 
 
 def test_few_prompts_may_be_asked_several_times_where_nothing_is_trained_on_them(start, tmp_path):
-    cfg = composed("reward", start, *own_records(tmp_path, "reward", 5), "data.batch_size=4")
-    parts = assemble(cfg, RunFolder(tmp_path / "run"))
-    asked = list(prompt_data(cfg, parts.tokenizer, num_prompts=8).train_dataloader())
+    settings = composed("reward", start, *own_records(tmp_path, "reward", 5), "data.batch_size=4")
+    parts = assemble(settings, RunFolder(tmp_path / "run"))
+    asked = list(prompt_data(settings, parts.tokenizer, num_prompts=8).train_dataloader())
     assert sum(len(batch) for batch in asked) == 8
-    assert find_stage(cfg.stage).start_notes(cfg, 5, 3) == [
+    assert settings.spec.start_notes(settings, 5, 3) == [
         "module.reward.normalization_samples=512 is more than the 5 training records: prompts are "
         "answered several times, each time anew"
     ]
@@ -153,9 +150,9 @@ def test_what_is_advised_makes_enough_steps(num_rows, batch, epochs, unit):
 
 def test_few_optimizer_steps_are_said_with_what_makes_more(start, tmp_path):
     records = own_records(tmp_path, "sft", 59)
-    cfg = composed("sft", start, *records, "data.batch_size=32", "data.num_epochs=1")
-    parts = assemble(cfg, RunFolder(tmp_path / "run"))
-    shown = start_settings(cfg, parts, None, None)
+    settings = composed("sft", start, *records, "data.batch_size=32", "data.num_epochs=1")
+    parts = assemble(settings, RunFolder(tmp_path / "run"))
+    shown = start_settings(settings, parts, None, None)
     assert shown["batches"] == "2 iterations of 32 rows = 2 optimizer steps"
     assert shown["warning"] == (
         "2 optimizer steps are too few to learn much: data.batch_size=8 data.num_epochs=5 makes 37"
@@ -169,22 +166,23 @@ def test_few_optimizer_steps_are_said_with_what_makes_more(start, tmp_path):
 
 
 def test_few_iterations_of_ppo_are_said_and_a_run_cut_short_on_purpose_is_not(start):
-    cfg = composed("ppo", start, "data.num_iterations=5", "module.ppo.num_ppo_epochs=2")
-    assert few_steps(cfg, 600, 5) == (
+    settings = composed("ppo", start, "data.num_iterations=5", "module.ppo.num_ppo_epochs=2")
+    assert few_steps(settings, 600, 5) == (
         "10 optimizer steps are too few to learn much: use data.num_iterations=15 or more"
     )
-    assert few_steps(cfg, 600, 15) is None
-    cfg.trainer.limit_train_batches = 3
-    assert few_steps(cfg, 600, 3) is None
+    assert few_steps(settings, 600, 15) is None
+    assert few_steps(settings.updated({"trainer.limit_train_batches": 3}), 600, 3) is None
 
 
 def test_prompts_and_micro_batches_beyond_what_there_is_are_said(start):
-    cfg = composed("ppo", start, "evaluation.num_prompts=512", "module.ppo.micro_batch_size=64")
-    (note,) = find_stage(cfg.stage).start_notes(cfg, 600, 30)
+    settings = composed(
+        "ppo", start, "evaluation.num_prompts=512", "module.ppo.micro_batch_size=64"
+    )
+    (note,) = settings.spec.start_notes(settings, 600, 30)
     assert note.startswith("evaluation.num_prompts=512 is more than the 30 held-out prompts, which")
-    assert find_stage(cfg.stage).start_notes(cfg, 600, 512) == []
+    assert settings.spec.start_notes(settings, 600, 512) == []
     assert "4 rows, all at once (module.ppo.micro_batch_size=64 is more than the 4)" in (
-        batch_arithmetic(cfg, 50, 1)
+        batch_arithmetic(settings, 50, 1)
     )
 
 

@@ -12,21 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from rlhf_lightning.app.collect import run as run_collect
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.evaluate import run as run_evaluate
 from rlhf_lightning.app.export import run as run_export
 from rlhf_lightning.app.export_settings import Request
 from rlhf_lightning.app.train import run as run_train
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
-from rlhf_lightning.models import heads
+from rlhf_lightning.models import cpu
 from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
-from tests.builders.command_lines import overrides_of
+from tests.builders.command_lines import overrides_of, settings_of
 from tests.builders.runs import completed
 from tests.models.test_architectures import ARCHITECTURES
 
@@ -70,24 +69,18 @@ def reward_of(policy: Path, folder: Path) -> Path:
     return folder
 
 
-def composed(command: str, *overrides: str) -> Any:
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose(command, overrides=list(overrides))
-
-
 def evaluated(folder: Path, policy: Path, baseline: Path, reward: Path, *more: str) -> Any:
     given = [f"policy={policy}", f"baseline={baseline}", f"artifacts.reward={reward}", *EVALUATE]
     given += [f"scorer.policy={policy}", *more]
-    return run_evaluate(composed("evaluate", *given), RunFolder(folder), given).metrics
+    return run_evaluate(settings_of(*given, entry="evaluate"), RunFolder(folder), given).metrics
 
 
 def ppo_run(folder: Path, sft: Path, *more: str) -> RunFolder:
     own = [word for word in overrides_of("ppo", sft) if not word.startswith("scorer")]
-    cfg, made = composed("train", *own, *more), RunFolder(folder)
+    settings, made = settings_of(*own, *more), RunFolder(folder)
     made.config.parent.mkdir(parents=True)
-    OmegaConf.save(cfg, made.config)  # as Hydra does, before anything is resolved
-    run_train(cfg, made, [])
+    write_settings(made.config, settings)  # as Hydra does
+    run_train(settings, made, [])
     return made
 
 
@@ -95,7 +88,7 @@ def ppo_run(folder: Path, sft: Path, *more: str) -> RunFolder:
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, fused = request.param
     if not fused:
-        monkeypatch.setattr(heads, "use_fused_layers", lambda model: None)
+        monkeypatch.setattr(cpu, "use_fused_layers", lambda model: None)
     return str(name)
 
 
@@ -133,7 +126,9 @@ def test_every_command_runs_at_bf16(tmp_path: Path, kind: str, lora: tuple[str, 
     assert all(math.isfinite(value) for value in found.values())
 
     given = [f"artifacts.sft={sft}", f"+annotator.automatic.model.source={reward}", *COLLECT]
-    summary = run_collect(composed("collect", *given), RunFolder(tmp_path / "collect"), given)
+    summary = run_collect(
+        settings_of(*given, entry="collect"), RunFolder(tmp_path / "collect"), given
+    )
     assert summary.status == "completed"
 
     run_export(Request(ppo.path, to=tmp_path / "out"))

@@ -7,12 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
-from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.learning_rates import choose_rates
+from rlhf_lightning.app.build import choose_rates, make_tokenizer, with_vocabulary
+from rlhf_lightning.app.config.compose import ConfigError, named_model
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.models.learning_rates import default_learning_rate
-from tests.entry.test_model_configs import RECIPES, STAGES, composed, model_files, recipe
+from tests.builders.command_lines import settings_of
+from tests.entry.test_model_configs import LARGE, RECIPES, SMALL, STAGES, recipe
 
 KINDS = ("sft", "reward", "policy", "value")
 # SFT, reward model, policy and value model, of all weights; adapters have ten times the rate.
@@ -34,26 +36,35 @@ KEYS = {
 
 def folder_of(name: str, folder: Path) -> str:
     """Write the config of a checkpoint of this size; weights are not needed."""
-    shape = OmegaConf.to_container(model_files()[name].shape)
-    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "config.json").write_text(json.dumps(named_model(name)["shape"]))
     return str(folder)
 
 
-def check_rates(cfg: DictConfig, name: str, *, lora: bool) -> None:
-    for key, index in KEYS[cfg.stage].items():
+def chosen(stage: str, start: str, *words: str) -> tuple[TrainSettings, tuple[str, ...]]:
+    """Return the settings of a stage from `start`, with the rates that are chosen, and the lines.
+
+    `words` are its command line.
+    """
+    settings = settings_of(*words, f"artifacts.{find_stage(stage).starts_from}={start}")
+    changes, told = choose_rates(settings)
+    return settings.updated(changes), told
+
+
+def check_rates(settings: TrainSettings, name: str, *, lora: bool) -> None:
+    for key, index in KEYS[settings.stage].items():
         wanted = IN_USE[name][index] * (10 if lora else 1)
-        assert OmegaConf.select(cfg.module, key) == pytest.approx(wanted, rel=1e-9)
+        assert settings.select(f"module.{key}") == pytest.approx(wanted, rel=1e-9)
+        assert getattr(settings.hparams, key.partition(".")[2]) == settings.select(f"module.{key}")
 
 
 @pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
 def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_path):
     start = folder_of(model, tmp_path)
     for stage in STAGES:
-        cfg = composed(*recipe(stage, model, variant))
-        told = choose_rates(cfg, start)
-        check_rates(cfg, model, lora=variant == "_lora")
+        settings, told = chosen(stage, start, *recipe(stage, model, variant))
+        check_rates(settings, model, lora=variant == "_lora")
         assert len(told) == len(KEYS[stage])
-        size = f"by the size of the model: {cfg.model.num_parameters:,} weights"
+        size = f"by the size of the model: {settings.model.num_parameters:,} weights"
         assert all(size in line for line in told)
 
 
@@ -61,20 +72,20 @@ def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_p
 def test_the_rates_are_those_of_the_checkpoint_and_not_of_the_experiment(variant, tmp_path):
     start = folder_of("smollm2_135m", tmp_path)
     for stage in STAGES:
-        for model, *more in (["pretrained"], ["llama3_2_1b", f"artifacts.base={start}"]):
-            cfg = composed(*recipe(stage, model, variant), *more)
-            choose_rates(cfg, start)
-            check_rates(cfg, "smollm2_135m", lora=variant == "_lora")
+        for model in ("pretrained", "llama3_2_1b"):
+            base = [] if stage == "sft" else [f"artifacts.base={start}"]
+            settings, _ = chosen(stage, start, *recipe(stage, model, variant), *base)
+            check_rates(settings, "smollm2_135m", lora=variant == "_lora")
 
 
 def test_an_explicit_rate_wins_and_the_other_follows_the_size(tmp_path):
     start = folder_of("smollm2_135m", tmp_path)
-    rate = "module.ppo.learning_rate=2.0e-6"
-    cfg = composed("+experiment=ppo", "model=qwen2_5_7b", "lora=lora", rate)
-    policy, value = choose_rates(cfg, start)
-    assert cfg.module.ppo.learning_rate == 2e-6
+    words = ["+experiment=ppo", "model=qwen2_5_7b", "lora=lora"]
+    settings, told = chosen("ppo", start, *words, "module.ppo.learning_rate=2.0e-6")
+    policy, value = told
+    assert settings.hparams.learning_rate == 2e-6
     assert policy == "learning_rate 2e-06, as set"
-    assert cfg.module.ppo.value_learning_rate == 1e-4
+    assert settings.hparams.value_learning_rate == 1e-4
     assert value.startswith("value_learning_rate 0.0001, by the size of the model: 134,515,008 ")
 
 
@@ -83,28 +94,41 @@ def test_an_explicit_rate_wins_and_the_other_follows_the_size(tmp_path):
     [("sft", 1e-3), ("reward", 5e-4), ("ppo", 4e-4), ("sft_smollm2_shell", 2e-4)],
 )
 def test_what_an_experiment_sets_stays(experiment, rate, tmp_path):
-    cfg = composed(f"+experiment={experiment}")
-    told = choose_rates(cfg, folder_of("llama3_1_8b", tmp_path))
-    assert cfg.module[cfg.stage].learning_rate == rate
+    stage = experiment.partition("_")[0]
+    start = folder_of("llama3_1_8b", tmp_path)
+    settings, told = chosen(stage, start, f"+experiment={experiment}")
+    assert settings.hparams.learning_rate == rate
     assert told[0] == f"learning_rate {rate:g}, as set"
 
 
 def test_a_model_whose_config_gives_no_size_needs_an_explicit_rate(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "clip_vision_model"}')
-    cfg = composed("+experiment=sft", "model=pretrained")
+    words = ["+experiment=sft", "model=pretrained"]
     with pytest.raises(ConfigError, match=r"set module\.sft\.learning_rate=1\.0e-5"):
-        choose_rates(cfg, str(tmp_path))
-    cfg.module.sft.learning_rate = 1e-4
-    assert choose_rates(cfg, str(tmp_path)) == ("learning_rate 0.0001, as set",)
+        chosen("sft", str(tmp_path), *words)
+    _, told = chosen("sft", str(tmp_path), *words, "module.sft.learning_rate=1.0e-4")
+    assert told == ("learning_rate 0.0001, as set",)
+
+
+def test_the_rates_that_are_chosen_for_random_weights_keep_the_vocabulary_of_the_tokenizer():
+    given = settings_of("+experiment=base", "module.sft.learning_rate=null")
+    assert given.start is None
+    whole = with_vocabulary(given, make_tokenizer(given))
+    changes, _ = choose_rates(whole)
+    settings = whole.updated(changes)
+    assert settings.hparams.learning_rate == changes["module.sft.learning_rate"]
+    assert settings.select("module.policy.from_scratch") == whole.model.from_scratch
+    assert settings.model.from_scratch == whole.model.from_scratch
 
 
 def test_a_larger_model_never_has_a_larger_rate():
-    files = model_files()
+    sizes = {name: int(named_model(name)["num_parameters"]) for name in SMALL + LARGE}
+    files = dict(sorted(sizes.items(), key=lambda item: item[1]))
     assert list(files) == list(IN_USE)
-    for smaller, larger in pairwise(files.values()):
+    for smaller, larger in pairwise(files):
         for kind in KINDS:
             rates = [
-                default_learning_rate(kind, file.num_parameters, lora=False)  # type: ignore[arg-type]
-                for file in (smaller, larger)
+                default_learning_rate(kind, files[name], lora=False)  # type: ignore[arg-type]
+                for name in (smaller, larger)
             ]
-            assert rates[1] <= rates[0], f"{kind} of {larger.name}"
+            assert rates[1] <= rates[0], f"{kind} of {larger}"

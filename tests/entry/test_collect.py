@@ -19,6 +19,7 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.human_annotators import STORE, PeopleNeededError
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.command_lines import settings_of
 from tests.builders.processes import ForkedPython
 from tests.builders.runs import completed
 
@@ -62,15 +63,11 @@ def collect(folder: Path, start: Path, *overrides: str, code: int = 0):
 
 def collect_here(folder: Path, start: Path, *overrides: str) -> None:
     """Run it in this process, as the command line does."""
-    from hydra import compose, initialize_config_dir
-
     from rlhf_lightning.app.collect import run
-    from rlhf_lightning.app.config.compose import conf_dir
 
     given = [f"artifacts.sft={start}", *SMALL, *overrides]
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("collect", overrides=given)
-    run(cfg, RunFolder(folder / "outputs/collect/9999-01-01_00-00-00"), given)
+    settings = settings_of(*given, entry="collect")
+    run(settings, RunFolder(folder / "outputs/collect/9999-01-01_00-00-00"), given)
 
 
 def runs(folder: Path) -> list[Path]:
@@ -199,8 +196,10 @@ def test_people_label_at_the_page_and_the_run_goes_on(
         (["candidates.num_prompt=3"], "unknown key candidates.num_prompt"),
         (["+extra=1"], "unknown top-level key 'extra'"),
         (["+lab.seeds=1"], "unknown key lab.seeds"),
-        (["resume=maybe"], "resume=maybe must be never or auto"),
-        (["candidates.split=test"], "must be train or validation"),
+        (["resume=maybe"], "resume=maybe must be one of never, auto"),
+        (["candidates.split=test"], "candidates.split=test must be one of train, validation"),
+        (["candidates.num_samples=0"], "candidates.num_samples=0 is impossible: it must be >= 1"),
+        (["adversarial.num_pairs=0"], "adversarial.num_pairs=0 is impossible: it must be >= 1"),
         (["judge=local"], "judge.model is not set"),
         (["judge=local", "judge.model=m", "+judge.modle=3"], "did you mean model"),
         (["lab.pairing=worst"], "LabHparams.pairing='worst'"),
@@ -213,29 +212,22 @@ def test_people_label_at_the_page_and_the_run_goes_on(
 def test_a_mistake_is_answered_in_one_line_and_leaves_no_run(
     overrides: list[str], message: str, tmp_path: Path, start: Path, monkeypatch
 ) -> None:
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-
-    from rlhf_lightning.app.collect_parts import build_lab, check_collection
-    from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
-    from rlhf_lightning.app.config.errors import explain
+    from rlhf_lightning.app.collect_parts import build_lab
+    from rlhf_lightning.app.config.compose import ConfigError, register
+    from rlhf_lightning.app.config.settings import CollectSettings
+    from rlhf_lightning.app.config.validate import load_settings
     from rlhf_lightning.app.prerequisites import prepare_inputs
+
+    def prepared(given: list[str]) -> None:
+        settings = load_settings(CollectSettings, "collect", given)
+        prepare_inputs(settings, given)
+        build_lab(settings, tmp_path)
 
     register()
     monkeypatch.chdir(tmp_path)
-    given = [f"artifacts.sft={start}", *SMALL, *overrides]
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        try:
-            cfg = compose("collect", overrides=given)
-            check_collection(cfg)
-            prepare_inputs(cfg, given)
-            build_lab(cfg, tmp_path)
-        except HydraException as error:
-            found = explain(error, given, "collect")
-        except ConfigError as error:
-            found = str(error)
-        else:
-            found = "nothing was wrong"
+    with pytest.raises(ConfigError) as caught:
+        prepared([f"artifacts.sft={start}", *SMALL, *overrides])
+    found = str(caught.value)
     assert message in found
     assert "\n" not in found
     assert not (tmp_path / "outputs").exists()

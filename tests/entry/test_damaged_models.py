@@ -22,7 +22,7 @@ from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import write_manifest
-from tests.builders.runs import configuration, killed
+from tests.builders.runs import killed, settings_for
 from tests.entry.test_evaluate import evaluate
 
 STORED = "module.models.value_head=stored"
@@ -79,8 +79,7 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], 
 
 
 def begin(stage: str, start: Path, folder: Path, *overrides: str) -> None:
-    cfg = configuration(stage, start, *overrides)
-    parts: Any = assemble(cfg, RunFolder(folder))
+    parts: Any = assemble(settings_for(stage, start, *overrides), RunFolder(folder))
     parts.trainer.fit(parts.module, datamodule=parts.data)
 
 

@@ -16,7 +16,7 @@ from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from tests.builders.runs import configuration
+from tests.builders.runs import settings_for
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]
 
@@ -27,8 +27,7 @@ def words(text: str) -> str:
 
 
 def finished_run(folder: Path, start: Path, stage: str, *overrides: str) -> RunFolder:
-    cfg = configuration(stage, start, *overrides)
-    run(cfg, RunFolder(folder), [])
+    run(settings_for(stage, start, *overrides), RunFolder(folder), [])
     return RunFolder(folder)
 
 

@@ -7,35 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 
 from rlhf_lightning.app.build import make_doctor
-from rlhf_lightning.app.config.compose import (
-    ConfigError,
-    check_config,
-    check_hparams,
-    conf_dir,
-    register,
-)
-from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.command_lines import settings_of
 
 GOLD = "rlhf_lightning.data.demo.gold.gold_scores"
 FUNCTION_SCORER = "rlhf_lightning.rollout.scorers.base.FunctionScorer"
 
 
-def composed(*overrides: str, stage: str = "ppo") -> DictConfig:
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose("train", overrides=[f"+experiment={stage}", *overrides])
+def composed(*overrides: str, stage: str = "ppo") -> TrainSettings:
+    found: TrainSettings = settings_of(f"+experiment={stage}", *overrides)
+    return found
 
 
 def doctors(tmp_path: Path, *overrides: str, stage: str = "ppo") -> list[Any]:
-    cfg = composed(*overrides, stage=stage)
-    check_config(cfg)
-    check_hparams(cfg)
-    return make_doctor(cfg, RunFolder(tmp_path))
+    return list(make_doctor(composed(*overrides, stage=stage), RunFolder(tmp_path)))
 
 
 def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
@@ -50,8 +39,8 @@ def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
 
 
 def test_nobody_watches_other_stages_or_where_it_is_switched_off(tmp_path):
-    callbacks = find_stage("sft").callbacks
-    assert callbacks(composed(stage="sft"), RunFolder(tmp_path), None, None, None).first == ()
+    sft = composed(stage="sft")
+    assert sft.spec.callbacks(sft, RunFolder(tmp_path), None, None, None).first == ()
     assert doctors(tmp_path, "doctor=none") == []
 
 
@@ -77,7 +66,7 @@ def test_the_preflight_is_a_choice_of_its_own_and_a_key(tmp_path):
         (["doctor.thresholds.kl_high_warn=-1"], "doctor.thresholds.kl_high_warn=-1 is impossible"),
         (["+doctor.thresholds.kl_hihg=1"], "unknown key doctor.thresholds.kl_hihg; did you mean"),
         (["doctor.thresholds.window=two"], "doctor.thresholds.window='two' is str, expected int"),
-        (["+doctor.refusal=x"], "unknown key doctor.refusal; did you mean refusals"),
+        (["+doctor.refusal=x"], "unknown key doctor.refusal; did you mean doctor.refusals"),
         (["doctor.refusals=['(']"], "doctor.refusals: missing"),
         (["doctor.refusals=[]"], "doctor.refusals is empty"),
         (["doctor.second_every_n_iterations=0"], "second_every_n_iterations=0, expected at least"),

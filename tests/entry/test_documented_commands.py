@@ -20,16 +20,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 
-from rlhf_lightning.app.config.compose import (
-    check_config,
-    check_hparams,
-    choices,
-    conf_dir,
-    register,
-)
+from rlhf_lightning.app.config.compose import choices, composed, conf_dir, register
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.pipeline.steps import as_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,52 +156,50 @@ def test_a_bare_comment_behind_a_command_is_noticed(line):
     assert stray_words(line, {})
 
 
-def composed(command: Command) -> DictConfig:
+def settings_of(command: Command) -> TrainSettings:
     overrides = [o for o in command.overrides if not o.startswith("plan.")]
     return compose_stage(tuple(first_of_each(overrides) if command.is_sweep else overrides))
 
 
 @cache
-def compose_stage(overrides: tuple[str, ...]) -> DictConfig:
+def compose_stage(overrides: tuple[str, ...]) -> TrainSettings:
     register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose("train", overrides=list(overrides))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # presets of the articles lie outside the usual ranges
+        return load_settings(TrainSettings, "train", list(overrides))
 
 
 @pytest.mark.parametrize("command", TRAINING, ids=str)
 def test_a_documented_training_command_composes_and_its_hyper_parameters_are_built(command):
-    cfg = composed(command)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # presets of the articles lie outside the usual ranges
-        check_config(cfg)
-        check_hparams(cfg)
+    settings = settings_of(command)
+    assert type(settings.hparams) is settings.spec.hparams[settings.spec.settings]
 
 
-def made_by_default(command: Command, cfg: DictConfig, kind: str) -> str | None:
-    """Return where the experiment that makes a `kind` model for `cfg` publishes it."""
-    if f"+experiment={cfg.stage}" in command.overrides:
+def made_by_default(command: Command, settings: TrainSettings, kind: str) -> str | None:
+    """Return where the experiment that makes a `kind` model for `settings` publishes it."""
+    if f"+experiment={settings.stage}" in command.overrides:
         shared = [o for o in command.overrides if o.startswith(("model=", "lora=", "dataset="))]
         if kind == "sft":
             shared = [o.replace("ultrafeedback", "ultrachat") for o in shared]
         return compose_stage((f"+experiment={kind}", *shared)).artifacts.publish
-    maker = "_".join([kind, *str(cfg.name).split("_")[1:]])
+    maker = "_".join([kind, *settings.name.split("_")[1:]])
     known = maker in choices("experiment")
     return compose_stage((f"+experiment={maker}",)).artifacts.publish if known else None
 
 
 def test_every_model_that_a_documented_command_starts_from_is_made_by_one():
-    stages = [(command, composed(command)) for command in TRAINING if command.module == "train"]
-    made = {cfg.artifacts.publish for _, cfg in stages}
+    stages = [(command, settings_of(command)) for command in TRAINING if command.module == "train"]
+    made = {settings.artifacts.publish for _, settings in stages}
     looked_at = 0
-    for command, cfg in stages:
-        if str(cfg.dataset.name).startswith("demo_"):
+    for command, settings in stages:
+        if settings.dataset.name.startswith("demo_"):
             continue  # what is missing there is trained first
         for kind in ("base", "sft", "reward", "ppo"):
-            source = str(cfg.artifacts[kind])
-            if source.startswith(f"{cfg.paths.artifacts}/") and source not in made:
-                maker = made_by_default(command, cfg, kind)
+            source = str(settings.artifacts.of(kind))
+            if source.startswith(f"{settings.paths.artifacts}/") and source not in made:
+                maker = made_by_default(command, settings, kind)
                 assert source == maker, f"{command}: nothing makes {source}"
-            looked_at += source.startswith(f"{cfg.paths.artifacts}/")
+            looked_at += source.startswith(f"{settings.paths.artifacts}/")
     assert looked_at > 20
 
 
@@ -225,9 +217,8 @@ def test_another_documented_command_exists_and_has_the_options_it_is_given(comma
     file = conf_dir() / f"{command.module}.yaml"
     if file.is_file():
         register()
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            # A pipeline's words for one stage, such as `ppo:KEY=VALUE`, are no word of Hydra's.
-            compose(command.module, overrides=as_overrides(command.overrides))
+        # A pipeline's words for one stage, such as `ppo:KEY=VALUE`, are no word of Hydra's.
+        composed(command.module, as_overrides(command.overrides))
 
 
 def test_every_documented_console_script_and_make_target_exists():

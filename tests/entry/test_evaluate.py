@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from rlhf_lightning.app.build import assemble
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.evaluation import prompt_data
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
@@ -20,8 +19,8 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import now
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder, read_samples
-from tests.builders.command_lines import LENGTH_REWARD
-from tests.builders.runs import configuration
+from tests.builders.command_lines import LENGTH_REWARD, settings_of
+from tests.builders.runs import settings_for
 
 pytestmark = pytest.mark.timeout(300)
 SMALL = ["evaluation.num_prompts=24", "evaluation.max_new_tokens=6", "evaluation.batch_size=8"]
@@ -31,9 +30,8 @@ def evaluate(folder: Path, *overrides: str):
     """Run it in this process, as the command line does."""
     from rlhf_lightning.app.evaluate import run
 
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("evaluate", overrides=[*SMALL, *overrides])
-    return run(cfg, RunFolder(folder), list(overrides))
+    settings = settings_of(*SMALL, *overrides, entry="evaluate")
+    return run(settings, RunFolder(folder), list(overrides))
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +103,8 @@ def test_the_prompts_are_those_that_a_stage_asks_at_its_end(
     evaluated: RunFolder, start: Path
 ) -> None:
     asked = [sample["prompt"] for sample in read_samples(evaluated.samples)]
-    cfg = configuration("ppo", start, "evaluation.num_prompts=24", "evaluation.batch_size=8")
-    batches = prompt_data(cfg, demo_tokenizer(), num_prompts=24).val_dataloader()
+    settings = settings_for("ppo", start, "evaluation.num_prompts=24", "evaluation.batch_size=8")
+    batches = prompt_data(settings, demo_tokenizer(), num_prompts=24).val_dataloader()
     assert asked == [text for batch in batches for text in batch.columns["prompt"]]
     first = DemoSource(seed=1).records("prompts", "validation")[:24]
     assert asked != [record.prompt for record in first]
@@ -181,9 +179,9 @@ def test_safety_prompts_that_nobody_could_be_asked_are_refused(tmp_path: Path, s
     ):
         evaluate(tmp_path / "run", *sides)
     # A stage finds out before it trains, not at its end.
-    cfg = configuration("ppo", start, "safety=default", f"safety.prompts={file}")
+    settings = settings_for("ppo", start, "safety=default", f"safety.prompts={file}")
     with pytest.raises(ValueError, match=r"none of its 1 harmful .*data\.max_prompt_length=64"):
-        assemble(cfg, RunFolder(tmp_path / "ppo").create())
+        assemble(settings, RunFolder(tmp_path / "ppo").create())
 
 
 @pytest.mark.parametrize(

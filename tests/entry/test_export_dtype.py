@@ -17,7 +17,7 @@ from rlhf_lightning.app.finalize import made_by
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.runs.summary import read_summary
-from tests.builders.runs import completed, configuration
+from tests.builders.runs import completed, settings_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -53,7 +53,7 @@ def test_an_export_has_the_dtype_of_its_base_and_what_later_stages_load_is_whole
     assert read_manifest(published).run == str(bf16 / "run")
     assert not list((bf16 / "run").glob(".full*"))
     (origin,) = made_by(
-        configuration("sft", bf16 / "start", f"artifacts.publish={published}"),
+        settings_for("sft", bf16 / "start", f"artifacts.publish={published}"),
         RunFolder(bf16 / "run"),
         read_summary(RunFolder(bf16 / "run")),
     )

@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from rlhf_lightning.app import evaluation as held_out_prompts
 from rlhf_lightning.app import finalize as finish
-from rlhf_lightning.app.final_evaluation import compare, placed, validate
+from rlhf_lightning.app.evaluation import compare, placed, validate
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
+from tests.builders.command_lines import settings_of
 
 
 def test_models_are_measured_on_the_device_they_were_trained_on():
@@ -36,12 +36,11 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
 def test_without_held_out_prompts_the_stage_ends_without_a_comparison(monkeypatch, caplog):
     data = SimpleNamespace(val_dataloader=list)
     monkeypatch.setattr(held_out_prompts, "prompt_data", lambda *_, **__: data)
-    evaluation = {"gold": None, "num_prompts": 8, "answers_per_prompt": 1}
-    cfg = OmegaConf.create({"stage": "ppo", "artifacts": {"sft": "x"}, "evaluation": evaluation})
+    settings = settings_of("+experiment=ppo", "artifacts.sft=x", "evaluation.num_prompts=8")
     parts = SimpleNamespace(
         tokenizer=None, module=SimpleNamespace(reference=None), sampling=None, scorer=None
     )
-    assert compare(cfg, parts, None, {}) == Findings({})
+    assert compare(settings, parts, None, {}) == Findings({})
     assert "no prompt is held out" in caplog.text
 
 

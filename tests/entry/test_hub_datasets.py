@@ -11,15 +11,13 @@ from typing import Any
 
 import pyarrow
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from pyarrow import parquet
 
-from rlhf_lightning.app.config.compose import check_config, conf_dir, register
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.data.sources.transcripts import parse_transcript
+from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
 KINDS = {"sft": "demonstrations", "reward": "preferences", "ppo": "prompts"}
@@ -85,14 +83,10 @@ def source_of(tmp_path, monkeypatch):
     """Build the source of a composed experiment."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    register()
 
     def build(stage: str, dataset: str, *overrides: str) -> Any:
         words = [f"+experiment={stage}", "model=smollm2_135m", f"dataset={dataset}"]
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            cfg = compose("train", [*words, *overrides])
-        check_config(cfg)
-        return instantiate(cfg.data.source)
+        return settings_of(*words, *overrides).data.source.build()
 
     return build
 

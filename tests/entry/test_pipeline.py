@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.settings import CommandSettings, PipelineSettings, TrainSettings
+from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.pipeline.run import run
 from rlhf_lightning.app.pipeline.state import (
     DONE,
@@ -23,19 +24,36 @@ from rlhf_lightning.app.pipeline.state import (
     set_aside,
     write_state,
 )
-from rlhf_lightning.app.pipeline.steps import as_overrides, check_pipeline, given, plan
+from rlhf_lightning.app.pipeline.steps import (
+    Step,
+    as_overrides,
+    check_pipeline,
+    given,
+    plan,
+    settings_file,
+)
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
+from tests.builders.command_lines import settings_of
 from tests.entry.test_train import SMALL
 
 pytestmark = pytest.mark.timeout(900)
 TINY = [f"train:{word}" for word in SMALL]
 
 
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str) -> PipelineSettings:
     register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose("pipeline", overrides=as_overrides(overrides))
+    return load_settings(PipelineSettings, "pipeline", as_overrides(overrides))
+
+
+def settings_of_step(step: Step, folder: Path) -> CommandSettings:
+    """Return the settings of a step, where the one that it follows has left its own."""
+    if step.lead is not None:
+        lead = load_settings(TrainSettings, "train", list(step.lead.overrides))
+        for file in (settings_file(folder, step.lead), RunFolder(folder / step.lead.name).config):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_settings(file, lead)
+    return settings_of(*step.overrides, entry=step.module.rpartition(".")[2])
 
 
 def pipeline(folder: Path, *overrides: str, code: int = 0) -> str:
@@ -71,7 +89,8 @@ def test_the_stages_run_in_order_and_share_one_folder_of_models(tmp_path: Path) 
     assert by_stage["reward"].overrides[0] == "+experiment=reward"
     assert given("data.path", tmp_path / "round_1/collect/data") in by_stage["reward"].overrides
     assert by_stage["evaluate"].module == "rlhf_lightning.evaluate"
-    assert "gates=by_dataset/ppo" in by_stage["evaluate"].overrides
+    assert given("run", tmp_path / "round_1/ppo") in by_stage["evaluate"].overrides
+    assert given("run", tmp_path / "round_1/ppo.yaml") in by_stage["collect"].overrides
     command = by_stage["sft"].command(tmp_path)
     assert given("hydra.run.dir", tmp_path / "round_1/sft") in command
     assert not [word for word in command if word.startswith("ckpt_path")]
@@ -95,10 +114,8 @@ def test_stages_that_are_left_out_are_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["it's, [a] = {b} \\ c", "a\\", "b\\'c", "a b#,:%=$1"])
 def test_a_path_of_any_characters_reaches_the_stage_as_it_is(name: str) -> None:
     folder = Path(name)
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        register()
-        cfg = compose("train", overrides=["+experiment=ppo", given("paths.artifacts", folder)])
-    assert cfg.paths.artifacts == str(folder)
+    settings = settings_of("+experiment=ppo", given("paths.artifacts", folder))
+    assert settings.paths.artifacts == str(folder)
 
 
 def test_what_became_of_the_steps_is_remembered(tmp_path: Path) -> None:
@@ -134,21 +151,23 @@ def test_what_stands_in_the_way_is_kept_under_another_name(tmp_path: Path) -> No
         (["+experiments.pp=ppo"], "unknown key experiments.pp; did you mean ppo"),
         (["overrides.sft=2"], "overrides.sft=2 must be a list of texts: write sft:key=value"),
         (["evaluation_gates=pp"], "evaluation_gates=pp is none of conf/gates; did you mean ppo"),
-        (["resume=yes"], "resume=yes must be never or auto"),
-        (["rounds=0"], "rounds=0 must be a whole number, at least 1"),
-        (["rounds=1.5"], "rounds=1.5 must be a whole number"),
+        (["resume=yes"], "resume=yes must be one of never, auto"),
+        (["rounds=0"], "rounds=0 is impossible: it must be >= 1"),
+        (["rounds=1.5"], "rounds=1.5 is float, expected int"),
         (
             ["rounds=2", "round_2/ppo:a=1", "+overrides.round_2.pppo=[a]"],
             "overrides: round_2/pppo; did you mean ppo",
         ),
-        (["collect=maybe"], "collect=maybe must be true or false"),
+        (["collect=maybe"], "collect='maybe' is str, expected bool"),
         (["seed=-1"], "seed=-1"),
         (["experiments.ppo=null"], "experiments.ppo=null leaves PPO out: use evaluate=false, or"),
         (["ppo:module.pp=3"], "round_1/ppo: unknown key module.pp; did you mean module.ppo"),
         (["ppo:dataset=files"], "round_1/ppo: dataset.name is not set"),
+        (["base:seeed=3"], "round_1/base: unknown key seeed; did you mean seed"),
+        (["evaluate:polcy=x"], "round_1/evaluate: unknown key polcy; did you mean policy"),
         (
             ["experiments.ppo=ppo_smollm2_sentiment", "collect=true"],
-            "dataset=sentiment, and annotator=demo labels .* say who labels with collect:annot",
+            "is trained on smollm2_sentiment, and annotator=demo labels .* say who labels with c",
         ),
     ],
 )

@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from rlhf_lightning.app.collect_parts import check_collection
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_run
-from rlhf_lightning.app.evaluate_parts import check_evaluation
 from rlhf_lightning.app.pipeline.run import StageEndedError, _run_step, run
 from rlhf_lightning.app.pipeline.state import (
     DONE,
@@ -28,7 +26,7 @@ from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.summary import GateResult, new_summary, write_summary
 from tests.builders.runs import make_start
 from tests.entry.test_collect import DECIDED
-from tests.entry.test_pipeline import TINY, composed, only, pipeline, summary
+from tests.entry.test_pipeline import TINY, composed, only, pipeline, settings_of_step, summary
 
 pytestmark = pytest.mark.timeout(900)
 FEW = [
@@ -47,8 +45,9 @@ def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Pat
     # The SFT policy of round 1 is the start of reward models, the reference and the baseline.
     artifacts = given("paths.artifacts", one / "artifacts")
     assert all(artifacts in step.overrides for step in steps.values())
-    starts = {w for s in steps.values() for w in s.overrides if w.startswith("artifacts.sft")}
-    assert starts == {given("artifacts.sft", one / "artifacts/demo_seed1/sft")}
+    trained = [s for s in steps.values() if s.stage in ("reward", "ppo")]
+    starts = {settings_of_step(step, tmp_path).artifacts.sft for step in trained}
+    assert starts == {str(one / "artifacts/demo_seed1/sft")}
     collect = steps["round_3/collect"].overrides
     assert given("+candidates.policies.policy", two / "ppo/export") in collect
     assert "candidates.policies.sft=null" in collect
@@ -62,7 +61,8 @@ def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Pat
     ppo = steps["round_3/ppo"].overrides
     assert given("artifacts.ppo", two / "ppo/export") in ppo
     assert given("artifacts.reward", three / "artifacts/reward") in ppo
-    assert given("artifacts.ppo", three / "artifacts/ppo") in steps["round_3/evaluate"].overrides
+    assert given("artifacts.publish", three / "artifacts/ppo") in ppo
+    assert given("run", three / "ppo") in steps["round_3/evaluate"].overrides
 
 
 def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Path) -> None:
@@ -70,31 +70,25 @@ def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Pat
         (tmp_path / "round_2" / name / "data").mkdir(parents=True)
     cfg = composed("rounds=2", "collect=true", "train:logger=none")
     (tmp_path / "round_1/collect/data").mkdir(parents=True)
-    checks = {
-        "rlhf_lightning.train": ("train", check_run),
-        "rlhf_lightning.collect": ("collect", check_collection),
-        "rlhf_lightning.evaluate": ("evaluate", check_evaluation),
-    }
-    made = {}
-    for step in plan(cfg, tmp_path):
-        name, check = checks[step.module]
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            made[step.name] = compose(name, overrides=list(step.overrides))
-        check(made[step.name])
+    made = {step.name: settings_of_step(step, tmp_path) for step in plan(cfg, tmp_path)}
+    for settings in made.values():
+        if isinstance(settings, TrainSettings):
+            check_run(settings)
     ppo = made["round_2/ppo"]
-    assert ppo.module.models.start == str(tmp_path / "round_1/ppo/export")
-    assert ppo.module.models.policy == str(tmp_path / "round_1/artifacts/demo_seed1/sft")
-    assert ppo.scorer.source == str(tmp_path / "round_2/artifacts/reward")
-    assert made["round_1/ppo"].module.models.start is None
+    assert ppo.select("module.models.start") == str(tmp_path / "round_1/ppo/export")
+    assert ppo.select("module.models.policy") == str(tmp_path / "round_1/artifacts/demo_seed1/sft")
+    assert ppo.scorer.get("source") == str(tmp_path / "round_2/artifacts/reward")
+    assert made["round_1/ppo"].select("module.models.start") is None
     reward = made["round_2/reward"]
-    assert reward.data.path == str(tmp_path / "round_1/collect/data")
-    assert len(reward.data.also) == 2
+    assert reward.data.get("path") == str(tmp_path / "round_1/collect/data")
+    assert len(reward.data.get("also")) == 2
     collect = made["round_2/collect"]
     policies = {name: source for name, source in collect.candidates.policies.items() if source}
     assert policies == {"policy": str(tmp_path / "round_1/ppo/export")}
     evaluate = made["round_2/evaluate"]
-    assert evaluate.baseline == ppo.module.models.policy
-    assert evaluate.policy == str(tmp_path / "round_2/artifacts/ppo")
+    assert evaluate.baseline == ppo.artifacts.sft
+    # The artefact takes its place as soon as it is there.
+    assert evaluate.policy == str(tmp_path / "round_2/ppo/export")
 
 
 def test_words_for_one_round_reach_it_alone_and_come_last(tmp_path: Path) -> None:
@@ -103,7 +97,7 @@ def test_words_for_one_round_reach_it_alone_and_come_last(tmp_path: Path) -> Non
         "ppo:module.ppo.kl_coef=0.2",
         "round_2/train:logger=none",
     ]
-    cfg = composed("rounds=2", "adversarial=false", "collect:x=1", *words)
+    cfg = composed("rounds=2", "adversarial=false", "collect:lab.num_pairs=7", *words)
     check_pipeline(cfg)
     steps = {step.name: step.overrides for step in plan(cfg, tmp_path)}
     assert steps["round_1/ppo"][-1] == "module.ppo.kl_coef=0.2"
@@ -111,7 +105,7 @@ def test_words_for_one_round_reach_it_alone_and_come_last(tmp_path: Path) -> Non
     assert steps["round_2/ppo"][-3:] == last
     assert steps["round_2/reward"][-1] == "logger=none"
     assert "round_2/adversarial" not in steps
-    assert steps["round_2/collect"][-1] == "x=1"
+    assert steps["round_2/collect"][-1] == "lab.num_pairs=7"
 
 
 def test_adversarial_pairs_are_labelled_as_the_collection_is(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlhf_lightning.app import plan
-from rlhf_lightning.app.config.compose import ConfigError, check_hparams, register
+from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.memory_plan import phases
 from rlhf_lightning.app.memory_plan.phases import OPTIMIZER, WEIGHTS, Plan
 from rlhf_lightning.app.memory_plan.request import read_run
@@ -76,7 +76,7 @@ def test_devices_are_planned_in_the_groups_that_share_a_copy():
     assert (run.num_devices, run.sharded) == (4, 2)
     assert read_run(*plan.compose_run(four)).run.sharded == 4
     with pytest.raises(ConfigError, match=r"strategy\.shard_over=3 must divide the 4 devices"):
-        check_hparams(plan.compose_run([*four, "strategy.shard_over=3"])[0])
+        plan.compose_run([*four, "strategy.shard_over=3"])
 
 
 def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it_does():

@@ -1,52 +1,44 @@
 """Models that a stage starts from: found, trained first, or asked for by name."""
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from rlhf_lightning.app import prerequisites
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.config.compose import ConfigError
+from tests.builders.command_lines import settings_of
 
 
 @pytest.fixture
 def compose_ppo(tmp_path):
-    register()
-
     def make(*overrides):
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            return compose(
-                "train", overrides=["+experiment=ppo", f"paths.artifacts={tmp_path}", *overrides]
-            )
+        return settings_of("+experiment=ppo", f"paths.artifacts={tmp_path}", *overrides)
 
     return make
 
 
 def test_a_missing_folder_that_the_user_gave_names_the_command_that_makes_it(compose_ppo, tmp_path):
-    cfg = compose_ppo(f"artifacts.sft={tmp_path}/mine")
+    settings = compose_ppo(f"artifacts.sft={tmp_path}/mine")
     with pytest.raises(ConfigError, match=r"mine does not exist.*\+experiment=sft"):
-        prerequisites.prepare_inputs(cfg, [])
+        prerequisites.prepare_inputs(settings, [])
 
 
 def test_a_missing_model_of_a_pretrained_recipe_names_the_stage_and_the_shared_choices(
-    compose_ppo, tmp_path
+    tmp_path,
 ):
     words = ["+experiment=ppo", "model=qwen2_5_0_5b", "lora=lora", "dataset=tldr"]
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=[*words, f"paths.artifacts={tmp_path}"])
+    settings = settings_of(*words, f"paths.artifacts={tmp_path}")
     wanted = r"\+experiment=sft model=qwen2_5_0_5b lora=lora dataset=tldr$"
     with pytest.raises(ConfigError, match=wanted):
-        prerequisites.prepare_inputs(cfg, [*words, "module.ppo.kl_coef=0.1"])
+        prerequisites.prepare_inputs(settings, [*words, "module.ppo.kl_coef=0.1"])
 
 
 def test_a_missing_sft_model_of_ultrafeedback_is_made_from_ultrachat(tmp_path):
-    register()
     words = ["+experiment=reward", "model=qwen2_5_0_5b", "dataset=ultrafeedback"]
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=[*words, f"paths.artifacts={tmp_path}"])
-        made = "+experiment=sft model=qwen2_5_0_5b dataset=ultrachat"
-        sft = compose("train", overrides=[*made.split(), f"paths.artifacts={tmp_path}"])
-    assert sft.artifacts.publish == cfg.artifacts.sft
+    settings = settings_of(*words, f"paths.artifacts={tmp_path}")
+    made = "+experiment=sft model=qwen2_5_0_5b dataset=ultrachat"
+    sft = settings_of(*made.split(), f"paths.artifacts={tmp_path}")
+    assert sft.artifacts.publish == settings.artifacts.sft
     with pytest.raises(ConfigError, match=rf"\{made}$"):
-        prerequisites.prepare_inputs(cfg, words)
+        prerequisites.prepare_inputs(settings, words)
 
 
 def test_missing_built_in_models_are_trained_in_order_and_say_so(
@@ -54,7 +46,7 @@ def test_missing_built_in_models_are_trained_in_order_and_say_so(
 ):
     trained, said = [], []
 
-    def train(kind, cfg, overrides):
+    def train(kind, settings, overrides):
         trained.append(kind)
 
     monkeypatch.setattr(prerequisites, "_train", train)
@@ -88,5 +80,5 @@ def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypa
 
 def test_a_hub_name_is_left_to_transformers(compose_ppo, monkeypatch):
     monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("hub names are not ours"))
-    cfg = compose_ppo("artifacts.sft=Some-Org/model-1B", "artifacts.reward=Some-Org/reward-1B")
-    prerequisites.prepare_inputs(cfg, [])
+    settings = compose_ppo("artifacts.sft=Some-Org/model-1B", "artifacts.reward=Some-Org/reward-1B")
+    prerequisites.prepare_inputs(settings, [])

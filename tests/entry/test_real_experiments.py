@@ -10,12 +10,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 
-from rlhf_lightning.app.config.compose import check_config, check_hparams, conf_dir, register
 from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold, NumberGold
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward
+from tests.builders.command_lines import settings_of
 from tests.builders.models import config_fields, tiny_policy
 from tests.builders.record_files import write_arguments
 from tests.builders.tokenizers import CHATML, build_tokenizer
@@ -29,23 +27,16 @@ EXPERIMENTS = (
 )
 
 
-def composed(experiment, *overrides):
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return compose("train", [f"+experiment={experiment}", *overrides])
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_target_is_allowed_and_every_hyper_parameter_in_range(experiment):
-    cfg = composed(experiment, "dataset.path=x")
-    check_config(cfg)
-    check_hparams(cfg)
-    assert cfg.artifacts.publish.startswith(cfg.paths.artifacts)
+    settings = settings_of(f"+experiment={experiment}", "dataset.path=x")
+    assert settings.artifacts.publish.startswith(settings.paths.artifacts)
 
 
 def test_the_reward_and_the_judge_of_word_problems_read_the_same_column():
-    cfg = composed("ppo_smollm2_gsm8k", "dataset.path=x", "dataset.reward.fallback=last_number")
-    scorer, gold = instantiate(cfg.scorer), instantiate(cfg.evaluation.gold)
+    words = ["dataset.path=x", "dataset.reward.fallback=last_number"]
+    settings = settings_of("+experiment=ppo_smollm2_gsm8k", *words)
+    scorer, gold = settings.scorer.build(), settings.evaluation.gold.build()
     assert isinstance(gold, NumberGold)
     assert scorer.function == gold.reward == NumberReward(fallback="last_number")
     assert scorer.name == "right_number"
@@ -54,9 +45,9 @@ def test_the_reward_and_the_judge_of_word_problems_read_the_same_column():
 
 def test_policies_with_a_right_answer_are_judged_by_their_likeliest_answer_before_and_after():
     for experiment in ("sft_smollm2_shell", "sft_smollm2_gsm8k"):
-        cfg = composed(experiment, "dataset.path=x")
-        assert cfg.evaluation.temperature == 0.0
-        assert isinstance(instantiate(cfg.evaluation.gold), ExactMatchGold | NumberGold)
+        evaluation = settings_of(f"+experiment={experiment}", "dataset.path=x").evaluation
+        assert evaluation.temperature == 0.0
+        assert isinstance(evaluation.gold.build(), ExactMatchGold | NumberGold)
 
 
 # -- what follows trains ------------------------------------------------------------------------

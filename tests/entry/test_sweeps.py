@@ -14,13 +14,14 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
-from rlhf_lightning.app.config.compose import ConfigError, check_hparams, conf_dir, register
+from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
 from rlhf_lightning.app.sweep import finish_sweep, goes_on
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import read_summary, write_summary
+from tests.builders.command_lines import settings_of
 from tests.reports.test_compare import sweep as finished_sweep
 
 SWEEPS = conf_dir().parent / "sweeps"
@@ -38,29 +39,31 @@ SMALL = [
 
 @pytest.fixture
 def job(tmp_path):
-    """Configuration of a job of a sweep, and the folder of its run."""
+    """The folder of a run that is a job of a sweep."""
     register()
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         cfg: DictConfig = compose("train", ["+experiment=ppo"], return_hydra_config=True)
     with open_dict(cfg):
         cfg.hydra.mode = "MULTIRUN"
     HydraConfig.instance().set_config(cfg)
-    yield cfg, RunFolder(tmp_path / "3")
+    yield RunFolder(tmp_path / "3")
     HydraConfig.instance().cfg = None
 
 
 def test_a_sweep_goes_on_after_an_error_but_not_after_a_stop_or_among_ranks(job):
-    cfg, folder = job
+    def goes(error, environment):
+        return goes_on(job, error, kind="ppo", seed=1, environment=environment)
+
     refused = ConfigError("kl_coef=-1 must be at least 0")
-    assert goes_on(cfg, folder, refused, {})
-    assert read_summary(folder).status == "failed"
-    assert read_summary(folder).cause == str(refused)
-    assert not goes_on(cfg, folder, KeyboardInterrupt(), {})
-    assert not goes_on(cfg, folder, RunStoppedError("SIGTERM"), {})
+    assert goes(refused, {})
+    assert read_summary(job).status == "failed"
+    assert read_summary(job).cause == str(refused)
+    assert not goes(KeyboardInterrupt(), {})
+    assert not goes(RunStoppedError("SIGTERM"), {})
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        assert not goes_on(cfg, folder, refused, {name: "0"})
+        assert not goes(refused, {name: "0"})
     HydraConfig.instance().cfg = None  # a single run
-    assert not goes_on(cfg, folder, refused, {})
+    assert not goes(refused, {})
 
 
 def test_a_job_that_failed_is_named_at_the_end_and_on_the_page(tmp_path, capsys):
@@ -145,12 +148,11 @@ def test_a_sweep_is_found_and_its_first_and_last_job_build_their_hyper_parameter
         )
         for which in (0, -1):
             job = [f"{o.key_or_group}={values_of(o)[which]}" for o in grid]
-            cfg = compose("train", [*asked, *job])
-            check_hparams(cfg)
+            settings = settings_of(*asked, *job)
             for override in job:
                 key, _, value = override.partition("=")
                 if "$" not in value:
-                    assert OmegaConf.select(cfg, key) == yaml.safe_load(value)
+                    assert settings.select(key) == yaml.safe_load(value)
 
 
 def test_each_size_of_reward_model_has_artefacts_of_its_own():
@@ -160,7 +162,7 @@ def test_each_size_of_reward_model_has_artefacts_of_its_own():
         folder = compose("train", job, return_hydra_config=True).hydra.sweeper.params[
             "paths.artifacts"
         ]
-        cfg = compose("train", [*job, f"paths.artifacts={folder}"])
+    cfg = settings_of(*job, f"paths.artifacts={folder}")
     assert cfg.artifacts.sft == "artifacts/hidden_64/demo_seed1/sft"
     assert cfg.artifacts.publish == "artifacts/hidden_64/demo_seed1/reward"
 

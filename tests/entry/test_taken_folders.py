@@ -16,7 +16,7 @@ from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed, ta
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import check_free
 from tests.builders.command_lines import environment, overrides_of
-from tests.builders.runs import completed, configuration
+from tests.builders.runs import completed, settings_for
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -78,7 +78,7 @@ def test_no_other_command_takes_it_either(finished, tmp_path, module):
 def test_a_run_without_hydra_is_refused_as_well(finished, start, tmp_path):
     before = contents(finished.path)
     with pytest.raises(FolderTakenError, match="finished run"):
-        run(configuration("sft", start), finished, [])
+        run(settings_for("sft", start), finished, [])
     assert contents(finished.path) == before
 
 
@@ -86,7 +86,7 @@ def test_a_folder_whose_run_could_be_continued_is_not_begun_anew(sft_with_checkp
     folder = sft_with_checkpoints
     before = contents(folder.path)
     with pytest.raises(FolderTakenError, match=r"iteration=000003\.ckpt: continue"):
-        run(configuration("sft", start), folder, [])
+        run(settings_for("sft", start), folder, [])
     assert contents(folder.path) == before
 
 

@@ -23,7 +23,7 @@ from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_d
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
 from rlhf_lightning.runs.summary import read_summary
-from tests.builders.runs import completed, configuration
+from tests.builders.runs import completed, settings_for
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -89,9 +89,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     (small_disk / "filler").unlink()
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    cfg = configuration("sft", start)
-    cfg.ckpt_path = str(kept)
-    summary = run(cfg, folder, [])
+    summary = run(settings_for("sft", start).updated({"ckpt_path": str(kept)}), folder, [])
     assert summary.status == "completed"
     assert newest_complete_checkpoint(folder) == folder.checkpoints / "iteration=000003.ckpt"
 

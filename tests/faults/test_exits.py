@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
-from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices
 from rlhf_lightning.app.failures import RunFailedError, cause_of, exits_are_failures, is_expected
+from tests.builders.command_lines import settings_of
 
 
 @pytest.mark.parametrize("code", [0, None, 3, "done"])
@@ -42,20 +43,30 @@ def test_an_interrupt_that_lightning_makes_an_exit_of_is_an_interrupt():
         run()
 
 
+def on(kind: str, devices: int) -> TrainSettings:
+    found: TrainSettings = settings_of(
+        "+experiment=base",
+        f"trainer.accelerator={kind}",
+        f"trainer.devices={devices}",
+        "data.batch_size=24",
+    )
+    return found
+
+
 @pytest.mark.parametrize("kind", ["gpu", "cuda", "mps"])
 def test_an_accelerator_that_is_not_there_is_refused(kind, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    cfg = OmegaConf.create({"trainer": {"accelerator": kind, "devices": 1}})
+    settings = on(kind, 1)
     with pytest.raises(ConfigError, match=rf"^trainer\.accelerator={kind}, but torch finds none"):
-        check_devices(cfg)
+        check_devices(settings)
 
 
 def test_more_devices_than_there_are_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for devices in (1, 2):
-        check_devices(OmegaConf.create({"trainer": {"accelerator": "gpu", "devices": devices}}))
-    cfg = OmegaConf.create({"trainer": {"accelerator": "gpu", "devices": 3}})
+        check_devices(on("gpu", devices))
+    settings = on("gpu", 3)
     with pytest.raises(ConfigError, match=r"^trainer\.devices=3, but torch finds 2 of kind gpu"):
-        check_devices(cfg)
-    check_devices(OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 8}}))
+        check_devices(settings)
+    check_devices(on("cpu", 8))

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from rlhf_lightning.app import finalize
-from rlhf_lightning.app.failures import describe_out_of_memory, is_out_of_memory
+from rlhf_lightning.app.failures import explain_failure, is_out_of_memory
+from rlhf_lightning.app.run_summary import memory_advice
+from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import SMALL, run_folder, summary, train
-from tests.builders.runs import configuration
+from tests.builders.runs import settings_for
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -70,15 +71,15 @@ def test_what_counts_as_out_of_memory(error, expected):
 
 @pytest.mark.slow
 def test_settings_that_are_used_already_are_not_advised(start):
-    cfg = configuration("ppo", start, "artifacts.reward=null", "lora=lora")
-    OmegaConf.update(cfg, "model.activation_checkpointing", True)
-    cfg.module.ppo.micro_batch_size = 1
-    text = describe_out_of_memory(MemoryError(), cfg, ["+experiment=ppo"])
+    settings = settings_for("ppo", start, "artifacts.reward=null", "lora=lora").updated(
+        {"model.activation_checkpointing": True, "module.ppo.micro_batch_size": 1}
+    )
+    text = memory_advice(settings, ["+experiment=ppo"], evaluates=False)
     advice = re.search(r"Change one of: (.*?)\. ", text)
     assert advice is not None
     assert advice.group(1) == "module.sampling.max_new_tokens below 4"
-    cfg.module.ppo.micro_batch_size = 6
-    assert "module.ppo.micro_batch_size=3 (now 6)" in describe_out_of_memory(MemoryError(), cfg, [])
+    settings = settings.updated({"module.ppo.micro_batch_size": 6})
+    assert "module.ppo.micro_batch_size=3 (now 6)" in memory_advice(settings, [], evaluates=False)
 
 
 class TooLarge(torch.optim.SGD):
@@ -86,14 +87,19 @@ class TooLarge(torch.optim.SGD):
         raise MemoryError
 
 
-def test_what_runs_out_of_memory_after_training_is_told_the_settings_of_the_evaluation():
-    evaluation = {"micro_batch_size": 6, "max_new_tokens": 40}
-    cfg = OmegaConf.create({"stage": "sft", "evaluation": evaluation})
+def test_what_runs_out_of_memory_after_training_is_told_the_settings_of_the_evaluation(start):
+    more = ["evaluation.micro_batch_size=6", "evaluation.max_new_tokens=40"]
+    settings = settings_for("sft", start, *more)
     trainer = SimpleNamespace(optimizers=[TooLarge([torch.zeros(1, requires_grad=True)])])
     with pytest.raises(MemoryError) as caught:
         finalize._let_go(SimpleNamespace(trainer=trainer))
-    text = describe_out_of_memory(caught.value, cfg, [])
-    assert "evaluation.micro_batch_size=3 (now 6), evaluation.max_new_tokens below 40" in text
+    failure = explain_failure(
+        caught.value,
+        RunFolder("nowhere"),
+        lambda evaluates: memory_advice(settings, [], evaluates=evaluates),
+    )
+    wanted = "evaluation.micro_batch_size=3 (now 6), evaluation.max_new_tokens below 40"
+    assert wanted in str(failure)
 
 
 @pytest.mark.gpu

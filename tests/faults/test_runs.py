@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf, open_dict
 
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.train import run
 from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy
@@ -17,8 +16,9 @@ from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
+from tests.builders.command_lines import overrides_of, settings_of
 from tests.builders.reward_server import serving, slow
-from tests.builders.runs import completed, configuration
+from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -117,14 +117,13 @@ def test_answers_that_are_empty_are_scored_as_empty_texts(start, tmp_path):
 
 def test_a_reward_service_that_never_answers_ends_the_run_at_its_deadline(start, tmp_path):
     folder = RunFolder(tmp_path / "run").create()
-    cfg = configuration("ppo", start, "artifacts.reward=null")
-    http = OmegaConf.load(conf_dir() / "scorer" / "http.yaml")
     limits = {"timeout": 0.3, "deadline": 1, "max_retries": 1, "backoff": 0.01}
+    given = ["artifacts.reward=null", *(f"scorer.{key}={value}" for key, value in limits.items())]
+    own = [o for o in overrides_of("ppo", start) if not o.startswith("scorer")]
     with serving(slow(5.0)) as server:
-        with open_dict(cfg):
-            cfg.scorer = OmegaConf.merge(http, {"url": server.url, **limits})
+        settings = settings_of(*own, "scorer=http", f"scorer.url={server.url}", *given)
         with pytest.raises(RuntimeError, match=r"0\.3 s"):
-            run(cfg, folder, [])
+            run(settings, folder, [])
     summary = read_summary(folder)
     assert summary.status == "failed"
     assert server.url in str(summary.cause)

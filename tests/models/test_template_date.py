@@ -5,16 +5,14 @@ from __future__ import annotations
 from datetime import date
 
 import pytest
-from omegaconf import OmegaConf
 
 from rlhf_lightning.data.tokens import render_chat
 from rlhf_lightning.models.template_date import DATE, with_fixed_date
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.rollout.scorers.text_inputs import Renderer
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
-from rlhf_lightning.runs.resume import config_hash
+from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import CHATML, build_tokenizer
-from tests.entry.test_model_configs import composed
 
 # As Llama 3.2 writes it.
 LLAMA = (
@@ -69,14 +67,15 @@ def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path,
 def test_another_date_is_another_configuration():
     hashes = []
     for day in ("26 Jul 2024", "3 May 2025"):
-        cfg = composed(
+        settings = settings_of(
             "+experiment=sft",
             "model=llama3_2_1b",
+            "dataset=ultrachat",
             f"model.chat_template_arguments.date_string='{day}'",
         )
-        hashes.append(config_hash(OmegaConf.to_container(cfg, resolve=False)))
-    default = composed("+experiment=sft", "model=llama3_2_1b")
-    assert config_hash(OmegaConf.to_container(default, resolve=False)) == hashes[0] != hashes[1]
+        hashes.append(settings.config_hash)
+    default = settings_of("+experiment=sft", "model=llama3_2_1b", "dataset=ultrachat")
+    assert default.config_hash == hashes[0] != hashes[1]
 
 
 def test_a_template_without_a_date_stays_as_it_is(tmp_path):

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.types import RunMode
 
-from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.distributed import launch as launching
 from rlhf_lightning.distributed.launch import adopt_rank, first_host, own_environment, started
 from tests.builders.ranks import ROOT, free_port
@@ -108,8 +107,7 @@ def test_slurm_is_asked_for_a_task_and_a_gpu_for_each_device(environment, monkey
     monkeypatch.undo()
     register()
     asked = ["+experiment=ppo", "launcher=slurm", "trainer.devices=8", "trainer.num_nodes=2"]
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        hydra = compose("train", overrides=asked, return_hydra_config=True).hydra
+    hydra = composed("train", asked).hydra
     assert hydra.launcher._target_.endswith("SlurmLauncher")
     assert hydra.mode == RunMode.MULTIRUN, "without -m too"
     numbers = {k: hydra.launcher[k] for k in ("nodes", "tasks_per_node", "gpus_per_node")}

@@ -6,44 +6,26 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
-from rlhf_lightning.app.config.compose import (
-    ConfigError,
-    check_config,
-    check_hparams,
-    conf_dir,
-    register,
-)
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.models.tokenizers import check_same_tokenizer
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
 from rlhf_lightning.rollout.scorers.http import HttpScorer
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from tests.builders.command_lines import settings_of
 from tests.builders.models import tiny_scalar_model, tiny_tokenizer
 from tests.rollout.reward_models import built, byte_tokenizer, save_reward_model
 
 URL = "scorer.url=http://127.0.0.1:8000/score"
 
 
-@pytest.fixture(autouse=True)
-def _hydra():
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        yield
-
-
-def composed(*overrides):
-    return compose("train", overrides=["+experiment=ppo", *overrides])
+def scorer_of(*overrides):
+    return settings_of("+experiment=ppo", *overrides).scorer.build()
 
 
 def test_a_reward_service_is_chosen_by_name_and_has_the_defaults_of_the_dataclass():
-    cfg = composed("scorer=http", URL)
-    check_config(cfg)
-    check_hparams(cfg)
-    scorer = instantiate(cfg.scorer)
+    scorer = scorer_of("scorer=http", URL)
     assert isinstance(scorer, HttpScorer)
     assert scorer.hparams == HttpScorerHparams(url="http://127.0.0.1:8000/score")
     assert scorer.request == {"prompts": "prompts", "completions": "completions"}
@@ -60,25 +42,21 @@ def test_a_reward_service_is_chosen_by_name_and_has_the_defaults_of_the_dataclas
 )
 def test_every_experiment_can_be_given_another_scorer(words, tmp_path):
     changes = ["artifacts.reward=null", "module.models.value_head=zero"]
-    with_http = compose("train", [*words, "scorer=http", URL, *changes])
-    check_hparams(with_http)
-    assert isinstance(instantiate(with_http.scorer), HttpScorer)
+    with_http = settings_of(*words, "scorer=http", URL, *changes)
+    assert isinstance(with_http.scorer.build(), HttpScorer)
     overrides = ["scorer=text_reward_model", f"scorer.source={tmp_path}", *changes]
-    with_text = compose("train", [*words, *overrides])
-    check_hparams(with_text)
-    scorer = instantiate(with_text.scorer)
-    assert scorer.hparams.micro_batch_size == with_text.module.ppo.micro_batch_size > 1
+    with_text = settings_of(*words, *overrides)
+    scorer = with_text.scorer.build()
+    assert scorer.hparams.micro_batch_size == with_text.hparams.micro_batch_size > 1
 
 
 def test_what_a_service_is_sent_is_given_on_the_command_line():
-    scorer = instantiate(
-        composed(
-            "scorer=http",
-            URL,
-            "scorer.request={query: texts, prompts: prompts}",
-            "scorer.extra={model: {name: m}}",
-            "scorer.response=rewards",
-        ).scorer
+    scorer = scorer_of(
+        "scorer=http",
+        URL,
+        "scorer.request={query: texts, prompts: prompts}",
+        "scorer.extra={model: {name: m}}",
+        "scorer.response=rewards",
     )
     assert scorer.request == {"query": "texts", "prompts": "prompts"}
     assert json.dumps(scorer.extra) == '{"model": {"name": "m"}}', "OmegaConf's dicts are no JSON"
@@ -87,10 +65,7 @@ def test_what_a_service_is_sent_is_given_on_the_command_line():
 
 def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp_path):
     folder = save_reward_model(tmp_path, "bert")
-    cfg = composed("scorer=text_reward_model", f"scorer.source={folder}")
-    check_config(cfg)
-    check_hparams(cfg)
-    scorer = instantiate(cfg.scorer)
+    scorer = scorer_of("scorer=text_reward_model", f"scorer.source={folder}")
     assert isinstance(scorer, TextRewardModelScorer)
     assert scorer.hparams == TextRewardModelHparams()
     assert built(folder).hparams == scorer.hparams
@@ -115,20 +90,15 @@ def test_a_text_reward_model_is_chosen_by_name_and_has_the_defaults_of_the_datac
 )
 def test_a_scorer_that_cannot_work_is_refused_before_anything_runs(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check_hparams(composed(*overrides))
+        settings_of("+experiment=ppo", *overrides)
 
 
 def test_the_scorers_of_a_sum_are_checked_too():
     target = "rlhf_lightning.rollout.scorers.http.HttpScorer"
-    cfg = composed()
-    cfg.scorer = OmegaConf.create(
-        {
-            "_target_": "rlhf_lightning.rollout.scorers.base.WeightedScorer",
-            "scorers": {"http": {"_target_": target, "url": "http://h/", "max_retries": -1}},
-        }
-    )
+    both = f"{{http: {{_target_: {target}, url: 'http://h/', max_retries: -1}}}}"
+    total = "scorer._target_=rlhf_lightning.rollout.scorers.base.WeightedScorer"
     with pytest.raises(ConfigError, match="max_retries=-1 is impossible: it must be >= 0"):
-        check_hparams(cfg)
+        settings_of("+experiment=ppo", "scorer=none", f"+{total}", f"+scorer.scorers={both}")
 
 
 def save_tokenizer(folder: Path, tokenizer) -> Path:
@@ -139,16 +109,15 @@ def save_tokenizer(folder: Path, tokenizer) -> Path:
 def test_a_packed_reward_model_needs_the_policys_tokenizer(tmp_path):
     policy = save_tokenizer(tmp_path / "policy", tiny_tokenizer())
     other = save_tokenizer(tmp_path / "other", byte_tokenizer())
-    cfg = composed(f"artifacts.sft={policy}", f"artifacts.reward={other}")
-    with pytest.raises(Exception, match="another tokenizer than the policy") as caught:
-        instantiate(cfg.scorer)
+    with pytest.raises(ValueError, match="another tokenizer than the policy") as caught:
+        scorer_of(f"artifacts.sft={policy}", f"artifacts.reward={other}")
     message = str(caught.value)
     assert "48 of 48 tokens differ, the first is '<pad>', id 0 of the policy's and 259 there" in (
         message
     )
     assert f"use scorer=text_reward_model scorer.source={other}" in message
-    cfg = composed(f"artifacts.sft={policy}", f"artifacts.reward={tmp_path}/policy/.")
-    assert isinstance(instantiate(cfg.scorer), RewardModelScorer)
+    same = scorer_of(f"artifacts.sft={policy}", f"artifacts.reward={tmp_path}/policy/.")
+    assert isinstance(same, RewardModelScorer)
 
 
 def test_a_reward_model_may_have_a_pad_token_of_its_own(tmp_path):

@@ -2,19 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 
 from rlhf_lightning.app.build import scorer_fingerprints
-from rlhf_lightning.app.config.compose import (
-    ConfigError,
-    check_config,
-    check_hparams,
-    conf_dir,
-    register,
-)
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.rollout.scorers.ensemble import RewardEnsembleScorer, combined
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
+from tests.builders.command_lines import settings_of
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model
 from tests.rollout.answers import answers_of
 
@@ -67,24 +60,13 @@ def test_members_are_loaded_once_each_and_their_scores_are_components():
     torch.testing.assert_close(got.total, first + 2 - 0.5 * std)
 
 
-@pytest.fixture
-def hydra_conf():
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        yield
+ENSEMBLE = ("+experiment=ppo", "scorer=reward_ensemble")
 
 
-def composed(*overrides):
-    return compose("train", ["+experiment=ppo", "scorer=reward_ensemble", *overrides])
-
-
-@pytest.mark.usefixtures("hydra_conf")
 def test_an_ensemble_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp_path):
     folders = [str(tmp_path / name) for name in ("one", "two")]
-    cfg = composed(f"scorer.sources=[{','.join(folders)}]", "scorer.policy=null")
-    check_config(cfg)
-    check_hparams(cfg)
-    scorer = instantiate(cfg.scorer)
+    sources = f"scorer.sources=[{','.join(folders)}]"
+    scorer = settings_of(*ENSEMBLE, sources, "scorer.policy=null").scorer.build()
     assert scorer.hparams == RewardEnsembleHparams()
     assert [member.load.keywords["source"] for member in scorer.members] == folders
 
@@ -100,10 +82,9 @@ def test_an_ensemble_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp
         (["scorer.sources=[a,b]", "scorer.std_coef=-1"], "std_coef=-1 is impossible"),
     ],
 )
-@pytest.mark.usefixtures("hydra_conf")
 def test_an_ensemble_that_cannot_work_is_refused_before_anything_runs(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check_hparams(composed(*overrides))
+        settings_of(*ENSEMBLE, *overrides)
 
 
 def test_a_member_that_changes_under_a_run_is_noticed(tmp_path):

@@ -32,7 +32,7 @@ from benchmarks.studies.overoptimisation.plan import (
     reward_name,
     reward_overrides,
 )
-from benchmarks.studies.sick.continued import SAVING, fitted
+from benchmarks.studies.sick.continued import SAVING, fitted, study_settings
 from benchmarks.studies.sick.run import seeds_of, train
 
 REFERENCE_BATCHES = 8
@@ -54,16 +54,11 @@ def make_models(root: Path, until: float) -> bool:
 
 def run_one(condition: Condition, seed: int, root: Path, runs: Path) -> dict[str, Any]:
     """Train one run in this process; return its curve and the scores of SFT."""
-    from hydra import compose, initialize_config_dir
-
-    from rlhf_lightning.app.config.compose import conf_dir, register
     from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=[*ppo_overrides(condition, seed, root), *SAVING])
+    settings = study_settings([*ppo_overrides(condition, seed, root), *SAVING])
     path = runs / f"{condition.name}_{seed}"
-    parts, seconds = fitted(cfg, path)
+    parts, seconds = fitted(settings, path)
     rows = read_metrics(RunFolder(path).metrics)
     names = {
         "kl": "rollout/kl_per_response",

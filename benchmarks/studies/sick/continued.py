@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 
 from rlhf_lightning.callbacks.doctor.callback import Doctor
+
+if TYPE_CHECKING:
+    from rlhf_lightning.app.config.settings import TrainSettings
 
 SAVING = ("callbacks.checkpoint.every_n_iterations=2", "callbacks.checkpoint.keep_last=1")
 
@@ -37,11 +41,22 @@ def raised(doctor: Doctor) -> list[Any]:
     return [e for e in doctor.record.events if e.kind == "alert" and e.level != "healthy"]
 
 
-def fitted(cfg: Any, path: Path, until: Sequence[str] = ()) -> tuple[Any, float]:
-    """Train what `cfg` describes in the run folder `path`, or the rest of it.
+def study_settings(overrides: Sequence[str]) -> TrainSettings:
+    """Return the settings of a run, which may name classes of the studies."""
+    from rlhf_lightning.app.config.compose import register
+    from rlhf_lightning.app.config.settings import TrainSettings
+    from rlhf_lightning.app.config.validate import load_settings
+
+    os.environ.setdefault("RLHF_ALLOWED_TARGETS", "benchmarks.studies.")
+    register()
+    return load_settings(TrainSettings, "train", list(overrides))
+
+
+def fitted(settings: TrainSettings, path: Path, until: Sequence[str] = ()) -> tuple[Any, float]:
+    """Train what `settings` describe in the run folder `path`, or the rest of it.
 
     Args:
-        cfg: of a PPO run.
+        settings: of a PPO run.
         path: of its folder.
         until: detectors; the fit ends when all of them have fired. None: it runs to its end.
 
@@ -57,8 +72,8 @@ def fitted(cfg: Any, path: Path, until: Sequence[str] = ()) -> tuple[Any, float]
     folder = RunFolder(path).create()
     spent, started = path / "cpu_seconds", time.process_time()
     before = float(spent.read_text()) if spent.exists() else 0.0
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
-    parts = assemble(cfg, folder)
+    L.seed_everything(settings.seed, workers=True, verbose=False)
+    parts = assemble(settings, folder)
     # Before the checkpoint callback, which saves where the fit is about to stop.
     place = next(i for i, c in enumerate(parts.trainer.callbacks) if isinstance(c, Doctor)) + 1
     parts.trainer.callbacks.insert(place, StopWhenNoticed(until))

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.sick.continued import SAVING, fitted
+from benchmarks.studies.sick.continued import SAVING, fitted, study_settings
 from benchmarks.studies.sick.diseases import BASE, DISEASES
 
 # Fewer pairs than the world's own reward stage, so that they are there in minutes.
@@ -82,13 +82,9 @@ def run_one(
         runs: where a run that is killed goes on later; None for a temporary place.
         whole: do not end when all its detectors have fired.
     """
-    from hydra import compose, initialize_config_dir
-
-    from rlhf_lightning.app.config.compose import conf_dir, register
     from rlhf_lightning.runs.doctor_log import alerts_of, read_events
     from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
-    register()
     plan, world = DISEASES[disease], artifacts / "demo_seed1"
     reward = world / (NOISY if plan.noisy_labels else "reward")
     places = (
@@ -97,11 +93,10 @@ def run_one(
         f"seed={seed}",
         f"data.num_iterations={plan.iterations}",
     )
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=[*BASE, *places, *plan.overrides, *SAVING])
+    settings = study_settings([*BASE, *places, *plan.overrides, *SAVING])
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) if runs is None else runs / f"{disease}_{seed:02d}"
-        _, seconds = fitted(cfg, path, () if whole else plan.detectors)
+        _, seconds = fitted(settings, path, () if whole else plan.detectors)
         folder = RunFolder(path)
         rows = read_metrics(folder.metrics)
         alerts = alerts_of(read_events(folder.doctor))

@@ -1,17 +1,22 @@
-"""What is said of a command line that does not compose: one line, with what to write instead."""
+"""Errors of a configuration in one line: key, got, wanted, nearest key, fix."""
 
 from __future__ import annotations
 
 import re
+import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
 
-from rlhf_lightning.app.config.compose import choices, describe_interpolation
+from rlhf_lightning.app.config.compose import choices, composed, describe_interpolation
 from rlhf_lightning.app.config.targets import did_you_mean, listed
+from rlhf_lightning.hparams import is_number
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
@@ -105,14 +110,12 @@ _ANSWERS = (
 
 
 def _unknown(path: str, overrides: list[str], config_name: str) -> str:
-    from hydra import compose
-
     given = next((o for o in overrides if o.split("=")[0].lstrip("+~") == path), path)
     if path in ADDED:
         return f"{given} would replace a choice that is not there: add it with +{given}"
     kept = [o for o in overrides if o != given]
     try:
-        keys = list(_paths(compose(config_name, overrides=kept)))
+        keys = list(_paths(composed(config_name, kept)))
     except COMPOSE_ERRORS:  # it is not the only mistake
         keys = []
     return f"unknown key {path}{did_you_mean(path, keys)}"
@@ -125,3 +128,115 @@ def _paths(node: object, where: str = "") -> Iterator[str]:
             yield path
             if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
                 yield from _paths(node[key], path)
+
+
+_TYPES = {"int": "int", "float": "float", "string": "str", "bool": "bool", "list": "a list"}
+_GROUPS = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
+_BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<"}
+_BOUNDS["less_than_equal"] = "<="
+_HPARAMS = re.compile(r"\b\w*(?:Hparams|Thresholds|ActionSettings)(?=[.=])")
+
+
+def explain_invalid(error: ValidationError, settings: type[BaseModel]) -> str:
+    """Return the first error of a configuration in one line.
+
+    Args:
+        error: of the settings of a command.
+        settings: their class.
+    """
+    found = error.errors()
+    # A key that is mistyped explains one that is missing.
+    found.sort(key=lambda item: item["type"] != "extra_forbidden")
+    return _explain(dict(found[0]), settings)
+
+
+def _explain(error: dict[str, Any], settings: type[BaseModel]) -> str:
+    loc = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
+    key, value, kind = ".".join(loc), error["input"], error["type"]
+    context = error.get("ctx", {})
+    optional = type(None) in typing.get_args(_annotation(settings, loc))
+    if value == "???":
+        return f"{key} is not set: add {key}=..."
+    if kind == "extra_forbidden":
+        names = [f"{'.'.join(loc[:-1])}.{n}".lstrip(".") for n in _fields(settings, loc[:-1])]
+        return f"unknown key {key}{did_you_mean(key, names)}"
+    if kind == "missing":
+        group = loc[0]
+        whole = f", or choose {group} as a whole ({group}=NAME)" if choices(group) else ""
+        return f"{key} is missing: set it{whole}"
+    if kind == "literal_error":
+        return _choice(key, value, _annotation(settings, loc))
+    if kind in _BOUNDS:
+        bound = next(v for k, v in context.items() if k in ("gt", "ge", "lt", "le"))
+        return f"{key}={_shown(value)} is impossible: it must be {_BOUNDS[kind]} {_shown(bound)}"
+    if kind == "finite_number":
+        return f"{key}={value} must be finite"
+    if kind == "string_too_short":
+        return f"{key}='' must not be empty"
+    if kind == "value_error":
+        text = str(context["error"])
+        if text.startswith(("=", ".")):
+            return f"{key}{text}".replace(" ._target_", f" {key}._target_")
+        return _HPARAMS.sub(key, text) if key else text
+    if kind in _GROUPS:
+        if optional:
+            return f"{key}={value!r} must be null or a group of settings{_example(settings, loc)}"
+        return f"{key}={value!r} must be a group of settings: {key}.KEY=VALUE changes one of them"
+    wanted = _TYPES.get(kind.split("_")[0], kind)
+    if optional:
+        wanted += " or None"
+    number = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)"
+    written = isinstance(value, str) and is_number(value)
+    return (
+        f"{key}={value!r} is {type(value).__name__}, expected {wanted}{number if written else ''}"
+    )
+
+
+def _example(settings: type[BaseModel], loc: list[str]) -> str:
+    model = _model(_annotation(settings, loc))
+    for name, field in model.model_fields.items() if model is not None else ():
+        if not field.is_required():
+            return f", such as {{{name}: {field.default}}}"
+    return ""
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _choice(key: str, value: object, annotation: Any) -> str:
+    options = typing.get_args(annotation) or (annotation,)
+    allowed = [
+        item
+        for option in options
+        for item in (typing.get_args(option) or ([None] if option is type(None) else [option]))
+    ]
+    words = ["null" if item is None else str(item) for item in allowed]
+    return f"{key}={value} must be one of {', '.join(words)}{did_you_mean(str(value), words)}"
+
+
+def _fields(settings: Any, loc: list[str]) -> list[str]:
+    model = settings if not loc else _annotation(settings, loc)
+    found = _model(model)
+    return list(found.model_fields) if found is not None else []
+
+
+def _annotation(settings: Any, loc: list[str]) -> Any:
+    """Return the annotation of the field at a place; Any where it is not known."""
+    found: Any = settings
+    for part in loc:
+        model = _model(found)
+        if model is None or part not in model.model_fields:
+            return Any
+        found = model.model_fields[part].annotation
+    return found
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    models = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+    return models[0] if models else None
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)

@@ -1,4 +1,4 @@
-"""What `rlhf-train --help` lists: experiments and groups, as wide as the terminal."""
+"""The list in `rlhf-train --help`: experiments and groups, as wide as the terminal."""
 
 from __future__ import annotations
 

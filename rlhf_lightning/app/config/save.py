@@ -1,18 +1,21 @@
-"""What is kept of a run's configuration: no secrets, and how it differs from what is shipped."""
+"""Saved configurations: without secrets, and with their differences from what is shipped."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.app.config.compose import plain
+from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
+from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import find_changes, write_changes
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import learn_secrets, redact_files, redact_logs
@@ -20,25 +23,25 @@ from rlhf_lightning.runs.secrets import learn_secrets, redact_files, redact_logs
 logger = logging.getLogger(__name__)
 
 
-def keep_secrets(cfg: DictConfig, folder: RunFolder | None) -> None:
-    """Remove the secrets of `cfg` and of the environment from saved files and from every log.
+def keep_secrets(settings: CommandSettings, folder: RunFolder | None) -> None:
+    """Remove secrets of the settings and of the environment from saved files and every log.
 
     Args:
-        cfg: of the run.
+        settings: of the run.
         folder: of the run, in whose `.hydra/` the configuration is; None rewrites no file.
     """
-    learn_secrets(plain(cfg), OmegaConf.to_container(cfg, resolve=False))
+    learn_secrets(settings.resolved, settings.written)
     redact_logs()
     if folder is not None:
         saved = folder.config.parent.glob("*.yaml")
         redact_files(*saved, folder.path.parent / "multirun.yaml")
 
 
-def keep_changes(cfg: DictConfig, folder: RunFolder, overrides: Sequence[str]) -> None:
-    """Write in what `cfg` differs from its experiment as it is shipped.
+def keep_changes(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> None:
+    """Write how the settings differ from their experiment as it is shipped.
 
     Args:
-        cfg: composed configuration.
+        settings: of the run.
         folder: of the run.
         overrides: of the command line. Without an experiment there is nothing to compare with.
     """
@@ -51,10 +54,11 @@ def keep_changes(cfg: DictConfig, folder: RunFolder, overrides: Sequence[str]) -
     except (HydraException, OmegaConfBaseException) as error:
         logger.debug("no default to compare with: %s", error)
         return
-    with open_dict(shipped):
-        del shipped["hydra"]
-    write_changes(folder, find_changes(_written(shipped), _written(cfg)))
+    default: Any = OmegaConf.to_container(shipped, resolve=False)
+    del default["hydra"]
+    write_changes(folder, find_changes(default, settings.written))
 
 
-def _written(cfg: DictConfig) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
+def write_settings(file: Path, settings: CommandSettings) -> None:
+    """Write the configuration of a command, with its interpolations, as YAML."""
+    write_text(file, yaml.safe_dump(settings.written, sort_keys=False, allow_unicode=True))

@@ -1,4 +1,4 @@
-"""What a configuration may build by name, and with which arguments.
+"""The allowlist of names that a configuration may build, and the check of their arguments.
 
 A `_target_` is a class or a function that is defined where it is looked up: in the parts of this
 package that are made to be configured, or a class of an allowed library. What a module merely

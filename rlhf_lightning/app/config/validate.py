@@ -1,4 +1,4 @@
-"""What costs next to nothing is built once before anything is trained or loaded.
+"""From a composed configuration to the settings of a command, checked before anything is trained.
 
 Ranges are checked where objects are made. Without this, a batch size of 0 or a reward function
 that does not exist would be found after the stages that come first, which may be hours later.
@@ -6,140 +6,255 @@ that does not exist would be found after the stages that come first, which may b
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from functools import cache
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
+from rlhf_lightning.app.batch_arithmetic import minibatches_key
 from rlhf_lightning.app.config.compose import (
     ConfigError,
-    check_built,
-    check_config,
-    check_hparams,
-    conf_dir,
+    choices,
+    composed,
     describe_interpolation,
-    plain,
+    primary,
+    written_keys,
 )
-from rlhf_lightning.app.config.targets import did_you_mean
-from rlhf_lightning.app.stages.spec import find_stage
+from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain, explain_invalid
+from rlhf_lightning.app.config.groups import Target
+from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
+from rlhf_lightning.app.config.targets import (
+    TargetError,
+    check_arguments,
+    check_names,
+    did_you_mean,
+    listed,
+    resolve,
+    trusted_targets,
+)
+from rlhf_lightning.app.stages.spec import StageError, find_stage
 
-BUILT = ("module", "data", "rollout", "optimizer", "scheduler")  # by `_target_`
-PLAIN = ("paths", "trainer", "strategy", "logger", "callbacks", "evaluation", "model", "dataset")
-TOP = ("stage", "name", "seed", "resume", "ckpt_path", "artifacts")
-
-
-def check_structure(cfg: DictConfig) -> None:
-    """Refuse a configuration that lacks a group or a key that every choice of it has.
-
-    Raises:
-        ConfigError: with the place, what is there, and what is wanted.
-    """
-    container: Any = OmegaConf.to_container(cfg, resolve=False)
-    if container.get("stage") is None:
-        return  # no experiment was chosen, which is said elsewhere
-    for key in TOP:
-        if key not in container:
-            raise ConfigError(f"{key} is missing: leave it as conf/train.yaml has it, or set it")
-    for group in (*BUILT, *PLAIN, "artifacts"):
-        node = container.get(group)
-        if not isinstance(node, Mapping):
-            raise ConfigError(
-                f"{group}={node!r} must be a group of settings: {group}=NAME chooses one, "
-                f"{group}.KEY=VALUE changes one of its keys"
-            )
-        for key in sorted(_needed(group)):
-            if key not in node:
-                raise ConfigError(
-                    f"{group}.{key} is missing: set it, or choose {group} as a whole ({group}=NAME)"
-                )
-    doctor = container.get("doctor")
-    known = _keys(conf_dir() / "doctor" / "default.yaml") | {"thresholds"}
-    for key in sorted(set(doctor) - known) if isinstance(doctor, Mapping) else ():
-        raise ConfigError(
-            f"doctor.{key}: doctor has no such key{did_you_mean(key, sorted(known))}; it has "
-            f"{', '.join(sorted(known))}"
-        )
-    _check_export(container.get("export"))
-    _check_nodes(container)
+SettingsT = TypeVar("SettingsT", bound=CommandSettings)
+BUILT_IN_CALLBACKS = {
+    "callbacks.checkpoint": "rlhf_lightning.callbacks.checkpointing.IterationCheckpoint",
+    "callbacks.samples": "rlhf_lightning.callbacks.samples.SampleLog",
+    "callbacks.early_stopping": "lightning.pytorch.callbacks.EarlyStopping",
+}
+ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
 
 
-def _check_export(node: Any) -> None:
-    known = ["auto", "fp32", "bf16"]
-    for key in node if isinstance(node, Mapping) else ():
-        if key != "dtype":
-            raise ConfigError(f"unknown key export.{key}; it has one, export.dtype")
-    dtype = node.get("dtype") if isinstance(node, Mapping) else node
-    if dtype not in known:
-        hint = did_you_mean(str(dtype), known)
-        raise ConfigError(f"export.dtype={dtype} must be one of {', '.join(known)}{hint}")
-
-
-def _check_nodes(container: Mapping[str, Any]) -> None:
-    """Refuse values where something is to be built; they would be found after the training."""
-    named = {f"callbacks.extra.{k}": v for k, v in _items(container["callbacks"].get("extra"))}
-    gold = container["evaluation"].get("gold")
-    if gold is not None:
-        named["evaluation.gold"] = gold
-    for where, node in named.items():
-        text = isinstance(node, str) and node.startswith("${")
-        if not text and not (isinstance(node, Mapping) and "_target_" in node):
-            raise ConfigError(
-                f"{where}={node!r} must name what is to be built: {where}._target_=package.Name"
-            )
-
-
-def _items(node: Any) -> list[tuple[str, Any]]:
-    return [(str(key), value) for key, value in node.items()] if isinstance(node, Mapping) else []
-
-
-@cache
-def _needed(group: str) -> frozenset[str]:
-    """Return the keys that every choice of a group has."""
-    if group in BUILT:
-        return frozenset({"_target_"})
-    if group == "artifacts":
-        return frozenset({"base", "sft", "reward", "publish"})
-    files = sorted((conf_dir() / group).glob("*.yaml"))
-    return frozenset.intersection(*map(_keys, files)) - {"_target_"}
-
-
-def _keys(file: Path) -> frozenset[str]:
-    return frozenset(str(key) for key in OmegaConf.load(file)) - {"defaults"}
-
-
-def check_composed(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> None:
-    """Check what needs no import of torch, so that a mistake is answered at once.
+def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -> SettingsT:
+    """Return the settings that a command line composes; for code that is not under Hydra.
 
     Raises:
-        ConfigError: with the key, what it got and what it wants.
+        ConfigError: if it does not compose, or with the key, what it got and what it wants.
     """
     try:
-        check_structure(cfg)
-        check_config(cfg, trusted)
-        check_hparams(cfg)
-    except OmegaConfBaseException as error:  # a key that is not there, or leads nowhere
-        raise ConfigError(describe_interpolation(error)) from error
+        return read_settings(settings, composed(entry, overrides))
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(explain(error, overrides, entry)) from error
 
 
-def check_run(cfg: DictConfig, trusted: tuple[str, ...] = ()) -> None:
-    """Check everything that can be known before a model is trained or loaded.
+def load_values(entry: str, overrides: list[str]) -> dict[str, Any]:
+    """Return what a command line composes below the name of its command, as plain values.
+
+    Raises:
+        ConfigError: if it does not compose.
+    """
+    try:
+        values: Any = OmegaConf.to_container(composed(entry, overrides)[entry], resolve=True)
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(explain(error, overrides, entry)) from error
+    return {str(key): value for key, value in values.items()}
+
+
+def read_settings(
+    settings: type[SettingsT], cfg: DictConfig | Mapping[str, Any], *, saved: bool = False
+) -> SettingsT:
+    """Return the settings that a configuration says; imports nothing heavy.
+
+    Args:
+        settings: the class of a command.
+        cfg: composed; the node `hydra` is left out.
+        saved: it is that of a run, whose keys may be those of another version.
 
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    check_composed(cfg, trusted)
-    trial = copy.deepcopy(cfg)  # Hydra resolves what it builds, in place where a key is a reference
-    check_built(trial, trusted)
-    check_buildable(trial)
+    written: Any = OmegaConf.to_container(OmegaConf.create(cast(Any, cfg)), resolve=False)
+    written.pop("hydra", None)
+    known = [*settings.model_fields, "debug", "launcher"]
+    for key in map(str, written):
+        if key not in known:
+            raise ConfigError(f"unknown top-level key {key!r}{_top_level_hint(settings, key)}")
+    trains = issubclass(settings, TrainSettings)
+    if trains:
+        _check_stage(written.get("stage"))
+    if not saved:
+        _check_open_groups(settings, written)
+    try:
+        check_names(written, trusted_targets())
+        found = settings.of(written)
+    except ValidationError as error:
+        raise ConfigError(explain_invalid(error, settings)) from error
+    except TargetError as error:
+        raise ConfigError(str(error)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(describe_interpolation(error)) from error
+    _check_nothing_missing(found.resolved)
+    if isinstance(found, TrainSettings):
+        _check_training(found)
+    return found
 
 
-def check_devices(cfg: DictConfig) -> None:
+def _top_level_hint(settings: type[CommandSettings], key: str) -> str:
+    if not issubclass(settings, TrainSettings):
+        return did_you_mean(key, list(settings.model_fields))
+    groups = [next(iter(item)) for item in primary()["defaults"] if isinstance(item, dict)]
+    known = [str(k) for k in (*primary(), *groups, *ADDED) if k not in ("defaults", "hydra")]
+    return (
+        f"{did_you_mean(key, known)} (+experiment=, +preset= and +sweeps= take what stands in "
+        f"conf/ and sweeps/: {listed(choices('experiment'))})"
+    )
+
+
+def _check_stage(stage: object) -> None:
+    try:
+        find_stage(stage)
+    except StageError as error:
+        if "." in str(stage):
+            raise ConfigError(str(error)) from error
+        raise ConfigError(
+            f"stage={stage}: choose what to train with +experiment=NAME, one of "
+            f"{listed(choices('experiment'))}"
+        ) from error
+
+
+def _check_open_groups(settings: type[CommandSettings], written: Mapping[str, Any]) -> None:
+    """Refuse keys that nothing reads: they would change nothing, in silence."""
+    text = repr(written)
+    for group in settings.open_groups:
+        node = written.get(group)
+        if not isinstance(node, Mapping):
+            continue
+        known = written_keys(group)
+        for key in node:
+            if key not in known and f"${{{group}.{key}" not in text:
+                names = [f"{group}.{name}" for name in sorted(known)]
+                hint = did_you_mean(f"{group}.{key}", names)
+                raise ConfigError(f"unknown key {group}.{key}{hint}")
+
+
+def _check_nothing_missing(node: Any, where: str = "") -> None:
+    # A model that is made from scratch waits for its tokenizer.
+    if where in ("model", "module.policy.from_scratch"):
+        return
+    if node == "???":
+        raise ConfigError(f"{where} is not set: add {where}=...")
+    items: Any = node.items() if isinstance(node, Mapping) else ()
+    if isinstance(node, list):
+        items = enumerate(node)
+    for key, value in items:
+        _check_nothing_missing(value, f"{where}.{key}" if where else str(key))
+
+
+def _check_training(settings: TrainSettings) -> None:
+    """Check what several groups must agree on.
+
+    Raises:
+        ConfigError: with both keys.
+    """
+    shard_over, devices = settings.strategy.shard_over, settings.trainer.world_size
+    if shard_over is not None and devices % shard_over:
+        raise ConfigError(
+            f"strategy.shard_over={shard_over} must divide the {devices} devices (trainer.devices "
+            "times trainer.num_nodes): each group of so many neighbours holds one copy of every "
+            "model"
+        )
+    early = settings.callbacks.early_stopping
+    if early is not None and not settings.spec.validates:
+        raise ConfigError(
+            f"callbacks.early_stopping={early.model_dump()} stops SFT and reward training by "
+            f"val/loss, which {settings.spec.title} does not have: leave it null"
+        )
+    data = settings.data
+    if data.get("num_iterations") is None and data.get("num_epochs") is None:
+        raise ConfigError(
+            f"data.num_iterations=None and num_epochs={data.get('num_epochs')}: give exactly one"
+        )
+    _check_batch_divides(settings)
+    settings.spec.check(settings)
+
+
+def _check_batch_divides(settings: TrainSettings) -> None:
+    """Refuse a global batch that cannot be dealt to devices and minibatches.
+
+    Raises:
+        ConfigError: with both numbers and batch sizes that work.
+    """
+    if "batch_size" not in settings.data.arguments:
+        raise ConfigError("data.batch_size is missing: set it, such as data.batch_size=32")
+    rows = settings.data.arguments["batch_size"]
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+        raise ConfigError(f"data.batch_size={rows!r} must be a whole number, at least 1")
+    unit = settings.batch_unit
+    if rows % unit == 0:
+        return
+    key, ranks = minibatches_key(settings.spec), settings.trainer.world_size
+    if ranks == 1:
+        divisors = [n for n in range(1, 17) if rows % n == 0]
+        raise ConfigError(
+            f"{key}={unit} must divide data.batch_size={rows}: "
+            f"use one of {divisors}, or data.batch_size={_multiples(rows, unit)}"
+        )
+    nodes = settings.trainer.num_nodes
+    devices = f"{ranks} devices (trainer.devices={ranks // nodes}, trainer.num_nodes={nodes})"
+    parts = devices if key is None else f"{devices} x {key}={unit // ranks} = {unit}"
+    raise ConfigError(
+        f"data.batch_size={rows} is global and must be a multiple of {parts}: use "
+        f"data.batch_size={_multiples(rows, unit)}"
+    )
+
+
+def _multiples(rows: int, unit: int) -> str:
+    below, above = rows // unit * unit, (rows // unit + 1) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def check_run(settings: TrainSettings) -> None:
+    """Check everything else that can be known before a model is trained or loaded.
+
+    Nothing is read but the file of a reward function. Data module, optimizer, schedule and what is
+    cheap of the stage are built once. Imports torch.
+
+    Raises:
+        ConfigError: with the place, what it got and what it wants.
+    """
+    try:
+        settings.check_targets()
+        for key, name in BUILT_IN_CALLBACKS.items():
+            if (values := settings.select(key)) is not None:
+                check_arguments(resolve(name, key), values, key)
+    except TargetError as error:
+        raise ConfigError(str(error)) from error
+    for key, wanted in (("data.path", "file or folder of records"), ("ckpt_path", "checkpoint")):
+        _check_exists(key, settings.select(key), wanted)
+    for path in settings.data.get("also") or ():
+        _check_exists("data.also", path, "list of files or folders of records")
+    with built("data", settings.data):
+        settings.data.build(tokenizer=None)
+    with built("optimizer", settings.optimizer):
+        settings.optimizer.build()([_parameter()], lr=1e-3)
+    with built("scheduler", settings.scheduler):
+        settings.scheduler.build()
+    settings.spec.check_buildable(settings)
+
+
+def check_devices(settings: TrainSettings) -> None:
     """Check that this machine has the accelerator that is asked for.
 
     Raises:
@@ -147,7 +262,7 @@ def check_devices(cfg: DictConfig) -> None:
     """
     import torch
 
-    kind, count = cfg.trainer.accelerator, cfg.trainer.devices
+    kind, count = settings.trainer.accelerator, settings.trainer.devices
     found = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     found["gpu"] = max(found.values())
     if kind not in found:
@@ -157,32 +272,11 @@ def check_devices(cfg: DictConfig) -> None:
             f"trainer.accelerator={kind}, but torch finds none on this machine: use "
             "trainer.accelerator=cpu or auto, or install the driver and the build of torch for it"
         )
-    if isinstance(count, int) and count > found[kind]:
+    if count > found[kind]:
         raise ConfigError(
             f"trainer.devices={count}, but torch finds {found[kind]} of kind {kind} on this "
             f"machine: use trainer.devices={found[kind]}"
         )
-
-
-def check_buildable(cfg: DictConfig) -> None:
-    """Build data module, optimizer and schedule once, and what is cheap of the stage.
-
-    Nothing is read but the file of a reward function.
-
-    Args:
-        cfg: of a stage, whose names and arguments have been checked.
-
-    Raises:
-        ConfigError: with the place, what it got and what it wants.
-    """
-    for key, wanted in (("data.path", "file or folder of records"), ("ckpt_path", "checkpoint")):
-        _check_exists(key, OmegaConf.select(cfg, key), wanted)
-    for path in OmegaConf.select(cfg, "data.also") or ():
-        _check_exists("data.also", path, "list of files or folders of records")
-    attempt("data", cfg.data, lambda make: make(tokenizer=None))
-    attempt("optimizer", cfg.optimizer, lambda make: make([_parameter()], lr=1e-3))
-    attempt("scheduler", cfg.scheduler, lambda make: make())
-    find_stage(cfg.stage).check_buildable(cfg)
 
 
 def _check_exists(key: str, path: Any, wanted: str) -> None:
@@ -190,24 +284,22 @@ def _check_exists(key: str, path: Any, wanted: str) -> None:
         raise ConfigError(f"{key}={path} does not exist: give a {wanted}")
 
 
-def attempt(where: str, node: DictConfig, call: Callable[[Any], object]) -> None:
-    """Build `node` and call what it makes.
+@contextlib.contextmanager
+def built(where: str, target: Target) -> Iterator[None]:
+    """Name the place and the key where building `target` fails.
 
     Raises:
-        ConfigError: with the place, and the key that was refused.
+        ConfigError: then.
     """
     try:
-        call(instantiate(node, _partial_=True))
-    except (InstantiationException, ValueError, TypeError, RuntimeError, OSError) as error:
-        raise ConfigError(_described(where, node, error)) from error
+        yield
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        raise ConfigError(_described(where, target, error)) from error
 
 
-def _described(where: str, node: DictConfig, error: BaseException) -> str:
-    """Return the message with the key as the user writes it."""
-    while isinstance(error, InstantiationException) and error.__cause__ is not None:
-        error = error.__cause__
+def _described(where: str, target: Target, error: BaseException) -> str:
     text = " ".join(str(error).split())
-    values = {key: value for key, value in plain(node).items() if not key.startswith("_")}
+    values = {key: value for key, value in target.arguments.items() if not key.startswith("_")}
     name = next((key for key in values if text.startswith((f"{key}=", f"{key} is "))), None)
     if name is not None:
         return f"{where}.{text}"

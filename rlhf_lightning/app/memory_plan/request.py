@@ -1,4 +1,4 @@
-"""From a training configuration to what a plan of its memory needs to know."""
+"""From training settings to the run that a memory plan counts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, did_you_mean, plain
+from rlhf_lightning.app.config.compose import ConfigError, choices, named_model
+from rlhf_lightning.app.config.groups import ModelSettings
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import did_you_mean
 from rlhf_lightning.app.memory_plan.run import (
     Evaluation,
     Run,
@@ -24,8 +24,6 @@ from rlhf_lightning.app.memory_plan.run import (
     read_shape,
 )
 from rlhf_lightning.app.memory_plan.sizes import parse_bytes
-from rlhf_lightning.app.stages.spec import find_stage, start_of
-from rlhf_lightning.hparams import LoraHparams
 
 
 @dataclass(frozen=True)
@@ -36,61 +34,60 @@ class Request:
     notes: tuple[str, ...]
 
 
-def read_run(cfg: DictConfig, settings: Mapping[str, Any]) -> Request:
-    """Return the run that `cfg` describes.
+def read_run(settings: TrainSettings, plan: Mapping[str, Any]) -> Request:
+    """Return the run that the settings describe.
 
     Args:
-        cfg: composed training configuration, checked.
-        settings: of the plan.
+        settings: of the run.
+        plan: settings of the plan.
 
     Raises:
         ConfigError: if the shape of a model, or a number that matters, cannot be found.
     """
     notes: list[str] = []
     try:
-        shape = policy_shape(cfg)
-        scoring = _scoring(cfg, settings, notes)
+        shape = policy_shape(settings)
+        scoring = _scoring(settings, plan, notes)
     except ShapeError as error:
         raise ConfigError(str(error)) from error
-    device = _device(cfg, settings)
-    num_devices = _num_devices(cfg, notes)
-    stage = find_stage(cfg.stage)
-    settings_of_stage, rolls_out = cfg.module[stage.settings], stage.rolls_out
-    minibatches = stage.minibatches
+    stage, data, strategy = settings.spec, settings.data, settings.strategy
+    num_devices, hparams = settings.trainer.world_size, settings.hparams
+    length = data.arguments["max_prompt_length" if stage.rolls_out else "max_length"]
+    sampling = settings.all_hparams.get("sampling")
     run = Run(
-        stage=cfg.stage,
+        stage=settings.stage,
         shape=shape,
-        style=_style(cfg),
-        device=device,
-        strategy=_strategy(cfg, num_devices),
+        style=_style(settings),
+        device=_device(settings, plan),
+        strategy="ddp" if strategy.name == "auto" and num_devices > 1 else strategy.name,
         num_devices=num_devices,
-        batch_size=int(cfg.data.batch_size),
-        micro_batch_size=settings_of_stage.micro_batch_size,
-        prompt_length=int(cfg.data.max_prompt_length if rolls_out else cfg.data.max_length),
-        response_length=int(cfg.module.sampling.max_new_tokens) if rolls_out else 0,
-        num_minibatches=1 if minibatches is None else int(settings_of_stage[minibatches.count]),
-        with_entropy=settings_of_stage.get("entropy_coef", 0) > 0,
+        batch_size=data.batch_size,
+        micro_batch_size=hparams.micro_batch_size,
+        prompt_length=int(length),
+        response_length=sampling.max_new_tokens if stage.rolls_out and sampling else 0,
+        num_minibatches=settings.passes[1],
+        with_entropy=getattr(hparams, "entropy_coef", 0) > 0,
         scoring=scoring,
-        validation_rows=_validation_rows(cfg, num_devices),
-        evaluation=_evaluation(cfg, num_devices),
-        read_at_once=int(cfg.rollout.get("prefill_tokens", Run.read_at_once)),
-        optimizer=instantiate(cfg.optimizer),
-        shard_over=cfg.strategy.get("shard_over"),
+        validation_rows=_validation_rows(settings),
+        evaluation=_evaluation(settings),
+        read_at_once=int(settings.rollout.get("prefill_tokens", Run.read_at_once)),
+        optimizer=settings.optimizer.build(),
+        shard_over=strategy.shard_over,
     )
-    if cfg.strategy.get("cpu_offload"):
+    if strategy.cpu_offload:
         notes.append("strategy.cpu_offload is counted as if nothing were offloaded")
-    if not str(cfg.rollout.get("_target_", "")).endswith("CachedGenerator"):
+    if settings.rollout.class_name != "CachedGenerator":
         notes.append("generation is counted as rollout=cached does it")
     return Request(run, tuple(notes))
 
 
-def device_bytes(run: Run, settings: Mapping[str, Any]) -> int | None:
+def device_bytes(run: Run, plan: Mapping[str, Any]) -> int | None:
     """Return the memory of one device, as given or as this machine has it; None if unknown.
 
     Raises:
         ConfigError: if what was given is no size.
     """
-    given = settings["device_memory"]
+    given = plan["device_memory"]
     if given is not None:
         try:
             return parse_bytes(given)
@@ -103,22 +100,21 @@ def device_bytes(run: Run, settings: Mapping[str, Any]) -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // run.num_devices
 
 
-def policy_shape(cfg: DictConfig) -> Shape:
+def policy_shape(settings: TrainSettings) -> Shape:
     """Return the shape of the policy: of the model's config, else of the folder it starts from.
 
     Raises:
         ShapeError: if it is none that transformers knows.
         ConfigError: if there is none.
     """
-    fields = cfg.model.get("shape")
-    if fields is not None:
-        return _completed(cfg.model, plain(fields))
-    start, key = start_of(cfg), find_stage(cfg.stage).starts_from
+    model, start, key = settings.model, settings.start, settings.spec.starts_from
+    if model.shape is not None:
+        return _completed(model)
     if start is not None and (Path(start) / "config.json").is_file():
         return read_shape(Path(start))
     named = ", ".join(name for name in choices("model") if name not in ("pretrained", "demo"))
     raise ConfigError(
-        f"model={cfg.model.get('name', '?')} carries no shape, and "
+        f"model={model.name or '?'} carries no shape, and "
         f"artifacts.{key}={start} is no local folder with a config.json: use "
         f"model=NAME (one of {named}), a local folder, or give the fields of its config.json as "
         "model.shape"
@@ -134,73 +130,54 @@ def named_shape(name: str) -> Shape:
     """
     if (Path(name) / "config.json").is_file():
         return read_shape(Path(name))
-    file = conf_dir() / "model" / f"{name}.yaml"
-    model: Any = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
-    if model.get("shape") is None:
+    model = ModelSettings.model_validate(named_model(name))
+    if model.shape is None:
         known = choices("model")
         raise ConfigError(
             f"plan.reward_model={name}{did_you_mean(name, known)}: give one of conf/model that "
             f"carries a shape ({', '.join(known)}), or a local folder with a config.json"
         )
-    return _completed(OmegaConf.create({"model": model}).model, plain(model.shape))
+    return _completed(model)
 
 
-def _completed(model: DictConfig, fields: dict[str, Any]) -> Shape:
+def _completed(model: ModelSettings) -> Shape:
     """Fill in the vocabulary of a tokenizer that is made for the model."""
-    if fields.get("vocab_size") == "???" and model.get("tokenizer") is not None:
-        fields["vocab_size"] = len(instantiate(model.tokenizer))
+    fields = dict(model.shape or {})
+    if fields.get("vocab_size") == "???" and model.tokenizer is not None:
+        fields["vocab_size"] = len(model.tokenizer.build())
     return Shape(fields)
 
 
-def _style(cfg: DictConfig) -> Style:
-    lora = cfg.get("lora")
-    values = {} if lora is None else {k: v for k, v in plain(lora).items() if k != "_target_"}
-    dtype = cfg.strategy.get("compute_dtype")
+def _style(settings: TrainSettings) -> Style:
+    dtype = settings.strategy.compute_dtype
     return Style(
-        precision=str(cfg.trainer.precision),
+        precision=settings.trainer.precision,
         compute_dtype=None if dtype is None else getattr(torch, dtype),
-        lora=None if lora is None else LoraHparams(**values),
-        activation_checkpointing=bool(cfg.model.get("activation_checkpointing", False)),
+        lora=settings.lora,
+        activation_checkpointing=settings.model.activation_checkpointing,
     )
 
 
-def _device(cfg: DictConfig, settings: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
-    wanted = settings["device"]
+def _device(settings: TrainSettings, plan: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
+    wanted = plan["device"]
     if wanted not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"plan.device={wanted} must be auto, cpu or cuda")
     if wanted != "auto":
         return cast(Literal["cpu", "cuda"], wanted)
-    accelerator = cfg.trainer.accelerator
+    accelerator = settings.trainer.accelerator
     if accelerator == "cpu":
         return "cpu"
-    given = settings["device_memory"] is not None
+    given = plan["device_memory"] is not None
     gpu = accelerator in ("gpu", "cuda") or torch.cuda.is_available() or given
     return "cuda" if gpu else "cpu"
 
 
-def _num_devices(cfg: DictConfig, notes: list[str]) -> int:
-    devices = cfg.trainer.devices
-    if OmegaConf.is_list(devices):
-        return len(devices) * int(cfg.trainer.num_nodes)
-    if str(devices) in ("auto", "-1"):
-        count = max(torch.cuda.device_count(), 1)
-        notes.append(f"trainer.devices={devices} is counted as the {count} of this machine")
-        return count * int(cfg.trainer.num_nodes)
-    return int(devices) * int(cfg.trainer.num_nodes)
-
-
-def _strategy(cfg: DictConfig, num_devices: int) -> str:
-    name = str(cfg.strategy.name)
-    return "ddp" if name == "auto" and num_devices > 1 else name
-
-
-def _scoring(cfg: DictConfig, settings: Mapping[str, Any], notes: list[str]) -> Scoring:
-    if not find_stage(cfg.stage).rolls_out:
+def _scoring(settings: TrainSettings, plan: Mapping[str, Any], notes: list[str]) -> Scoring:
+    if not settings.spec.rolls_out or settings.scorer is None:
         return Scoring()
-    node = plain(cfg.scorer)
-    named = settings["reward_model"]
+    named = plan["reward_model"]
     shape = None if named is None else named_shape(str(named))
-    found = [_one_scorer(part, shape) for part in _scorers(node)]
+    found = [_one_scorer(part, shape) for part in _scorers(settings.scorer.node())]
     models = [scoring for scoring in found if scoring.kind == "model"]
     if len(models) > 1:
         notes.append(f"{len(models)} reward models are counted as one")
@@ -232,27 +209,24 @@ def _one_scorer(node: Mapping[str, Any], shape: Shape | None) -> Scoring:
     return Scoring()
 
 
-def _validation_rows(cfg: DictConfig, num_devices: int) -> int:
-    stage = find_stage(cfg.stage)
-    if not stage.validates:
+def _validation_rows(settings: TrainSettings) -> int:
+    if not settings.spec.validates:
         return 0
-    rows = cfg.data.get("validation_batch_size")
-    rows = 2 * max(int(cfg.data.batch_size) // num_devices, 1) if rows is None else int(rows)
-    rows = min(rows, int(cfg.data.get("max_validation_rows") or rows))
-    return stage.sequences_per_row * rows
+    data, rows = settings.data, settings.data.get("validation_batch_size")
+    if rows is None:
+        rows = 2 * max(data.batch_size // settings.trainer.world_size, 1)
+    rows = min(int(rows), int(data.get("max_validation_rows") or rows))
+    return settings.spec.sequences_per_row * rows
 
 
-def _evaluation(cfg: DictConfig, num_devices: int) -> Evaluation | None:
-    stage = find_stage(cfg.stage)
-    count = stage.num_answered(cfg)
+def _evaluation(settings: TrainSettings) -> Evaluation | None:
+    stage, asked = settings.spec, settings.evaluation
+    count = stage.num_answered(settings)
     if not count:
         return None
-    rows = min(int(cfg.evaluation.batch_size), count)
+    rows = min(asked.batch_size, count)
     if not stage.trains_policy:  # training prompts, dealt to all devices
-        rows = -(-rows // num_devices)
-    try:
-        tokens = int(cfg.evaluation.max_new_tokens)
-    except OmegaConfBaseException as error:
-        raise ConfigError("evaluation.max_new_tokens is not set") from error
-    during = stage.rolls_out and cfg.evaluation.every_n_iterations is not None
-    return Evaluation(rows, cfg.evaluation.micro_batch_size, tokens, during_training=during)
+        rows = -(-rows // settings.trainer.world_size)
+    during = stage.rolls_out and asked.every_n_iterations is not None
+    micro = asked.micro_batch_size
+    return Evaluation(rows, micro, asked.max_new_tokens, during_training=during)

@@ -1,4 +1,4 @@
-"""What the memory of a run depends on: shapes of models, precision, batches, devices."""
+"""The run that is planned: shapes of models, precision, batches, devices."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Style:
 
     @property
     def autocast(self) -> bool:
-        """Whether forwards run under autocast in bf16."""
+        """True if forwards run under autocast in bf16."""
         return self.precision == "bf16-mixed"
 
     @property

@@ -1,7 +1,7 @@
 """All stages in a row, each judged by its gates: `python -m rlhf_lightning.pipeline`.
 
-Each stage is a process of its own, as if somebody had typed its command: what it leaves in memory
-or in a random state does not reach the next one.
+Each stage is a process of its own: what it leaves in memory or in a random state does not reach
+the next one.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
-from rlhf_lightning.app.command_line import compose_and_check, fail, say
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
-from rlhf_lightning.app.config.save import keep_secrets
+from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
+from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.run_claim import check_folder
+from rlhf_lightning.app.config.save import keep_secrets, write_settings
+from rlhf_lightning.app.config.settings import PipelineSettings, TrainSettings
+from rlhf_lightning.app.config.validate import load_settings, read_settings
 from rlhf_lightning.app.pipeline.state import (
     DONE,
     FAILED_GATE,
     RUNNING,
     Outcome,
     find_begun_pipeline,
-    pipeline_hash,
     read_state,
     set_aside,
     write_state,
@@ -40,8 +39,8 @@ from rlhf_lightning.app.pipeline.steps import (
     as_overrides,
     check_pipeline,
     plan,
+    settings_file,
 )
-from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environment
 from rlhf_lightning.evaluation.root_cause import Blame, find_blame
 from rlhf_lightning.runs.folder import RunFolder
@@ -69,11 +68,11 @@ class StageEndedError(Exception):
         self.code = code
 
 
-def run(cfg: DictConfig, folder: RunFolder) -> Summary:
+def run(settings: PipelineSettings, folder: RunFolder) -> Summary:
     """Run every stage that is not done yet, up to the end or to a gate that fails.
 
     Args:
-        cfg: composed configuration.
+        settings: of the command.
         folder: of a new run; with `resume=auto` an unfinished one takes its place, or a complete
             one of fewer rounds.
 
@@ -85,16 +84,15 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
         ConfigError: if the configuration cannot work.
         StageEndedError: if a stage fails or has to wait.
     """
-    check_pipeline(cfg)
-    check_folder(cfg, folder)
-    keep_secrets(cfg, folder)
-    digest = pipeline_hash(cfg)
-    folder = RunFolder(_where(cfg, folder, digest).resolve())  # command lines are compared
-    summary = new_summary("pipeline", seed=cfg.seed, config_hash=digest)
-    with claim_run(folder.path, lambda: check_folder(cfg, folder)):
+    check_pipeline(settings)
+    check_folder(settings, folder)
+    keep_secrets(settings, folder)
+    folder = RunFolder(_where(settings, folder).resolve())  # command lines are compared
+    summary = new_summary("pipeline", seed=settings.seed, config_hash=settings.config_hash)
+    with claim_run(folder.path, lambda: check_folder(settings, folder)):
         write_summary(folder, summary)
         try:
-            summary = _run_steps(cfg, folder, summary)
+            summary = _run_steps(settings, folder, summary)
         except (StageEndedError, KeyboardInterrupt) as error:
             cause = str(error) or "it was interrupted"
             waits = isinstance(error, KeyboardInterrupt) or error.code in PASSED_ON
@@ -105,12 +103,12 @@ def run(cfg: DictConfig, folder: RunFolder) -> Summary:
     return summary
 
 
-def _where(cfg: DictConfig, folder: RunFolder, digest: str) -> Path:
+def _where(settings: PipelineSettings, folder: RunFolder) -> Path:
     """Return the folder of the run: the newest if there is something left to do, or a new one."""
-    if cfg.resume != "auto":
+    if settings.resume != "auto":
         return folder.path
-    root = Path(cfg.paths.outputs) / cfg.name
-    begun = find_begun_pipeline(root, digest, cfg.rounds)
+    root = Path(settings.paths.outputs) / settings.name
+    begun = find_begun_pipeline(root, settings.config_hash, settings.rounds)
     if begun is None:
         return folder.path
     say(f"going on with {begun.path}")
@@ -118,9 +116,9 @@ def _where(cfg: DictConfig, folder: RunFolder, digest: str) -> Path:
     return begun.path
 
 
-def _run_steps(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Summary:
+def _run_steps(settings: PipelineSettings, folder: RunFolder, summary: Summary) -> Summary:
     done = read_state(folder.path)
-    steps = plan(cfg, folder.path)
+    steps = plan(settings, folder.path)
     judged: dict[str, Summary] = {}
     for number, step in enumerate(steps, start=1):
         before = done.get(step.name)
@@ -142,7 +140,7 @@ def _run_steps(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Summary:
         done[step.name] = Outcome(step.name, step.overrides, status)
         write_state(folder.path, done)
         summary = _joined(summary, judged)
-        if status == FAILED_GATE and not accepted(cfg, step):
+        if status == FAILED_GATE and not accepted(settings, step):
             return replace(summary, status="stopped", cause=_cause(step, judged))
         write_summary(folder, summary)
     return replace(summary, status="completed", cause=None)
@@ -150,6 +148,10 @@ def _run_steps(cfg: DictConfig, folder: RunFolder, summary: Summary) -> Summary:
 
 def _run_step(step: Step, folder: RunFolder) -> None:
     begun = summary_or_none(RunFolder(folder.path / step.name))
+    if step.lead is not None:
+        file = settings_file(folder.path, step.lead)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_settings(file, load_settings(TrainSettings, "train", list(step.lead.overrides)))
     if step.stage not in TRAINED and begun is not None and begun.status == "completed":
         return  # the pipeline was killed before it had noted that
     command = step.command(folder.path)
@@ -222,13 +224,11 @@ def _tell(folder: RunFolder, summary: Summary) -> None:
     say(f"{summary.cause or outcome} ({total} in the stages)")
 
 
-@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="pipeline")
-def _hydra_main(cfg: DictConfig) -> None:
-    config = HydraConfig.get()
-    folder = RunFolder(Path(config.runtime.output_dir))
+def _job(cfg: Any) -> None:
+    folder, *_ = this_job()
     started = time.monotonic()
     try:
-        summary = run(cfg, folder)
+        summary = run(read_settings(PipelineSettings, cfg), folder)
     except ConfigError as error:
         fail(str(error))
     except StageEndedError as error:
@@ -244,8 +244,13 @@ def main() -> None:
     """Run the command line."""
     agree_on("launch time", launch_time)
     sys.argv[1:] = as_overrides(sys.argv[1:])
-    compose_and_check("pipeline", check_pipeline)
-    _hydra_main()
+    settings = check_command_line("pipeline")
+    try:
+        if settings is not None:
+            check_pipeline(settings)
+    except ConfigError as error:
+        fail(str(error))
+    run_job("pipeline", _job)
 
 
 if __name__ == "__main__":

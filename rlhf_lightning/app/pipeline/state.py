@@ -1,4 +1,4 @@
-"""What a pipeline remembers of its steps, so that calling it again goes on."""
+"""The state of a pipeline: the outcome of each step, so that calling it again goes on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from rlhf_lightning.app.config.compose import ConfigError, plain
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.lock import is_claimed
-from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.summary import read_summary
 
 logger = logging.getLogger(__name__)
@@ -26,7 +23,7 @@ _ROUND = re.compile(r"round_(\d+)/")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step (`running`, `passed`, `gate failed`), and of which command line."""
+    """The state of a step (`running`, `passed`, `gate failed`), and its command line."""
 
     step: str
     overrides: tuple[str, ...]
@@ -82,12 +79,6 @@ def has_more_to_do(folder: RunFolder, rounds: int) -> bool:
         return True
     done = max((int(_ROUND.match(step)[1]) for step in read_state(folder.path)), default=0)  # type: ignore[index]
     return 0 < done < rounds
-
-
-def pipeline_hash(cfg: DictConfig) -> str:
-    """Return what is equal for pipelines that go on with each other: name, seed, experiments."""
-    own = {"name": cfg.name, "seed": cfg.seed, "experiments": plain(cfg.experiments)}
-    return config_hash(own)
 
 
 def write_state(folder: Path, outcomes: Mapping[str, Outcome]) -> None:

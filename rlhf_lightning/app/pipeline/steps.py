@@ -1,4 +1,4 @@
-"""What a pipeline runs, in which order, and with which command lines."""
+"""The steps of a pipeline, their order and their command lines."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, plain
-from rlhf_lightning.app.config.schema import TopSettings, build_checked
+from rlhf_lightning.app.config.compose import ConfigError, choices, composed, primary
+from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.inherit import named_again, take_over
+from rlhf_lightning.app.config.settings import COMMANDS, PipelineSettings, TrainSettings
 from rlhf_lightning.app.config.targets import did_you_mean
-from rlhf_lightning.app.pipeline.inherited_overrides import (
-    HERE,
-    Lead,
-    collection_words,
-    evaluation_words,
-    quoted,
-)
+from rlhf_lightning.app.config.validate import load_settings, read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.resume import checkpoint_problem
 
@@ -32,6 +26,9 @@ NEEDED = ("reward", "ppo")  # by each of several rounds
 ADDRESSED = ("train", *STAGES)  # by words of the command line
 ANEW = ("evaluate",)  # begin anew where they were stopped
 COLLECTIONS = {"adversarial": "collect"}  # by the same people and judges, with the same words
+LEADS = ("ppo", "reward", "sft", "base")  # of a collection
+DEMO = "rlhf_lightning.data.demo.source.DemoSource"
+HERE = Path("<pipeline>")  # stands for its folder, where nothing is run yet
 _ROUND = re.compile(r"round_[1-9]\d*")
 
 
@@ -44,12 +41,14 @@ class Step:
         stage: one of `STAGES`.
         module: of the entry point.
         overrides: its command line, without where it writes.
+        lead: the training step whose settings it takes over; None for a training step.
     """
 
     round: int
     stage: str
     module: str
     overrides: tuple[str, ...]
+    lead: Step | None = None
 
     @property
     def name(self) -> str:
@@ -58,7 +57,7 @@ class Step:
 
     @property
     def continues(self) -> bool:
-        """Whether it goes on in its folder where it was stopped; an evaluation begins anew."""
+        """True if it goes on in its folder where it was stopped; an evaluation begins anew."""
         return self.stage not in ANEW
 
     def command(self, folder: Path) -> list[str]:
@@ -97,134 +96,173 @@ def as_overrides(words: Sequence[str]) -> list[str]:
     return others + [f"{key}=[{','.join(found)}]" for key, found in own.items()]
 
 
-def check_pipeline(cfg: DictConfig) -> None:
-    """Refuse what nothing reads or runs.
+def check_pipeline(settings: PipelineSettings) -> None:
+    """Check names, words and every command line, before anything runs.
 
     Raises:
         ConfigError: with what was found and what to write.
     """
-    written: Any = OmegaConf.load(conf_dir() / "pipeline.yaml")
-    known = sorted({*map(str, written), "paths"} - {"defaults", "hydra"})
-    for key in map(str, cfg):
-        if key not in known and key != "hydra":
-            raise ConfigError(f"unknown top-level key {key!r}{did_you_mean(key, known)}")
-    _check_rounds(cfg)
-    rounds = [f"round_{number}" for number in range(1, cfg.rounds + 1)]
+    _check_rounds(settings)
+    rounds = [f"round_{number}" for number in range(1, settings.rounds + 1)]
+    written = primary("pipeline")
     for group, more in (("experiments", []), ("overrides", rounds)):
         keys = [*map(str, written[group]), *more]
-        for key in map(str, cfg[group]):
+        for key in getattr(settings, group):
             if key not in keys:
                 raise ConfigError(f"unknown key {group}.{key}{did_you_mean(key, keys)}")
-    try:
-        build_checked(TopSettings, {key: cfg[key] for key in ("seed", "name")}, "")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if cfg.resume not in ("never", "auto"):
-        raise ConfigError(f"resume={cfg.resume} must be never or auto")
-    for key in ("collect", "adversarial", "evaluate"):
-        if not isinstance(cfg[key], bool):
-            raise ConfigError(f"{key}={cfg[key]} must be true or false")
     experiments = choices("experiment")
-    for stage, name in cfg.experiments.items():
+    for stage, name in settings.experiments.items():
         if name is not None and name not in experiments:
-            hint = did_you_mean(str(name), experiments)
+            hint = did_you_mean(name, experiments)
             raise ConfigError(f"experiments.{stage}={name} is no experiment{hint}")
-    if cfg.evaluation_gates not in (None, *choices("gates")):
-        hint = did_you_mean(str(cfg.evaluation_gates), choices("gates"))
-        raise ConfigError(f"evaluation_gates={cfg.evaluation_gates} is none of conf/gates{hint}")
+    gates = settings.evaluation_gates
+    if gates not in (None, *choices("gates")):
+        hint = did_you_mean(str(gates), choices("gates"))
+        raise ConfigError(f"evaluation_gates={gates} is none of conf/gates{hint}")
     steps = [*STAGES, *(f"{name}/{stage}" for name in rounds for stage in STAGES)]
-    for stage in cfg.accept:
+    for stage in settings.accept:
         if stage not in steps:
-            raise ConfigError(f"accept names {stage!r}{did_you_mean(str(stage), steps)}")
-    _check_words(cfg.overrides, list(map(str, written.overrides)))
-    plan(cfg, HERE)
+            raise ConfigError(f"accept names {stage!r}{did_you_mean(stage, steps)}")
+    _check_words(settings.overrides, list(map(str, written["overrides"])))
+    for step in plan(settings, HERE):
+        if step.lead is not None:
+            _check_follower(step, step.lead)
+        else:
+            _settings_of(step)
 
 
-def _check_rounds(cfg: DictConfig) -> None:
-    if isinstance(cfg.rounds, bool) or not isinstance(cfg.rounds, int) or cfg.rounds < 1:
-        raise ConfigError(f"rounds={cfg.rounds} must be a whole number, at least 1")
+def _check_follower(step: Step, lead: Step) -> None:
+    """Check the command line of a step that takes over the settings of `lead`.
+
+    Raises:
+        ConfigError: if it does not compose, or if nothing can label that data set.
+    """
+    trained = _settings_of(lead)
+    entry = step.module.rpartition(".")[2]
+    words = [word for word in step.overrides if not word.startswith("run=")]
+    chosen = {word.lstrip("+").partition("=")[0] for word in words}
+    dataset = trained.dataset.source.path
+    if entry == "collect" and dataset != DEMO and not {"dataset", "annotator"} & chosen:
+        raise ConfigError(
+            f"{lead.name} is trained on {trained.dataset.name}, and annotator=demo labels answers "
+            "of the built-in world alone: say who labels with collect:annotator=page or "
+            "collect:annotator=reward_model, or collect nothing (collect=false rounds=1)"
+        )
+    named = {"policy", "artifacts.ppo"} & chosen
+    if entry == "evaluate" and not trained.spec.rolls_out and not named:
+        raise ConfigError(
+            "evaluate=true compares the policy that PPO trains, and experiments.ppo=null leaves "
+            "PPO out: use evaluate=false, or name a policy with evaluate:policy=FOLDER"
+        )
+    models = {kind: trained.artifacts.of(kind) for kind in ("base", "sft", "reward")}
+    models[trained.spec.name] = str(HERE / lead.name / "export")
+    try:
+        cfg = composed(entry, words)
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(f"{step.name}: {explain(error, words, entry)}") from error
+    try:
+        read_settings(COMMANDS[entry], take_over(entry, cfg, words, trained, models))
+    except ConfigError as error:
+        raise ConfigError(f"{step.name}: {error}") from error
+
+
+def _settings_of(step: Step) -> TrainSettings:
+    """Return the settings of a training step.
+
+    Raises:
+        ConfigError: with the name of the step.
+    """
+    try:
+        return load_settings(TrainSettings, "train", list(step.overrides))
+    except ConfigError as error:
+        raise ConfigError(f"{step.name}: {error}") from error
+
+
+def _check_rounds(settings: PipelineSettings) -> None:
     for stage in NEEDED:
-        if cfg.rounds > 1 and cfg.experiments[stage] is None:
+        if settings.rounds > 1 and settings.experiments.get(stage) is None:
             raise ConfigError(
-                f"rounds={cfg.rounds} trains reward model and policy again in every round, and "
-                f"experiments.{stage}=null leaves one out: name an experiment, or use rounds=1"
+                f"rounds={settings.rounds} trains reward model and policy again in every round, "
+                f"and experiments.{stage}=null leaves one out: name an experiment, or use rounds=1"
             )
 
 
 def _check_words(overrides: Mapping[Any, Any], stages: list[str], place: str = "") -> None:
     for stage, words in overrides.items():
         if stage not in stages:
-            if place or not OmegaConf.is_dict(words):
+            if place or not isinstance(words, Mapping):
                 where = f"{place}/" if place else ""
                 raise ConfigError(
                     f"overrides: {where}{stage}{did_you_mean(str(stage), stages)}: write "
                     f"{place or 'round_2'}/STAGE:key=value"
                 )
             _check_words(words, stages, str(stage))
-        elif not OmegaConf.is_list(words) or not all(isinstance(word, str) for word in words):
+        elif not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             name = f"{place}/{stage}" if place else stage
             raise ConfigError(
                 f"overrides.{name}={words} must be a list of texts: write {name}:key=value"
             )
 
 
-def accepted(cfg: DictConfig, step: Step) -> bool:
+def accepted(settings: PipelineSettings, step: Step) -> bool:
     """Return whether the pipeline goes on although a step has failed its gates."""
-    return step.stage in cfg.accept or step.name in cfg.accept
+    return step.stage in settings.accept or step.name in settings.accept
 
 
-def plan(cfg: DictConfig, folder: Path) -> list[Step]:
+def plan(settings: PipelineSettings, folder: Path) -> list[Step]:
     """Return the steps of a pipeline in their order.
 
     Args:
-        cfg: of the pipeline.
+        settings: of the pipeline.
         folder: of the pipeline, where its models are kept.
 
     Raises:
         ConfigError: if what is trained does not compose, or cannot be evaluated or labelled.
     """
-    steps = _first_round(cfg, folder)
-    for number in range(2, cfg.rounds + 1):
-        steps += _later_round(cfg, folder, number)
+    steps = _first_round(settings, folder)
+    for number in range(2, settings.rounds + 1):
+        steps += _later_round(settings, folder, number)
     return steps
 
 
-def _first_round(cfg: DictConfig, folder: Path) -> list[Step]:
+def _first_round(settings: PipelineSettings, folder: Path) -> list[Step]:
     steps = []
     for stage in FIRST:
         if stage in TRAINED:
-            if cfg.experiments[stage] is None:
+            if settings.experiments.get(stage) is None:
                 continue
-        elif not cfg[stage]:
+        elif not getattr(settings, stage):
             continue
-        steps.append(_step(cfg, folder, 1, stage))
+        steps.append(_step(settings, folder, 1, stage))
     return steps
 
 
-def _later_round(cfg: DictConfig, folder: Path, number: int) -> list[Step]:
-    left_out = {name for name in ("adversarial", "evaluate") if not cfg[name]}
+def _later_round(settings: PipelineSettings, folder: Path, number: int) -> list[Step]:
+    left_out = {name for name in ("adversarial", "evaluate") if not getattr(settings, name)}
     kept = [stage for stage in LATER if stage not in left_out]
-    return [_step(cfg, folder, number, stage) for stage in kept]
+    return [_step(settings, folder, number, stage) for stage in kept]
 
 
-def _own_words(cfg: DictConfig, folder: Path, number: int, stage: str) -> tuple[str, ...]:
+def _own_words(
+    settings: PipelineSettings, folder: Path, number: int, stage: str
+) -> tuple[str, ...]:
     """Return what a stage gets from the ones before it; see docs/evaluation.md for the choices.
 
     After round 1 candidates come from the policy of the round before. The reward model is trained
     from the SFT policy again, on the pairs of all rounds. PPO goes on from the last policy; its
     reference and the baseline of the evaluation stay the SFT policy of round 1.
     """
-    first_pairs = (given("data.path", folder / "round_1/collect/data"),) if cfg.collect else ()
+    first_pairs = (given("data.path", folder / "round_1/collect/data"),) if settings.collect else ()
     if number == 1:
         return {"reward": first_pairs}.get(stage, ())
     here, before = folder / f"round_{number}", folder / f"round_{number - 1}"
     rounds = [folder / f"round_{k}" for k in range(2, number + 1)]
-    collections = ("collect", "adversarial") if cfg.adversarial else ("collect",)
+    collections = ("collect", "adversarial") if settings.adversarial else ("collect",)
     records = [str(r / name / "data") for r in rounds for name in collections]
     policy, judge = before / "ppo" / "export", before / "reward" / "export"
     reward, ppo = here / "artifacts" / "reward", here / "artifacts" / "ppo"
     # The pairs of round 1 have margins where they were collected: then the later ones do too.
-    labels = ("artifacts.base=null", *(() if cfg.collect else ("lab.margin_scale=0.0",)))
+    labels = ("artifacts.base=null", *(() if settings.collect else ("lab.margin_scale=0.0",)))
     own: dict[str, tuple[str, ...]] = {
         "collect": (
             *labels,
@@ -253,40 +291,71 @@ def _own_words(cfg: DictConfig, folder: Path, number: int, stage: str) -> tuple[
     return own.get(stage, ())
 
 
-def _step(cfg: DictConfig, folder: Path, number: int, stage: str) -> Step:
+def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> Step:
     """Return a step whose command line has our words, then those of the user, which win."""
-    words: Mapping[str, Any] = plain(cfg.overrides)
+    words: Mapping[str, Any] = settings.overrides
     here: Mapping[str, Sequence[str]] = words.get(f"round_{number}", {})
-    own = _own_words(cfg, folder, number, stage)
-    ours = (f"seed={cfg.seed}", given("paths.artifacts", folder / "round_1" / "artifacts"))
+    own = _own_words(settings, folder, number, stage)
+    ours = (f"seed={settings.seed}", given("paths.artifacts", folder / "round_1" / "artifacts"))
     if stage in TRAINED:
         # The next round loads export/.
-        whole = ("export.dtype=fp32",) if stage in LATER and cfg.rounds > 1 else ()
-        head = (f"+experiment={cfg.experiments[stage]}", *ours, *whole, *own, *words["train"])
+        whole = ("export.dtype=fp32",) if stage in LATER and settings.rounds > 1 else ()
+        head = (
+            f"+experiment={settings.experiments.get(stage)}",
+            *ours,
+            *whole,
+            *own,
+            *words["train"],
+        )
         theirs = (*words[stage], *here.get("train", ()), *here.get(stage, ()))
         return Step(number, stage, "rlhf_lightning.train", (*head, *theirs))
     theirs = (*words[stage], *here.get(stage, ()))
     module = COLLECTIONS.get(stage, stage)
     if stage in COLLECTIONS:
         theirs = (*words[module], *here.get(module, ()), *theirs)
-    lead = _lead(cfg, number, "ppo", "reward", "sft", "base")
+    lead = _lead(settings, folder, number, *(("ppo", "sft") if module == "evaluate" else LEADS))
     if lead is None:
         raise ConfigError(f"{stage} has nothing to go by: name an experiment, such as ppo")
+    trained = _settings_of(lead)
+    carried = [f"++{k}={_written(v)}" for k, v in named_again(module, trained).items()]
     if module == "evaluate":
-        carried = evaluation_words(lead, folder, cfg.evaluation_gates, theirs)
+        gates = settings.evaluation_gates or (None if trained.spec.rolls_out else "ppo")
+        carried += [given("run", folder / lead.name)]
+        carried += [] if gates is None else [f"gates={gates}"]
     else:
-        start = _lead(cfg, 1, "sft") if number == 1 else None
-        carried = collection_words(lead, start, folder, theirs)
-    return Step(number, stage, f"rlhf_lightning.{module}", (*ours, *carried, *own, *theirs))
+        # The training step runs later: its settings are written before.
+        carried += [given("run", settings_file(folder, lead))]
+        start = _lead(settings, folder, 1, "sft") if number == 1 else None
+        if start is not None:
+            base = _settings_of(start).artifacts.base
+            carried += [] if base is None else [given("artifacts.base", Path(base))]
+    overrides = (*ours, *carried, *own, *theirs)
+    return Step(number, stage, f"rlhf_lightning.{module}", overrides, lead)
 
 
-def _lead(cfg: DictConfig, number: int, *stages: str) -> Lead | None:
-    """Return the first of these stages that an experiment is named for."""
+def _written(value: object) -> str:
+    return quoted(value) if isinstance(value, str) else str(value).lower()
+
+
+def settings_file(folder: Path, lead: Step) -> Path:
+    """Return the file with the settings of a training step, for the steps before it."""
+    return folder / f"{lead.name}.yaml"
+
+
+def _lead(settings: PipelineSettings, folder: Path, number: int, *stages: str) -> Step | None:
+    """Return the step of the first of these stages that an experiment is named for."""
     for stage in stages:
-        if cfg.experiments[stage] is not None:
-            step = _step(cfg, HERE, number, stage)
-            return Lead(step.name, step.overrides)
+        if settings.experiments.get(stage) is not None:
+            return _step(settings, folder, number, stage)
     return None
+
+
+def quoted(text: str) -> str:
+    """Return a text as Hydra reads it on a command line, whatever characters are in it."""
+    # Hydra reads a backslash as itself, but before a quote as what escapes it.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"'{escaped}'"
 
 
 def given(key: str, path: Path) -> str:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from omegaconf import DictConfig, OmegaConf
-
 from rlhf_lightning.app.stages.spec import (
     POLICY,
     SCALAR,
     Minibatches,
-    Parts,
     StageCallbacks,
     StageSpec,
+    TrainingComponents,
 )
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf_lightning.app.config.groups import Target
+    from rlhf_lightning.app.config.settings import TrainSettings
     from rlhf_lightning.evaluation.final_metrics import Findings
     from rlhf_lightning.evaluation.generate import Sampling
     from rlhf_lightning.rollout.scorers.base import Scorer
@@ -35,7 +35,7 @@ LIGHT_SCORERS = frozenset(
 )
 
 
-def check(cfg: DictConfig) -> None:
+def check(settings: TrainSettings) -> None:
     """Check the KL controller, the scorer, and that adapters have no dropout.
 
     Raises:
@@ -43,16 +43,16 @@ def check(cfg: DictConfig) -> None:
     """
     from rlhf_lightning.app.config.compose import ConfigError
 
-    _check_kl_horizon(cfg)
-    _check_scorer(cfg)
-    if cfg.lora is not None and (rate := cfg.lora.dropout):
+    _check_kl_horizon(settings)
+    _check_scorer(settings)
+    if settings.lora is not None and (rate := settings.lora.dropout):
         raise ConfigError(f"lora.dropout={rate}: PPO needs 0, or the ratio does not start at 1")
 
 
-def _check_kl_horizon(cfg: DictConfig) -> None:
+def _check_kl_horizon(settings: TrainSettings) -> None:
     from rlhf_lightning.app.config.compose import ConfigError
 
-    rows, ppo = cfg.data.batch_size, cfg.module.ppo
+    rows, ppo = settings.data.batch_size, settings.hparams
     if ppo.kl_target is not None and ppo.kl_horizon * 5 <= rows:
         raise ConfigError(
             f"module.ppo.kl_horizon={ppo.kl_horizon} is too small for data.batch_size={rows}: the "
@@ -60,61 +60,54 @@ def _check_kl_horizon(cfg: DictConfig) -> None:
         )
 
 
-def _check_scorer(cfg: DictConfig) -> None:
-    from rlhf_lightning.app.config.compose import ConfigError, choices, plain
+def _check_scorer(settings: TrainSettings) -> Target:
+    from rlhf_lightning.app.config.compose import ConfigError, choices
     from rlhf_lightning.rollout.scorers.hparams import check_scorer
 
-    if cfg.get("scorer") is None:
+    if settings.scorer is None:
         raise ConfigError(f"PPO needs a scorer: scorer=NAME, one of {', '.join(choices('scorer'))}")
-    missing = sorted(OmegaConf.missing_keys(cfg.scorer))
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set: add {missing[0]}=...")
     try:
-        check_scorer(plain(cfg.scorer))
+        check_scorer(settings.scorer.node())
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    return settings.scorer
 
 
-def check_buildable(cfg: DictConfig) -> None:
-    """Build a scorer that needs no model once, and check the settings of the sample log.
+def check_buildable(settings: TrainSettings) -> None:
+    """Build a scorer that needs no model once.
 
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
-    from rlhf_lightning.app.config.compose import ConfigError, plain
     from rlhf_lightning.app.config.targets import targets
-    from rlhf_lightning.app.config.validate import attempt
+    from rlhf_lightning.app.config.validate import built
 
-    node = plain(cfg.scorer)
-    if {str(found["_target_"]) for _, _, found in targets(node)} <= LIGHT_SCORERS:
-        attempt("scorer", cfg.scorer, lambda make: make())
-    for name, value in plain(cfg.callbacks.samples).items():
-        if value < 1:
-            raise ConfigError(f"callbacks.samples.{name}={value} must be at least 1")
+    scorer = _check_scorer(settings)
+    if {str(found["_target_"]) for _, _, found in targets(scorer.node())} <= LIGHT_SCORERS:
+        with built("scorer", scorer):
+            scorer.build()
 
 
 def arguments(
-    cfg: DictConfig, tokenizer: PreTrainedTokenizerBase, generator: Any, fingerprint: str
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, generator: Any, fingerprint: str
 ) -> dict[str, Any]:
     """Return what the module samples and scores with.
 
     Raises:
         ConfigError: if an adapter or a value model does not fit the policy.
     """
-    from hydra.utils import instantiate
-
     made = {
-        "scorer": instantiate(cfg.scorer),
+        "scorer": _check_scorer(settings).build(),
         "generator": generator,
         "tokenizer": tokenizer,
-        "seed": cfg.seed,
+        "seed": settings.seed,
     }
-    check_adapter(cfg, fingerprint)
-    _check_value_tokenizer(cfg, tokenizer)
+    check_adapter(settings, fingerprint)
+    _check_value_tokenizer(settings, tokenizer)
     return made
 
 
-def check_adapter(cfg: DictConfig, fingerprint: str) -> None:
+def check_adapter(settings: TrainSettings, fingerprint: str) -> None:
     """Check that the reward model's adapter was trained on the policy that PPO starts from.
 
     Raises:
@@ -124,11 +117,11 @@ def check_adapter(cfg: DictConfig, fingerprint: str) -> None:
     from rlhf_lightning.models.adapter_files import read_adapter
     from rlhf_lightning.models.ppo_models import ADAPTER
 
-    shares = cfg.scorer.get("_target_", "").endswith("RewardAdapterScorer")
-    starts = cfg.lora is not None and cfg.module.models.value_head == "stored"
+    shares = settings.scorer is not None and settings.scorer.class_name == "RewardAdapterScorer"
+    starts = settings.lora is not None and settings.module.get("models")["value_head"] == "stored"
     if not (shares or starts):
         return
-    folder = Path(cfg.artifacts.reward) / ADAPTER
+    folder = Path(str(settings.artifacts.reward)) / ADAPTER
     try:
         files = read_adapter(folder)
     except (OSError, ValueError) as error:
@@ -139,29 +132,30 @@ def check_adapter(cfg: DictConfig, fingerprint: str) -> None:
     if files.base_fingerprint not in ("", fingerprint):
         raise ConfigError(
             f"the adapter in {folder} was trained on {files.base} "
-            f"({files.base_fingerprint[:12]}), artifacts.sft={cfg.artifacts.sft} is "
+            f"({files.base_fingerprint[:12]}), artifacts.sft={settings.artifacts.sft} is "
             f"{fingerprint[:12]}: train the reward model on that policy with lora=lora, or use "
             "scorer=reward_model module.models.value_head=zero"
         )
 
 
-def _check_value_tokenizer(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_value_tokenizer(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> None:
     from rlhf_lightning.app.config.compose import ConfigError
     from rlhf_lightning.models.tokenizers import check_same_tokenizer
 
-    models = cfg.module.models
-    unused = models.value is None or (cfg.lora is not None and models.value_head == "zero")
-    if unused or models.value == cfg.artifacts.sft:
+    models = settings.module.get("models")
+    value, head = models["value"], models["value_head"]
+    unused = value is None or (settings.lora is not None and head == "zero")
+    if unused or value == settings.artifacts.sft:
         return
     fix = "start the value model from the policy: artifacts.reward=null"
     try:
-        check_same_tokenizer(tokenizer, models.value, fix=f"{fix} module.models.value_head=zero")
+        check_same_tokenizer(tokenizer, value, fix=f"{fix} module.models.value_head=zero")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
 def callbacks(
-    cfg: DictConfig,
+    settings: TrainSettings,
     folder: RunFolder,
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
@@ -169,71 +163,67 @@ def callbacks(
 ) -> StageCallbacks:
     """Return the evaluation every few iterations, the doctor, and the log of samples."""
     from rlhf_lightning.app.build import make_doctor, scorer_fingerprints
-    from rlhf_lightning.app.config.compose import plain
     from rlhf_lightning.app.evaluation import held_out_comparison
     from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
     from rlhf_lightning.callbacks.same_configuration import SameSources
     from rlhf_lightning.callbacks.samples import SampleLog
 
-    every, during = cfg.evaluation.every_n_iterations, []
+    every, during = settings.evaluation.every_n_iterations, []
     if every is not None:
         comparison = held_out_comparison(
-            cfg, tokenizer, sampling, scorer, num_prompts=cfg.evaluation.during_training
+            settings, tokenizer, sampling, scorer, num_prompts=settings.evaluation.during_training
         )
         if comparison is not None:
             during = [PeriodicEvaluation(comparison, every_n_iterations=every)]
     return StageCallbacks(
-        first=[*during, *make_doctor(cfg, folder)],
+        first=[*during, *make_doctor(settings, folder)],
         last=[
-            SameSources(scorer_fingerprints(plain(cfg.scorer))),
-            SampleLog(folder, cast(Any, tokenizer), **cfg.callbacks.samples),
+            SameSources(scorer_fingerprints(_check_scorer(settings).node())),
+            SampleLog(folder, cast(Any, tokenizer), **settings.callbacks.samples.model_dump()),
         ],
     )
 
 
-def finish(cfg: DictConfig, folder: RunFolder, parts: Parts) -> Findings:
+def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents) -> Findings:
     """Compare the policy with its reference, and say how far the scores of the run spread."""
-    from rlhf_lightning.app.final_evaluation import compare
+    from rlhf_lightning.app.evaluation import compare
     from rlhf_lightning.evaluation.final_metrics import Findings, score_spread
     from rlhf_lightning.runs.folder import read_metrics
 
     findings = Findings({})
-    if cfg.artifacts.sft is not None:  # else there is nothing to compare with
-        findings = compare(cfg, parts, parts.module.reference, {})
+    if settings.artifacts.sft is not None:  # else there is nothing to compare with
+        findings = compare(settings, parts, parts.module.reference, {})
     if parts.trainer.is_global_zero:
         findings.metrics |= score_spread(read_metrics(folder.metrics))
     return findings
 
 
-def num_answered(cfg: DictConfig) -> int:
+def num_answered(settings: TrainSettings) -> int:
     """Return how many held-out prompts are answered."""
-    return int(cfg.evaluation.num_prompts)
+    return int(settings.evaluation.num_prompts)
 
 
-def start_lines(cfg: DictConfig) -> dict[str, object]:
+def start_lines(settings: TrainSettings) -> dict[str, object]:
     """Return what scores the responses, and how they are sampled."""
-    from rlhf_lightning.app.config.compose import plain
-
-    ppo, sampling = cfg.module.ppo, cfg.module.sampling
+    ppo, sampling = settings.hparams, settings.all_hparams["sampling"]
     target = "" if ppo.kl_target is None else f", aims at {ppo.kl_target:g} nats a response"
-    scorer = plain(cfg.scorer)
-    kind = str(scorer.get("_target_", "")).rpartition(".")[2]
+    scorer = _check_scorer(settings)
     source = scorer.get("source") or scorer.get("function") or scorer.get("url") or ""
     return {
-        "reward": f"{kind} {source}".strip(),
+        "reward": f"{scorer.class_name} {source}".strip(),
         "rollouts": f"up to {sampling.max_new_tokens} tokens at temperature "
         f"{sampling.temperature:g}; kl_coef {ppo.kl_coef:g}{target}",
     }
 
 
-def start_notes(cfg: DictConfig, num_rows: int, held_out: int) -> list[str]:
+def start_notes(settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
     """Return what asks for more prompts than there are."""
     del num_rows
-    asked = num_answered(cfg)
+    asked = num_answered(settings)
     if held_out >= asked:
         return []
     more = ""
-    if cfg.data.source.get("validation_fraction") is not None:
+    if settings.data.source.get("validation_fraction") is not None:
         more = "; a larger dataset.source.validation_fraction holds out more"
     return [
         f"evaluation.num_prompts={asked} is more than the {held_out:,} held-out prompts, which "

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from omegaconf import DictConfig
-
-from rlhf_lightning.app.stages.spec import SCALAR, Parts, StageSpec
+from rlhf_lightning.app.stages.spec import SCALAR, StageSpec, TrainingComponents
 from rlhf_lightning.hparams import RewardHparams
 
 if TYPE_CHECKING:
+    from rlhf_lightning.app.config.settings import TrainSettings
     from rlhf_lightning.data.encode import EncodedPreference
     from rlhf_lightning.evaluation.final_metrics import Findings
     from rlhf_lightning.evaluation.reward_accuracy import ScoredPair
@@ -20,10 +19,9 @@ if TYPE_CHECKING:
 MOST_TRAINING_PAIRS = 1000  # that are scored once more, to hold against held-out ones
 
 
-def finish(cfg: DictConfig, folder: RunFolder, parts: Parts) -> Findings:
+def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents) -> Findings:
     """Validate, add what the data knows of its own noise, and normalize."""
-    from rlhf_lightning.app.evaluation import prompt_data
-    from rlhf_lightning.app.final_evaluation import placed, start_policy, validate
+    from rlhf_lightning.app.evaluation import placed, prompt_data, start_policy, validate
     from rlhf_lightning.evaluation.final_metrics import Findings, normalize_reward_model
     from rlhf_lightning.evaluation.reward_accuracy import pair_measures
 
@@ -33,23 +31,25 @@ def finish(cfg: DictConfig, folder: RunFolder, parts: Parts) -> Findings:
     if ceiling is not None:
         metrics["val/label_ceiling"] = float(ceiling())
     if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
-        metrics |= pair_measures(_scored(cfg, parts, parts.module.model, rows))
-        metrics |= _evidence(cfg, parts, rows)
-    count = num_answered(cfg)
+        metrics |= pair_measures(_scored(settings, parts, parts.module.model, rows))
+        metrics |= _evidence(settings, parts, rows)
+    count = num_answered(settings)
     if count:
-        policy = start_policy(cfg, parts.module.model)
-        data = prompt_data(cfg, parts.tokenizer, num_prompts=count)
+        policy = start_policy(settings, parts.module.model)
+        data = prompt_data(settings, parts.tokenizer, num_prompts=count)
         metrics |= normalize_reward_model(
             placed(parts, parts.module.model),
             placed(parts, policy),
             data.train_dataloader(),
             parts.sampling,
-            seed=cfg.seed,
+            seed=settings.seed,
         )
     return Findings(metrics)
 
 
-def _evidence(cfg: DictConfig, parts: Parts, rows: Sequence[EncodedPreference]) -> dict[str, float]:
+def _evidence(
+    settings: TrainSettings, parts: TrainingComponents, rows: Sequence[EncodedPreference]
+) -> dict[str, float]:
     """Return what tells overfitting, noise and too small a model apart."""
     from rlhf_lightning.evaluation.reward_accuracy import comparable_rows, share_right
     from rlhf_lightning.models.factory import frozen, load_scalar_model
@@ -58,39 +58,44 @@ def _evidence(cfg: DictConfig, parts: Parts, rows: Sequence[EncodedPreference]) 
     train = cast("Sequence[EncodedPreference]", parts.data.rows("train"))
     found = {}
     if seen := comparable_rows(train, rows, count=min(len(rows), MOST_TRAINING_PAIRS)):
-        found["val/train_accuracy"] = share_right(_scored(cfg, parts, parts.module.model, seen))
-    source = cfg.evaluation.larger_reward_model
+        found["val/train_accuracy"] = share_right(
+            _scored(settings, parts, parts.module.model, seen)
+        )
+    source = settings.evaluation.larger_reward_model
     if source is not None:
         fix = "train it on the same policy's tokenizer"
         check_same_tokenizer(parts.tokenizer, source, fix=fix)
         larger = frozen(load_scalar_model(source))
-        found["val/larger_model_accuracy"] = share_right(_scored(cfg, parts, larger, rows))
+        found["val/larger_model_accuracy"] = share_right(_scored(settings, parts, larger, rows))
     return found
 
 
 def _scored(
-    cfg: DictConfig, parts: Parts, model: ScalarHeadModel, rows: Sequence[EncodedPreference]
+    settings: TrainSettings,
+    parts: TrainingComponents,
+    model: ScalarHeadModel,
+    rows: Sequence[EncodedPreference],
 ) -> list[ScoredPair]:
-    from rlhf_lightning.app.final_evaluation import placed
+    from rlhf_lightning.app.evaluation import placed
     from rlhf_lightning.evaluation.reward_accuracy import score_pairs
 
     return score_pairs(
         placed(parts, model),
         rows,
-        batch_size=cfg.evaluation.batch_size,
+        batch_size=settings.evaluation.batch_size,
         pad_token_id=int(parts.tokenizer.pad_token_id),  # type: ignore[arg-type]
     )
 
 
-def num_answered(cfg: DictConfig) -> int:
+def num_answered(settings: TrainSettings) -> int:
     """Return how many training prompts are answered to normalize the scores."""
-    return int(cfg.module.reward.normalization_samples)
+    return int(settings.hparams.normalization_samples)
 
 
-def start_notes(cfg: DictConfig, num_rows: int, held_out: int) -> list[str]:
+def start_notes(settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
     """Return what asks for more prompts than there are."""
     del held_out
-    samples = num_answered(cfg)
+    samples = num_answered(settings)
     if samples <= num_rows:
         return []
     return [

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from rlhf_lightning.app.config.targets import trusted_targets
 
 if TYPE_CHECKING:
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from rlhf_lightning.runs.folder import RunFolder
 
 FOLDER = "rlhf_lightning.app.stages"
+TrainSettings = Any  # that of app/config/settings.py, which looks stages up here
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 POLICY, SCALAR = "policy", "value"  # kinds of models that are trained
 
@@ -37,9 +36,10 @@ class StageError(ValueError):
 
 
 @dataclass
-class Parts:
+class TrainingComponents:
     """Everything a stage needs; the scorer only where answers are scored during training."""
 
+    settings: TrainSettings  # with the learning rates and the vocabulary that were found
     tokenizer: PreTrainedTokenizerBase
     data: RecordDataModule
     module: Any  # the LightningModule of the stage
@@ -70,8 +70,8 @@ class Minibatches:
     epochs: str
 
 
-def _checks_nothing(cfg: DictConfig) -> None:
-    del cfg
+def _checks_nothing(settings: TrainSettings) -> None:
+    del settings
 
 
 def _adds_no_arguments(*_: Any) -> dict[str, Any]:
@@ -82,19 +82,19 @@ def _adds_no_callbacks(*_: Any) -> StageCallbacks:
     return StageCallbacks()
 
 
-def _starts_with_no_line(cfg: DictConfig) -> dict[str, object]:
-    del cfg
+def _starts_with_no_line(settings: TrainSettings) -> dict[str, object]:
+    del settings
     return {}
 
 
-def _notes_nothing(cfg: DictConfig, num_rows: int, held_out: int) -> list[str]:
-    del cfg, num_rows, held_out
+def _notes_nothing(settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
+    del settings, num_rows, held_out
     return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """What one stage of training is.
+    """One stage of training.
 
     Args:
         name: in summaries, manifests and messages.
@@ -122,9 +122,9 @@ class StageSpec:
         num_answered: how many prompts are answered when training is over.
         check: refuses settings that cannot work; must not import torch.
         check_buildable: builds what is cheap once, before anything is trained.
-        arguments: what its module is given besides the common: of the configuration, tokenizer,
+        arguments: what its module is given besides the common: of the settings, tokenizer,
             generator, and the fingerprint of the start. The scorer is named `scorer`.
-        callbacks: what it adds: of configuration, run folder, tokenizer, sampling, scorer.
+        callbacks: what it adds: of settings, run folder, tokenizer, sampling, scorer.
         start_lines: what the first screen says of it, by topic.
         start_notes: what the first screen says of settings that ask for more rows than there are.
     """
@@ -137,8 +137,8 @@ class StageSpec:
     starts_from: str
     uses: tuple[str, ...]
     objective: str
-    finish: Callable[[DictConfig, RunFolder, Parts], Findings]
-    num_answered: Callable[[DictConfig], int]
+    finish: Callable[[TrainSettings, RunFolder, TrainingComponents], Findings]
+    num_answered: Callable[[TrainSettings], int]
     maximised: bool = True
     trains: tuple[str, ...] = (POLICY,)
     trained: str = "policy"
@@ -151,20 +151,20 @@ class StageSpec:
     minibatches: Minibatches | None = None
     context: tuple[tuple[str, ...], ...] = (("data.max_length",), ("evaluation.max_new_tokens",))
     shortened_by: str = "data.max_length"
-    check: Callable[[DictConfig], None] = field(default=_checks_nothing)
-    check_buildable: Callable[[DictConfig], None] = field(default=_checks_nothing)
-    arguments: Callable[[DictConfig, PreTrainedTokenizerBase, Any, str], dict[str, Any]] = field(
+    check: Callable[[TrainSettings], None] = field(default=_checks_nothing)
+    check_buildable: Callable[[TrainSettings], None] = field(default=_checks_nothing)
+    arguments: Callable[[TrainSettings, PreTrainedTokenizerBase, Any, str], dict[str, Any]] = field(
         default=_adds_no_arguments
     )
     callbacks: Callable[
-        [DictConfig, RunFolder, PreTrainedTokenizerBase, Sampling, Scorer | None], StageCallbacks
+        [TrainSettings, RunFolder, PreTrainedTokenizerBase, Sampling, Scorer | None], StageCallbacks
     ] = field(default=_adds_no_callbacks)
-    start_lines: Callable[[DictConfig], dict[str, object]] = field(default=_starts_with_no_line)
-    start_notes: Callable[[DictConfig, int, int], list[str]] = field(default=_notes_nothing)
+    start_lines: Callable[[TrainSettings], dict[str, object]] = field(default=_starts_with_no_line)
+    start_notes: Callable[[TrainSettings, int, int], list[str]] = field(default=_notes_nothing)
 
     @property
     def trains_policy(self) -> bool:
-        """Whether what it makes answers prompts; else it is a reward model."""
+        """True if it trains a policy; else it trains a reward model."""
         return POLICY in self.trains
 
     @property
@@ -217,9 +217,3 @@ def run_kind(stage: object) -> str:
         return find_stage(stage).name
     except StageError:
         return str(stage)
-
-
-def start_of(cfg: DictConfig) -> str | None:
-    """Return the folder or hub name of the model that a stage starts from; None for none."""
-    start: str | None = cfg.artifacts[find_stage(cfg.stage).starts_from]
-    return start

@@ -45,7 +45,7 @@ class Prefill:
 
     @property
     def all_distinct(self) -> bool:
-        """Whether every row has a prompt of its own."""
+        """True if every row has a prompt of its own."""
         return len(self.lengths) == len(self.rows)
 
 

@@ -1,6 +1,6 @@
 """Settings of scorers whose types and ranges are checked before anything is loaded.
 
-Light on purpose: no torch, so that a wrong setting answers at once.
+Must not import torch: a wrong setting is answered at once.
 """
 
 from __future__ import annotations

@@ -1,0 +1,373 @@
+"""Groups of settings: types, ranges and choices stand in the fields.
+
+Must not import torch: a config error answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from rlhf_lightning.app.config.targets import (
+    LOOKUPS,
+    did_you_mean,
+)
+from rlhf_lightning.doctor.interventions import ActionSettings
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
+from rlhf_lightning.evaluation.gates import gate_problem
+from rlhf_lightning.hparams import Checked
+from rlhf_lightning.runs.stopping import deadline
+
+LARGEST_SEED = 2**32 - 1
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+Positive = Annotated[int, Field(ge=1)]
+AtLeast0 = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+
+
+def check_path_name(value: object) -> str:
+    """Return a text that is to name one folder, unless it would name another one.
+
+    Raises:
+        ValueError: if it has separators, begins with a dot, or holds what a shell would change.
+    """
+    text = str(value)
+    if not _NAME.fullmatch(text) or ".." in text or len(text) > 100:
+        raise ValueError(
+            f"={text!r} becomes the name of a folder: use letters, digits and _ . + - (no / and "
+            "no .., at most 100)"
+        )
+    return text
+
+
+FolderName = Annotated[str, AfterValidator(check_path_name)]
+Split = Literal["train", "validation"]
+Resume = Literal["never", "auto"]
+# Trained weights in 16 bits lose the small updates of RLHF; fp16 would need a loss scaler.
+Precision = Literal["32-true", "bf16-mixed"]
+
+
+def hparams_of(cls: type[Checked]) -> Any:
+    """Return the type of a node that holds the hyper-parameters `cls`."""
+    return Annotated[Any, BeforeValidator(functools.partial(build_hparams, cls))]
+
+
+def build_hparams(cls: type[Any], node: object) -> Any:
+    """Return `cls` made of a node, whose `_target_` is not looked at.
+
+    Raises:
+        ValueError: with the field as `Class.name`, for an unknown key, a wrong type or range.
+    """
+    if not isinstance(node, Mapping):
+        raise ValueError(f"{cls.__name__}={node!r} must be a group of settings")
+    values = {str(key): value for key, value in node.items() if key != "_target_"}
+    known = list(cls.__dataclass_fields__)
+    for key in values:
+        if key not in known:
+            raise ValueError(f"unknown key {cls.__name__}.{key}{did_you_mean(key, known)}")
+    try:
+        return cls(**values)
+    except TypeError as error:  # of a field; pydantic takes ValueError alone
+        raise ValueError(str(error)) from error
+
+
+class Settings(BaseModel):
+    """A group of settings: frozen, strict in its types, without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Target(Settings):
+    """A thing that is built by name: a node with `_target_`.
+
+    Args:
+        path: dotted name of a class or function.
+        arguments: plain values, and nodes that are built first.
+        is_partial: it is built with further arguments later.
+    """
+
+    path: str
+    arguments: dict[str, Any]
+    is_partial: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_node(cls, node: Any) -> Any:
+        if not isinstance(node, Mapping) or "_target_" not in node:
+            raise ValueError(f"={node!r} must name what is to be built: ._target_=package.Name")
+        kept = {str(k): v for k, v in node.items() if k not in ("_target_", "_partial_")}
+        partial = bool(node.get("_partial_"))
+        return {"path": str(node["_target_"]), "arguments": kept, "is_partial": partial}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an argument."""
+        return self.arguments.get(key, default)
+
+    @property
+    def class_name(self) -> str:
+        """The last part of the path; of a function that is looked up, of its own."""
+        path = self.get("path") if self.path in LOOKUPS else self.path
+        return str(path).rpartition(".")[2]
+
+    def node(self) -> dict[str, Any]:
+        """Return it as the configuration writes it."""
+        partial = {"_partial_": True} if self.is_partial else {}
+        return {"_target_": self.path, **partial, **self.arguments}
+
+    def build(self, **more: Any) -> Any:
+        """Build it, with further arguments; a partial one is returned as `functools.partial`.
+
+        Raises:
+            Exception: whatever the constructor raises.
+        """
+        from hydra.errors import InstantiationException
+        from hydra.utils import instantiate
+
+        kept = {key: value for key, value in self.arguments.items() if key not in more}
+        node = {"_convert_": "all", **kept, "_target_": self.path, "_partial_": True}
+        try:
+            make = instantiate(node)
+        except InstantiationException as error:
+            cause: BaseException = error
+            while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise cause from error
+        return functools.partial(make, **more) if self.is_partial else make(**more)
+
+
+class PathsSettings(Settings):
+    """Folders of runs and models, and whether a run publishes its model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    outputs: str = "outputs"
+    artifacts: str = "artifacts"
+    publish: bool = True
+
+    @field_validator("outputs", "artifacts")
+    @classmethod
+    def _is_a_folder(cls, folder: str) -> str:
+        if not folder.strip():
+            raise ValueError("='' must be a folder, such as outputs")
+        return folder
+
+
+class ArtifactsSettings(Settings):
+    """Folders or hub names of models."""
+
+    base: str | None = None
+    sft: str | None = None
+    reward: str | None = None
+    ppo: str | None = None
+    publish: str | None = None
+
+    def of(self, kind: str) -> str | None:
+        """Return the model of a kind."""
+        return cast("str | None", getattr(self, kind))
+
+    def models(self) -> dict[str, str]:
+        """Return all models that are named, by kind."""
+        kinds = ("base", "sft", "reward", "ppo")
+        return {kind: found for kind in kinds if (found := self.of(kind)) is not None}
+
+
+class TrainerSettings(Settings):
+    """Arguments of `lightning.Trainer`."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
+    devices: Positive
+    num_nodes: Positive = 1
+    precision: Precision = "32-true"
+    validations: AtLeast0 = 4
+    limit_train_batches: Positive | None = None
+    limit_val_batches: Positive | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.devices * self.num_nodes
+
+
+class StrategySettings(Settings):
+    """Placement of models on devices, and the patience of ranks with each other."""
+
+    name: Literal["auto", "ddp", "fsdp"] = "auto"
+    compute_dtype: Literal["bfloat16", "float32"] | None = None
+    timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+    checkpoint: Literal["full", "sharded"] = "full"
+    shard_over: Positive | None = None
+    cpu_offload: bool = False
+
+
+class LoggerSettings(Settings):
+    """The destination of metrics besides `metrics.csv`."""
+
+    kind: Literal["none", "csv", "tensorboard", "wandb"] = "none"
+    project: str = "rlhf_lightning"
+    group: str | None = None
+    tags: list[str] = []
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+
+    @field_validator("project")
+    @classmethod
+    def _is_a_name(cls, project: str) -> str:
+        if not project or set(project) & set("/\\#?%:") or ".." in project:
+            raise ValueError(f"={project!r} must be a name without / \\ # ? % : or ..")
+        return project
+
+
+class CheckpointSettings(Settings):
+    """When checkpoints are written, and which are kept."""
+
+    every_n_iterations: Positive | None = 10
+    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    must_save_by: str | None = None
+    keep_last: Positive = 2
+    monitor: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    @field_validator("must_save_by")
+    @classmethod
+    def _is_a_time(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                deadline(value, started=time.time())
+            except ValueError as error:
+                raise ValueError(f"={error}") from error
+        return value
+
+
+class SamplesSettings(Settings):
+    """The log of samples."""
+
+    every_n_iterations: Positive = 10
+    num_samples: Positive = 8
+
+
+class EarlyStoppingSettings(Settings):
+    """When SFT or reward training ends early; further keys are Lightning's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    patience: Positive = 3
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
+class CallbacksSettings(Settings):
+    """Callbacks of a run: ours, and the user's under `extra`."""
+
+    checkpoint: CheckpointSettings
+    samples: SamplesSettings
+    early_stopping: EarlyStoppingSettings | None = None
+    extra: dict[str, Target] = {}
+
+
+class DoctorSettings(Settings):
+    """Detectors of a PPO run, and what they may change."""
+
+    thresholds: hparams_of(DoctorThresholds)  # type: ignore[valid-type]
+    actions: hparams_of(ActionSettings) | None = None  # type: ignore[valid-type]
+    preflight: bool = False
+    second_scorer: Target | None = None
+    second_every_n_iterations: int = 1
+    harmful_domains: list[str] | None = None
+    refusals: list[str] | None = None
+
+
+class EvaluationSettings(Settings):
+    """The comparison at the end, and during PPO."""
+
+    num_prompts: Positive = 512
+    answers_per_prompt: Positive = 1
+    batch_size: Positive = 128
+    micro_batch_size: Positive | None = None
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    max_new_tokens: Positive
+    gold: Target | None = None
+    num_samples: AtLeast0 = 24
+    every_n_iterations: Positive | None = None
+    during_training: Positive = 128
+    larger_reward_model: str | None = None
+
+
+class ModelSettings(Settings):
+    """A model: its source, tokenizer, shape, and what depends on its size."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = ""
+    source: str | None = None
+    license: str | None = None
+    num_parameters: int | None = None
+    tokenizer: Target | None = None
+    from_scratch: dict[str, Any] | None = None
+    chat_template_arguments: dict[str, Any] | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    activation_checkpointing: bool = False
+    cpu_kernels: bool = True
+    shape: dict[str, Any] | None = None
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """The version of a hub model, and whether its code runs."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+
+class DatasetSettings(Settings):
+    """A data set: its name, its source, and parameters of its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: FolderName
+    source: Target
+    gold: Target | None = None
+    hub_name: str | None = None
+
+
+class DataSettings(Target):
+    """A data module."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of an iteration, on all devices."""
+        return int(self.arguments["batch_size"])
+
+    @property
+    def source(self) -> Target:
+        """The source of its records."""
+        return Target.model_validate(self.arguments["source"])
+
+    @property
+    def prompt_length_key(self) -> str:
+        """The key that bounds its prompts."""
+        return "max_prompt_length" if "max_prompt_length" in self.arguments else "max_length"
+
+
+class ExportSettings(Settings):
+    """Of `export/`."""
+
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+
+
+def _checked_gates(gates: Any) -> Any:
+    for name, gate in (gates or {}).items():
+        if problem := gate_problem(gate):
+            raise ValueError(f".{name}={gate} {problem}")
+    return gates or {}
+
+
+Gates = Annotated[dict[str, Any], BeforeValidator(_checked_gates)]

@@ -1,0 +1,223 @@
+"""`run=FOLDER` of evaluation and collection: the settings of a training run in place of defaults.
+
+They ask the prompts of that run's data set and load its models. A run folder may come from another
+machine, so what it says is data: it is validated anew, and code that it names must be named again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.saved import read_saved, working_folder
+from rlhf_lightning.app.config.settings import COMMANDS, CommandSettings, TrainSettings
+from rlhf_lightning.app.config.validate import read_settings
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import ManifestError, read_manifest
+
+# Of a group all keys are taken over (None) or these alone, which the command reads.
+_MODEL = ("name", "chat_template_arguments", "revision", "trust_remote_code")
+_ANSWERS = (
+    "num_prompts",
+    "answers_per_prompt",
+    "batch_size",
+    "micro_batch_size",
+    "temperature",
+    "max_new_tokens",
+    "gold",
+)
+_GROUPS: dict[str, dict[str, Collection[str] | None]] = {
+    "evaluate": {
+        "dataset": None,
+        "model": _MODEL,
+        "rollout": None,
+        "scorer": None,
+        "safety": None,
+        "gates": None,
+        "evaluation": _ANSWERS,
+    },
+    "collect": {"dataset": None, "model": _MODEL},
+}
+_SINGLE = {  # key of the training run -> key of the command
+    "evaluate": {
+        "data.max_prompt_length": "prompts.max_length",
+        "trainer.precision": "trainer.precision",
+        "seed": "seed",
+    },
+    "collect": {
+        "data.max_prompt_length": "candidates.max_prompt_length",
+        "module.sampling.max_new_tokens": "candidates.max_new_tokens",
+        "seed": "seed",
+    },
+}
+_ADAPTERS = ("RewardAdapterScorer",)  # scorers that hold no whole model
+# Keys whose values run code, or send prompts and secrets away.
+_TRUSTED_AGAIN = ("function", "url", "token_env", "trust_remote_code")
+
+
+def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> CommandSettings:
+    """Return the settings of a command, with what it takes over from `run=`.
+
+    Args:
+        entry: the command.
+        cfg: composed.
+        overrides: of the command line.
+
+    Raises:
+        ConfigError: with the key, what it got and what it wants.
+    """
+    return read_settings(COMMANDS[entry], inherit(entry, cfg, overrides))
+
+
+def inherit(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of a command with what it takes over from `run=`.
+
+    What the command line names stays, a group that it chooses as a whole.
+
+    Args:
+        entry: evaluate or collect.
+        cfg: composed; without `run` it is returned as it is.
+        overrides: of the command line.
+
+    Raises:
+        ConfigError: if the run cannot be read, trained no policy, or names code.
+    """
+    where = cfg.get("run") if entry in _GROUPS else None
+    if where is None:
+        return cfg
+    folder = RunFolder(Path(str(where)))
+    trained = read_training(folder)
+    if entry == "evaluate" and not trained.spec.trains_policy:
+        raise ConfigError(
+            f"run={folder.path} trained a {trained.spec.title}: give the run of a policy"
+        )
+    # A pipeline's file of settings stands beside the folder of the run.
+    made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
+    return take_over(entry, cfg, overrides, trained, models_of(trained, made))
+
+
+def read_training(folder: RunFolder) -> TrainSettings:
+    """Return the settings of a training run, of its folder or of a file of settings.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    file = folder.path if folder.path.suffix == ".yaml" else folder.config
+    try:
+        return read_saved(TrainSettings, file)
+    except ConfigError as error:
+        raise ConfigError(f"run={folder.path}: {error}") from error
+
+
+def models_of(trained: TrainSettings, folder: RunFolder) -> dict[str, str | None]:
+    """Return the models of a training run by kind, with what it made itself, as found from here."""
+    start = working_folder(folder)
+    found: dict[str, str | None] = {}
+    for kind in ("base", "sft", "reward"):
+        source = trained.artifacts.of(kind)
+        beside = None if source is None else start / source
+        there = source is not None and not Path(source).exists()
+        found[kind] = str(beside) if there and beside is not None and beside.exists() else source
+    found[trained.spec.name] = _made(trained, folder)
+    return found
+
+
+def _made(trained: TrainSettings, folder: RunFolder) -> str:
+    """Return the model that a run made: the artefact if it still is, else its export."""
+    if trained.publishes and trained.artifacts.publish is not None:
+        target = working_folder(folder) / trained.artifacts.publish
+        try:
+            manifest = read_manifest(target, verify=False)
+        except ManifestError:
+            return str(folder.export)
+        if Path(manifest.run).resolve() == folder.path.resolve():
+            return str(target)
+    return str(folder.export)
+
+
+def take_over(
+    entry: str,
+    cfg: DictConfig,
+    overrides: Sequence[str],
+    trained: TrainSettings,
+    models: Mapping[str, str | None],
+) -> DictConfig:
+    """Return `cfg` with groups, keys and models of a training run; see `inherit`."""
+    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    _refuse_code(entry, trained, keys)
+    changed: Any = OmegaConf.create(cast(Any, OmegaConf.to_container(cfg, resolve=False)))
+    OmegaConf.set_struct(changed, False)
+    moved = {f"artifacts.{kind}": source for kind, source in models.items()}
+    named = {f"artifacts.{k}": OmegaConf.select(cfg, f"artifacts.{k}") for k in _kinds(keys)}
+    resolved = trained.updated(moved | named).resolved
+    for group, kept in _GROUPS[entry].items():
+        if group in keys or _stays(group, trained):
+            continue
+        node = resolved.get(group)
+        if kept is not None:
+            node = {key: value for key, value in (node or {}).items() if key in kept}
+            for key, value in node.items():
+                OmegaConf.update(changed, f"{group}.{key}", value, merge=False, force_add=True)
+        else:
+            changed[group] = node
+    for theirs, ours in _SINGLE[entry].items():
+        if (value := trained.select(theirs)) is not None:
+            OmegaConf.update(changed, ours, value)
+    # Candidates for labels come from the policy that the run started from, and its base if any.
+    kinds = ("sft", "reward", "ppo") if entry == "evaluate" else ("sft", "base")
+    for kind in kinds:
+        if models.get(kind) is not None or kind == "base":
+            OmegaConf.update(changed, f"artifacts.{kind}", models.get(kind))
+    if entry == "evaluate" and trained.spec.name != "ppo":
+        changed.policy, changed.baseline = models[trained.spec.name], trained.start
+    for key in keys:
+        if "." in key or key in ("seed", "policy", "baseline"):
+            OmegaConf.update(changed, key, OmegaConf.select(cfg, key), force_add=True)
+    return cast(DictConfig, changed)
+
+
+def _kinds(keys: Collection[str]) -> list[str]:
+    return [key.partition(".")[2] for key in keys if key.startswith("artifacts.")]
+
+
+def _stays(group: str, trained: TrainSettings) -> bool:
+    """Return whether the default of the command is kept."""
+    scorer = trained.scorer
+    if group == "scorer" and trained.spec.rolls_out:
+        return scorer is None or scorer.class_name in _ADAPTERS  # the merged model is exported
+    if group == "safety":
+        return trained.safety is None  # the default looks for domains, and finds none
+    return group == "gates" and not trained.spec.rolls_out
+
+
+def named_again(entry: str, trained: TrainSettings) -> dict[str, Any]:
+    """Return what a command takes over only if its command line says it too, by dotted key.
+
+    Functions, addresses and code of the hub: a run folder may come from another machine.
+    """
+    nodes = {group: trained.select(group) for group in _GROUPS[entry] if not _stays(group, trained)}
+    return dict(_trusted(nodes, ""))
+
+
+def _trusted(node: Any, where: str) -> Iterator[tuple[str, Any]]:
+    items = enumerate(node) if isinstance(node, list) else ()
+    for key, value in node.items() if isinstance(node, Mapping) else items:
+        place = f"{where}.{key}" if where else str(key)
+        # A node with `_target_` is held against the allowlist.
+        if key in _TRUSTED_AGAIN and value and not isinstance(value, Mapping):
+            yield place, value
+        yield from _trusted(value, place)
+
+
+def _refuse_code(entry: str, trained: TrainSettings, keys: Collection[str]) -> None:
+    for key, value in named_again(entry, trained).items():
+        group = key.partition(".")[0]
+        if not {group, key} & set(keys):
+            raise ConfigError(
+                f"the run has {key}={value}, which its folder alone is not trusted with: name it "
+                f"again on the command line (++{key}=...), or choose another {group}"
+            )

@@ -1,0 +1,48 @@
+"""Settings of an earlier run, read from its folder as data: validated anew, targets included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.validate import SettingsT, read_settings
+from rlhf_lightning.runs.folder import RunFolder
+
+
+def read_saved(settings: type[SettingsT], file: Path) -> SettingsT:
+    """Return the settings of a run.
+
+    Args:
+        settings: the class of its command.
+        file: `.hydra/config.yaml` of the run.
+
+    Raises:
+        ConfigError: if there is none, or if it is not allowed.
+    """
+    return read_settings(settings, saved_config(file), saved=True)
+
+
+def saved_config(file: Path) -> dict[str, Any]:
+    """Return the configuration of a run as it was written.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} is no configuration of a run")
+    return content
+
+
+def working_folder(folder: RunFolder) -> Path:
+    """Return the folder in which a run was started; this one if that is not known."""
+    file = folder.config.with_name("hydra.yaml")
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    runtime = ((content or {}).get("hydra") or {}).get("runtime") or {}
+    return Path(str(runtime.get("cwd") or "."))

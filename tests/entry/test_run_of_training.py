@@ -1,0 +1,199 @@
+"""`run=` of evaluation and collection: what they take over from a training run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.pipeline.steps import check_pipeline, plan
+from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.command_lines import settings_of
+from tests.entry.test_pipeline import composed, settings_of_step
+
+SENTIMENT = [
+    "experiments.base=null",
+    *(f"experiments.{stage}={stage}_smollm2_sentiment" for stage in ("sft", "reward", "ppo")),
+    "train:dataset.positive=good.txt",
+    "train:dataset.negative=bad.txt",
+    "train:dataset.split_seed=4",
+]
+GSM8K = [
+    *(f"experiments.{stage}=null" for stage in ("base", "reward")),
+    *(f"experiments.{stage}={stage}_smollm2_gsm8k" for stage in ("sft", "ppo")),
+    "train:dataset.path=questions.jsonl",
+]
+TLDR = [
+    *(f"experiments.{stage}={stage}" for stage in ("sft", "reward", "ppo")),
+    "train:model=smollm2_135m",
+    "train:lora=lora",
+    "train:dataset=tldr",
+    "ppo:artifacts.publish=null",
+]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(SENTIMENT, id="sentiment"),
+        pytest.param(GSM8K, id="a reward function"),
+        pytest.param(TLDR, id="a data set a stage, adapters"),
+    ],
+)
+def test_the_evaluation_asks_what_ppo_was_trained_on_and_of_its_models(
+    tmp_path: Path, words: list[str]
+) -> None:
+    folder = tmp_path / "it's a\\"
+    pipeline_of = composed(*words, "collect=true", "collect:annotator=page")
+    check_pipeline(pipeline_of)
+    steps = {step.stage: step for step in plan(pipeline_of, folder)}
+    assert not [w for s in steps.values() for w in s.command(folder) if "<pipeline>" in w]
+    ppo, evaluation, collection = (
+        settings_of_step(steps[name], folder) for name in ("ppo", "evaluate", "collect")
+    )
+    assert ppo.dataset.name != "demo_seed1"
+    assert evaluation.dataset == collection.dataset == ppo.dataset
+    assert evaluation.policy == str(folder / "round_1/ppo/export")
+    assert evaluation.baseline == ppo.artifacts.sft
+    assert collection.candidates.policies["sft"] == ppo.artifacts.sft
+    assert evaluation.gates == ppo.gates
+    assert evaluation.prompts.max_length == ppo.data.get("max_prompt_length")
+    assert collection.candidates.max_prompt_length == ppo.data.get("max_prompt_length")
+    assert evaluation.trainer.precision == ppo.trainer.precision
+    for key in ("gold", "num_prompts", "max_new_tokens"):
+        assert getattr(evaluation.evaluation, key) == getattr(ppo.evaluation, key)
+    for key in ("chat_template_arguments", "revision", "trust_remote_code"):
+        wanted = getattr(ppo.model, key)
+        assert getattr(evaluation.model, key) == getattr(collection.model, key) == wanted
+    if ppo.lora is None:
+        assert evaluation.scorer == ppo.scorer
+    else:  # the reward model is exported with its adapter merged
+        assert evaluation.scorer.get("source") == ppo.artifacts.reward
+
+
+def test_a_mistake_in_a_stage_s_words_is_answered_before_anything_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_lightning.pipeline", "ppo:module.pp=3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "error: round_1/ppo: unknown key module.pp; did you mean module.ppo" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_user_s_words_for_the_evaluation_win(tmp_path: Path) -> None:
+    words = ["evaluate:dataset=questions", "evaluate:dataset.path=F", "evaluate:gates=none"]
+    *_, step = plan(composed(*SENTIMENT, *words, "evaluate:prompts.max_length=99"), tmp_path)
+    settings = settings_of_step(step, tmp_path)
+    assert settings.dataset.source.get("path") == "F"
+    assert "positive" not in settings.resolved["dataset"]
+    assert settings.prompts.max_length == 99
+    assert not settings.gates
+    assert settings.baseline == str(tmp_path / "round_1/artifacts/smollm2_sentiment/sft")
+    *_, step = plan(composed("evaluation_gates=sft"), tmp_path)
+    assert "gates=sft" in step.overrides
+
+
+def run_of(folder: Path, *overrides: str) -> RunFolder:
+    """Write the settings of a run that was started in this working folder."""
+    made = RunFolder(folder)
+    made.config.parent.mkdir(parents=True)
+    write_settings(made.config, settings_of(*overrides))
+    runtime = {"hydra": {"runtime": {"cwd": os.getcwd()}}}
+    made.config.with_name("hydra.yaml").write_text(yaml.safe_dump(runtime))
+    return made
+
+
+def test_the_models_of_a_run_are_found_from_another_folder(tmp_path, monkeypatch) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for kind in ("sft", "reward"):
+        (here / "artifacts/demo_seed7" / kind).mkdir(parents=True)
+    elsewhere.mkdir()
+    monkeypatch.chdir(here)
+    run_of(here / "outputs/ppo/1", "+experiment=ppo", "seed=7")
+    monkeypatch.chdir(elsewhere)
+    settings = settings_of("run=../here/outputs/ppo/1", entry="evaluate")
+    assert settings.policy == "../here/outputs/ppo/1/export"
+    assert settings.baseline == str(here / "artifacts/demo_seed7/sft")
+    assert settings.scorer.get("source") == str(here / "artifacts/demo_seed7/reward")
+    assert settings.seed == 7
+    collection = settings_of("run=../here/outputs/ppo/1", entry="collect")
+    assert collection.candidates.policies["sft"] == settings.baseline
+
+
+def test_a_run_of_sft_is_compared_with_what_it_started_from(working_folder) -> None:
+    made = run_of(working_folder / "outputs/sft/1", "+experiment=sft")
+    settings = settings_of(f"run={made.path}", entry="evaluate")
+    assert settings.policy == str(made.export)
+    assert settings.baseline == "artifacts/demo_seed1/base"
+
+
+def test_what_the_command_line_names_is_not_taken_over(working_folder) -> None:
+    words = ["+experiment=ppo", "evaluation.num_prompts=77", "module.sampling.max_new_tokens=33"]
+    made = run_of(working_folder / "outputs/ppo/1", *words, "trainer.precision=bf16-mixed")
+    taken = settings_of(f"run={made.path}", entry="evaluate")
+    assert (taken.evaluation.num_prompts, taken.trainer.precision) == (77, "bf16-mixed")
+    named = ["evaluation.num_prompts=5", "trainer.precision=32-true", "scorer=none", "seed=9"]
+    settings = settings_of(f"run={made.path}", *named, "artifacts.sft=mine", entry="evaluate")
+    assert (settings.evaluation.num_prompts, settings.trainer.precision) == (5, "32-true")
+    assert settings.scorer is None
+    assert settings.seed == 9
+    assert settings.baseline == "mine"
+    assert settings_of(f"run={made.path}", entry="collect").candidates.max_new_tokens == 33
+
+
+def test_a_reward_model_is_no_policy_to_evaluate_and_its_data_can_be_labelled(working_folder):
+    made = run_of(working_folder / "outputs/reward/1", "+experiment=reward")
+    with pytest.raises(ConfigError, match=r"run=.*/1 trained a reward model: give the run of a p"):
+        settings_of(f"run={made.path}", entry="evaluate")
+    assert settings_of(f"run={made.path}", entry="collect").dataset.name == "demo_seed1"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "again"),
+    [
+        (["scorer=function", "scorer.function=r.py:f"], "scorer.function", "r.py:f"),
+        (["model=smollm2_135m", "model.trust_remote_code=true"], "model.trust_remote_code", "true"),
+        (["scorer=http", "scorer.url=http://h/score"], "scorer.url", "http://h/score"),
+    ],
+)
+def test_code_and_addresses_of_a_run_must_be_named_again(working_folder, words, key, again) -> None:
+    head = ["+experiment=ppo", "dataset=ultrafeedback"] if "model=" in words[0] else []
+    made = run_of(working_folder / "outputs/ppo/1", *(head or ["+experiment=ppo"]), *words)
+    with pytest.raises(ConfigError, match=rf"the run has {key}=.*name it again .*\+\+{key}=\.\.\."):
+        settings_of(f"run={made.path}", entry="evaluate")
+    assert settings_of(f"run={made.path}", f"++{key}={again}", entry="evaluate").scorer is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "config.yaml cannot be read: "),
+        ("a: [", "config.yaml cannot be read: "),
+        ("5", "config.yaml is no configuration of a run"),
+        (
+            "stage: ppo\nmodule: {_target_: os.system}",
+            r"module\._target_=os\.system is not",
+        ),
+    ],
+)
+def test_a_folder_without_settings_that_can_be_trusted_is_refused(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    made = RunFolder(tmp_path / "run")
+    made.config.parent.mkdir(parents=True)
+    if content is not None:
+        made.config.write_text(content)
+    with pytest.raises(ConfigError, match=rf"run={made.path}: .*{message}") as caught:
+        settings_of(f"run={made.path}", entry="evaluate")
+    assert "\n" not in str(caught.value)
