@@ -1,4 +1,4 @@
-"""From prompts to preference records, within a budget: `python -m rlhf_lightning.collect`."""
+"""Collect preference records of prompts, within a budget: `python -m rlhf_lightning.collect`."""
 
 from rlhf_lightning.app.collect import main
 

@@ -8,27 +8,16 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SkipValidation,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rlhf_lightning.app.command_line import fail, say
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.targets import did_you_mean
+from rlhf_lightning.app.config.errors import explain_invalid
+from rlhf_lightning.app.config.groups import Settings, hparams_of
 from rlhf_lightning.app.config.validate import load_values
-from rlhf_lightning.app.dashboard import first_problem
-from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.annotation.assignment import Sharing
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 
@@ -39,27 +28,18 @@ ACTIONS = ("serve", "import", "export", "status")
 FORMATS = ("pairs", "labels", "trl", "argilla", "label_studio")
 
 
-def _built(cls: type[Checked], place: str, node: Any) -> Checked:
-    """Return `cls` made of the group of settings at `place`."""
-    if not isinstance(node, Mapping):
-        raise ValueError(f"={node!r} must be a group of settings: leave it out")
-    values = dict(node)
-    if isinstance(values.get("hosts"), list):
-        values["hosts"] = ",".join(map(str, values["hosts"]))
-    known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            raise ValueError(f"unknown key {place}.{key}{did_you_mean(str(key), known)}")
-    try:
-        return cls(**values)
-    except (TypeError, ValueError) as error:  # pydantic takes ValueError alone
-        raise ValueError(str(error).replace(f"{cls.__name__}.", f"{place}.")) from error
+def _hosts_joined(page: Any) -> Any:
+    if not isinstance(page, Mapping) or not isinstance(page.get("hosts"), list):
+        return page
+    return {**page, "hosts": ",".join(map(str, page["hosts"]))}
 
 
-class AnnotateSettings(BaseModel):
+# With its hosts as one text.
+_PAGE: Any = Annotated[hparams_of(PageSettings), BeforeValidator(_hosts_joined)]  # type: ignore[valid-type]
+
+
+class AnnotateSettings(Settings):
     """The settings of `conf/annotate.yaml`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     store: Annotated[Path, Field(strict=False)]
     action: Literal["serve", "import", "export", "status"] = "serve"
@@ -69,14 +49,8 @@ class AnnotateSettings(BaseModel):
     labels: Literal["aggregated", "raw"] = "aggregated"
     method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
     ratings_per_pair: Annotated[int, Field(ge=1)] = 1
-    sharing: Annotated[
-        SkipValidation[Sharing], BeforeValidator(partial(_built, Sharing, "annotate.sharing"))
-    ]
-    page: Annotated[
-        SkipValidation[PageSettings],
-        BeforeValidator(partial(_built, PageSettings, "annotate.page")),
-        Field(repr=False),  # it knows the token
-    ]
+    sharing: hparams_of(Sharing)  # type: ignore[valid-type]
+    page: _PAGE = Field(repr=False)  # it knows the token
 
     @model_validator(mode="after")
     def _check_file(self) -> Self:
@@ -247,7 +221,7 @@ def compose_settings(overrides: Sequence[str]) -> AnnotateSettings:
     try:
         return AnnotateSettings.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(first_problem(error, "annotate")) from error
+        raise ConfigError(explain_invalid(error, AnnotateSettings, "annotate")) from error
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""From a configuration to objects: data, module, callbacks, logger, Trainer."""
+"""Construction of a run's objects from its settings: data, module, callbacks, logger, Trainer."""
 
 from __future__ import annotations
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from rlhf_lightning.app.command_line import fail
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.targets import did_you_mean
+from rlhf_lightning.app.config.errors import explain_invalid
+from rlhf_lightning.app.config.groups import Settings
 from rlhf_lightning.app.config.validate import load_values
 
 HELP = """Make the workspace of a project in Weights & Biases, and a report that compares two runs.
@@ -27,16 +27,14 @@ RUN is a run folder, or the id of a W&B run. Settings: conf/dashboard.yaml.
 """
 
 
-class DashboardSettings(BaseModel):
+class DashboardSettings(Settings):
     """The settings of `conf/dashboard.yaml`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     action: Literal["save", "print"] = "save"
     project: str
     entity: str | None = None
     name: str
-    compare: list[str | int] = []
+    compare: list[str | int] = Field(default_factory=list)
 
     @field_validator("compare")
     @classmethod
@@ -44,24 +42,6 @@ class DashboardSettings(BaseModel):
         if len(runs) not in (0, 2):
             raise ValueError(f" has {len(runs)} runs: give two, or none")
         return runs
-
-
-def first_problem(error: ValidationError, group: str) -> str:
-    """Return the first error of a group of settings in one line, with its key."""
-    found = error.errors()[0]
-    key, value = ".".join([group, *map(str, found["loc"])]), found["input"]
-    context = found.get("ctx", {})
-    if found["type"] == "value_error":
-        text = str(context["error"])
-        return f"{key}{text}" if text.startswith(("=", ".", " ")) else text
-    if found["type"] == "extra_forbidden":
-        return f"unknown key {key}"
-    if found["type"] == "literal_error":
-        known = re.findall(r"'(\w+)'", context["expected"])
-        return f"{key}={value} must be one of {', '.join(known)}{did_you_mean(str(value), known)}"
-    if "ge" in context:
-        return f"{key}={value} is impossible: it must be >= {context['ge']}"
-    return f"{key}={value!r} is {type(value).__name__}: {found['msg']}"
 
 
 def run(settings: DashboardSettings) -> list[str]:
@@ -224,7 +204,7 @@ def compose_settings(overrides: Sequence[str]) -> DashboardSettings:
     try:
         return DashboardSettings.model_validate(load_values("dashboard", list(overrides)))
     except ValidationError as error:
-        raise ConfigError(first_problem(error, "dashboard")) from error
+        raise ConfigError(explain_invalid(error, DashboardSettings, "dashboard")) from error
 
 
 def main() -> None:

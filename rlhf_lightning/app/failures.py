@@ -78,7 +78,7 @@ def exits_are_failures() -> Iterator[None]:
             raise KeyboardInterrupt from error
         frames = traceback.extract_tb(error.__traceback__)
         # W&B puts a function of its own in the place of sys.exit.
-        place = [frame for frame in frames if "wandb" not in frame.filename][-1]
+        place = [f for f in frames if not f.filename.endswith("wandb/sdk/lib/exit_hooks.py")][-1]
         raise RunFailedError(
             f"sys.exit({error.code!r}) was called in {place.name} ({place.filename}, line "
             f"{place.lineno}), which would end the run in silence: raise an error there instead"

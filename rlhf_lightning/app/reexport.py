@@ -1,4 +1,4 @@
-"""From a checkpoint back to a model folder.
+"""Write a model folder from a checkpoint.
 
 A run folder may come from another machine, so its configuration is data: it is validated anew, and
 nothing in it is built by name but our own loaders, from plain values.

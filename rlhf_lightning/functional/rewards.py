@@ -1,4 +1,4 @@
-"""From one score a response to one reward a token.
+"""Rewards of tokens from scores of responses.
 
 Legend: B rows, R padded response tokens.
 """

@@ -134,35 +134,36 @@ _TYPES = {"int": "int", "float": "float", "string": "str", "bool": "bool", "list
 _GROUPS = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<"}
 _BOUNDS["less_than_equal"] = "<="
-_HPARAMS = re.compile(r"\b\w*(?:Hparams|Thresholds|ActionSettings)(?=[.=])")
+_HPARAMS = re.compile(r"\b\w*(?:Hparams|Thresholds|ActionSettings|Sharing|PageSettings)(?=[.=])")
 
 
-def explain_invalid(error: ValidationError, settings: type[BaseModel]) -> str:
+def explain_invalid(error: ValidationError, settings: type[BaseModel], group: str = "") -> str:
     """Return the first error of a configuration in one line.
 
     Args:
         error: of the settings of a command.
         settings: their class.
+        group: the key below which they stand; "" at the top.
     """
     found = error.errors()
     # A key that is mistyped explains one that is missing.
     found.sort(key=lambda item: item["type"] != "extra_forbidden")
-    return _explain(dict(found[0]), settings)
+    return _explain(dict(found[0]), settings, f"{group}." if group else "")
 
 
-def _explain(error: dict[str, Any], settings: type[BaseModel]) -> str:
+def _explain(error: dict[str, Any], settings: type[BaseModel], group: str) -> str:
     loc = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
-    key, value, kind = ".".join(loc), error["input"], error["type"]
+    key, value, kind = (group + ".".join(loc)).rstrip("."), error["input"], error["type"]
     context = error.get("ctx", {})
     optional = type(None) in typing.get_args(_annotation(settings, loc))
     if value == "???":
         return f"{key} is not set: add {key}=..."
     if kind == "extra_forbidden":
-        names = [f"{'.'.join(loc[:-1])}.{n}".lstrip(".") for n in _fields(settings, loc[:-1])]
+        names = [group + ".".join([*loc[:-1], name]) for name in _fields(settings, loc[:-1])]
         return f"unknown key {key}{did_you_mean(key, names)}"
     if kind == "missing":
-        group = loc[0]
-        whole = f", or choose {group} as a whole ({group}=NAME)" if choices(group) else ""
+        first = loc[0]
+        whole = f", or choose {first} as a whole ({first}=NAME)" if choices(first) else ""
         return f"{key} is missing: set it{whole}"
     if kind == "literal_error":
         return _choice(key, value, _annotation(settings, loc))
@@ -175,7 +176,7 @@ def _explain(error: dict[str, Any], settings: type[BaseModel]) -> str:
         return f"{key}='' must not be empty"
     if kind == "value_error":
         text = str(context["error"])
-        if text.startswith(("=", ".")):
+        if text.startswith(("=", ".", " ")):
             return f"{key}{text}".replace(" ._target_", f" {key}._target_")
         return _HPARAMS.sub(key, text) if key else text
     if kind in _GROUPS:

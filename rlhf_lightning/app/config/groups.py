@@ -358,7 +358,7 @@ class DataSettings(Target):
 
 
 class ExportSettings(Settings):
-    """Of `export/`."""
+    """The exported folder."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
 

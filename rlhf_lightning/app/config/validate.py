@@ -1,4 +1,4 @@
-"""From a composed configuration to the settings of a command, checked before anything is trained.
+"""Read the settings of a command from a composed configuration, checked before anything is trained.
 
 Ranges are checked where objects are made. Without this, a batch size of 0 or a reward function
 that does not exist would be found after the stages that come first, which may be hours later.
@@ -24,7 +24,7 @@ from rlhf_lightning.app.config.compose import (
     primary,
     written_keys,
 )
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain, explain_invalid
+from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, explain, explain_invalid
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
 from rlhf_lightning.app.config.targets import (
@@ -44,7 +44,6 @@ BUILT_IN_CALLBACKS = {
     "callbacks.samples": "rlhf_lightning.callbacks.samples.SampleLog",
     "callbacks.early_stopping": "lightning.pytorch.callbacks.EarlyStopping",
 }
-ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
 
 
 def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -> SettingsT:

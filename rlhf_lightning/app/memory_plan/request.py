@@ -1,4 +1,4 @@
-"""From training settings to the run that a memory plan counts."""
+"""Read the run that a memory plan counts from training settings."""
 
 from __future__ import annotations
 

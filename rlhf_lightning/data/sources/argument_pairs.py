@@ -67,7 +67,7 @@ class JudgedPair:
 
     @property
     def left_out(self) -> str | None:
-        """Why the pair is no preference; None if it is one."""
+        """The reason why the pair is no preference; None if it is one."""
         if self.gold is None:
             return NO_MAJORITY
         if self.gold == "equal":
