@@ -60,8 +60,9 @@ a run would use, with your own settings on the same line.
 - An unknown key is an error that names the nearest one. A value outside the usual range warns, an
   impossible one is an error.
 - Settings of other commands that are in no group below stand with their meanings in
-  `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`, `conf/pipeline.yaml` and
-  `conf/dashboard.yaml`; `rlhf-report --help` and `rlhf-export --help` list theirs.
+  `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`, `conf/pipeline.yaml`,
+  `conf/dashboard.yaml`, `conf/export.yaml` and `conf/report.yaml`. Of `rlhf-export` and
+  `rlhf-report` a bare path is `run=PATH`.
 """
 
 

@@ -1,4 +1,4 @@
-"""The page where people label pairs: `python -m rlhf_lightning.annotate annotate.file=PAIRS`."""
+"""The page where people label pairs: `python -m rlhf_lightning.annotate file=PAIRS`."""
 
 from rlhf_lightning.app.annotate import main
 

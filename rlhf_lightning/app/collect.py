@@ -8,23 +8,21 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rlhf_lightning.app.collect_parts import build_lab, read_prompts
 from rlhf_lightning.app.command_line import (
     check_command_line,
-    fail,
     quieten,
+    run_in_folder,
     run_job,
     say,
-    this_job,
 )
-from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.inherit import command_settings
+from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets
 from rlhf_lightning.app.config.settings import CollectSettings
-from rlhf_lightning.app.failures import exit_with, exits_are_failures, record_failure
+from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
@@ -144,16 +142,17 @@ def _start_lines(settings: CollectSettings, lab: Any, num_prompts: int) -> dict[
 
 
 def _job(cfg: Any) -> None:
-    folder, overrides, _ = this_job()
+    run_in_folder("collect", cfg, _run_or_wait)
+
+
+def _run_or_wait(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> None:
     try:
-        run(cast(CollectSettings, command_settings("collect", cfg, overrides)), folder, overrides)
-    except ConfigError as error:
-        fail(str(error))
-    except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
-        if type(error).__name__ == WAITING:
-            say(str(error))
-            raise SystemExit(PEOPLE_NEEDED) from None
-        exit_with(error)
+        run(settings, folder, overrides)
+    except Exception as error:
+        if type(error).__name__ != WAITING:
+            raise
+        say(str(error))
+        raise SystemExit(PEOPLE_NEEDED) from None
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""The start and the end that all commands share.
+"""The start and the end that all commands share: settings, help and errors.
 
-A mistake is answered in one line, at once, and before Hydra makes a folder for the run.
+Arguments are KEY=VALUE; a command that takes `run=` reads a bare path as it. A mistake is answered
+in one line, at once, and before Hydra makes a folder for the run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,9 +18,13 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from rlhf_lightning.app.config.compose import ConfigError, composed, conf_dir
+from rlhf_lightning.app.config.compose import ConfigError, composed, conf_dir, primary, register
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.help import help_text
 from rlhf_lightning.app.config.inherit import command_settings
+from rlhf_lightning.app.config.settings import COMMANDS
+from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.failures import exit_with
 from rlhf_lightning.distributed.launch import end_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import redacted
@@ -39,8 +44,19 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def _arguments(entry: str) -> list[str]:
+    """Return the arguments of the command line; for help, write it and end the process."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        say(help_text(entry))
+        raise SystemExit(0)
+    return arguments
+
+
 def check_command_line(entry: str) -> Any:
     """Return the settings that the command line composes; end the process if it is a mistake.
+
+    `--help` is answered, and ends the process too.
 
     Args:
         entry: the command, and its file in `conf/`.
@@ -49,7 +65,7 @@ def check_command_line(entry: str) -> Any:
         The settings; None for a sweep, which checks each of its jobs, and where flags are given,
         which are Hydra's to read.
     """
-    overrides = sys.argv[1:]
+    overrides = _arguments(entry)
     if any(argument.startswith("-") for argument in overrides):
         return None
     try:
@@ -65,6 +81,37 @@ def check_command_line(entry: str) -> Any:
         fail(explain(error, overrides, entry))
 
 
+def run_command(entry: str, run: Callable[[Any], object], config: str | None = None) -> None:
+    """Read the command line of a command that makes no run folder, and call `run`.
+
+    Args:
+        entry: the command, and its file in `conf/`.
+        run: called with the settings.
+        config: another file, to which the command adds the group of its name.
+    """
+    words = [f"++{one}" if one.startswith(f"{entry}.") else one for one in _arguments(entry)]
+    register()
+    try:
+        run(load_settings(COMMANDS[entry], config or entry, with_run(entry, words)))
+    except ConfigError as error:
+        fail(str(error))
+
+
+def with_run(entry: str, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with bare paths as `run=`, if the command takes it."""
+    paths = [one for one in arguments if _is_path(one)] if "run" in primary(entry) else []
+    if not paths:
+        return list(arguments)
+    quoted = ["'" + path.replace("'", "\\'") + "'" for path in paths]
+    run = quoted[0] if len(quoted) == 1 else f"[{','.join(quoted)}]"
+    return [f"run={run}", *(one for one in arguments if not _is_path(one))]
+
+
+def _is_path(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    return not argument.startswith(("-", "+", "~")) and ("/" in key or not equals)
+
+
 def run_job(entry: str, job: Callable[[Any], object]) -> None:
     """Have Hydra compose the command line and call `job`; then end this process in order.
 
@@ -74,6 +121,23 @@ def run_job(entry: str, job: Callable[[Any], object]) -> None:
     """
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
     end_process()
+
+
+def run_in_folder(entry: str, cfg: Any, run: Callable[[Any, RunFolder, list[str]], object]) -> None:
+    """Call `run` in the folder of Hydra's job; end the process in one line if it fails.
+
+    Args:
+        entry: the command.
+        cfg: composed.
+        run: called with the settings, the folder and the overrides.
+    """
+    folder, overrides, _ = this_job()
+    try:
+        run(command_settings(entry, cfg, overrides), folder, overrides)
+    except ConfigError as error:
+        fail(str(error))
+    except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
+        exit_with(error)
 
 
 class Job(NamedTuple):

@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
-
-from rlhf_lightning.app.command_line import fail
-from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.errors import explain_invalid
-from rlhf_lightning.app.config.groups import Settings
-from rlhf_lightning.app.config.validate import load_values
-
-HELP = """Make the workspace of a project in Weights & Biases, and a report that compares two runs.
-
-  python -m rlhf_lightning.dashboard                                the workspace of rlhf_lightning
-  python -m rlhf_lightning.dashboard dashboard.project=mine         of another project
-  python -m rlhf_lightning.dashboard dashboard.action=print         what it holds, without a login
-  python -m rlhf_lightning.dashboard 'dashboard.compare=[RUN,RUN]'  and a report of two runs
-
-RUN is a run folder, or the id of a W&B run. Settings: conf/dashboard.yaml.
-"""
-
-
-class DashboardSettings(Settings):
-    """The settings of `conf/dashboard.yaml`."""
-
-    action: Literal["save", "print"] = "save"
-    project: str
-    entity: str | None = None
-    name: str
-    compare: list[str | int] = Field(default_factory=list)
-
-    @field_validator("compare")
-    @classmethod
-    def _two_or_none(cls, runs: list[str | int]) -> list[str | int]:
-        if len(runs) not in (0, 2):
-            raise ValueError(f" has {len(runs)} runs: give two, or none")
-        return runs
+from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import DashboardSettings
 
 
 def run(settings: DashboardSettings) -> list[str]:
@@ -141,13 +109,11 @@ def run_id_of(name: str) -> str:
     folder = Path(name)
     if not folder.is_dir():
         if "/" in name:
-            raise ConfigError(f"dashboard.compare: {name} is no folder")
+            raise ConfigError(f"compare: {name} is no folder")
         return name
     kept = folder / "wandb" / "run_id"
     if not kept.is_file():
-        raise ConfigError(
-            f"dashboard.compare: {name} has no W&B run: it was not run with logger=wandb"
-        )
+        raise ConfigError(f"compare: {name} has no W&B run: it was not run with logger=wandb")
     return kept.read_text("utf-8").strip()
 
 
@@ -162,7 +128,7 @@ def require_login() -> None:
     if not is_logged_in():
         raise ConfigError(
             "no login to Weights & Biases: run `wandb login` or set WANDB_API_KEY; "
-            "dashboard.action=print shows the workspace without it"
+            "action=print shows the workspace without it"
         )
 
 
@@ -194,30 +160,14 @@ def _libraries() -> tuple[Any, Any]:
     return workspaces, reports
 
 
-def compose_settings(overrides: Sequence[str]) -> DashboardSettings:
-    """Return the settings of the overrides.
-
-    Raises:
-        ConfigError: with the key, what it got and what it wants.
-    """
-    register()
-    try:
-        return DashboardSettings.model_validate(load_values("dashboard", list(overrides)))
-    except ValidationError as error:
-        raise ConfigError(explain_invalid(error, DashboardSettings, "dashboard")) from error
+def _show(settings: DashboardSettings) -> None:
+    for line in run(settings):
+        say(line)
 
 
 def main() -> None:
     """Run the command line."""
-    arguments = sys.argv[1:]
-    if {"-h", "--help"} & set(arguments):
-        sys.stdout.write(HELP)
-        return
-    try:
-        for line in run(compose_settings(arguments)):
-            sys.stdout.write(f"{line}\n")
-    except ConfigError as error:
-        fail(str(error))
+    run_command("dashboard", _show)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,17 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rlhf_lightning.app.command_line import (
     check_command_line,
     fail,
     quieten,
+    run_in_folder,
     run_job,
     say,
-    this_job,
 )
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets
 from rlhf_lightning.app.config.settings import EvaluateSettings
@@ -30,7 +29,7 @@ from rlhf_lightning.app.evaluate_parts import (
     prepare_sides,
     reward_spread,
 )
-from rlhf_lightning.app.failures import exit_with, exits_are_failures, record_failure
+from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
@@ -258,13 +257,7 @@ def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, obje
 
 
 def _job(cfg: Any) -> None:
-    folder, overrides, _ = this_job()
-    try:
-        run(cast(EvaluateSettings, command_settings("evaluate", cfg, overrides)), folder, overrides)
-    except ConfigError as error:
-        fail(str(error))
-    except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
-        exit_with(error)
+    run_in_folder("evaluate", cfg, run)
 
 
 def main() -> None:

@@ -1,49 +1,53 @@
 """Export a run's model as a Hugging Face folder: `python -m rlhf_lightning.export RUN`.
 
-RUN is a run folder, whose newest complete checkpoint is taken (also of a run that was killed), or
-a checkpoint in one. With --push-to-hub it may also be a folder that was exported before.
+Must not import torch: a mistake is answered at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import warnings
 from pathlib import Path
 
-from rlhf_lightning.app.export_settings import ExportError, Request, find_checkpoint, find_target
+from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.saved import best_of_early_stopping
+from rlhf_lightning.app.config.settings import ExportSettings
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.lock import is_claimed
+from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
 
 
-def run(request: Request) -> list[str]:
+def run(settings: ExportSettings) -> list[str]:
     """Export, upload if that was asked for, and return where the model is now.
 
     Raises:
-        ExportError: with what is missing and what to do.
+        ConfigError: with what is missing and what to do.
     """
     places = []
-    if is_model_folder(request.run):
-        if request.push_to_hub is None:
-            raise ExportError(
-                f"{request.run} is an exported model already: give a run folder, or --push-to-hub"
+    if is_model_folder(settings.run):
+        if settings.push_to_hub is None:
+            raise ConfigError(
+                f"{settings.run} is an exported model already: give a run folder, or "
+                "push_to_hub=NAME"
             )
-        folder = request.run
+        folder = settings.run
     else:
-        run_folder, checkpoint = find_checkpoint(request.run)
-        folder = find_target(request, run_folder)
+        run_folder, checkpoint = find_checkpoint(settings.run)
+        folder = find_target(settings, run_folder)
         from rlhf_lightning.app.reexport import reexport
 
         reexport(
-            run_folder, checkpoint, folder, adapter_only=request.adapter_only, dtype=request.dtype
+            run_folder, checkpoint, folder, adapter_only=settings.adapter_only, dtype=settings.dtype
         )
         places.append(str(folder))
-    if request.push_to_hub is not None:
+    if settings.push_to_hub is not None:
         from rlhf_lightning.runs.hub import HubError, push_folder
 
         try:
-            address = push_folder(folder, request.push_to_hub, private=not request.public)
+            address = push_folder(folder, settings.push_to_hub, private=not settings.public)
         except HubError as error:
-            raise ExportError(str(error)) from error
+            raise ConfigError(str(error)) from error
         places.append(address)
     return places
 
@@ -53,28 +57,60 @@ def is_model_folder(path: Path) -> bool:
     return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="rlhf-export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder or checkpoint")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="the new folder")
-    parser.add_argument("--adapter-only", action="store_true", help="of LoRA, without its base")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), help="of the weights")
-    parser.add_argument("--push-to-hub", metavar="NAME", help="upload, privately unless --public")
-    parser.add_argument("--public", action="store_true", help="of a new repository on the hub")
-    request = Request(**vars(parser.parse_args()))
+def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
+    """Return the run folder and the checkpoint that `path` means.
+
+    Args:
+        path: a run folder, for the best checkpoint of a finished run with early stopping and else
+            for the newest complete one, or a checkpoint.
+
+    Raises:
+        ConfigError: if it is neither, or if there is no complete checkpoint.
+    """
+    if (path / ".hydra" / "config.yaml").is_file():
+        folder = RunFolder(path)
+        checkpoint = best_of_early_stopping(folder) or newest_complete_checkpoint(folder)
+        if checkpoint is None:
+            raise ConfigError(f"{folder.checkpoints} holds no complete checkpoint")
+        return folder, checkpoint
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist: give a run folder, or a checkpoint in one")
+    folder = RunFolder(path.absolute().parent.parent)
+    if path.suffix != ".ckpt" or not folder.config.is_file():
+        raise ConfigError(
+            f"{path} is no run folder and no checkpoint in one: there is no .hydra/config.yaml; "
+            "runs are in outputs/"
+        )
+    if problem := checkpoint_problem(path):
+        raise ConfigError(f"{path}: {problem}")
+    return folder, path
+
+
+def find_target(settings: ExportSettings, folder: RunFolder) -> Path:
+    """Return the folder to write.
+
+    Raises:
+        ConfigError: if that would overwrite something, or meet a run that is writing.
+    """
+    if settings.to is None:
+        if is_claimed(folder.path):
+            raise ConfigError(f"{folder.path} is being written by a run: give to=FOLDER")
+        return folder.path / "adapter" if settings.adapter_only else folder.export
+    if settings.to.exists() and (not settings.to.is_dir() or any(settings.to.iterdir())):
+        raise ConfigError(f"{settings.to} is there already: give another folder, to=FOLDER")
+    return settings.to
+
+
+def _export(settings: ExportSettings) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    try:
-        for place in run(request):
-            sys.stdout.write(f"{place}\n")
-    except ExportError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from None
+    for place in run(settings):
+        say(place)
+
+
+def main() -> None:
+    """Run the command line."""
+    run_command("export", _export)
 
 
 if __name__ == "__main__":

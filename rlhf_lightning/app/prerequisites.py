@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf_lightning.app.config.compose import ConfigError, choices
-from rlhf_lightning.app.config.settings import CommandSettings
+from rlhf_lightning.app.config.settings import RunSettings
 from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
 
@@ -33,7 +33,7 @@ _SHARED = ("model=", "dataset=", "dataset.name=", "dataset.family=", "lora=", "s
 
 
 def prepare_inputs(
-    settings: CommandSettings,
+    settings: RunSettings,
     overrides: list[str],
     say: Callable[[str], None] = print,
     *,
@@ -82,13 +82,13 @@ def is_available(source: str) -> bool:
     return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
 
 
-def _is_built_in(settings: CommandSettings, kind: str) -> bool:
+def _is_built_in(settings: RunSettings, kind: str) -> bool:
     name = str(settings.select("dataset.name") or "")
     default = Path(settings.paths.artifacts) / name / kind
     return name.startswith("demo_") and Path(settings.select(f"artifacts.{kind}")) == default
 
 
-def _maker(settings: CommandSettings, kind: str, overrides: Sequence[str]) -> str:
+def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     """Return the words by which an experiment makes a `kind` model for these settings."""
     sibling = "_".join([kind, *settings.name.split("_")[1:]])
     if sibling in choices("experiment"):
@@ -100,7 +100,7 @@ def _maker(settings: CommandSettings, kind: str, overrides: Sequence[str]) -> st
     return " ".join([kind, *words])
 
 
-def _train(kind: str, settings: CommandSettings, overrides: list[str]) -> None:
+def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:
     kept = [o for o in overrides if o.lstrip("+").startswith(_PASSED_ON)]
     command = [sys.executable, "-m", "rlhf_lightning.train", f"+experiment={kind}"]
     command += [f"seed={settings.seed}", *kept]

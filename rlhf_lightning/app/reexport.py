@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.build import make_tokenizer, with_vocabulary
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.saved import read_saved, working_folder
+from rlhf_lightning.app.config.saved import best_of_early_stopping, read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import trusted_targets
-from rlhf_lightning.app.export_settings import ExportError, best_of_early_stopping
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
@@ -59,7 +58,7 @@ def reexport(
         dtype: of the weights; None as the run's configuration says.
 
     Raises:
-        ExportError: if the configuration is not allowed, or if there is no model that the
+        ConfigError: if the configuration is not allowed, or if there is no model that the
             checkpoint fits.
     """
     try:
@@ -70,11 +69,11 @@ def reexport(
         model = _model(settings, content)
         outcome = _outcome(folder, checkpoint, model)
     except CheckpointError as error:
-        raise ExportError(str(error)) from error
+        raise ConfigError(str(error)) from error
     except ConfigError as error:
-        raise ExportError(f"{folder.config}: {error}") from error
+        raise ConfigError(f"{folder.config}: {error}") from error
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise ExportError(f"cannot load the model of {checkpoint}: {error}") from error
+        raise ConfigError(f"cannot load the model of {checkpoint}: {error}") from error
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     state = dict(model.state_dict())
@@ -86,7 +85,7 @@ def reexport(
         )
         former = replace_folder(staging, target)
     except ValueError as error:
-        raise ExportError(f"{checkpoint}: {error}") from error
+        raise ConfigError(f"{checkpoint}: {error}") from error
     finally:
         shutil.rmtree(former or staging, ignore_errors=True)
 

@@ -1,17 +1,14 @@
-"""Write a run's report.html again; of several runs also one page that compares them.
-
-python -m rlhf_lightning.report RUN                 report.html in the run folder
-python -m rlhf_lightning.report RUN RUN ...         and comparison.html beside the runs
-python -m rlhf_lightning.report outputs/multirun/*  of a sweep: which setting to take
-"""
+"""Write a run's report.html again; of several runs also one page that compares them."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import ReportSettings
 
 
 def run(folders: Sequence[Path], output: Path | None = None) -> list[Path]:
@@ -55,23 +52,17 @@ def run_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
+def _write(settings: ReportSettings) -> None:
+    try:
+        for path in run(settings.run, settings.output):
+            say(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="rlhf-report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a sweep"
-    )
-    parser.add_argument("--output", type=Path, help="where the comparison goes")
-    arguments = parser.parse_args()
-    try:
-        for path in run(arguments.runs, arguments.output):
-            sys.stdout.write(f"{path}\n")
-    except (OSError, ValueError) as error:
-        parser.error(" ".join(str(error).split()))
+    run_command("report", _write)
 
 
 if __name__ == "__main__":

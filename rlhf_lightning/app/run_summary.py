@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, more_steps
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.memory_plan.report import make_report
 from rlhf_lightning.app.memory_plan.request import device_bytes, policy_shape, read_run
@@ -244,7 +245,7 @@ def memory_advice(settings: TrainSettings, overrides: Sequence[str], *, evaluate
 
 def _planned(settings: TrainSettings) -> str:
     """Return the figures of the plan of the run, in one or two sentences."""
-    plan = {"device_memory": None, "device": "auto", "reward_model": None}
+    plan = PlanGroup()
     try:
         request = read_run(settings, plan)
         report = make_report(request.run, device_bytes(request.run, plan), request.notes)

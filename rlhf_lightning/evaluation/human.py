@@ -172,8 +172,8 @@ def read_labels(folder: Path, file: Path | None) -> list[Label]:
 def labelling_command(folder: Path) -> str:
     """Return how people get to label the pairs of a folder."""
     return (
-        f"label with  python -m rlhf_lightning.annotate annotate.file={folder / PAIRS} "
-        f"annotate.store={folder / STORE}"
+        f"label with  python -m rlhf_lightning.annotate file={folder / PAIRS} "
+        f"store={folder / STORE}"
     )
 
 

@@ -115,7 +115,7 @@ class PageAnnotators:
         if missing:
             raise PeopleNeededError(
                 f"{missing} of {sum(wanted.values())} labels by people are missing. Label with  "
-                f"python -m rlhf_lightning.annotate annotate.store={folder / STORE}  and then go "
+                f"python -m rlhf_lightning.annotate store={folder / STORE}  and then go "
                 "on with the command of this run and resume=auto"
             )
         known = {(x.pair_id, x.annotator) for x in journal.read()}

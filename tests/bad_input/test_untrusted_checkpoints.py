@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.export import run as export
-from rlhf_lightning.app.export_settings import ExportError, Request
 from rlhf_lightning.app.train import run
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.runs.folder import RunFolder
@@ -77,8 +78,8 @@ def test_a_run_resumes_from_no_checkpoint_that_runs_code(start, tmp_path, marker
     write_summary(folder, replace(read_summary(folder), status="failed", config_hash=digest))
     with pytest.raises(CheckpointError, match=words):
         run(automatic, RunFolder(tmp_path / "newer"), [])
-    with pytest.raises(ExportError, match=r"is refused: it names posix\.system"):
-        export(Request(folder.path, to=tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"is refused: it names posix\.system"):
+        export(ExportSettings(run=folder.path, to=tmp_path / "out"))
     assert not marker.exists()
 
 

@@ -62,30 +62,30 @@ def test_help_names_the_actions_and_loads_nothing_heavy():
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert "serve, import, export, status" in loaded.stdout
+    assert "action=                  serve, import, export, status" in loaded.stdout
     assert loaded.stdout.endswith("[]\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "annotate.store=outputs/annotate/labels.sqlite does not exist: add annotate.file="),
-        (["annotate.prot=1"], "unknown key annotate.prot; did you mean annotate."),
+        ([], "store=outputs/annotate/labels.sqlite does not exist: add file="),
+        (["known_of=1"], "unknown key known_of; did you mean known?"),
         (
-            ["annotate.page.prt=1"],
-            "unknown key annotate.page.prt; did you mean annotate.page.port",
+            ["page.prt=1"],
+            "unknown key page.prt; did you mean page.port",
         ),
-        (["annotate.action=sreve"], "annotate.action=sreve must be one of serve, import, export,"),
-        (["annotate.action=export"], "annotate.file is not set: export needs a file"),
+        (["action=sreve"], "action=sreve must be one of serve, import, export,"),
+        (["action=export"], "file is not set: export needs a file"),
         (
-            ["annotate.action=export", "annotate.file=x"],
-            "annotate.format=auto tells what is read: export needs one of pairs, labels, trl,",
+            ["action=export", "file=x"],
+            "format=auto tells what is read: export needs one of pairs, labels, trl,",
         ),
-        (["annotate.ratings_per_pair=0"], "annotate.ratings_per_pair=0 is impossible: it must be"),
-        (["annotate.sharing.gold_share=2"], "annotate.sharing.gold_share=2 is impossible"),
-        (["annotate.page.port=x"], "annotate.page.port='x' is str, expected int"),
-        (["annotate.page.host=0.0.0.0"], "annotate.page.host=0.0.0.0 and annotate.page.hosts=none"),
-        (["annotate.file=none.jsonl"], "none.jsonl: there is no such file or folder. Fix: check"),
+        (["ratings_per_pair=0"], "ratings_per_pair=0 is impossible: it must be"),
+        (["sharing.gold_share=2"], "sharing.gold_share=2 is impossible"),
+        (["page.port=x"], "page.port='x' is str, expected int"),
+        (["page.host=0.0.0.0"], "page.host=0.0.0.0 and page.hosts=none"),
+        (["file=none.jsonl"], "none.jsonl: there is no such file or folder. Fix: check"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(annotate, arguments, message: str):
@@ -100,7 +100,7 @@ def test_a_short_token_is_refused_and_never_told(annotate, monkeypatch: pytest.M
     monkeypatch.setenv("RLHF_ANNOTATE_TOKEN", "s3cr3t")
     result = annotate()
     assert result.returncode == 2
-    assert "annotate.page.token has 6 characters, which can be guessed" in result.stderr
+    assert "page.token has 6 characters, which can be guessed" in result.stderr
     assert "s3cr3t" not in result.stderr + result.stdout
 
 
@@ -108,17 +108,17 @@ def test_preferences_go_in_are_counted_and_come_out_as_reward_training_reads_the
     annotate, tmp_path
 ):
     write_rows(tmp_path / "in.jsonl")
-    taken = annotate("annotate.action=import", "annotate.file=in.jsonl")
+    taken = annotate("action=import", "file=in.jsonl")
     assert taken.returncode == 0, taken.stderr
     assert taken.stdout == (
         "in.jsonl: 3 new pairs of 3 (0 with a known answer), 3 new labels of 3\n"
     )
-    again = annotate("annotate.action=import", "annotate.file=in.jsonl")
+    again = annotate("action=import", "file=in.jsonl")
     assert "0 new pairs of 3 (0 with a known answer), 0 new labels of 3" in again.stdout
-    status = annotate("annotate.action=status")
+    status = annotate("action=status")
     assert "labels.sqlite: 3 of 3 labels\n" in status.stdout
     assert status.stdout.splitlines()[2].split() == ["in.jsonl", "person", "3", "0", "-", "-"]
-    export = ["annotate.action=export", "annotate.file=out/chosen.jsonl", "annotate.format=trl"]
+    export = ["action=export", "file=out/chosen.jsonl", "format=trl"]
     written = annotate(*export)
     assert written.stdout == "out/chosen.jsonl: 3 rows\n", written.stderr
     rows = [json.loads(x) for x in (tmp_path / "out" / "chosen.jsonl").read_text().splitlines()]
@@ -140,20 +140,20 @@ def test_served_preferences_are_labelled_anew_unless_they_are_to_be_kept(
     annotate, announced, tmp_path: Path
 ):
     write_rows(tmp_path / "in.jsonl")
-    served = annotate("annotate.file=in.jsonl")
+    served = annotate("file=in.jsonl")
     assert served.stdout.splitlines() == [
         "in.jsonl: 3 new pairs of 3 (0 with a known answer), 0 new labels of 0",
         "3 preferences in in.jsonl are left out, and the pairs are labelled anew: "
-        "annotate.known=labels keeps them as labels, annotate.known=gold makes them known answers",
+        "known=labels keeps them as labels, known=gold makes them known answers",
         "http://here/",
         "0 of 3 labels are there, in outputs/annotate/labels.sqlite. Control-C stops; nothing is "
         "lost.",
     ]
-    kept = annotate("annotate.file=in.jsonl", "annotate.known=labels", "annotate.store=x.sqlite")
+    kept = annotate("file=in.jsonl", "known=labels", "store=x.sqlite")
     assert "3 new labels of 3\n" in kept.stdout
     assert "3 of 3 labels are there, in x.sqlite" in kept.stdout
     assert "Nothing is left to label: every pair has its ratings." in kept.stdout
-    gold = annotate("annotate.file=in.jsonl", "annotate.known=gold", "annotate.store=y.sqlite")
+    gold = annotate("file=in.jsonl", "known=gold", "store=y.sqlite")
     assert "(3 with a known answer), 0 new labels of 0\n" in gold.stdout
     assert "left out" not in gold.stdout
 
@@ -162,7 +162,7 @@ def test_preferences_that_disagree_are_no_known_answer_which_is_said(annotate, t
     turned = ROWS[0] | {"chosen": ROWS[0]["rejected"], "rejected": ROWS[0]["chosen"]}
     rows = [*ROWS, turned | {"annotator": "Bob"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = annotate("annotate.action=import", "annotate.file=in.jsonl", "annotate.known=gold")
+    said = annotate("action=import", "file=in.jsonl", "known=gold")
     assert "3 new pairs of 3 (2 with a known answer)" in said.stdout
     assert "2 preferences in in.jsonl are left out: a known answer is one on which" in said.stdout
 
@@ -170,7 +170,7 @@ def test_preferences_that_disagree_are_no_known_answer_which_is_said(annotate, t
 def test_a_second_label_of_one_annotator_on_one_pair_is_counted_aloud(annotate, tmp_path: Path):
     turned = ROWS[0] | {"chosen": ROWS[0]["rejected"], "rejected": ROWS[0]["chosen"]}
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*ROWS, turned]))
-    said = annotate("annotate.action=import", "annotate.file=in.jsonl")
+    said = annotate("action=import", "file=in.jsonl")
     assert "3 new labels of 4; of 1 the annotator has one on that pair already" in said.stdout
 
 
@@ -192,10 +192,10 @@ def test_a_port_that_is_taken_is_told_with_a_way_out(annotate, tmp_path: Path):
     write_rows(tmp_path / "in.jsonl")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        result = annotate("annotate.file=in.jsonl", f"annotate.page.port={port}")
+        result = annotate("file=in.jsonl", f"page.port={port}")
     assert result.returncode == 2
-    assert f"annotate.page.port={port} cannot be listened on" in result.stderr
-    assert "annotate.page.port=0 takes a free port" in result.stderr
+    assert f"page.port={port} cannot be listened on" in result.stderr
+    assert "page.port=0 takes a free port" in result.stderr
 
 
 def test_what_is_not_installed_is_named(annotate, tmp_path: Path, monkeypatch):
@@ -204,7 +204,7 @@ def test_what_is_not_installed_is_named(annotate, tmp_path: Path, monkeypatch):
     monkeypatch.delitem(
         sys.modules, "rlhf_lightning.preferences.annotation.server.serve", raising=False
     )
-    result = annotate("annotate.file=in.jsonl")
+    result = annotate("file=in.jsonl")
     assert result.returncode == 2
     assert result.stderr == (
         "error: the page needs uvicorn: pip install -e '.[annotate]' in the checkout\n"

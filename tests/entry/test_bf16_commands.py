@@ -16,9 +16,9 @@ import torch
 from rlhf_lightning.app.collect import run as run_collect
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.evaluate import run as run_evaluate
 from rlhf_lightning.app.export import run as run_export
-from rlhf_lightning.app.export_settings import Request
 from rlhf_lightning.app.train import run as run_train
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.models import cpu
@@ -131,7 +131,7 @@ def test_every_command_runs_at_bf16(tmp_path: Path, kind: str, lora: tuple[str, 
     )
     assert summary.status == "completed"
 
-    run_export(Request(ppo.path, to=tmp_path / "out"))
+    run_export(ExportSettings(run=ppo.path, to=tmp_path / "out"))
     exported, kept = load_policy(tmp_path / "out"), load_policy(ppo.export)
     for name, value in kept.state_dict().items():
         torch.testing.assert_close(exported.state_dict()[name], value, rtol=0, atol=1e-6)

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rlhf_lightning.app.build import assemble
-from rlhf_lightning.app.export_settings import ExportError
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.reexport import reexport
 from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
@@ -154,7 +154,7 @@ def test_an_adapter_is_not_merged_into_a_damaged_base(tmp_path, start, damaged):
     shutil.rmtree(base)
     shutil.copytree(folder, base)
     checkpoint = sorted(run.checkpoints.glob("*.ckpt"))[0]
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(ConfigError, match=message):
         reexport(run, checkpoint, tmp_path / "made", adapter_only=False)
     assert not (tmp_path / "made").exists()
 

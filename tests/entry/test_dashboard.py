@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import DashboardSettings
+from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.dashboard import (
-    compose_settings,
     default_entity,
     make_report,
     make_workspace,
@@ -92,7 +93,7 @@ def test_the_report_of_two_runs_is_made_of_the_same_panels():
 @pytest.mark.skipif(not is_logged_in(), reason="no login to Weights & Biases: nothing can be saved")
 def test_the_workspace_and_the_report_can_be_saved(monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
-    settings = compose_settings(["dashboard.project=rlhf_lightning_test"])
+    settings = load_settings(DashboardSettings, "dashboard", ["project=rlhf_lightning_test"])
     (place,) = run(settings)
     assert default_entity() in place
 
@@ -111,9 +112,9 @@ def test_runs_are_named_by_folder_or_by_id(tracked, tmp_path):
     ("overrides", "message"),
     [
         ([], "wandb login"),
-        (["dashboard.compare=[one]"], "give two, or none"),
-        (["dashboard.action=show"], "must be one of save, print"),
-        (["dashboard.projekt=x"], r"unknown key dashboard\.projekt"),
+        (["compare=[one]"], "give two, or none"),
+        (["action=show"], "must be one of save, print"),
+        (["projekt=x"], "unknown key projekt"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(overrides, message, monkeypatch, tmp_path):
@@ -122,13 +123,13 @@ def test_what_cannot_work_is_refused_in_one_line(overrides, message, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(ConfigError, match=message):
-        run(compose_settings(overrides))
+        run(load_settings(DashboardSettings, "dashboard", overrides))
 
 
 @pytest.mark.timeout(60)
 def test_the_command_prints_the_workspace_without_a_login(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf_lightning.dashboard", "dashboard.action=print"],
+        [sys.executable, "-m", "rlhf_lightning.dashboard", "action=print"],
         cwd=tmp_path,
         env=os.environ | {"HOME": str(tmp_path)},
         capture_output=True,

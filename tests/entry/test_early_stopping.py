@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.app.export_settings import Request, best_of_early_stopping, find_checkpoint
+from rlhf_lightning.app.config.saved import best_of_early_stopping
+from rlhf_lightning.app.export import find_checkpoint
 from rlhf_lightning.app.reexport import reexport
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -74,7 +75,7 @@ def test_what_is_measured_exported_and_published_is_the_best(stopped):
 
 
 def test_it_is_exported_again_as_it_was(stopped, tmp_path):
-    folder, checkpoint = find_checkpoint(Request(stopped.path).run)
+    folder, checkpoint = find_checkpoint(stopped.path)
     assert checkpoint_iteration(checkpoint) == best_row(stopped)["iteration"]
     reexport(folder, checkpoint, tmp_path / "again", adapter_only=False)
     ours, theirs = exported(tmp_path / "again"), exported(stopped.export)

@@ -18,8 +18,9 @@ from transformers import (
     AutoTokenizer,
 )
 
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.export import run
-from rlhf_lightning.app.export_settings import ExportError, Request
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.runs import completed, killed, make_start
@@ -40,7 +41,7 @@ def saved_weights(folder: RunFolder, prefix: str, iteration: int = 3):
 
 
 def export(folder, tmp_path, **options):
-    run(Request(folder, to=tmp_path / "out", **options))
+    run(ExportSettings(run=folder, to=tmp_path / "out", **options))
     return tmp_path / "out"
 
 
@@ -101,8 +102,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(sft, tmp_path):
     last = damaged / "checkpoints/iteration=000003.ckpt"
     last.write_bytes(last.read_bytes()[:-2000])
     assert "after iteration 2." in card(export(damaged, tmp_path))
-    with pytest.raises(ExportError, match="it was cut short or is no checkpoint"):
-        run(Request(last))
+    with pytest.raises(ConfigError, match="it was cut short or is no checkpoint"):
+        run(ExportSettings(run=last))
 
 
 def test_the_place_is_the_runs_own_export_folder_unless_another_is_given(sft, tmp_path):
@@ -110,7 +111,7 @@ def test_the_place_is_the_runs_own_export_folder_unless_another_is_given(sft, tm
     shutil.copytree(sft.path, copy, symlinks=True)
     (copy / "export").mkdir()
     (copy / "export/half_written").touch()
-    assert run(Request(copy)) == [str(copy / "export")]
+    assert run(ExportSettings(run=copy)) == [str(copy / "export")]
     assert not (copy / "export/half_written").exists()
     assert load_policy(copy / "export")
     assert not list(copy.glob(".export*"))
@@ -167,7 +168,7 @@ def test_an_adapter_is_merged_and_stands_beside_it(start, tmp_path, stage):
     folder = killed(tmp_path / "run", stage, start, *LORA)
     made = export(folder.path, tmp_path)
     alone = tmp_path / "alone"
-    run(Request(folder.path, to=alone, adapter_only=True))
+    run(ExportSettings(run=folder.path, to=alone, adapter_only=True))
     assert not list(alone.glob("model*.safetensors"))
     assert metadata_load(alone / "README.md")["library_name"] == "peft"
     batch = texts(AutoTokenizer.from_pretrained(made))
@@ -185,7 +186,7 @@ def test_an_adapter_on_a_model_of_the_hubs_cache_names_it_as_the_hub_does(start,
     base = tmp_path / "models--org--tiny" / "snapshots" / commit
     shutil.copytree(start, base)
     folder = killed(tmp_path / "run", "sft", base, *LORA, "trainer.limit_train_batches=1")
-    run(Request(folder.path, to=tmp_path / "alone", adapter_only=True))
+    run(ExportSettings(run=folder.path, to=tmp_path / "alone", adapter_only=True))
     written = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
     assert (written["base_model_name_or_path"], written["revision"]) == ("org/tiny", commit)
     assert str(tmp_path) not in (tmp_path / "alone" / "rlhf_lightning.json").read_text()
@@ -199,7 +200,7 @@ def test_an_adapter_loads_from_another_working_folder_and_says_what_it_needs(
     shutil.copytree(start, work / "artifacts/base")
     monkeypatch.chdir(work)
     folder = killed(work / "run", "sft", "artifacts/base", *LORA)
-    run(Request(folder.path, to=tmp_path / "alone", adapter_only=True))
+    run(ExportSettings(run=folder.path, to=tmp_path / "alone", adapter_only=True))
     made = export(folder.path, tmp_path)
     monkeypatch.chdir(elsewhere)
     for adapter in (tmp_path / "alone", made / "adapter"):
@@ -214,7 +215,7 @@ def test_exported_files_can_be_read_by_whoever_the_umask_lets_in(sft, reward_lor
     former = os.umask(0o027)
     try:
         export(sft.path, tmp_path)
-        run(Request(reward_lora.path, to=tmp_path / "reward"))
+        run(ExportSettings(run=reward_lora.path, to=tmp_path / "reward"))
     finally:
         os.umask(former)
     files = [p for name in ("out", "reward") for p in (tmp_path / name).rglob("*") if p.is_file()]
@@ -230,7 +231,7 @@ def test_the_card_of_a_policy_names_what_scored_it(start, tmp_path):
 def test_a_reward_models_adapter_gives_the_merged_models_scores(reward_lora, tmp_path):
     made = export(reward_lora.path, tmp_path)
     alone = tmp_path / "alone"
-    run(Request(reward_lora.path, to=alone, adapter_only=True))
+    run(ExportSettings(run=reward_lora.path, to=alone, adapter_only=True))
     tokenizer = AutoTokenizer.from_pretrained(alone)
     batch = texts(tokenizer)
     with torch.no_grad():
@@ -252,11 +253,11 @@ def test_an_adapter_is_not_merged_into_another_base(reward_lora, start, tmp_path
     shutil.copytree(reward_lora.path, moved, symlinks=True)
     config = moved / ".hydra/config.yaml"
     config.write_text(config.read_text().replace(str(start), str(other)))
-    with pytest.raises(ExportError, match=r"trained against reference .* source is now"):
+    with pytest.raises(ConfigError, match=r"trained against reference .* source is now"):
         export(moved, tmp_path)
 
 
 def test_only_a_run_with_an_adapter_has_one(sft, tmp_path):
-    with pytest.raises(ExportError, match="trained the whole model and no adapter"):
+    with pytest.raises(ConfigError, match="trained the whole model and no adapter"):
         export(sft.path, tmp_path, adapter_only=True)
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.export import run
-from rlhf_lightning.app.export_settings import Request
 from rlhf_lightning.app.finalize import made_by
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import read_manifest
@@ -78,7 +78,7 @@ def test_the_next_stage_knows_the_dtype_of_the_root_and_keeps_its_head_in_fp32(b
 
 @pytest.mark.parametrize(("asked", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_the_dtype_can_be_asked_for(bf16, tmp_path, asked, dtype):
-    run(Request(bf16 / "run", to=tmp_path / "out", dtype=asked))
+    run(ExportSettings(run=bf16 / "run", to=tmp_path / "out", dtype=asked))
     weights = load_file(tmp_path / "out/model.safetensors")
     assert {value.dtype for value in weights.values()} == {dtype}
     full = load_file(bf16 / "published/model.safetensors")
@@ -94,7 +94,7 @@ def test_the_same_weights_are_written_once_and_a_later_run_leaves_the_artefact_a
     for name in names:
         assert os.path.samefile(folder.export / name, tmp_path / "published" / name)
     before = read_manifest(tmp_path / "published").fingerprint
-    run(Request(folder.path, dtype="bf16"))
+    run(ExportSettings(run=folder.path, dtype="bf16"))
     for name in names:
         assert not os.path.samefile(folder.export / name, tmp_path / "published" / name)
     assert read_manifest(tmp_path / "published").fingerprint == before

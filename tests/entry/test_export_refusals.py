@@ -9,15 +9,16 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.export import run
-from rlhf_lightning.app.export_settings import ExportError, Request
 from rlhf_lightning.models.factory import load_policy
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def export(folder, tmp_path, **options):
-    run(Request(folder, to=tmp_path / "out", **options))
+    run(ExportSettings(run=folder, to=tmp_path / "out", **options))
     return tmp_path / "out"
 
 
@@ -61,7 +62,7 @@ def edited(sft, tmp_path, *values):
 def test_a_configuration_is_data_and_is_checked_before_anything_is_built(
     sft, tmp_path, values, said
 ):
-    with pytest.raises(ExportError, match=said):
+    with pytest.raises(ConfigError, match=said):
         export(edited(sft, tmp_path, *values), tmp_path)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
@@ -69,7 +70,7 @@ def test_a_configuration_is_data_and_is_checked_before_anything_is_built(
 
 def test_a_relative_start_is_found_where_the_run_was_started(sft, start, tmp_path):
     copy = edited(sft, tmp_path, ("artifacts.base", start.name))
-    with pytest.raises(ExportError, match="cannot load the model"):
+    with pytest.raises(ConfigError, match="cannot load the model"):
         export(copy, tmp_path)
     hydra = {"hydra": {"runtime": {"cwd": str(start.parent)}, "other": "${now:%Y}"}}
     OmegaConf.save(OmegaConf.create(hydra), copy / ".hydra/hydra.yaml")
@@ -85,7 +86,7 @@ def test_a_relative_start_is_found_where_the_run_was_started(sft, start, tmp_pat
     ],
 )
 def test_what_is_no_run_is_said_to_be_none(sft, tmp_path, make, said):
-    with pytest.raises(ExportError, match=said):
+    with pytest.raises(ConfigError, match=said):
         export(make(sft, tmp_path), tmp_path)
 
 
@@ -93,12 +94,12 @@ def test_a_run_without_a_checkpoint_and_a_folder_in_use_are_refused(sft, tmp_pat
     copy = tmp_path / "run"
     shutil.copytree(sft.path, copy, symlinks=True)
     shutil.rmtree(copy / "checkpoints")
-    with pytest.raises(ExportError, match="holds no complete checkpoint"):
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         export(copy, tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
-    with pytest.raises(ExportError, match="is there already: give another folder"):
-        run(Request(sft.path, to=tmp_path / "mine"))
+    with pytest.raises(ConfigError, match="is there already: give another folder"):
+        run(ExportSettings(run=sft.path, to=tmp_path / "mine"))
     assert (tmp_path / "mine/notes.txt").exists()
 
 
@@ -116,4 +117,4 @@ def test_the_command_line_answers_mistakes_in_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path} is no run folder")
     assert "Traceback" not in done.stderr
-    assert "--push-to-hub NAME" in call("--help").stdout
+    assert "push_to_hub=ORG/NAME" in call("--help").stdout

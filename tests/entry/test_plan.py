@@ -8,9 +8,11 @@ import pytest
 
 from rlhf_lightning.app import plan
 from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.settings import PlanSettings
+from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.memory_plan import phases
 from rlhf_lightning.app.memory_plan.phases import OPTIMIZER, WEIGHTS, Plan
-from rlhf_lightning.app.memory_plan.request import read_run
+from rlhf_lightning.app.memory_plan.request import Request, read_run
 
 GIB = 2**30
 
@@ -24,9 +26,16 @@ ULTRA = "dataset=ultrafeedback"
 SHORT = ("data.max_prompt_length=32", "module.sampling.max_new_tokens=32")  # few chunks of logits
 
 
+def read(*overrides: str) -> Request:
+    """Return the run that a command line plans."""
+    words = [f"++{one}" if one.startswith("plan.") else one for one in overrides]
+    settings = load_settings(PlanSettings, "train", words)
+    return read_run(settings, settings.plan)
+
+
 def plan_of(*overrides: str) -> Plan:
     """Return what a run takes, without what would make it fit."""
-    return phases.plan(read_run(*plan.compose_run(list(overrides))).run)
+    return phases.plan(read(*overrides).run)
 
 
 def as_json(capsys, monkeypatch, *overrides: str) -> dict:
@@ -72,18 +81,17 @@ def test_devices_are_planned_in_the_groups_that_share_a_copy():
         "strategy=fsdp",
         "trainer.devices=4",
     ]
-    run = read_run(*plan.compose_run([*four, "strategy.shard_over=2"])).run
+    run = read(*four, "strategy.shard_over=2").run
     assert (run.num_devices, run.sharded) == (4, 2)
-    assert read_run(*plan.compose_run(four)).run.sharded == 4
+    assert read(*four).run.sharded == 4
     with pytest.raises(ConfigError, match=r"strategy\.shard_over=3 must divide the 4 devices"):
-        plan.compose_run([*four, "strategy.shard_over=3"])
+        read(*four, "strategy.shard_over=3")
 
 
 def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it_does():
     small = ["+experiment=ppo", "plan.device=cpu"]  # the built-in world's models
     after, during = (
-        phases.plan(read_run(*plan.compose_run([*small, f"evaluation.every_n_iterations={n}"])).run)
-        for n in ("null", 5)
+        phases.plan(read(*small, f"evaluation.every_n_iterations={n}").run) for n in ("null", 5)
     )
     assert after.optimizer == during.optimizer > 0
     held = [{p.name: p.parts for p in planned.phases}["evaluate"] for planned in (after, during)]
@@ -94,4 +102,4 @@ def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it
 
 def test_a_setting_that_does_not_exist_is_named():
     with pytest.raises(ConfigError, match=r"unknown key plan\.device_memry; did you mean"):
-        plan.compose_run(["+experiment=ppo", "plan.device_memry=80GiB"])
+        read("+experiment=ppo", "plan.device_memry=80GiB")

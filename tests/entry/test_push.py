@@ -56,7 +56,7 @@ def push(folder, address, *arguments, token=TOKEN):
 
 def test_a_folder_becomes_a_private_repository_with_one_commit(exported):
     with running_hub() as hub:
-        done = push(exported, hub.address, "--push-to-hub", "me/policy")
+        done = push(exported, hub.address, "push_to_hub=me/policy")
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == f"{hub.address}/me/policy"
         repository = hub.repositories["me/policy"]
@@ -71,14 +71,14 @@ def test_a_folder_becomes_a_private_repository_with_one_commit(exported):
         assert not any(b"/home/me" in content for content in files.values())
         # What stands on this machine is as it was.
         assert "/home/me" in (exported / "adapter/adapter_config.json").read_text()
-        again = push(exported, hub.address, "--push-to-hub", "me/policy")
+        again = push(exported, hub.address, "push_to_hub=me/policy")
         assert again.returncode == 0, again.stderr
         assert len(repository["commits"]) == 2
 
 
 def test_a_public_repository_needs_its_own_word(exported):
     with running_hub() as hub:
-        done = push(exported, hub.address, "--push-to-hub", "me/policy", "--public")
+        done = push(exported, hub.address, "push_to_hub=me/policy", "public=true")
         assert done.returncode == 0, done.stderr
         assert hub.repositories["me/policy"]["wanted"]["visibility"] == "public"
 
@@ -92,7 +92,7 @@ def test_a_public_repository_needs_its_own_word(exported):
 )
 def test_without_the_right_token_nothing_is_uploaded(exported, token, said):
     with running_hub() as hub:
-        done = push(exported, hub.address, "--push-to-hub", "me/policy", token=token)
+        done = push(exported, hub.address, "push_to_hub=me/policy", token=token)
         assert (done.returncode, hub.repositories) == (2, {})
         assert hub.refused == (0 if token is None else 1)
     assert said in done.stderr
@@ -101,7 +101,7 @@ def test_without_the_right_token_nothing_is_uploaded(exported, token, said):
 
 
 def test_a_hub_that_does_not_answer_is_an_error_in_one_line(exported):
-    done = push(exported, "http://127.0.0.1:9", "--push-to-hub", "me/policy")
+    done = push(exported, "http://127.0.0.1:9", "push_to_hub=me/policy")
     assert done.returncode == 2
     assert done.stderr.startswith("error: the hub did not take me/policy: ConnectError")
     assert "Traceback" not in done.stderr
@@ -111,4 +111,4 @@ def test_an_exported_folder_is_uploaded_only_if_asked(exported):
     with running_hub() as hub:
         done = push(exported, hub.address)
         assert (done.returncode, hub.repositories) == (2, {})
-    assert "is an exported model already: give a run folder, or --push-to-hub" in done.stderr
+    assert "is an exported model already: give a run folder, or push_to_hub=NAME" in done.stderr

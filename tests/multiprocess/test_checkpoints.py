@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.export import run as export
-from rlhf_lightning.app.export_settings import Request
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
 from rlhf_lightning.runs.resume import checkpoint_problem
 from tests.builders.command_lines import overrides_of
@@ -161,7 +161,7 @@ def test_a_run_is_exported_from_its_shards(tmp_path):
     ).check()
     (run,) = (path.parent for path in tmp_path.glob("outputs/sft/*/summary.json"))
     assert (run / "checkpoints" / "last.ckpt").is_dir()
-    export(Request(run / "checkpoints" / "last.ckpt", to=tmp_path / "exported"))
+    export(ExportSettings(run=run / "checkpoints" / "last.ckpt", to=tmp_path / "exported"))
     made, wanted = (
         load_file(f / "model.safetensors") for f in (tmp_path / "exported", run / "export")
     )

@@ -107,7 +107,7 @@ def test_train_and_export_leave_the_same_trained_model_in_fp32(chain: Chain, sta
     summary(run)
     with (run / "metrics.csv").open() as file:
         assert [int(row["iteration"]) for row in csv.DictReader(file)] == [1, 2, 3]
-    chain.command("export", str(run), "--to", str(run / "again"))
+    chain.command("export", str(run), f"to={run / 'again'}")
     own, again = weights(run / "export"), weights(run / "again")
     assert own.keys() == again.keys()
     for name, tensor in own.items():

@@ -60,7 +60,7 @@ class Session:
 
 def run_load(folder: Path, *, num_pairs: int, ratings_per_pair: int, num_raters: int) -> Load:
     """Let raters label all pairs, and compare what they were told with what is in the store."""
-    ratings = f"annotate.ratings_per_pair={ratings_per_pair}"
+    ratings = f"ratings_per_pair={ratings_per_pair}"
     with serving(folder, make_pairs(num_pairs), ratings) as server:
         tasks = [(server.url, f"rater {number}") for number in range(num_raters)]
         started = time.perf_counter()

@@ -51,12 +51,12 @@ def serving(
 ) -> Iterator[Server]:
     """Run the page on the store in `folder`, with these pairs added."""
     store = folder / "labels.sqlite"
-    command = [sys.executable, "-m", "rlhf_lightning.annotate", f"annotate.store={store}"]
+    command = [sys.executable, "-m", "rlhf_lightning.annotate", f"store={store}"]
     if pairs:
         file = folder / "pairs.jsonl"
         write_records(file, pairs)
-        command.append(f"annotate.file={file}")
-    command += [f"annotate.page.port={port}", *settings]
+        command.append(f"file={file}")
+    command += [f"page.port={port}", *settings]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"RLHF_ANNOTATE_TOKEN": token}
     )

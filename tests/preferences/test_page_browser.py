@@ -200,7 +200,7 @@ def test_a_phone_needs_no_horizontal_scrolling_in_light_and_in_dark(
     word = "Donaudampfschifffahrtsgesellschaft" * 8
     pair = Pair.make(f"What is a {word}?", f"A {word}.\n" * 30, "x" * 900, domain="w" * 80)
     set_viewport(browser, 360, 740, phone=True)
-    with serving(tmp_path, [pair], "annotate.page.instructions='Look at the length.'") as server:
+    with serving(tmp_path, [pair], "page.instructions='Look at the length.'") as server:
         browser.get(server.url)
         assert_fits(browser)
         browser.find_element(By.ID, "name").send_keys("W" * 60 + Keys.ENTER)

@@ -83,7 +83,7 @@ def as_time(date: str) -> float:
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that asks for a token, and may be called by one more name."""
     folder = tmp_path_factory.mktemp("guarded")
-    hosts = "annotate.page.hosts=[Lab.test]"
+    hosts = "page.hosts=[Lab.test]"
     with serving(folder, make_pairs(3), hosts, token=TOKEN) as running:
         yield running
 

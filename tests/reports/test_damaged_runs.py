@@ -36,7 +36,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, monkeypatch, capsys, name
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    last = capsys.readouterr().err.strip().rpartition("rlhf-report: error: ")[2]
+    last = capsys.readouterr().err.strip().removeprefix("error: ")
     assert last.startswith(f"{folder.path / name} cannot be read as ")
     assert "\n" not in last
     assert len(last) < 600

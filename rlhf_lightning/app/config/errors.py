@@ -64,7 +64,7 @@ def _a_file(overrides: list[str]) -> str | None:
 
 
 def _unreadable(override: str, text: str) -> str:
-    if "=" not in override and not override.startswith("~"):
+    if override.startswith("-") or ("=" not in override and not override.startswith("~")):
         return f"{override!r} sets nothing: write KEY=VALUE, such as seed=2"
     key = override.partition("=")[0]
     reason = text.splitlines()[0].removeprefix(f"Error parsing override '{override}'")
@@ -131,35 +131,35 @@ def _paths(node: object, where: str = "") -> Iterator[str]:
 
 
 _TYPES = {"int": "int", "float": "float", "string": "str", "bool": "bool", "list": "a list"}
+_TYPES["path"] = "a path"
 _GROUPS = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<"}
 _BOUNDS["less_than_equal"] = "<="
 _HPARAMS = re.compile(r"\b\w*(?:Hparams|Thresholds|ActionSettings|Sharing|PageSettings)(?=[.=])")
 
 
-def explain_invalid(error: ValidationError, settings: type[BaseModel], group: str = "") -> str:
+def explain_invalid(error: ValidationError, settings: type[BaseModel]) -> str:
     """Return the first error of a configuration in one line.
 
     Args:
         error: of the settings of a command.
         settings: their class.
-        group: the key below which they stand; "" at the top.
     """
     found = error.errors()
     # A key that is mistyped explains one that is missing.
     found.sort(key=lambda item: item["type"] != "extra_forbidden")
-    return _explain(dict(found[0]), settings, f"{group}." if group else "")
+    return _explain(dict(found[0]), settings)
 
 
-def _explain(error: dict[str, Any], settings: type[BaseModel], group: str) -> str:
+def _explain(error: dict[str, Any], settings: type[BaseModel]) -> str:
     loc = [str(part) for part in error["loc"] if not str(part).startswith("function-")]
-    key, value, kind = (group + ".".join(loc)).rstrip("."), error["input"], error["type"]
+    key, value, kind = ".".join(loc), error["input"], error["type"]
     context = error.get("ctx", {})
     optional = type(None) in typing.get_args(_annotation(settings, loc))
     if value == "???":
         return f"{key} is not set: add {key}=..."
     if kind == "extra_forbidden":
-        names = [group + ".".join([*loc[:-1], name]) for name in _fields(settings, loc[:-1])]
+        names = [".".join([*loc[:-1], name]) for name in _fields(settings, loc[:-1])]
         return f"unknown key {key}{did_you_mean(key, names)}"
     if kind == "missing":
         first = loc[0]
@@ -172,8 +172,8 @@ def _explain(error: dict[str, Any], settings: type[BaseModel], group: str) -> st
         return f"{key}={_shown(value)} is impossible: it must be {_BOUNDS[kind]} {_shown(bound)}"
     if kind == "finite_number":
         return f"{key}={value} must be finite"
-    if kind == "string_too_short":
-        return f"{key}='' must not be empty"
+    if kind in ("string_too_short", "too_short"):
+        return f"{key}={value!r} must not be empty"
     if kind == "value_error":
         text = str(context["error"])
         if text.startswith(("=", ".", " ")):

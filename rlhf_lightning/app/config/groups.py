@@ -9,6 +9,7 @@ import functools
 import re
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -56,6 +57,9 @@ def check_path_name(value: object) -> str:
 FolderName = Annotated[str, AfterValidator(check_path_name)]
 Split = Literal["train", "validation"]
 Resume = Literal["never", "auto"]
+Dtype = Literal["auto", "fp32", "bf16"]
+FilePath = Annotated[Path, Field(strict=False)]
+OptionalPath = Annotated[Path | None, Field(strict=False)]
 # Trained weights in 16 bits lose the small updates of RLHF; fp16 would need a loss scaler.
 Precision = Literal["32-true", "bf16-mixed"]
 
@@ -357,10 +361,26 @@ class DataSettings(Target):
         return "max_prompt_length" if "max_prompt_length" in self.arguments else "max_length"
 
 
-class ExportSettings(Settings):
-    """The exported folder."""
+class ExportedFolderSettings(Settings):
+    """The folder that a run exports."""
 
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Dtype = "auto"
+
+
+class PlanGroup(Settings):
+    """The device of a memory plan, and the form of its output.
+
+    Args:
+        device_memory: of one device, such as 80GiB; None asks this machine.
+        device: cpu or cuda; auto takes that of the trainer.
+        format: table, or json for programs.
+        reward_model: one of `conf/model`, or a folder, whose shape the reward model has.
+    """
+
+    device_memory: str | float | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    format: Literal["table", "json"] = "table"
+    reward_model: str | None = None
 
 
 def _checked_gates(gates: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The list in `rlhf-train --help`: experiments and groups, as wide as the terminal."""
+"""Help of the commands: the text of `conf/`, and training's experiments and groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import textwrap
 
 from omegaconf import OmegaConf
 
-from rlhf_lightning.app.config.compose import choices
+from rlhf_lightning.app.config.compose import choices, conf_dir
 
 STAGES = ("sft", "reward", "ppo")
 BUILT_IN = ("base", *STAGES)
@@ -34,6 +34,12 @@ GROUPS = (
 def register_help() -> None:
     """Make `${rlhf_choices:}` the list of experiments and groups; call before composing."""
     OmegaConf.register_new_resolver("rlhf_choices", choices_text, replace=True)
+
+
+def help_text(entry: str) -> str:
+    """Return the help of a command, which stands in its file of `conf/`."""
+    register_help()
+    return str(OmegaConf.load(conf_dir() / f"{entry}.yaml").hydra.help.template)
 
 
 def choices_text(width: int | None = None) -> str:

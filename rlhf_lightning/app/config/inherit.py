@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import read_saved, working_folder
-from rlhf_lightning.app.config.settings import COMMANDS, CommandSettings, TrainSettings
+from rlhf_lightning.app.config.settings import COMMANDS, TrainSettings
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
@@ -59,7 +59,7 @@ _ADAPTERS = ("RewardAdapterScorer",)  # scorers that hold no whole model
 _TRUSTED_AGAIN = ("function", "url", "token_env", "trust_remote_code")
 
 
-def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> CommandSettings:
+def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> Any:
     """Return the settings of a command, with what it takes over from `run=`.
 
     Args:

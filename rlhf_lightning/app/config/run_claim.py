@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from rlhf_lightning.app.command_line import fail
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.config.settings import CommandSettings, PipelineSettings, TrainSettings
+from rlhf_lightning.app.config.settings import PipelineSettings, RunSettings, TrainSettings
 from rlhf_lightning.app.pipeline.state import has_more_to_do
 from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.distributed.launch import agree_on
@@ -46,7 +46,7 @@ class ClaimFolder(Callback):
         _or_fail("hydra.sweep.dir", folder, lambda: check_free_sweep(folder))
 
 
-def check_folder(settings: CommandSettings, folder: RunFolder) -> None:
+def check_folder(settings: RunSettings, folder: RunFolder) -> None:
     """Check that a run with these settings may write into a folder.
 
     Raises:
@@ -55,7 +55,7 @@ def check_folder(settings: CommandSettings, folder: RunFolder) -> None:
     check_free(folder, run_kind(settings.stage), continues=continues(settings, folder))
 
 
-def continues(settings: CommandSettings, folder: RunFolder) -> bool:
+def continues(settings: RunSettings, folder: RunFolder) -> bool:
     """Return whether a run goes on with what stands in its folder.
 
     That is so with a checkpoint of the folder itself, and with `resume=auto` where the folder's

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
+from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import find_changes, write_changes
 from rlhf_lightning.runs.folder import RunFolder
@@ -23,7 +23,7 @@ from rlhf_lightning.runs.secrets import learn_secrets, redact_files, redact_logs
 logger = logging.getLogger(__name__)
 
 
-def keep_secrets(settings: CommandSettings, folder: RunFolder | None) -> None:
+def keep_secrets(settings: RunSettings, folder: RunFolder | None) -> None:
     """Remove secrets of the settings and of the environment from saved files and every log.
 
     Args:
@@ -59,6 +59,6 @@ def keep_changes(settings: TrainSettings, folder: RunFolder, overrides: Sequence
     write_changes(folder, find_changes(default, settings.written))
 
 
-def write_settings(file: Path, settings: CommandSettings) -> None:
+def write_settings(file: Path, settings: RunSettings) -> None:
     """Write the configuration of a command, with its interpolations, as YAML."""
     write_text(file, yaml.safe_dump(settings.written, sort_keys=False, allow_unicode=True))

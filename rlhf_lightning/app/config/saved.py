@@ -9,7 +9,10 @@ import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.resume import checkpoint_problem
+from rlhf_lightning.runs.taken import summary_or_none
 
 
 def read_saved(settings: type[SettingsT], file: Path) -> SettingsT:
@@ -46,3 +49,18 @@ def working_folder(folder: RunFolder) -> Path:
     content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
     runtime = ((content or {}).get("hydra") or {}).get("runtime") or {}
     return Path(str(runtime.get("cwd") or "."))
+
+
+def best_of_early_stopping(folder: RunFolder) -> Path | None:
+    """Return the checkpoint with which a finished run with early stopping has ended, else None."""
+    summary = summary_or_none(folder)
+    if summary is None or summary.status != "completed":
+        return None
+    try:
+        cfg = yaml.safe_load(folder.config.read_text("utf-8"))
+        validates = find_stage(cfg["stage"]).validates
+        stops = validates and cfg["callbacks"]["early_stopping"] is not None
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+    best = folder.best_checkpoint.resolve()
+    return best if stops and checkpoint_problem(best) is None else None

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from omegaconf import OmegaConf
 from pydantic import (
+    BeforeValidator,
     Field,
     PrivateAttr,
+    field_validator,
     model_validator,
 )
 
@@ -22,13 +24,17 @@ from rlhf_lightning.app.config.groups import (
     DatasetSettings,
     DataSettings,
     DoctorSettings,
+    Dtype,
     EvaluationSettings,
-    ExportSettings,
+    ExportedFolderSettings,
+    FilePath,
     FolderName,
     Gates,
     LoggerSettings,
     ModelSettings,
+    OptionalPath,
     PathsSettings,
+    PlanGroup,
     Positive,
     Precision,
     Resume,
@@ -47,7 +53,19 @@ from rlhf_lightning.app.config.targets import (
 )
 from rlhf_lightning.app.stages.spec import StageSpec, find_stage
 from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.runs.resume import config_hash
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _hosts_joined(page: Any) -> Any:
+    if not isinstance(page, Mapping) or not isinstance(page.get("hosts"), list):
+        return page
+    return {**page, "hosts": ",".join(map(str, page["hosts"]))}
 
 
 class CommandSettings(Settings):
@@ -61,20 +79,16 @@ class CommandSettings(Settings):
     # Groups whose keys a file of conf/ may invent, as long as something refers to them.
     open_groups: ClassVar[tuple[str, ...]] = ("paths", "model", "dataset")
 
-    paths: PathsSettings
-    stage: str
-    name: FolderName
-    seed: Seed = 1
-
     _written: dict[str, Any] = PrivateAttr()
     _resolved: dict[str, Any] = PrivateAttr()
     _digest: str = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
-        """Keep where they come from."""
-        self._written = context["written"]
-        self._resolved = context["resolved"]
-        self._digest = config_hash(context.get("hashed", context["written"]))
+        """Keep the configuration that they were read from, if they were."""
+        if context is not None:
+            self._written = context["written"]
+            self._resolved = context["resolved"]
+            self._digest = config_hash(context.get("hashed", context["written"]))
 
     @property
     def written(self) -> dict[str, Any]:
@@ -143,13 +157,22 @@ class CommandSettings(Settings):
         check_targets(first | self._resolved, trusted_targets())
 
 
-class TrainSettings(CommandSettings):
+class RunSettings(CommandSettings):
+    """Settings of a command that makes a run folder."""
+
+    paths: PathsSettings
+    stage: str
+    name: FolderName
+    seed: Seed = 1
+
+
+class TrainSettings(RunSettings):
     """Settings of `rlhf-train`: one stage."""
 
     resume: Resume = "never"
     ckpt_path: str | None = None
     artifacts: ArtifactsSettings
-    export: ExportSettings = ExportSettings()
+    export: ExportedFolderSettings = ExportedFolderSettings()
     trainer: TrainerSettings
     strategy: StrategySettings
     optimizer: Target
@@ -248,7 +271,7 @@ class PrecisionSettings(Settings):
     precision: Precision = "32-true"
 
 
-class EvaluateSettings(CommandSettings):
+class EvaluateSettings(RunSettings):
     """Settings of `rlhf-evaluate`: a policy against a baseline."""
 
     model: ModelSettings
@@ -320,7 +343,7 @@ class AnnotatorSettings(Settings):
     people: Target
 
 
-class CollectSettings(CommandSettings):
+class CollectSettings(RunSettings):
     """Settings of `rlhf-collect`: from prompts to preference records."""
 
     model: ModelSettings
@@ -337,7 +360,7 @@ class CollectSettings(CommandSettings):
     score: Target | None = None
 
 
-class PipelineSettings(CommandSettings):
+class PipelineSettings(RunSettings):
     """Settings of `rlhf-pipeline`: all stages in a row."""
 
     resume: Resume = "auto"
@@ -358,9 +381,109 @@ class PipelineSettings(CommandSettings):
         )
 
 
-COMMANDS: dict[str, type[CommandSettings]] = {
+class PlanSettings(TrainSettings):
+    """Settings of `rlhf-plan`: those of a training run, and of the plan."""
+
+    plan: PlanGroup = PlanGroup()
+
+
+class ExportSettings(CommandSettings):
+    """Settings of `rlhf-export`: a run's model as a Hugging Face folder.
+
+    Args:
+        run: run folder, checkpoint or exported folder.
+        to: the new folder; None for `export/` (`adapter/`) in the run folder.
+        adapter_only: the adapter of a LoRA run without its base.
+        dtype: of the weights; None as the run's configuration says.
+        push_to_hub: repository to upload to; None uploads nothing.
+        public: True if a new repository is public.
+    """
+
+    run: FilePath
+    to: OptionalPath = None
+    adapter_only: bool = False
+    dtype: Dtype | None = None
+    push_to_hub: str | None = None
+    public: bool = False
+
+
+class ReportSettings(CommandSettings):
+    """Settings of `rlhf-report`: `report.html` of runs, and the page that compares them.
+
+    Args:
+        run: folders of runs or sweeps.
+        output: file of the comparison; None for `comparison.html` beside the runs.
+    """
+
+    run: Annotated[list[FilePath], Field(min_length=1), BeforeValidator(_as_list)]
+    output: OptionalPath = None
+
+
+class DashboardSettings(CommandSettings):
+    """Settings of `rlhf-dashboard`: a project's workspace in Weights & Biases."""
+
+    action: Literal["save", "print"] = "save"
+    project: str
+    entity: str | None = None
+    name: str
+    compare: list[str | int] = Field(default_factory=list)
+
+    @field_validator("compare")
+    @classmethod
+    def _two_or_none(cls, runs: list[str | int]) -> list[str | int]:
+        if len(runs) not in (0, 2):
+            raise ValueError(f" has {len(runs)} runs: give two, or none")
+        return runs
+
+
+class AnnotateSettings(CommandSettings):
+    """Settings of `rlhf-annotate`: the page where people label pairs."""
+
+    paths: PathsSettings
+    store: FilePath
+    action: Literal["serve", "import", "export", "status"] = "serve"
+    file: OptionalPath = None
+    format: Literal["auto", "pairs", "labels", "trl", "argilla", "label_studio"] = "auto"
+    known: Literal["auto", "labels", "gold", "ignore"] = "auto"
+    labels: Literal["aggregated", "raw"] = "aggregated"
+    method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
+    ratings_per_pair: Positive = 1
+    sharing: hparams_of(Sharing)  # type: ignore[valid-type]
+    # It knows the token.
+    page: Annotated[hparams_of(PageSettings), BeforeValidator(_hosts_joined)] = Field(repr=False)  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _check_file(self) -> Self:
+        if self.action in ("import", "export") and self.file is None:
+            raise ValueError(f"file is not set: {self.action} needs a file")
+        if self.action == "export" and self.format == "auto":
+            raise ValueError(
+                "format=auto tells what is read: export needs one of pairs, labels, trl, argilla, "
+                "label_studio"
+            )
+        if self.action == "export" and (self.format, self.labels) == ("labels", "aggregated"):
+            raise ValueError("format=labels holds labels of single annotators: add labels=raw")
+        return self
+
+    @property
+    def known_of_file(self) -> Literal["labels", "gold", "ignore"]:
+        """The use of preferences in the file: pairs that are served are to be labelled."""
+        if self.known != "auto":
+            return self.known
+        return "ignore" if self.action == "serve" else "labels"
+
+
+RUNS: dict[str, type[RunSettings]] = {
     "train": TrainSettings,
     "evaluate": EvaluateSettings,
     "collect": CollectSettings,
     "pipeline": PipelineSettings,
+}
+COMMANDS: dict[str, type[CommandSettings]] = {
+    **RUNS,
+    "plan": PlanSettings,
+    "export": ExportSettings,
+    "report": ReportSettings,
+    "dashboard": DashboardSettings,
+    "annotate": AnnotateSettings,
 }

@@ -58,19 +58,6 @@ def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -
         raise ConfigError(explain(error, overrides, entry)) from error
 
 
-def load_values(entry: str, overrides: list[str]) -> dict[str, Any]:
-    """Return what a command line composes below the name of its command, as plain values.
-
-    Raises:
-        ConfigError: if it does not compose.
-    """
-    try:
-        values: Any = OmegaConf.to_container(composed(entry, overrides)[entry], resolve=True)
-    except COMPOSE_ERRORS as error:
-        raise ConfigError(explain(error, overrides, entry)) from error
-    return {str(key): value for key, value in values.items()}
-
-
 def read_settings(
     settings: type[SettingsT], cfg: DictConfig | Mapping[str, Any], *, saved: bool = False
 ) -> SettingsT:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
 from rlhf_lightning.app.config.compose import ConfigError, choices, named_model
-from rlhf_lightning.app.config.groups import ModelSettings
+from rlhf_lightning.app.config.groups import ModelSettings, PlanGroup
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import did_you_mean
 from rlhf_lightning.app.memory_plan.run import (
@@ -34,7 +34,7 @@ class Request:
     notes: tuple[str, ...]
 
 
-def read_run(settings: TrainSettings, plan: Mapping[str, Any]) -> Request:
+def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
     """Return the run that the settings describe.
 
     Args:
@@ -81,13 +81,13 @@ def read_run(settings: TrainSettings, plan: Mapping[str, Any]) -> Request:
     return Request(run, tuple(notes))
 
 
-def device_bytes(run: Run, plan: Mapping[str, Any]) -> int | None:
+def device_bytes(run: Run, plan: PlanGroup) -> int | None:
     """Return the memory of one device, as given or as this machine has it; None if unknown.
 
     Raises:
         ConfigError: if what was given is no size.
     """
-    given = plan["device_memory"]
+    given = plan.device_memory
     if given is not None:
         try:
             return parse_bytes(given)
@@ -158,25 +158,22 @@ def _style(settings: TrainSettings) -> Style:
     )
 
 
-def _device(settings: TrainSettings, plan: Mapping[str, Any]) -> Literal["cpu", "cuda"]:
-    wanted = plan["device"]
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"plan.device={wanted} must be auto, cpu or cuda")
-    if wanted != "auto":
-        return cast(Literal["cpu", "cuda"], wanted)
+def _device(settings: TrainSettings, plan: PlanGroup) -> Literal["cpu", "cuda"]:
+    if plan.device != "auto":
+        return plan.device
     accelerator = settings.trainer.accelerator
     if accelerator == "cpu":
         return "cpu"
-    given = plan["device_memory"] is not None
+    given = plan.device_memory is not None
     gpu = accelerator in ("gpu", "cuda") or torch.cuda.is_available() or given
     return "cuda" if gpu else "cpu"
 
 
-def _scoring(settings: TrainSettings, plan: Mapping[str, Any], notes: list[str]) -> Scoring:
+def _scoring(settings: TrainSettings, plan: PlanGroup, notes: list[str]) -> Scoring:
     if not settings.spec.rolls_out or settings.scorer is None:
         return Scoring()
-    named = plan["reward_model"]
-    shape = None if named is None else named_shape(str(named))
+    named = plan.reward_model
+    shape = None if named is None else named_shape(named)
     found = [_one_scorer(part, shape) for part in _scorers(settings.scorer.node())]
     models = [scoring for scoring in found if scoring.kind == "model"]
     if len(models) > 1:

@@ -166,5 +166,5 @@ def detect_format(where: Location, row: Row) -> Format:
     raise BadRecordError(
         where,
         f"the keys {', '.join(map(str, row)) or '(none)'} tell no format",
-        f"give annotate.format=, one of {', '.join(FORMATS)}, or rename the keys",
+        f"give format=, one of {', '.join(FORMATS)}, or rename the keys",
     )

@@ -261,7 +261,7 @@ def _read_trl(rows: Located, source: str, now: str) -> tuple[list[Pair], list[La
         record, where = parsed.record, parsed.where
         if not isinstance(record, PreferenceRecord):
             found = "the row has no 'chosen' and 'rejected'"
-            raise BadRecordError(where, found, "give pairs, or another annotate.format")
+            raise BadRecordError(where, found, "give pairs, or another format")
         answers = [_one_answer(getattr(record, k), k, where) for k in ("chosen", "rejected")]
         values: dict[str, Any] = {"annotator": source, "kind": "person", "created": now}
         try:

@@ -77,7 +77,7 @@ class Guard:
             # The name is not repeated: it is foreign text.
             return PlainTextResponse(
                 "This page is not served under that name. If it should be, start it with "
-                "annotate.page.hosts=[NAME].\n",
+                "page.hosts=[NAME].\n",
                 status_code=421,
             )
         if scope["method"] not in SAFE_METHODS and not is_same_origin(headers, given[0]):

@@ -58,9 +58,9 @@ def listen(settings: PageSettings) -> socket.socket:
     except OSError as error:
         listening.close()
         raise PortError(
-            f"annotate.page.host={settings.host} annotate.page.port={settings.port} cannot be "
+            f"page.host={settings.host} page.port={settings.port} cannot be "
             f"listened on ({error.strerror}): another server may run there; "
-            "annotate.page.port=0 takes a free port"
+            "page.port=0 takes a free port"
         ) from error
 
 
