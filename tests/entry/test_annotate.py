@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,18 +51,6 @@ def annotate(working_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> C
 def write_rows(path: Path) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
-
-
-def test_help_names_the_actions_and_loads_nothing_heavy():
-    code = (
-        "import sys; sys.argv = ['x', '--help']; from rlhf_lightning.annotate import main; main();"
-        "print(sorted({'torch', 'numpy', 'starlette', 'lightning'} & set(sys.modules)))"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert "action=                  serve, import, export, status" in loaded.stdout
-    assert loaded.stdout.endswith("[]\n")
 
 
 @pytest.mark.parametrize(
