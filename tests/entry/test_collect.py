@@ -164,7 +164,7 @@ def test_people_label_at_the_page_and_the_run_goes_on(
 ) -> None:
     page = ["annotator=page", "budget.validation_votes=2"]
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PeopleNeededError, match=r"annotate\.store=.*people\.sqlite"):
+    with pytest.raises(PeopleNeededError, match=r"store=.*people\.sqlite"):
         collect_here(tmp_path, start, *page)
     (run,) = runs(tmp_path)
     summary = json.loads((run / "summary.json").read_text())

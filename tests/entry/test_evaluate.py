@@ -131,7 +131,7 @@ def test_what_raters_see_does_not_tell_who_wrote_it(evaluated: RunFolder) -> Non
 
 def test_labels_of_people_become_a_win_rate_and_a_check_of_the_score(evaluated: RunFolder) -> None:
     human = evaluated.path / "human"
-    with pytest.raises(ConfigError, match=r"no labels in .*annotate\.file="):
+    with pytest.raises(ConfigError, match=r"no labels in .*file="):
         evaluate(evaluated.path, "human=import", f"people.run={evaluated.path}")
     key = {row["pair_id"]: row for row in map(json.loads, (human / KEY).read_text().splitlines())}
     pairs = list(read_records(Pair, human / PAIRS))

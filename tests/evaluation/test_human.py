@@ -143,7 +143,7 @@ def test_labels_are_read_from_a_file_and_only_those_of_people(tmp_path):
     rows = [label("p", "first"), Label("p", "judge", "second", "judge", "first", now())]
     write_records(tmp_path / "labels.jsonl", rows)
     assert read_labels(tmp_path / "human", tmp_path / "labels.jsonl") == rows[:1]
-    with pytest.raises(FileNotFoundError, match=r"annotate\.file="):
+    with pytest.raises(FileNotFoundError, match=r"file="):
         read_labels(tmp_path / "human", None)
 
 

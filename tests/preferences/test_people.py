@@ -55,7 +55,7 @@ def test_a_panel_that_cannot_work_is_refused(tmp_path: Path) -> None:
 def test_people_at_the_page_are_waited_for_and_then_heard(tmp_path: Path) -> None:
     journal = record_journal(Label, tmp_path / "labels.jsonl")
     asked = [(PAIRS[0], 2), (PAIRS[1], 1)]
-    with pytest.raises(PeopleNeededError, match=r"3 of 3 labels.*annotate\.store=.*resume=auto"):
+    with pytest.raises(PeopleNeededError, match=r"3 of 3 labels.*store=.*resume=auto"):
         PageAnnotators().labels(asked, tmp_path, journal)
     given = [
         Label(PAIRS[0].pair_id, "ada", "first", "person", "first", NOW, seconds=4.0),
