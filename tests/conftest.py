@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 
-# Imports make half a million objects that stay: looking through them again and again while they
-# are made takes as long as the rest of the collection of tests. `pytest_collection_finish` goes on.
-gc.disable()
 # Before torch is imported, here and in every child process: the suite runs on two cores with two
 # workers, and a sum taken by one thread is the same on every machine.
 os.environ.update(
@@ -36,6 +33,9 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 torch.set_num_threads(1)
+# Imports make half a million objects that stay. To look through them again and again while they
+# are made takes a third of the time to collect the tests; `pytest_collection_finish` goes on.
+gc.disable()
 # A shell ignores Control-C in what it starts with `&`, and so would every process of a test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

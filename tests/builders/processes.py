@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "rlhf_lightning.app.train", "tests.builders.stages"])
+SERVER.set_forkserver_preload(["tests.builders.preloaded"])
 
 
 class ForkedPython:

@@ -6,10 +6,8 @@ disk of its own meets a real limit on the size of files.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_d
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
 from rlhf_lightning.runs.summary import read_summary
+from tests.builders.processes import run_python
 from tests.builders.runs import completed, settings_for
 
 pytestmark = pytest.mark.timeout(180)
@@ -152,15 +151,9 @@ attempt("safetensors", lambda: save_file({"big": big}, folder / "m.safetensors")
 
 
 def test_every_file_of_a_run_says_what_could_not_be_written(tmp_path):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=120,
-        check=True,
-    )
+    (tmp_path / "limited.py").write_text(LIMITED)
+    done = run_python("limited.py", tmp_path, folder=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     for name, file in (
         ("checkpoint", "a.ckpt"),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
-import subprocess
 import time
 
 import pytest
 
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests.builders.command_lines import command, environment, run_folder, small_sft, summary
+from tests.builders.processes import ForkedPython
 from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(240)
@@ -19,27 +20,22 @@ pytestmark = pytest.mark.timeout(240)
 
 def test_control_c_stops_the_run_and_says_how_to_continue(start, tmp_path):
     long = ("trainer.limit_train_batches=null", "data.num_epochs=2000")
-    process = subprocess.Popen(
-        command(*small_sft(start, *long)),
-        cwd=tmp_path,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    out, err = tmp_path / "out", tmp_path / "err"
+    arguments = command(*small_sft(start, *long))[1:]
+    process = ForkedPython(arguments, tmp_path, environment(), out, err)
     try:
         deadline = time.monotonic() + 180
         while not list(tmp_path.glob("outputs/sft/*/checkpoints/last.ckpt")):
-            assert process.poll() is None, process.communicate()
+            assert process.poll() is None, err.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130
     finally:
-        process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    errors = err.read_text()
     folder = run_folder(tmp_path)
-    assert process.returncode == 130
     assert errors.strip().splitlines()[-2:] == [
         "stopped: interrupted from the keyboard or by a signal",
         f"resume=auto continues {folder}",

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,34 +19,27 @@ from rlhf_lightning.app.failures import describe_loss, is_lost_contact
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary, read_summary
 from tests.builders.command_lines import SMALL, command, environment, run_folder
+from tests.builders.processes import ForkedPython, fresh_python
 from tests.builders.ranks import free_port
 from tests.faults.troubled_rank import HANGS
 
 pytestmark = pytest.mark.timeout(600)
 
 TWO = ["+experiment=base", *SMALL, "trainer.accelerator=cpu", "trainer.devices=2"]
+Command = tuple[list[str], dict[str, str]]
+Start = Callable[..., Any]
 LONG = ["trainer.limit_train_batches=null", "data.num_epochs=2000"]
 
 
 class Ranks:
     """Processes of one run and their outputs."""
 
-    def __init__(self, folder: Path, commands: list[tuple[list[str], dict[str, str]]]) -> None:
+    def __init__(self, folder: Path, start: Start, commands: list[Command]) -> None:
         self.folder = folder
-        self.processes = []
-        for number, (arguments, env) in enumerate(commands):
-            with (folder / f"output_{number}").open("wb") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        arguments,
-                        cwd=folder,
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+        self.processes = [
+            start(arguments[1:], folder, env, folder / f"output_{number}")
+            for number, (arguments, env) in enumerate(commands)
+        ]
 
     def wait_for(self, happened: Callable[[], bool], seconds: float = 400) -> None:
         deadline = time.monotonic() + seconds
@@ -69,8 +63,8 @@ class Ranks:
 
 
 @contextmanager
-def started(folder: Path, commands: list[tuple[list[str], dict[str, str]]]) -> Iterator[Ranks]:
-    ranks = Ranks(folder, commands)
+def started(folder: Path, start: Start, commands: list[Command]) -> Iterator[Ranks]:
+    ranks = Ranks(folder, start, commands)
     try:
         yield ranks
     finally:
@@ -92,12 +86,12 @@ def two_ranks(
             "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         }  # fmt: skip
         commands.append((command(*base, f"strategy={strategy}", *overrides), gloo(**own)))
-    return started(folder, commands)
+    return started(folder, ForkedPython, commands)
 
 
 def one_command(folder: Path, *overrides: str) -> Iterator[Ranks]:
     """One command, from which Lightning starts the second rank."""
-    return started(folder, [(command(*TWO, "strategy=ddp", *overrides), gloo())])
+    return started(folder, fresh_python, [(command(*TWO, "strategy=ddp", *overrides), gloo())])
 
 
 def gloo(**more: str) -> dict[str, str]:
@@ -115,7 +109,7 @@ def trouble(rank: int, what: str) -> list[str]:
 def test_a_killed_rank_is_named_by_the_one_that_is_left(tmp_path, strategy):
     with two_ranks(tmp_path, *LONG, strategy=strategy) as ranks:
         ranks.wait_for_checkpoint()
-        ranks.processes[1].kill()
+        os.kill(ranks.processes[1].pid, signal.SIGKILL)
         assert ranks.processes[0].wait(200) == 1
         cause = ranks.error(0)
         assert cause.startswith("rank 1 of 2 is gone (")
@@ -129,7 +123,7 @@ def test_a_killed_rank_is_named_by_the_one_that_is_left(tmp_path, strategy):
 def test_a_killed_first_rank_is_named_too(tmp_path):
     with two_ranks(tmp_path, *LONG) as ranks:
         ranks.wait_for_checkpoint()
-        ranks.processes[0].kill()
+        os.kill(ranks.processes[0].pid, signal.SIGKILL)
         assert ranks.processes[1].wait(200) == 1
         assert ranks.error(1).startswith("rank 0 of 2 is gone (")
         # It alone writes: the run stands as one that never ended, which resume=auto continues.
@@ -140,7 +134,7 @@ def test_a_killed_first_rank_is_named_too(tmp_path):
 def test_a_rank_that_hangs_is_waited_for_as_long_as_the_setting_says(tmp_path):
     with two_ranks(tmp_path, *LONG, "strategy.timeout_minutes=0.2") as ranks:
         ranks.wait_for_checkpoint()
-        ranks.processes[1].send_signal(signal.SIGSTOP)
+        os.kill(ranks.processes[1].pid, signal.SIGSTOP)
         stopped = time.monotonic()
         assert ranks.processes[0].wait(300) == 1
         assert time.monotonic() - stopped > 10

@@ -22,7 +22,7 @@ from tests.builders.processes import run_python
 
 pytestmark = pytest.mark.timeout(900)
 WHOLE = pytest.param("whole", marks=pytest.mark.slow)
-PART = ["+dataset.source.num_texts=8000", "+dataset.source.num_demonstrations=4000"]
+PART = ["+dataset.source.num_texts=4000", "+dataset.source.num_demonstrations=2000"]
 
 
 def train(folder, *arguments, timeout=600):
@@ -49,7 +49,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["part", WHOLE])
 def world(request, tmp_path_factory):
-    """The same, and in less time from a quarter of the records."""
+    """The same, and in less time from an eighth of the records."""
     if request.param == "whole":
         return request.getfixturevalue("trained")
     folder = tmp_path_factory.mktemp("part")
