@@ -49,7 +49,6 @@ BEGUN_FIRST = (
     "test_launching.py",
     "test_lost_ranks.py",
     "test_model_configs.py",
-    "test_chosen_rates.py",
     "test_collect.py",
     "test_documented_commands.py",
     "test_interrupts.py",

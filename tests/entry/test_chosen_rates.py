@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -14,30 +12,17 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.models.learning_rates import default_learning_rate
 from tests.builders.command_lines import settings_of
-from tests.entry.test_model_configs import LARGE, RECIPES, SMALL, STAGES, recipe
+from tests.entry.test_model_configs import (
+    IN_USE,
+    LARGE,
+    SMALL,
+    STAGES,
+    check_rates,
+    folder_of,
+    recipe,
+)
 
 KINDS = ("sft", "reward", "policy", "value")
-# SFT, reward model, policy and value model, of all weights; adapters have ten times the rate.
-IN_USE = {
-    "smollm2_135m": (3e-5, 3e-5, 1e-5, 1e-5),
-    "smollm2_360m": (2e-5, 2e-5, 6e-6, 1e-5),
-    "qwen2_5_0_5b": (2e-5, 1.5e-5, 5e-6, 1e-5),
-    "qwen3_0_6b": (2e-5, 1.5e-5, 4.5e-6, 1e-5),
-    "llama3_2_1b": (1.5e-5, 1e-5, 3e-6, 1e-5),
-    "qwen2_5_7b": (1e-5, 9e-6, 1e-6, 1e-5),
-    "llama3_1_8b": (1e-5, 9e-6, 1e-6, 1e-5),
-}
-KEYS = {
-    "sft": {"sft.learning_rate": 0},
-    "reward": {"reward.learning_rate": 1},
-    "ppo": {"ppo.learning_rate": 2, "ppo.value_learning_rate": 3},
-}
-
-
-def folder_of(name: str, folder: Path) -> str:
-    """Write the config of a checkpoint of this size; weights are not needed."""
-    (folder / "config.json").write_text(json.dumps(named_model(name)["shape"]))
-    return str(folder)
 
 
 def chosen(stage: str, start: str, *words: str) -> tuple[TrainSettings, tuple[str, ...]]:
@@ -48,24 +33,6 @@ def chosen(stage: str, start: str, *words: str) -> tuple[TrainSettings, tuple[st
     settings = settings_of(*words, f"artifacts.{find_stage(stage).starts_from}={start}")
     changes, told = choose_rates(settings)
     return settings.updated(changes), told
-
-
-def check_rates(settings: TrainSettings, name: str, *, lora: bool) -> None:
-    for key, index in KEYS[settings.stage].items():
-        wanted = IN_USE[name][index] * (10 if lora else 1)
-        assert settings.select(f"module.{key}") == pytest.approx(wanted, rel=1e-9)
-        assert getattr(settings.hparams, key.partition(".")[2]) == settings.select(f"module.{key}")
-
-
-@pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
-def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_path):
-    start = folder_of(model, tmp_path)
-    for stage in STAGES:
-        settings, told = chosen(stage, start, *recipe(stage, model, variant))
-        check_rates(settings, model, lora=variant == "_lora")
-        assert len(told) == len(KEYS[stage])
-        size = f"by the size of the model: {settings.model.num_parameters:,} weights"
-        assert all(size in line for line in told)
 
 
 @pytest.mark.parametrize("variant", ["", "_lora"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from functools import cache
@@ -12,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_lightning.app.build import make_tokenizer
-from rlhf_lightning.app.config.compose import choices, conf_dir
+from rlhf_lightning.app.build import choose_rates, make_tokenizer
+from rlhf_lightning.app.config.compose import choices, conf_dir, named_model
 from rlhf_lightning.app.config.groups import ModelSettings
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.data.tokens import render_chat
 from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import build_tokenizer
@@ -36,11 +38,37 @@ RECIPES = [
 ]
 
 
+# SFT, reward model, policy and value model, of all weights; adapters have ten times the rate.
+IN_USE = {
+    "smollm2_135m": (3e-5, 3e-5, 1e-5, 1e-5),
+    "smollm2_360m": (2e-5, 2e-5, 6e-6, 1e-5),
+    "qwen2_5_0_5b": (2e-5, 1.5e-5, 5e-6, 1e-5),
+    "qwen3_0_6b": (2e-5, 1.5e-5, 4.5e-6, 1e-5),
+    "llama3_2_1b": (1.5e-5, 1e-5, 3e-6, 1e-5),
+    "qwen2_5_7b": (1e-5, 9e-6, 1e-6, 1e-5),
+    "llama3_1_8b": (1e-5, 9e-6, 1e-6, 1e-5),
+}
+KEYS = {
+    "sft": {"sft.learning_rate": 0},
+    "reward": {"reward.learning_rate": 1},
+    "ppo": {"ppo.learning_rate": 2, "ppo.value_learning_rate": 3},
+}
+
+
 @cache
 def model_files() -> dict[str, ModelSettings]:
     """Return the model files of a size, the smallest first."""
-    files = {name: settings_of(*recipe("sft", name, "")).model for name in SMALL + LARGE}
+    files = {name: recipe_settings("sft", name, "").model for name in SMALL + LARGE}
     return dict(sorted(files.items(), key=lambda item: item[1].num_parameters))
+
+
+@cache
+def recipe_settings(stage: str, model: str, variant: str) -> TrainSettings:
+    """Return the settings of a stage of a recipe, which must give no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a value outside its usual range would warn
+        found: TrainSettings = settings_of(*recipe(stage, model, variant))
+    return found
 
 
 def on_meta_device(shape: Any) -> Any:
@@ -98,11 +126,22 @@ def check_adapters(cfg: TrainSettings, variant: str) -> None:
         assert cfg.scorer.class_name == kind
 
 
+def folder_of(name: str, folder: Path) -> str:
+    """Write the config of a checkpoint of this size; weights are not needed."""
+    (folder / "config.json").write_text(json.dumps(named_model(name)["shape"]))
+    return str(folder)
+
+
+def check_rates(settings: TrainSettings, name: str, *, lora: bool) -> None:
+    for key, index in KEYS[settings.stage].items():
+        wanted = IN_USE[name][index] * (10 if lora else 1)
+        assert settings.select(f"module.{key}") == pytest.approx(wanted, rel=1e-9)
+        assert getattr(settings.hparams, key.partition(".")[2]) == settings.select(f"module.{key}")
+
+
 @pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
 def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, variant):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a value outside its usual range would warn
-        cfgs = {stage: settings_of(*recipe(stage, model, variant)) for stage in STAGES}
+    cfgs = {stage: recipe_settings(stage, model, variant) for stage in STAGES}
     for stage, cfg in cfgs.items():
         assert (cfg.stage, cfg.name) == (stage, f"{stage}_{model}")
         assert cfg.model.name == model
@@ -123,6 +162,20 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
     assert {cfgs[s].data.source.get("name") for s in ("reward", "ppo")} == {
         "trl-lib/ultrafeedback_binarized"
     }
+
+
+@pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
+def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_path):
+    start = folder_of(model, tmp_path)
+    for stage in STAGES:
+        key = f"artifacts.{find_stage(stage).starts_from}"
+        settings = recipe_settings(stage, model, variant).updated({key: start})
+        changes, told = choose_rates(settings)
+        settings = settings.updated(changes)
+        check_rates(settings, model, lora=variant == "_lora")
+        assert len(told) == len(KEYS[stage])
+        size = f"by the size of the model: {settings.model.num_parameters:,} weights"
+        assert all(size in line for line in told)
 
 
 def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
