@@ -1,20 +1,24 @@
-"""The losses of supervised fine-tuning, reward modelling and PPO.
+"""The losses of supervised fine-tuning, reward modelling, preference and policy optimisation.
 
 Legend: B rows, T or R positions, V vocabulary. Every mean over tokens is `sum / num_tokens`:
 with the global count of the optimizer step as `num_tokens` the losses of micro-batches and ranks
 add up to that of the whole batch; a mean of means does not. None stands for the tokens of this
 call. No tokens give a loss of 0 that still has a graph.
+
+Losses of responses `[B, R]` also take a divisor of `loss_divisor` as `num_tokens`: a scalar, or
+`[B, 1]` with one number a row. The loss is then `(per_token / divisor).sum()`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from rlhf_lightning.functional.kl import MAX_LOG_RATIO
+from rlhf_lightning.functional.kl import MAX_LOG_RATIO, kl_k2, kl_k3
 from rlhf_lightning.functional.masked import at_least_float32, zero_off_mask
 from rlhf_lightning.functional.sequences import IGNORED_LABEL
 
@@ -34,17 +38,68 @@ class RewardLoss(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """Result of `ppo_policy_loss`: scalars; only `loss` has a graph.
+    """Result of the functions in `POLICY_LOSSES`: scalars; only `loss` has a graph.
+
+    `clipfrac` and `approx_kl` weigh tokens as the loss does, so that those of micro-batches and
+    ranks add up too: means over tokens with a token count, means over sequences of each
+    sequence's own mean with the "sequence" divisor. The "constant" divisor counts positions that
+    have no token: multiply them by divisor / number of tokens for means over tokens.
 
     Args:
-        loss: the clipped surrogate.
-        clipfrac: fraction of tokens whose clipped branch was strictly larger.
+        loss: the surrogate.
+        clipfrac: fraction of tokens that clipping changed.
         approx_kl: k3 estimate of KL(old || new), nats per token.
     """
 
     loss: Tensor
     clipfrac: Tensor
     approx_kl: Tensor
+
+
+class PolicyLossFunction(Protocol):
+    """Signature that all policy losses share."""
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        cliprange: float,
+        cliprange_high: float | None,
+        dual_clip: float | None,
+        num_tokens: Tensor | float | None,
+    ) -> PolicyLoss:
+        """Return the loss; the arguments are those of `ppo_policy_loss`."""
+
+
+POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
+_Function = TypeVar("_Function", bound=PolicyLossFunction)
+
+
+def _registered(name: str) -> Callable[[_Function], _Function]:
+    def register(function: _Function) -> _Function:
+        POLICY_LOSSES[name] = function
+        return function
+
+    return register
+
+
+class DPOLoss(NamedTuple):
+    """Result of `dpo_loss`: scalars; only `loss` has a graph.
+
+    Args:
+        loss: of a pair.
+        chosen_reward: mean implicit reward of the chosen answers, `beta * (policy - ref)`.
+        rejected_reward: the same of the rejected ones.
+        accuracy: fraction of pairs with the chosen reward strictly above the rejected one.
+    """
+
+    loss: Tensor
+    chosen_reward: Tensor
+    rejected_reward: Tensor
+    accuracy: Tensor
 
 
 class ValueLoss(NamedTuple):
@@ -57,6 +112,47 @@ class ValueLoss(NamedTuple):
 
     loss: Tensor
     clipfrac: Tensor
+
+
+def loss_divisor(
+    mask: Tensor,
+    *,
+    reduction: Literal["token", "sequence", "constant"],
+    num_tokens: Tensor | float,
+    num_sequences: Tensor | float,
+    max_length: int,
+) -> Tensor:
+    """Return the divisor that makes a loss the wanted mean, to be given as `num_tokens`.
+
+    "token": `num_tokens`, every token counts the same (DAPO). "sequence": `num_sequences` times
+    the row's own length, the mean over sequences of the mean over tokens (GRPO, GSPO).
+    "constant": `num_sequences * max_length`, in which neither the own length nor that of the
+    others matters (Dr. GRPO); with a `max_length` of 1 the mean over sequences of the sum over
+    tokens (RLOO).
+
+    Args:
+        mask: `[B, R]` bool, True on actions.
+        reduction: how tokens are averaged.
+        num_tokens: actions of the whole optimizer step, over micro-batches and ranks.
+        num_sequences: responses of the whole optimizer step that have a token.
+        max_length: longest response that is allowed, in tokens.
+
+    Returns:
+        `[B, 1]` for "sequence", 0 in rows without a token, which have no loss; else a scalar.
+
+    Raises:
+        ValueError: if `reduction` is none of the three.
+
+    Source: Yu et al. 2025, "DAPO", section 3.3; Shao et al. 2024, "DeepSeekMath", equation 3; Liu
+    et al. 2025, "Understanding R1-Zero-like training" (Dr. GRPO).
+    """
+    if reduction == "token":
+        return torch.as_tensor(num_tokens, device=mask.device)
+    if reduction == "sequence":
+        return num_sequences * mask.sum(dim=-1, keepdim=True)
+    if reduction == "constant":
+        return torch.as_tensor(num_sequences * max_length, device=mask.device)
+    raise ValueError(f"reduction={reduction!r} must be 'token', 'sequence' or 'constant'")
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, *, num_tokens: Tensor | float | None) -> Tensor:
@@ -110,16 +206,14 @@ def pairwise_reward_loss(
     num_pairs = max(chosen.numel(), 1)
     difference = chosen - rejected
     d = difference if margin is None else difference - margin
-    likelihood = (1 - label_smoothing) * logsigmoid(d)
-    if label_smoothing:
-        likelihood = likelihood + label_smoothing * logsigmoid(-d)
-    per_pair = -likelihood
+    per_pair = _smoothed_logistic_loss(d, label_smoothing)
     if center_coef:
         per_pair = per_pair + center_coef * (chosen + rejected).square()
     accuracy = (difference.detach() > 0).to(difference.dtype).sum() / num_pairs
     return RewardLoss(per_pair.sum() / num_pairs, accuracy, difference.detach().sum() / num_pairs)
 
 
+@_registered("ppo")
 def ppo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -136,18 +230,19 @@ def ppo_policy_loss(
     With `ratio = exp(logprobs - old_logprobs)` and advantage A, the sum over valid tokens of
     `max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange_high))`, over `num_tokens`. With
     `dual_clip` c a token with A < 0 loses at most `-c A`. The log-ratio is clamped to +-20 before
-    the exponential. `clipfrac` and `approx_kl` are divided by the same number, so that those of
-    micro-batches add up too.
+    the exponential. `clipfrac` counts tokens whose clipped branch was strictly larger; it and
+    `approx_kl` are divided by the same number, so that those of micro-batches add up too.
 
     Args:
         logprobs: `[B, R]` of the policy in training, nats.
         old_logprobs: `[B, R]` of the policy that sampled, same model, temperature and precision.
-        advantages: `[B, R]`, usually whitened.
+        advantages: `[B, R]`, usually whitened, or one number along each row (GRPO, RLOO).
         mask: `[B, R]` bool, True on actions, the stop token included.
         cliprange: how far the ratio may fall below 1.
         cliprange_high: how far it may rise above 1; None for `cliprange`.
         dual_clip: cap on the loss for A < 0, above 1; None for plain PPO.
-        num_tokens: actions of the whole optimizer step, or None for those of this call.
+        num_tokens: actions of the whole optimizer step, a divisor of `loss_divisor`, or None for
+            the actions of this call.
 
     Returns:
         Scalars, at least float32.
@@ -155,22 +250,213 @@ def ppo_policy_loss(
     Source: Schulman et al. 2017, equation 7; Yu et al. 2025, "DAPO" (`cliprange_high`); Ye et al.
     2020, "Mastering complex control in MOBA games" (`dual_clip`).
     """
-    high = cliprange if cliprange_high is None else cliprange_high
-    log_ratio = at_least_float32(logprobs) - at_least_float32(old_logprobs)
-    log_ratio = zero_off_mask(log_ratio, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    advantages = zero_off_mask(at_least_float32(advantages), mask)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + high)
-    per_token = torch.maximum(unclipped, clipped)  # [B, R]
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    return _clipped_surrogate(
+        log_ratio.exp(),
+        log_ratio,
+        advantages,
+        mask,
+        cliprange,
+        cliprange_high,
+        dual_clip,
+        num_tokens,
+    )
+
+
+@_registered("gspo")
+def gspo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cliprange: float,
+    cliprange_high: float | None,
+    dual_clip: float | None,
+    num_tokens: Tensor | float | None,
+) -> PolicyLoss:
+    """Return the surrogate of PPO with one ratio a sequence, to be minimised.
+
+    The ratio of a row is `exp(mean over its valid tokens of logprobs - old_logprobs)`, the
+    geometric mean of the ratios of its tokens, and the loss that of `ppo_policy_loss` with it at
+    every token: a whole response is clipped or is not, and every token of a response gets the
+    same gradient, `-A ratio / divisor`. The ratio moves far less than that of a token: ranges of
+    3e-4 and 4e-4 are those of the paper, whose loss is the mean over sequences (give the
+    "sequence" divisor; a token count weighs sequences by their length). `approx_kl` is that of
+    the tokens.
+
+    Args:
+        logprobs: `[B, R]` of the policy in training, nats.
+        old_logprobs: `[B, R]` of the policy that sampled, same model, temperature and precision.
+        advantages: `[B, R]`, constant along a row.
+        mask: `[B, R]` bool, True on actions, the stop token included.
+        cliprange: how far the ratio may fall below 1.
+        cliprange_high: how far it may rise above 1; None for `cliprange`.
+        dual_clip: cap on the loss for A < 0, above 1; None for plain GSPO.
+        num_tokens: as in `ppo_policy_loss`.
+
+    Returns:
+        Scalars, at least float32.
+
+    Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = (log_ratio.sum(dim=-1, keepdim=True) / lengths).exp()  # [B, 1]
+    return _clipped_surrogate(
+        ratio, log_ratio, advantages, mask, cliprange, cliprange_high, dual_clip, num_tokens
+    )
+
+
+@_registered("cispo")
+def cispo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cliprange: float,
+    cliprange_high: float | None,
+    dual_clip: float | None,
+    num_tokens: Tensor | float | None,
+) -> PolicyLoss:
+    """Return the policy gradient with clipped weights, to be minimised.
+
+    With `weight = clip(exp(logprobs - old_logprobs), 1 - cliprange, 1 + cliprange_high)` without
+    a graph, the sum over valid tokens of `-A weight logprobs`, over `num_tokens`. Clipping bounds
+    the weight and no token loses its gradient. `clipfrac` counts weights that were clipped.
+
+    Args:
+        logprobs: `[B, R]` of the policy in training, nats.
+        old_logprobs: `[B, R]` of the policy that sampled, same model, temperature and precision.
+        advantages: `[B, R]`.
+        mask: `[B, R]` bool, True on actions, the stop token included.
+        cliprange: how far the weight may fall below 1; 1 for no lower bound, as in the paper.
+        cliprange_high: how far it may rise above 1; None for `cliprange`.
+        dual_clip: must be None: the weight is bounded for either sign of A.
+        num_tokens: as in `ppo_policy_loss`.
+
+    Returns:
+        Scalars, at least float32.
+
+    Raises:
+        ValueError: if `dual_clip` is not None.
+
+    Source: MiniMax 2025, "MiniMax-M1", equations 4 and 5.
+    """
     if dual_clip is not None:
-        capped = torch.minimum(per_token, -dual_clip * advantages)
-        per_token = torch.where(advantages < 0, capped, per_token)
+        raise ValueError(
+            f"dual_clip={dual_clip} must be None for CISPO, which bounds the weight itself: lower "
+            "cliprange_high instead"
+        )
+    high = cliprange if cliprange_high is None else cliprange_high
     divisor = _divisor(mask, num_tokens)
     with torch.no_grad():
-        clipfrac = (clipped > unclipped).to(ratio.dtype).sum() / divisor
-        approx_kl = (log_ratio.expm1() - log_ratio).sum() / divisor
-    return PolicyLoss(per_token.sum() / divisor, clipfrac, approx_kl)
+        log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+        ratio = log_ratio.exp()
+        weight = ratio.clamp(1 - cliprange, 1 + high)
+        clipfrac = _reduce((weight != ratio).to(ratio.dtype), divisor)
+    advantages = zero_off_mask(at_least_float32(advantages), mask)
+    per_token = -advantages * weight * zero_off_mask(at_least_float32(logprobs), mask)  # [B, R]
+    return PolicyLoss(_reduce(per_token, divisor), clipfrac, _approx_kl(log_ratio, divisor))
+
+
+def policy_kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    estimator: Literal["k2", "k3"],
+    num_tokens: Tensor | float | None,
+) -> Tensor:
+    """Return the estimate of KL(policy || reference) for the loss, `sum / num_tokens`.
+
+    On tokens of the policy itself the expected gradient of k2 is that of KL(policy || reference).
+    That of k3, which GRPO and TRL have, belongs to KL(reference || policy), which has another
+    optimum. k1 has an expected gradient of 0 and is not offered.
+
+    Args:
+        logprobs: `[B, R]` of the policy in training, nats.
+        ref_logprobs: `[B, R]` of the reference.
+        mask: `[B, R]` bool, True on actions, the stop token included.
+        estimator: "k2" or "k3".
+        num_tokens: as in `ppo_policy_loss`.
+
+    Returns:
+        A scalar, at least float32, with a graph.
+
+    Raises:
+        ValueError: if `estimator` is neither.
+
+    Source: Tang and Munos 2025, arXiv 2506.09477; Shao et al. 2024, "DeepSeekMath", equation 4
+    (k3).
+    """
+    if estimator not in ("k2", "k3"):
+        raise ValueError(
+            f"estimator={estimator!r} must be 'k2' or 'k3': in a loss the gradient of k1 is 0 in "
+            "expectation"
+        )
+    # Before the estimator: the gradient of NaN stays NaN when it is multiplied by 0.
+    logprobs, ref_logprobs = zero_off_mask(logprobs, mask), zero_off_mask(ref_logprobs, mask)
+    per_token = (kl_k2 if estimator == "k2" else kl_k3)(logprobs, ref_logprobs)
+    return _reduce(per_token, _divisor(mask, num_tokens))
+
+
+def dpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float,
+    kind: Literal["sigmoid", "ipo"],
+    num_pairs: Tensor | float | None,
+) -> DPOLoss:
+    """Return the loss of direct preference optimisation.
+
+    With `h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)` and smoothing s, the
+    mean over pairs of `-(1 - s) logsigmoid(beta h) - s logsigmoid(-beta h)` for "sigmoid" and of
+    `(h - 1 / (2 beta))^2` for "ipo". All log-probabilities are sums over the response, the stop
+    token included, also for "ipo", where TRL takes means over tokens.
+
+    Args:
+        policy_chosen: `[B]` log-probability of the chosen answer under the policy, nats.
+        policy_rejected: `[B]` of the rejected answer.
+        ref_chosen: `[B]` of the chosen answer under the reference.
+        ref_rejected: `[B]` of the rejected answer.
+        beta: how much the policy is held to the reference, above 0.
+        label_smoothing: probability that a label is wrong, 0 to below 0.5; 0 for "ipo".
+        kind: "sigmoid" or "ipo".
+        num_pairs: pairs of the whole optimizer step, or None for those of this call.
+
+    Returns:
+        Scalars, at least float32; all 0 for no pairs.
+
+    Raises:
+        ValueError: if `kind` is neither, or "ipo" is given a `label_smoothing`.
+
+    Source: Rafailov et al. 2023, equation 7; Mitchell 2023, "A note on DPO with noisy preferences"
+    (smoothing); Azar et al. 2023, equation 17 (IPO).
+    """
+    chosen = at_least_float32(policy_chosen) - at_least_float32(ref_chosen)
+    rejected = at_least_float32(policy_rejected) - at_least_float32(ref_rejected)
+    h = chosen - rejected
+    if kind == "sigmoid":
+        per_pair = _smoothed_logistic_loss(beta * h, label_smoothing)
+    elif kind == "ipo":
+        if label_smoothing:
+            raise ValueError(
+                f"label_smoothing={label_smoothing} must be 0 for kind='ipo', whose loss has none"
+            )
+        per_pair = (h - 1 / (2 * beta)).square()
+    else:
+        raise ValueError(f"kind={kind!r} must be 'sigmoid' or 'ipo'")
+    divisor = _divisor(torch.ones_like(h, dtype=torch.bool), num_pairs)
+    with torch.no_grad():
+        measures = (beta * chosen, beta * rejected, (h > 0).to(h.dtype))
+        chosen_reward, rejected_reward, accuracy = (x.sum() / divisor for x in measures)
+    return DPOLoss(per_pair.sum() / divisor, chosen_reward, rejected_reward, accuracy)
 
 
 def clipped_value_loss(
@@ -193,7 +479,7 @@ def clipped_value_loss(
         returns: `[B, R]` targets.
         mask: `[B, R]` bool, True on actions.
         cliprange_value: half width of the allowed step, or None for no clipping.
-        num_tokens: actions of the whole optimizer step, or None for those of this call.
+        num_tokens: as in `ppo_policy_loss`.
 
     Returns:
         Scalars, at least float32.
@@ -206,12 +492,59 @@ def clipped_value_loss(
     unclipped = (values - returns).square()
     divisor = _divisor(mask, num_tokens)
     if cliprange_value is None:
-        return ValueLoss(0.5 * unclipped.sum() / divisor, unclipped.new_zeros(()))
+        return ValueLoss(_reduce(0.5 * unclipped, divisor), unclipped.new_zeros(()))
     step = (values - old_values).clamp(-cliprange_value, cliprange_value)
     clipped = (old_values + step - returns).square()
     with torch.no_grad():
-        clipfrac = (clipped > unclipped).to(values.dtype).sum() / divisor
-    return ValueLoss(0.5 * torch.maximum(unclipped, clipped).sum() / divisor, clipfrac)
+        clipfrac = _reduce((clipped > unclipped).to(values.dtype), divisor)
+    return ValueLoss(_reduce(0.5 * torch.maximum(unclipped, clipped), divisor), clipfrac)
+
+
+def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    log_ratio = at_least_float32(logprobs) - at_least_float32(old_logprobs)
+    return zero_off_mask(log_ratio, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _clipped_surrogate(
+    ratio: Tensor,  # [B, R], or [B, 1] for one ratio a row
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cliprange: float,
+    cliprange_high: float | None,
+    dual_clip: float | None,
+    num_tokens: Tensor | float | None,
+) -> PolicyLoss:
+    high = cliprange if cliprange_high is None else cliprange_high
+    advantages = zero_off_mask(at_least_float32(advantages), mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + high)
+    per_token = torch.maximum(unclipped, clipped)  # [B, R]
+    if dual_clip is not None:
+        capped = torch.minimum(per_token, -dual_clip * advantages)
+        per_token = torch.where(advantages < 0, capped, per_token)
+    divisor = _divisor(mask, num_tokens)
+    with torch.no_grad():
+        clipfrac = _reduce((clipped > unclipped).to(ratio.dtype), divisor)
+    return PolicyLoss(_reduce(per_token, divisor), clipfrac, _approx_kl(log_ratio, divisor))
+
+
+@torch.no_grad()
+def _approx_kl(log_ratio: Tensor, divisor: Tensor) -> Tensor:
+    return _reduce(log_ratio.expm1() - log_ratio, divisor)
+
+
+def _smoothed_logistic_loss(d: Tensor, label_smoothing: float) -> Tensor:
+    likelihood = (1 - label_smoothing) * logsigmoid(d)
+    if label_smoothing:
+        likelihood = likelihood + label_smoothing * logsigmoid(-d)
+    return -likelihood
+
+
+def _reduce(per_token: Tensor, divisor: Tensor) -> Tensor:
+    if divisor.dim() == 0:  # one division, after the sum
+        return per_token.sum() / divisor
+    return (per_token / divisor).sum()
 
 
 def _divisor(mask: Tensor, num_tokens: Tensor | float | None) -> Tensor:

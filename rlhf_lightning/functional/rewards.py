@@ -48,6 +48,31 @@ def adjust_scores(
     return torch.where(has_eos, scores, scores - missing_eos_penalty)
 
 
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """Return what is *added* to the scores of long responses: 0 to -1.
+
+    0 up to `max_length - buffer` tokens, then linear down to -1 at `max_length`, and -1 beyond.
+
+    Args:
+        lengths: `[B]` response tokens.
+        max_length: tokens from which on the whole penalty holds.
+        buffer: tokens before it over which the penalty grows.
+
+    Returns:
+        `[B]`, at least float32.
+
+    Raises:
+        ValueError: if `buffer` is not between 1 and `max_length`.
+
+    Source: Yu et al. 2025, "DAPO", equation 13.
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(
+            f"buffer={buffer} must be between 1 and max_length={max_length}: use about a fifth"
+        )
+    return ((max_length - buffer - at_least_float32(lengths)) / buffer).clamp(-1, 0)
+
+
 def shape_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
     """Return `-kl_coef * kl` on every valid token, plus the score on the last valid one.
 

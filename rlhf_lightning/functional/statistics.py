@@ -1,8 +1,9 @@
-"""Statistics for reports: how good the critic is, how sure a fraction is, whether values vary."""
+"""Statistics for reports: how good the critic is, how sure a fraction is, what best-of-n gives."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from statistics import NormalDist
 
 import torch
@@ -83,3 +84,51 @@ def wilson_interval(successes: float, n: float, *, confidence: float) -> tuple[f
 def all_equal(mean: float, std: float) -> bool:
     """Return whether values of this mean and standard deviation are one value, but for rounding."""
     return std <= EQUAL_SCORES * max(1.0, abs(mean))
+
+
+def best_of_n_kl(n: int) -> float:
+    """Return `log n - (n - 1) / n`, an upper bound on KL(best of n || policy), in nats.
+
+    Args:
+        n: answers of which the best is taken, at least 1.
+
+    Raises:
+        ValueError: if `n` is below 1.
+
+    Source: Stiennon et al. 2020, appendix G.3; Beirami et al. 2024 (a bound, not an equality).
+    """
+    if n < 1:
+        raise ValueError(f"n={n} must be at least 1: 1 is the policy itself")
+    return math.log(n) - (n - 1) / n
+
+
+def best_of_n_unbiased(proxy: Tensor, gold: Tensor, n: int) -> float:
+    """Return the expected gold score of the best answer by proxy among n of a pool.
+
+    The n answers are drawn without replacement, and the expectation is over all draws: every
+    answer of the pool counts, `sum of gold * (C(proxies <= own, n) - C(proxies < own, n)) /
+    C(pool, n)`, with ties sharing equally. The binomials are exact integers.
+
+    Args:
+        proxy: `[pool]` scores that choose.
+        gold: `[pool]` scores of the same answers that are reported.
+        n: answers drawn, 1 to the size of the pool.
+
+    Returns:
+        A number in units of gold; NaN if a proxy score is NaN.
+
+    Raises:
+        ValueError: if `n` is not between 1 and the size of the pool.
+
+    Source: Nakano et al. 2021, "WebGPT", appendix I.
+    """
+    pool = len(proxy)
+    if not 1 <= n <= pool:
+        raise ValueError(f"n={n} must be between 1 and the size of the pool, {pool}")
+    if proxy.isnan().any():
+        return math.nan
+    _, index, counts = torch.unique(proxy, return_inverse=True, return_counts=True)
+    draws = [0, *(math.comb(rank, n) for rank in counts.cumsum(0).tolist())]  # best up to a value
+    shares = [(upto - below) / math.comb(pool, n) for below, upto in pairwise(draws)]
+    weights = torch.tensor(shares, dtype=torch.float64, device=gold.device) / counts
+    return float((weights[index] * gold).sum())

@@ -1,5 +1,5 @@
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import torch
 from rlhf_lightning.functional.losses import (
     causal_lm_loss,
     clipped_value_loss,
+    loss_divisor,
     pairwise_reward_loss,
     ppo_policy_loss,
 )
@@ -78,10 +79,25 @@ def test_policy_loss_matches_the_vectors(case: Case, dtype: torch.dtype):
         loss = ppo_policy_loss(logprobs.detach(), *arguments, alone, **options, num_tokens=1).loss
         per_token[row, column] = loss
     (gradient,) = torch.autograd.grad(result.loss, logprobs)
+
+    def loss_of(reduction: Literal["sequence", "constant"], *, max_length: int) -> torch.Tensor:
+        divisor = loss_divisor(
+            mask,
+            reduction=reduction,
+            num_tokens=mask.sum(),
+            num_sequences=mask.any(-1).sum(),
+            max_length=max_length,
+        )
+        losses = ppo_policy_loss(logprobs, *arguments, mask, **options, num_tokens=divisor)
+        return losses.loss.detach()
+
     computed = {
         "per_token_loss": per_token,
         "loss_token_mean": result.loss.detach(),
         "grad_token_mean": gradient,
+        "loss_seq_mean_token_mean": loss_of("sequence", max_length=1),
+        "loss_seq_mean_token_sum": loss_of("constant", max_length=1),
+        "loss_seq_mean_token_sum_norm": loss_of("constant", max_length=mask.shape[1]),
         "clipfrac": result.clipfrac,
         "approx_kl_k3": result.approx_kl,
     }

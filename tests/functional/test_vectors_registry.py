@@ -13,7 +13,10 @@ TESTED_BY = {
     "bradley_terry": "functional/test_vectors_losses.py",
     "distributed": "functional/test_vectors_distributed.py",
     "diversity": "functional/test_vectors_statistics.py",
+    "dpo": "functional/test_vectors_estimators.py",
+    "estimators": "functional/test_vectors_estimators.py",
     "gae": "functional/test_vectors_advantages.py",
+    "group_advantages": "functional/test_vectors_estimators.py",
     "kl": "functional/test_vectors_kl.py",
     "kl_bandit": "functional/test_vectors_kl.py",
     "kl_controller": "functional/test_vectors_kl.py",
@@ -54,8 +57,8 @@ def test_unused_names_only_what_exists():
 
 
 def test_there_are_as_many_cases_as_were_delivered():
-    assert len(topics()) == 19
-    assert sum(len(load(topic)) for topic in topics()) == 96
+    assert len(topics()) == 20
+    assert sum(len(load(topic)) for topic in topics()) == 119
 
 
 def test_the_vectors_are_the_delivered_bytes():
