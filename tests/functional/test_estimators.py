@@ -1,0 +1,230 @@
+"""Invariants of group baselines, of policy losses by name, and of preference losses."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlhf_lightning.functional.advantages import (
+    compute_gae,
+    group_advantages,
+    informative_groups,
+    length_adaptive_lambda,
+)
+from rlhf_lightning.functional.losses import (
+    POLICY_LOSSES,
+    cispo_policy_loss,
+    dpo_loss,
+    gspo_policy_loss,
+    loss_divisor,
+    policy_kl_loss,
+)
+from rlhf_lightning.functional.rewards import overlong_penalty
+from rlhf_lightning.functional.statistics import best_of_n_kl, best_of_n_unbiased
+
+CLIP: dict[str, Any] = {"cliprange": 0.02, "cliprange_high": 0.03, "dual_clip": None}
+LENGTHS = torch.tensor([5, 2, 0, 1, 4, 3])
+MASK = torch.arange(5) < LENGTHS[:, None]
+BASELINES = [("mean", "none"), ("mean", "group_std"), ("leave_one_out", "none")]
+REDUCTIONS = ["token", "sequence", "constant"]
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shape = MASK.shape
+    logprobs = -torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+    old = logprobs + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    rows = torch.randn(shape[0], 1, generator=generator, dtype=torch.float64)
+    rows[0] = rows[0].abs() * (logprobs - old)[0].mean().sign()  # clipped, also as a whole
+    return logprobs, old, rows.expand(shape)
+
+
+def divisor(reduction: Any, rows: slice = slice(None)) -> Tensor:
+    return loss_divisor(
+        MASK[rows],
+        reduction=reduction,
+        num_tokens=MASK.sum(),
+        num_sequences=MASK.any(-1).sum(),
+        max_length=8,
+    )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_losses_and_measures_of_micro_batches_add_up(name: str, reduction: str):
+    loss, tensors = POLICY_LOSSES[name], (*batch(), MASK)
+    whole = loss(*tensors, **CLIP, num_tokens=divisor(reduction))
+    assert min(abs(part) for part in whole) > 1e-3
+    for size in (1, 2, 4):
+        cuts = [slice(i, i + size) for i in range(0, len(MASK), size)]
+        parts = [
+            loss(*(t[rows] for t in tensors), **CLIP, num_tokens=divisor(reduction, rows))
+            for rows in cuts
+        ]
+        for field in whole._fields:
+            total = sum(getattr(part, field) for part in parts)
+            torch.testing.assert_close(total, getattr(whole, field))
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_measures_under_a_constant_divisor_become_token_means_by_the_documented_factor(name: str):
+    loss, tensors = POLICY_LOSSES[name], (*batch(), MASK)
+    by_token = loss(*tensors, **CLIP, num_tokens=None)
+    constant = loss(*tensors, **CLIP, num_tokens=divisor("constant"))
+    factor = divisor("constant") / MASK.sum()
+    torch.testing.assert_close(constant.clipfrac * factor, by_token.clipfrac)
+    torch.testing.assert_close(constant.approx_kl * factor, by_token.approx_kl)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("garbage", [1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize("name", [*POLICY_LOSSES, "k2", "k3"])
+def test_nothing_off_the_mask_reaches_loss_or_gradient(name: str, garbage: float, reduction: str):
+    def loss_and_gradient(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        leaf = tensors[0].clone().requires_grad_()
+        if name in POLICY_LOSSES:
+            arguments = (leaf, *tensors[1:], MASK)
+            loss = POLICY_LOSSES[name](*arguments, **CLIP, num_tokens=divisor(reduction)).loss
+        else:
+            loss = policy_kl_loss(
+                leaf, tensors[1], MASK, estimator=name, num_tokens=divisor(reduction)
+            )
+        return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+    clean = loss_and_gradient(list(batch()))
+    dirty = loss_and_gradient([tensor.masked_fill(~MASK, garbage) for tensor in batch()])
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[1], dirty[1])
+    assert (clean[1][~MASK] == 0).all()
+    assert clean[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_at_ratio_one_every_policy_loss_has_the_same_gradient(name: str):
+    logprobs, _, advantages = batch()
+    leaf = logprobs.clone().requires_grad_()
+    loss = POLICY_LOSSES[name](leaf, logprobs, advantages, MASK, **CLIP, num_tokens=None).loss
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    wanted = torch.where(MASK, -advantages / MASK.sum(), 0)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_cispo_keeps_the_gradient_of_every_token_and_gspo_clips_whole_responses():
+    logprobs, old, advantages = batch()
+    for loss, reached in ((cispo_policy_loss, MASK), (gspo_policy_loss, None)):
+        leaf = logprobs.clone().requires_grad_()
+        result = loss(leaf, old, advantages, MASK, **CLIP, num_tokens=None)
+        assert 0 < result.clipfrac < 1
+        moved = torch.autograd.grad(result.loss, leaf)[0] != 0
+        rows = moved.any(-1, keepdim=True)
+        assert torch.equal(moved, MASK & rows if reached is None else reached)
+
+
+def test_cispo_refuses_a_dual_clip():
+    with pytest.raises(ValueError, match=r"dual_clip=3.0 must be None for CISPO"):
+        cispo_policy_loss(*batch(), MASK, **(CLIP | {"dual_clip": 3.0}), num_tokens=None)
+
+
+def test_unknown_choices_are_named():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match="reduction='mean' must be 'token'"):
+        divisor("mean")
+    with pytest.raises(ValueError, match="estimator='k1' must be 'k2' or 'k3'"):
+        policy_kl_loss(*batch()[:2], MASK, estimator="k1", num_tokens=None)
+    with pytest.raises(ValueError, match="kind='hinge' must be 'sigmoid' or 'ipo'"):
+        dpo_loss(x, x, x, x, beta=0.1, label_smoothing=0.0, kind="hinge", num_pairs=None)
+    with pytest.raises(ValueError, match=r"label_smoothing=0.1 must be 0 for kind='ipo'"):
+        dpo_loss(x, x, x, x, beta=0.1, label_smoothing=0.1, kind="ipo", num_pairs=None)
+    with pytest.raises(ValueError, match="baseline='value' must be"):
+        group_advantages(x, x.long(), baseline="value", scale="none")
+    with pytest.raises(ValueError, match="scale='std' must be"):
+        group_advantages(x, x.long(), baseline="mean", scale="std")
+    with pytest.raises(ValueError, match="scale='group_std' must have a baseline"):
+        group_advantages(x, x.long(), baseline="none", scale="group_std")
+    with pytest.raises(ValueError, match="buffer=0 must be between 1 and max_length=8"):
+        overlong_penalty(x, max_length=8, buffer=0)
+    with pytest.raises(ValueError, match="n=3 must be between 1 and the size of the pool, 2"):
+        best_of_n_unbiased(x, x, 3)
+    with pytest.raises(ValueError, match="n=0 must be at least 1"):
+        best_of_n_kl(0)
+
+
+@pytest.mark.parametrize(("baseline", "scale"), BASELINES)
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5, width=32)), min_size=1, max_size=9),
+    data=st.data(),
+)
+def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_the_order(
+    baseline: Any, scale: Any, rows: list[tuple[int, float]], data: st.DataObject
+):
+    ids = torch.tensor([group for group, _ in rows])
+    scores = torch.tensor([score for _, score in rows], dtype=torch.float64)
+    advantages = group_advantages(scores, ids, baseline=baseline, scale=scale)
+    for group in ids.unique():
+        assert abs(advantages[ids == group].sum()) < 1e-9 * max(1, advantages.abs().max())
+    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
+    shuffled = group_advantages(scores[order], ids[order], baseline=baseline, scale=scale)
+    torch.testing.assert_close(shuffled, advantages[order], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("baseline", "scale"), BASELINES)
+def test_equal_scores_and_single_responses_get_exactly_zero(baseline: Any, scale: Any, dtype: Any):
+    scores = torch.tensor([0.1, 0.1, 7.7, 0.1, 1.0, 2.0], dtype=dtype)
+    ids = torch.tensor([4, 4, 1, 4, 0, 0])
+    advantages = group_advantages(scores, ids, baseline=baseline, scale=scale)
+    assert (advantages[:4] == 0).all()
+    assert advantages[4] < 0 < advantages[5]
+    assert informative_groups(scores, ids).tolist() == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize(("baseline", "scale"), BASELINES)
+def test_a_nan_score_reaches_its_own_group_and_no_other(baseline: Any, scale: Any):
+    scores = torch.tensor([1.0, torch.nan, 2.0, 3.0, torch.nan, 1.0])
+    ids = torch.tensor([0, 0, 1, 1, 2, 1])
+    advantages = group_advantages(scores, ids, baseline=baseline, scale=scale)
+    assert advantages.isnan().tolist() == [True, True, False, False, True, False]
+    assert informative_groups(scores, ids).all()
+
+
+def test_a_lambda_for_each_row_is_that_of_the_rows_alone():
+    rewards, values, _ = batch()
+    lambdas = length_adaptive_lambda(LENGTHS, alpha=0.5)
+    assert lambdas.min() == 0 < lambdas.max() < 1
+    whole = compute_gae(rewards, values, MASK, gamma=0.9, gae_lambda=lambdas)
+    for i, gae_lambda in enumerate(lambdas.tolist()):
+        alone = (tensor[i : i + 1] for tensor in (rewards, values, MASK))
+        row = compute_gae(*alone, gamma=0.9, gae_lambda=gae_lambda)
+        torch.testing.assert_close(row.advantages[0], whole.advantages[i], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(row.returns[0], whole.returns[i], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_dpo_of_micro_batches_adds_up_and_of_no_pairs_is_zero_with_a_graph(kind: Any):
+    options: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.0, "kind": kind}
+    pairs = torch.randn(4, 5, dtype=torch.float64)
+    whole = dpo_loss(*pairs, **options, num_pairs=None)
+    halves = [dpo_loss(*pairs[:, rows], **options, num_pairs=5) for rows in ([0, 1], [2, 3, 4])]
+    for field in whole._fields:
+        total = sum(getattr(half, field) for half in halves)
+        torch.testing.assert_close(total, getattr(whole, field))
+    nothing = torch.zeros(0, requires_grad=True)
+    empty = dpo_loss(nothing, nothing, nothing, nothing, **options, num_pairs=None)
+    assert [part.item() for part in empty] == [0, 0, 0, 0]
+    assert [part.requires_grad for part in empty] == [True, False, False, False]
+
+
+def test_best_of_n_shares_among_ties_and_agrees_with_all_draws():
+    proxy = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 2.0])
+    gold = torch.tensor([3.0, 5.0, 1.0, 2.0, 7.0, -1.0])
+    for n in range(1, 7):
+        draws = torch.combinations(torch.arange(6), n)
+        best = [gold[draw][proxy[draw] == proxy[draw].max()].mean() for draw in draws]
+        assert best_of_n_unbiased(proxy, gold, n) == pytest.approx(float(sum(best) / len(best)))
+    large = torch.arange(5000.0)
+    assert best_of_n_unbiased(large, large, 1000) == pytest.approx(5001 * 1000 / 1001 - 1)
+    assert torch.tensor(best_of_n_unbiased(proxy.log() * torch.nan, gold, 2)).isnan()
