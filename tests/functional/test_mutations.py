@@ -13,16 +13,24 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.functional import losses
-from rlhf_lightning.functional.advantages import Advantages, compute_gae
+from rlhf_lightning.functional.advantages import Advantages, compute_gae, group_advantages
 from rlhf_lightning.functional.kl import kl_k1, kl_k3
 from rlhf_lightning.functional.logprobs import token_logprobs
-from rlhf_lightning.functional.losses import PolicyLoss, clipped_value_loss, ppo_policy_loss
+from rlhf_lightning.functional.losses import (
+    PolicyLoss,
+    cispo_policy_loss,
+    clipped_value_loss,
+    dpo_loss,
+    gspo_policy_loss,
+    ppo_policy_loss,
+)
 from rlhf_lightning.functional.masked import masked_var, masked_whiten
 from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
 from rlhf_lightning.functional.sequences import last_token_index, response_mask
 from tests.functional import (
     test_vectors_advantages,
     test_vectors_distributed,
+    test_vectors_estimators,
     test_vectors_kl,
     test_vectors_logprobs,
     test_vectors_losses,
@@ -114,6 +122,29 @@ def unclipped_values(*args: Tensor, cliprange_value: Any, **options: Any) -> los
     return clipped_value_loss(*args, cliprange_value=None, **options)
 
 
+def flipped_advantages(loss: Callable[..., PolicyLoss]) -> Callable[..., PolicyLoss]:
+    def mutant(
+        logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **options: Any
+    ) -> PolicyLoss:
+        return loss(logprobs, old, -advantages, mask, **options)
+
+    return mutant
+
+
+def swapped_pairs(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    **options: Any,
+) -> losses.DPOLoss:
+    return dpo_loss(policy_rejected, policy_chosen, ref_rejected, ref_chosen, **options)
+
+
+def reversed_scores(scores: Tensor, group_ids: Tensor, **options: Any) -> Tensor:
+    return group_advantages(-scores, group_ids, **options)
+
+
 def optimistic_loss(*args: Tensor, **options: Any) -> PolicyLoss:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "maximum", torch.minimum)
@@ -158,6 +189,15 @@ LAST = (
     test_vectors_sequences,
     test_vectors_sequences.test_last_token_and_positions_match_the_vectors,
 )
+ESTIMATORS = (
+    test_vectors_estimators,
+    test_vectors_estimators.test_estimators_match_the_vectors,
+)
+GROUPS = (
+    test_vectors_estimators,
+    test_vectors_estimators.test_group_advantages_match_the_vectors,
+)
+DPO = (test_vectors_estimators, test_vectors_estimators.test_dpo_matches_the_vectors)
 LOGPROBS = (test_vectors_logprobs, test_vectors_logprobs.test_logprobs_match_the_vectors)
 
 
@@ -259,6 +299,47 @@ MUTATIONS = [
         "policy_loss",
         "ratio_one",
     ),
+    mutation(
+        "gspo_sign_flipped",
+        ESTIMATORS,
+        "gspo_policy_loss",
+        flipped_advantages(gspo_policy_loss),
+        "estimators",
+        "gspo_0.2_0.28",
+    ),
+    mutation(
+        "gspo_ratio_of_a_token",
+        ESTIMATORS,
+        "gspo_policy_loss",
+        ppo_policy_loss,
+        "estimators",
+        "gspo_0.2_0.28",
+    ),
+    mutation(
+        "cispo_sign_flipped",
+        ESTIMATORS,
+        "cispo_policy_loss",
+        flipped_advantages(cispo_policy_loss),
+        "estimators",
+        "cispo_0.2_0.28",
+    ),
+    mutation(
+        "cispo_loses_clipped_tokens",
+        ESTIMATORS,
+        "cispo_policy_loss",
+        ppo_policy_loss,
+        "estimators",
+        "cispo_0.2_0.28",
+    ),
+    mutation(
+        "group_advantage_sign_flipped",
+        GROUPS,
+        "group_advantages",
+        reversed_scores,
+        "group_advantages",
+        "group_of_2",
+    ),
+    mutation("dpo_pairs_swapped", DPO, "dpo_loss", swapped_pairs, "dpo", "sigmoid_0.1"),
     mutation(
         "value_loss_without_half",
         VALUE,
