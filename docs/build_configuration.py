@@ -96,7 +96,9 @@ def hparams_section() -> Iterator[str]:
     """Yield one table for each dataclass of hyper-parameters."""
     for name, where in WHERE.items():
         cls = HPARAMS[name]
-        meanings, hints = arguments(cls.__doc__ or ""), get_type_hints(cls)
+        meanings, hints = {}, get_type_hints(cls)
+        for base in reversed(cls.__mro__):
+            meanings |= arguments(base.__doc__ or "")
         yield f"\n## {TITLES[name]}\n\n`{where}.*`\n"
         yield "| key | type | default | possible | usual | meaning |\n|---|---|---|---|---|---|"
         for item in fields(cls):

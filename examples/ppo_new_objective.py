@@ -3,7 +3,6 @@
 import argparse
 
 import lightning as L
-from torch import Tensor
 
 from rlhf_lightning import PPOModule, PromptDataModule, trainer_arguments
 from rlhf_lightning.models.forward import response_statistics
@@ -12,10 +11,10 @@ from rlhf_lightning.models.forward import response_statistics
 class PolicyGradientModule(PPOModule):
     """The same rollouts and value model, with the plain policy gradient as the loss."""
 
-    def policy_loss(self, micro_batch, num_tokens: Tensor):  # noqa: ANN001, ANN201
+    def policy_loss(self, micro_batch, counts):  # noqa: ANN001, ANN201
         """Return - log pi * advantage, over all response tokens of all ranks."""
         new = response_statistics(self.policy, micro_batch, temperature=1.0, with_entropy=False)
-        loss = -(new.logprobs * micro_batch.advantages).sum() / num_tokens  # 0 off the mask
+        loss = -(new.logprobs * micro_batch.advantages).sum() / counts.num_tokens  # 0 off the mask
         return loss, {"ppo/policy_loss": loss}
 
 

@@ -118,10 +118,13 @@ class PromptBatch(TensorBatch):
     Args:
         input_ids: `[B, P]`, padded on the left.
         attention_mask: `[B, P]` bool, True on prompt tokens.
-        row_ids: `[B]` int64, the global index of the row in the stream of prompts; sampling noise
-            is a function of it.
+        row_ids: `[B]` int64, the global index of the row in the stream of prompts, times the
+            responses a prompt gets, plus the number of the response; sampling noise is a function
+            of it.
         domains: "" where there is none.
         columns: texts for scorers: at least `prompt`, of conversations `CONVERSATION` too.
+        group_ids: `[B]` int64, equal for the rows of one prompt, which stand next to each other;
+            by default every row is a group.
     """
 
     input_ids: Tensor
@@ -129,11 +132,15 @@ class PromptBatch(TensorBatch):
     row_ids: Tensor
     domains: tuple[str, ...]
     columns: Mapping[str, tuple[str, ...]]
+    group_ids: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
+        if self.group_ids is None:
+            object.__setattr__(self, "group_ids", self.row_ids)
         rows = self.input_ids.shape[0]
-        self._check({"attention_mask": tuple(self.input_ids.shape), "row_ids": (rows,)})
+        per_row = dict.fromkeys(("row_ids", "group_ids"), (rows,))
+        self._check({"attention_mask": tuple(self.input_ids.shape)} | per_row)
         self._check_mask("attention_mask")
 
 
@@ -227,17 +234,19 @@ class RolloutBatch(TensorBatch):
         response_mask: `[B, R]` bool, True on actions (EOS included).
         logprobs: `[B, R]` old log-probabilities of the training module, nats.
         ref_logprobs: `[B, R]` the reference's.
-        values: `[B, R]` old values of the state before token t.
+        values: `[B, R]` old values of the state before token t; None without a value model.
         scores: `[B]` what the scorer said, unshaped.
         rewards: `[B, R]` shaped token rewards: score at the last token minus the KL penalty.
-        advantages: `[B, R]` whitened over all ranks.
-        returns: `[B, R]` targets of the value model.
+        advantages: `[B, R]` that the policy learns from; PPO's are whitened over all ranks.
+        returns: `[B, R]` targets of the value model; None without one.
         entropy: `[B, R]` of the policy at sampling, nats.
         finish_reason: `[B]` int64.
         row_ids: `[B]` int64.
         prompt_length: P, the padded width of the prompts.
         domains: "" where there is none.
         score_components: named parts of the score, each `[B]`.
+        group_ids: `[B]` int64, equal for the rows of one prompt, which stand next to each other;
+            by default every row is a group.
     """
 
     sequences: Tensor
@@ -245,25 +254,28 @@ class RolloutBatch(TensorBatch):
     response_mask: Tensor
     logprobs: Tensor
     ref_logprobs: Tensor
-    values: Tensor
+    values: Tensor | None
     scores: Tensor
     rewards: Tensor
     advantages: Tensor
-    returns: Tensor
+    returns: Tensor | None
     entropy: Tensor
     finish_reason: Tensor
     row_ids: Tensor
     prompt_length: int
     domains: tuple[str, ...]
     score_components: Mapping[str, Tensor]
+    group_ids: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
+        if self.group_ids is None:
+            object.__setattr__(self, "group_ids", self.row_ids)
         rows, response = self.response_mask.shape
-        tokens = ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+        tokens = ["logprobs", "ref_logprobs", "rewards", "advantages", "entropy"]
+        tokens += [name for name in ("values", "returns") if getattr(self, name) is not None]
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(tokens, (rows, response))
-        shapes |= {"entropy": (rows, response)}
-        shapes |= dict.fromkeys(("scores", "finish_reason", "row_ids"), (rows,))
+        shapes |= dict.fromkeys(("scores", "finish_reason", "row_ids", "group_ids"), (rows,))
         width = self.prompt_length + response
         self._check(shapes | dict.fromkeys(("sequences", "attention_mask"), (rows, width)))
         self._check_mask("attention_mask", "response_mask")
@@ -278,23 +290,35 @@ class RolloutBatch(TensorBatch):
         """`[B, R]` response ids; what stands off `response_mask` is padding."""
         return self.sequences[:, self.prompt_length :]
 
-    def minibatches(self, num_minibatches: int, *, keys: Tensor) -> Iterator[Self]:
+    @property
+    def group_size(self) -> int:
+        """Rows of each prompt."""
+        return int((self.group_ids == self.group_ids[0]).sum())
+
+    def minibatches(
+        self, num_minibatches: int, *, keys: Tensor, whole_groups: bool = False
+    ) -> Iterator[Self]:
         """Yield `num_minibatches` batches of equal size that hold every row once.
 
         Of every `num_minibatches` neighbours each batch gets one, dealt in the order of their
-        `keys` `[B]`. So the rows of a minibatch do not depend on how ranks share the rollout.
+        `keys` `[B]`. So the rows of a minibatch do not depend on how ranks share the rollout. With
+        `whole_groups` the neighbours are groups of equal size, in the order of the keys of their
+        first rows.
 
         Raises:
-            ValueError: if `num_minibatches` does not divide the rows.
+            ValueError: if `num_minibatches` does not divide the rows, or the groups.
         """
-        rows = len(self)
-        if num_minibatches < 1 or rows % num_minibatches:
-            divisors = [n for n in range(1, min(rows, 16) + 1) if rows % n == 0]
+        size = self.group_size if whole_groups else 1
+        unit = "groups of the rollout" if whole_groups else "rollout rows"
+        count = len(self) // size
+        if num_minibatches < 1 or count % num_minibatches:
+            divisors = [n for n in range(1, min(count, 16) + 1) if count % n == 0]
             raise ValueError(
-                f"num_minibatches={num_minibatches} must divide the {rows} rollout rows: "
+                f"num_minibatches={num_minibatches} must divide the {count} {unit}: "
                 f"use one of {divisors}"
             )
-        neighbours = torch.arange(rows, device=keys.device).view(-1, num_minibatches)
-        dealt = neighbours.gather(1, keys.view(-1, num_minibatches).argsort(1))
+        neighbours = torch.arange(count, device=keys.device).view(-1, num_minibatches)
+        dealt = neighbours.gather(1, keys[::size].view(-1, num_minibatches).argsort(1))
+        inside = torch.arange(size, device=keys.device)
         for index in dealt.unbind(1):
-            yield self[index]
+            yield self[(index.unsqueeze(1) * size + inside).flatten()]

@@ -41,6 +41,11 @@ def number(
     return field(default=default, metadata={"limits": limits, "usual": usual})
 
 
+def choice(default: str, *others: str) -> Any:
+    """Return a dataclass field whose value `Checked` holds against a list of names."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
 _HOLDS = {
     "above": lambda value, limit: value > limit,
     "at_least": lambda value, limit: value >= limit,
@@ -59,6 +64,9 @@ class Checked:
             key = f"{type(self).__name__}.{item.name}"
             value = _typed(key, getattr(self, item.name), hints[item.name])
             object.__setattr__(self, item.name, value)
+            choices = item.metadata.get("choices", (value,))
+            if value not in choices:
+                raise ValueError(f"{key}={value!r}: use {', '.join(choices)}")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 _check_limits(key, value, item.metadata)
 
@@ -200,70 +208,148 @@ class LoraHparams(Checked):
     dropout: float = number(0.0, at_least=0, below=1, usual=(0, 0.1))
     target_modules: str = "all-linear"
     base_precision: str = "32-true"
-    quantization: str = "none"
+    quantization: str = choice("none", "nf4")
 
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        if self.quantization not in ("none", "nf4"):
-            raise ValueError(f"LoraHparams.quantization={self.quantization!r}: use none or nf4")
         if not self.target_modules.strip(", "):
             raise ValueError("LoraHparams.target_modules is empty: use all-linear, or name modules")
 
 
 @dataclass(frozen=True)
-class PPOHparams(Checked):
-    """PPO with a KL penalty in the reward.
+class OnPolicyHparams(Checked):
+    """Coefficients that PPO and its relatives share: shaping, surrogate, optimizer steps.
 
     Args:
         learning_rate: of the policy, at the start of the schedule; None: by its size.
-        value_learning_rate: of the value model; None: by its size.
-        kl_coef: weight of the k1 penalty in the token rewards.
+        kl_coef: weight of the KL penalty.
+        kl_in: "reward", a k1 penalty in the token rewards, or "loss", in units of advantages.
+        kl_estimator: of a penalty in the loss: "k2", whose gradient is that of the KL, or "k3" as
+            TRL's GRPO has it, whose gradient is that of the reverse KL.
         kl_target: nats per response that an adaptive kl_coef aims at; None keeps it fixed.
         kl_horizon: episodes over which the adaptive controller moves.
-        kl_loss_coef: weight of a k2 penalty in the loss, in units of whitened advantages; 0 is
-            plain PPO.
+        surrogate: "ppo" (clipped ratio of each token), "gspo" (of each sequence) or "cispo"
+            (clipped weights, every token keeps its gradient).
+        loss_reduction: "token" (mean over all tokens of an optimizer step), "sequence" (mean over
+            responses of their means) or "constant" (sum over `max_new_tokens` a response).
         cliprange: the ratio is clipped to 1 - cliprange .. 1 + cliprange.
         cliprange_high: other upper bound ("clip higher"); None uses cliprange.
         dual_clip: bound on the loss where the advantage is negative; None is plain PPO.
-        cliprange_value: bound on the move of a value from its old one; None does not clip.
-        vf_coef: weight of the value loss.
-        gamma: discount; 1.0 for responses.
-        gae_lambda: lambda of generalized advantage estimation.
-        num_ppo_epochs: passes over one rollout.
         num_minibatches: optimizer steps in one pass.
         micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
-        max_grad_norm: bound on each of the two gradient norms.
+        max_grad_norm: bound on each gradient norm.
         max_skipped_steps: optimizer steps in a row that are skipped because the loss, a gradient
             or the rollout (one step) is not finite, before the run stops; 0 stops at the first.
         missing_eos_penalty: subtracted, after clipping, from the score of a response cut off.
         score_clip: scores are clipped to -score_clip .. score_clip; None does not clip.
+        overlong_buffer: tokens before max_new_tokens in which a response loses up to 1 of its
+            score, growing with its length; None takes nothing.
         target_approx_kl: stop the updates of a rollout when a minibatch's approx_kl, reduced over
             ranks, is above this; None never stops.
-        critic_warmup_iterations: first iterations that train the value model alone.
         entropy_coef: weight of an entropy bonus.
     """
 
     learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 1e-3))
-    value_learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 3e-3))
     kl_coef: float = number(0.05, at_least=0, usual=(0.001, 0.5))
+    kl_in: str = choice("reward", "loss")
+    kl_estimator: str = choice("k2", "k3")
     kl_target: float | None = number(None, above=0, usual=(1, 30))
     kl_horizon: int = number(10_000, at_least=1)
-    kl_loss_coef: float = number(0.0, at_least=0)
+    surrogate: str = "ppo"
+    loss_reduction: str = choice("token", "sequence", "constant")
     cliprange: float = number(0.2, above=0, below=1, usual=(0.05, 0.4))
     cliprange_high: float | None = number(None, above=0, usual=(0.05, 0.5))
     dual_clip: float | None = number(None, above=1)
-    cliprange_value: float | None = number(0.2, above=0)
-    vf_coef: float = number(0.1, at_least=0, usual=(0.05, 0.2))
-    gamma: float = number(1.0, at_least=0, at_most=1, usual=(1, 1))
-    gae_lambda: float = number(0.95, at_least=0, at_most=1, usual=(0.9, 1))
-    num_ppo_epochs: int = number(4, at_least=1, usual=(1, 8))
     num_minibatches: int = number(1, at_least=1, usual=(1, 32))
     micro_batch_size: int | None = number(None, at_least=1)
     max_grad_norm: float = number(1.0, above=0)
     max_skipped_steps: int = number(10, at_least=0)
     missing_eos_penalty: float = number(1.0, at_least=0)
     score_clip: float | None = number(5.0, above=0)
+    overlong_buffer: int | None = number(None, at_least=1)
     target_approx_kl: float | None = number(None, above=0, usual=(0.005, 0.5))
-    critic_warmup_iterations: int = number(0, at_least=0)
     entropy_coef: float = number(0.0, at_least=0, usual=(0, 0.05))
+
+    def __post_init__(self) -> None:
+        """Check the values, and warn of an estimator with another fixed point."""
+        super().__post_init__()
+        if self.kl_in == "loss" and self.kl_estimator == "k3":
+            warnings.warn(
+                f"{type(self).__name__}.kl_estimator=k3 holds the policy to another optimum than "
+                "the KL penalty of RLHF has (its gradient is that of the reverse KL): use k2, "
+                "unless it is to match TRL's GRPO",
+                UnusualHparamWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def num_passes(self) -> int:
+        """Passes over one rollout."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PPOHparams(OnPolicyHparams):
+    """PPO with a KL penalty in the reward; the other settings are those of `OnPolicyHparams`.
+
+    Args:
+        value_learning_rate: of the value model; None: by its size.
+        cliprange_value: bound on the move of a value from its old one; None does not clip.
+        vf_coef: weight of the value loss.
+        gamma: discount; 1.0 for responses.
+        gae_lambda: lambda of generalized advantage estimation.
+        gae_lambda_value: of the value model's targets; None uses gae_lambda.
+        gae_length_alpha: None, or the lambda of a response's advantages grows with its length:
+            1 - 1 / (gae_length_alpha * length).
+        num_ppo_epochs: passes over one rollout.
+        critic_warmup_iterations: first iterations that train the value model alone.
+    """
+
+    value_learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 3e-3))
+    cliprange_value: float | None = number(0.2, above=0)
+    vf_coef: float = number(0.1, at_least=0, usual=(0.05, 0.2))
+    gamma: float = number(1.0, at_least=0, at_most=1, usual=(1, 1))
+    gae_lambda: float = number(0.95, at_least=0, at_most=1, usual=(0.9, 1))
+    gae_lambda_value: float | None = number(None, at_least=0, at_most=1, usual=(0.9, 1))
+    gae_length_alpha: float | None = number(None, above=0, usual=(0.01, 1))
+    num_ppo_epochs: int = number(4, at_least=1, usual=(1, 8))
+    critic_warmup_iterations: int = number(0, at_least=0)
+
+    @property
+    def num_passes(self) -> int:
+        """Passes over one rollout."""
+        return self.num_ppo_epochs
+
+
+@dataclass(frozen=True)
+class GRPOHparams(OnPolicyHparams):
+    """GRPO and its relatives, without a value model; the other settings: `OnPolicyHparams`.
+
+    Args:
+        kl_in: "loss" or "reward".
+        baseline: "mean" of the prompt's responses, "leave_one_out" (of the others), or "none",
+            with which every token gets its rewards to go.
+        scale: "group_std" divides by the standard deviation of the prompt's responses,
+            "global_std" whitens over all actions of all ranks, "none" does neither.
+        num_epochs: passes over one rollout.
+    """
+
+    kl_in: str = choice("loss", "reward")
+    baseline: str = choice("mean", "leave_one_out", "none")
+    scale: str = choice("group_std", "global_std", "none")
+    num_epochs: int = number(1, at_least=1, usual=(1, 8))
+
+    def __post_init__(self) -> None:
+        """Check the values, and that they go together."""
+        super().__post_init__()
+        if self.baseline == "none" and self.scale == "group_std":
+            raise ValueError(
+                "GRPOHparams.scale=group_std needs a group's baseline: use baseline=mean, or "
+                "scale=global_std (REINFORCE++)"
+            )
+
+    @property
+    def num_passes(self) -> int:
+        """Passes over one rollout."""
+        return self.num_epochs

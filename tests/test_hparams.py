@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from rlhf_lightning.hparams import (
+    GRPOHparams,
     PPOHparams,
     RewardHparams,
     SamplingHparams,
@@ -14,7 +15,9 @@ from rlhf_lightning.hparams import (
     UnusualHparamWarning,
 )
 
-CLASSES = (SamplingHparams, SFTHparams, RewardHparams, PPOHparams)
+CLASSES = (SamplingHparams, SFTHparams, RewardHparams, PPOHparams, GRPOHparams)
+
+ON_POLICY = (PPOHparams, GRPOHparams)
 
 # class, field, values that cannot work, what the message wants
 IMPOSSIBLE = [
@@ -22,7 +25,7 @@ IMPOSSIBLE = [
     (SamplingHparams, "max_new_tokens", [0, -3], ">= 1"),
     (SFTHparams, "learning_rate", [0.0, -1e-5, 1.0], "> 0 and < 1"),
     (SFTHparams, "micro_batch_size", [0], ">= 1"),
-    *[(cls, "max_skipped_steps", [-1], ">= 0") for cls in (SFTHparams, RewardHparams, PPOHparams)],
+    *[(cls, "max_skipped_steps", [-1], ">= 0") for cls in (SFTHparams, RewardHparams, *ON_POLICY)],
     (SFTHparams, "max_grad_norm", [0.0, -1.0], "> 0"),
     (RewardHparams, "learning_rate", [0.0, 2.0], "> 0 and < 1"),
     (RewardHparams, "micro_batch_size", [0], ">= 1"),
@@ -30,30 +33,41 @@ IMPOSSIBLE = [
     (RewardHparams, "label_smoothing", [-0.1, 0.5], ">= 0 and < 0.5"),
     (RewardHparams, "center_coef", [-0.01], ">= 0"),
     (RewardHparams, "normalization_samples", [-1], ">= 0"),
-    (PPOHparams, "learning_rate", [0.0, 1.0], "> 0 and < 1"),
+    *[(cls, "learning_rate", [0.0, 1.0], "> 0 and < 1") for cls in ON_POLICY],
     (PPOHparams, "value_learning_rate", [0.0, 1.0], "> 0 and < 1"),
-    (PPOHparams, "kl_coef", [-0.1], ">= 0"),
-    (PPOHparams, "kl_target", [0.0, -6.0], "> 0"),
-    (PPOHparams, "kl_horizon", [0], ">= 1"),
-    (PPOHparams, "kl_loss_coef", [-0.1], ">= 0"),
-    (PPOHparams, "cliprange", [0.0, 1.0], "> 0 and < 1"),
-    (PPOHparams, "cliprange_high", [0.0], "> 0"),
-    (PPOHparams, "dual_clip", [1.0, 0.5], "> 1"),
+    *[(cls, "kl_coef", [-0.1], ">= 0") for cls in ON_POLICY],
+    *[(cls, "kl_target", [0.0, -6.0], "> 0") for cls in ON_POLICY],
+    *[(cls, "kl_horizon", [0], ">= 1") for cls in ON_POLICY],
+    *[(cls, "cliprange", [0.0, 1.0], "> 0 and < 1") for cls in ON_POLICY],
+    *[(cls, "cliprange_high", [0.0], "> 0") for cls in ON_POLICY],
+    *[(cls, "dual_clip", [1.0, 0.5], "> 1") for cls in ON_POLICY],
     (PPOHparams, "cliprange_value", [0.0], "> 0"),
     (PPOHparams, "vf_coef", [-0.1], ">= 0"),
     (PPOHparams, "gamma", [-0.1, 1.01], ">= 0 and <= 1"),
     (PPOHparams, "gae_lambda", [-0.1, 1.01], ">= 0 and <= 1"),
+    (PPOHparams, "gae_lambda_value", [-0.1, 1.01], ">= 0 and <= 1"),
+    (PPOHparams, "gae_length_alpha", [0.0], "> 0"),
     (PPOHparams, "num_ppo_epochs", [0], ">= 1"),
-    (PPOHparams, "num_minibatches", [0], ">= 1"),
-    (PPOHparams, "micro_batch_size", [0], ">= 1"),
-    (PPOHparams, "max_grad_norm", [0.0], "> 0"),
-    (PPOHparams, "missing_eos_penalty", [-1.0], ">= 0"),
-    (PPOHparams, "score_clip", [0.0], "> 0"),
-    (PPOHparams, "target_approx_kl", [0.0], "> 0"),
+    (GRPOHparams, "num_epochs", [0], ">= 1"),
+    *[(cls, "overlong_buffer", [0], ">= 1") for cls in ON_POLICY],
+    *[(cls, "num_minibatches", [0], ">= 1") for cls in ON_POLICY],
+    *[(cls, "micro_batch_size", [0], ">= 1") for cls in ON_POLICY],
+    *[(cls, "max_grad_norm", [0.0], "> 0") for cls in ON_POLICY],
+    *[(cls, "missing_eos_penalty", [-1.0], ">= 0") for cls in ON_POLICY],
+    *[(cls, "score_clip", [0.0], "> 0") for cls in ON_POLICY],
+    *[(cls, "target_approx_kl", [0.0], "> 0") for cls in ON_POLICY],
     (PPOHparams, "critic_warmup_iterations", [-1], ">= 0"),
-    (PPOHparams, "entropy_coef", [-0.1], ">= 0"),
+    *[(cls, "entropy_coef", [-0.1], ">= 0") for cls in ON_POLICY],
 ]
 UNLIMITED = {(RewardHparams, "use_margin"), (SamplingHparams, "top_k"), (SamplingHparams, "top_p")}
+NAMES = ("kl_in", "kl_estimator", "loss_reduction")
+NAMED = {
+    *((cls, name) for cls in ON_POLICY for name in NAMES),
+    (GRPOHparams, "baseline"),
+    (GRPOHparams, "scale"),
+}
+# Known to the losses: tests/modules/test_grpo.py
+LOOKED_UP = {(cls, "surrogate") for cls in ON_POLICY}
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -70,8 +84,24 @@ def test_an_impossible_value_is_an_error_with_key_value_and_range(cls, name, val
             cls(**{name: value})
 
 
+@pytest.mark.parametrize(("cls", "name"), sorted(NAMED, key=str))
+def test_a_name_that_is_unknown_is_an_error_with_those_that_work(cls, name):
+    with pytest.raises(ValueError, match=rf"^{cls.__name__}\.{name}='nosuch': use \w+, "):
+        cls(**{name: "nosuch"})
+
+
+def test_k3_in_the_loss_warns_of_its_other_optimum():
+    with pytest.warns(UnusualHparamWarning, match="kl_estimator=k3 .* use k2"):
+        GRPOHparams(kl_estimator="k3")
+
+
+def test_a_groups_spread_needs_a_groups_baseline():
+    with pytest.raises(ValueError, match="scale=group_std needs a group's baseline"):
+        GRPOHparams(baseline="none")
+
+
 def test_every_number_has_a_range_that_is_tested():
-    tested = {(cls, name) for cls, name, _, _ in IMPOSSIBLE} | UNLIMITED
+    tested = {(cls, name) for cls, name, _, _ in IMPOSSIBLE} | UNLIMITED | NAMED | LOOKED_UP
     assert tested == {(cls, field.name) for cls in CLASSES for field in fields(cls)}
 
 

@@ -77,7 +77,7 @@ def start_settings(
 
 def batch_arithmetic(settings: TrainSettings, iterations: int, world_size: int) -> str:
     """Return how the rows of an iteration become optimizer steps, in one line."""
-    rows = settings.data.batch_size
+    rows, size = settings.data.num_rows, settings.data.num_generations
     share = f", {rows // world_size} a process" if world_size > 1 else ""
     stage = settings.spec
     epochs, minibatches = settings.passes
@@ -87,8 +87,11 @@ def batch_arithmetic(settings: TrainSettings, iterations: int, world_size: int) 
             f"{iterations} iterations of {rows} {stage.rows}{share}{at_once} = "
             f"{count_steps(settings, iterations):,} optimizer steps"
         )
+    prompts = f"{rows} prompts"
+    if size > 1:
+        prompts = f"{rows // size} prompts x {size} responses = {rows} rows"
     return (
-        f"{iterations} iterations of {rows} prompts{share}; on each {epochs} x {minibatches} "
+        f"{iterations} iterations of {prompts}{share}; on each {epochs} x {minibatches} "
         f"minibatches of {rows // minibatches} rows{at_once} = {epochs * minibatches} optimizer "
         f"steps, {count_steps(settings, iterations):,} in all"
     )

@@ -71,29 +71,35 @@ class PreferenceCollator:
 
 
 class PromptCollator:
-    """Makes a `PromptBatch` of (encoded prompt, global row id) pairs.
+    """Makes a `PromptBatch` of (encoded prompt, number in the stream) pairs.
 
     A text column that a row lacks is "" there.
 
     Args:
         pad_token_id: fills the padding; what it is does not matter, it may be EOS.
+        num_generations: rows that each prompt gets, next to each other: one group.
     """
 
-    def __init__(self, pad_token_id: int) -> None:
-        """Note the pad id."""
+    def __init__(self, pad_token_id: int, num_generations: int = 1) -> None:
+        """Note the pad id and the size of a group."""
         self.pad_token_id = pad_token_id
+        self.num_generations = num_generations
 
     def __call__(self, rows: Sequence[tuple[EncodedPrompt, int]]) -> PromptBatch:
         """Return the batch, as wide as its longest prompt."""
-        prompts = [prompt for prompt, _ in rows]
+        size = self.num_generations
+        prompts = [prompt for prompt, _ in rows for _ in range(size)]
+        group_ids = torch.tensor([number for _, number in rows], dtype=torch.int64)
+        group_ids = group_ids.repeat_interleave(size)  # [B]
         ids, mask = _pad([p.input_ids for p in prompts], self.pad_token_id, left=True)  # [B, P]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         return PromptBatch(
             input_ids=ids,
             attention_mask=mask,
-            row_ids=torch.tensor([row_id for _, row_id in rows], dtype=torch.int64),
+            row_ids=group_ids * size + torch.arange(len(group_ids)) % size,
             domains=tuple(prompt.domain for prompt in prompts),
             columns={name: tuple(p.columns.get(name, "") for p in prompts) for name in names},
+            group_ids=group_ids,
         )
 
 

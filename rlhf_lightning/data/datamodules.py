@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +30,8 @@ class DemonstrationDataModule(RecordDataModule):
 
     kinds = ("demonstrations", "texts")
 
-    def _collator(self, pad_token_id: int) -> SFTCollator:
+    def _collator(self, pad_token_id: int, *, training: bool) -> SFTCollator:
+        del training
         return SFTCollator(pad_token_id)
 
 
@@ -81,16 +83,18 @@ class PreferenceDataModule(RecordDataModule):
             num_workers=num_workers,
         )
 
-    def _collator(self, pad_token_id: int) -> PreferenceCollator:
+    def _collator(self, pad_token_id: int, *, training: bool) -> PreferenceCollator:
+        del training
         return PreferenceCollator(pad_token_id)
 
 
 class PromptDataModule(RecordDataModule):
     """Batches of `PromptBatch`, one an iteration of PPO, in the order of the stream.
 
-    `row_ids` are `iteration * batch_size + position in the global batch`, so that sampling noise
-    does not depend on ranks. Held-out prompts keep the order of the source (a part of them if
-    `max_validation_rows` is given) and are numbered from 0, the same in every validation.
+    A prompt's number is `iteration * batch_size + position in the global batch`, and its rows are
+    numbered on from `number * num_generations`, so that sampling noise does not depend on ranks.
+    Held-out prompts keep the order of the source (a part of them if `max_validation_rows` is
+    given), are asked once and numbered from 0, the same in every validation.
 
     Args:
         source: where the prompts come from; any record with a prompt will do.
@@ -105,6 +109,8 @@ class PromptDataModule(RecordDataModule):
         validation_batch_size: prompts of a rank's validation batch; None for twice its share of
             `batch_size`.
         num_workers: processes that collate.
+        num_generations: responses to each prompt of an iteration, which then has
+            `batch_size * num_generations` rows; those of a prompt stay on one rank.
     """
 
     kinds = ("prompts",)
@@ -124,10 +130,15 @@ class PromptDataModule(RecordDataModule):
         max_validation_rows: int | None = None,
         validation_batch_size: int | None = None,
         num_workers: int = 0,
+        num_generations: int = 1,
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        if not max_prompt_length > 0:
-            raise ValueError(f"max_prompt_length={max_prompt_length} must be positive")
+        for name, value in {
+            "max_prompt_length": max_prompt_length,
+            "num_generations": num_generations,
+        }.items():
+            if not value > 0:
+                raise ValueError(f"{name}={value} must be positive")
         super().__init__(
             source,
             tokenizer,
@@ -143,5 +154,10 @@ class PromptDataModule(RecordDataModule):
             num_workers=num_workers,
         )
 
-    def _collator(self, pad_token_id: int) -> PromptCollator:
-        return PromptCollator(pad_token_id)
+        self.num_generations = num_generations
+
+    def _collator(self, pad_token_id: int, *, training: bool) -> PromptCollator:
+        return PromptCollator(pad_token_id, self.num_generations if training else 1)
+
+    def _identity(self, num_rows: int) -> dict[str, Any]:
+        return super()._identity(num_rows) | {"num_generations": self.num_generations}

@@ -246,7 +246,7 @@ class RecordDataModule(LightningDataModule):
             with_row_ids=self._with_row_ids,
         )
         self._sampler.consumed = self._restored.get("consumed", 0)
-        return self._loader(_Rows(rows), self._sampler)
+        return self._loader(_Rows(rows), self._sampler, training=True)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the loader of the held-out rows, each once; an empty list if there are none."""
@@ -263,7 +263,8 @@ class RecordDataModule(LightningDataModule):
             rank=self._rank,
             world_size=self._world_size,
         )
-        return self._loader(_Rows(rows, with_row_ids=self._with_row_ids), sampler)
+        dataset = _Rows(rows, with_row_ids=self._with_row_ids)
+        return self._loader(dataset, sampler, training=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands, and what it is a stream of."""
@@ -287,16 +288,16 @@ class RecordDataModule(LightningDataModule):
     _may_repeat = False
     _sampler: StreamBatchSampler | None = None
 
-    def _collator(self, pad_token_id: int) -> Callable[[Any], Any]:
+    def _collator(self, pad_token_id: int, *, training: bool) -> Callable[[Any], Any]:
         raise NotImplementedError
 
-    def _loader(self, rows: Dataset[Any], sampler: Any) -> DataLoader[Any]:
+    def _loader(self, rows: Dataset[Any], sampler: Any, *, training: bool) -> DataLoader[Any]:
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
         return DataLoader(
             rows,
             batch_sampler=sampler,
-            collate_fn=self._collator(int(cast(int, pad))),
+            collate_fn=self._collator(int(cast(int, pad)), training=training),
             num_workers=self.num_workers,
             # Without a generator of its own each iterator draws from the global one.
             generator=stream_generator(self.seed, "loader", 0),

@@ -188,7 +188,7 @@ _ALL = (
             "explained_variance",
             readings.recent_after_grace,
             begins=readings.from_grace,
-            missing="all returns are equal",
+            missing="no value model, or all returns are equal",
         ),
         {
             **bounds("critic", 0.05, -0.5, floor="_floor", at_most=1),
@@ -204,6 +204,23 @@ _ALL = (
         "stop here, or refresh the reward model with pairs of this policy",
         Source("score_std", readings.ratio, begins=readings.from_baseline),
         bounds("saturation", 0.25, 0.1, floor="_floor", at_least=0),
+    ),
+    DetectorSpec(
+        "groups",
+        "Groups of responses teach nothing",
+        "recent share of prompts whose responses differ in score",
+        "share",
+        "prompts are too easy or too hard for the policy, or the reward is too coarse: all "
+        "responses to a prompt score alike, and have no advantage over each other",
+        "use prompts that are sometimes solved, more responses to a prompt "
+        "(data.num_generations), or a reward that tells responses apart",
+        Source(
+            "informative_groups",
+            readings.recent,
+            begins=readings.from_baseline,
+            missing="one response to a prompt",
+        ),
+        bounds("groups", 0.3, 0.1, floor="_floor", at_least=0),
     ),
     DetectorSpec(
         "clipped_scores",

@@ -62,6 +62,7 @@ def _of_stage(
     own = metrics.get(stage, {})
     causes: dict[str, Callable[[], Blame]] = {
         "ppo": lambda: _policy(failed, own, metrics.get("reward", {})),
+        "grpo": lambda: _policy(failed, own, metrics.get("reward", {})),
         "evaluate": lambda: _policy(failed, own, metrics.get("reward", {})),
         "reward": lambda: _reward(failed),
         "sft": lambda: _sft(failed, own),

@@ -1,4 +1,4 @@
-"""The four models of PPO: as siblings, or as adapters on one base."""
+"""Policy, reference and value model: as siblings, or as adapters on one base."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from rlhf_lightning.models.precision import round_frozen_weights
 ADAPTER = "adapter"  # the folder of the adapter alone, inside an artefact
 
 
-@dataclass(frozen=True)
-class PPOModels:
-    """The models that PPO trains, and the reference; the scorer brings the reward model.
+@dataclass(frozen=True, kw_only=True)
+class PolicyModels:
+    """The policy that is trained, and the reference; the scorer brings the reward model.
 
     Args:
         policy: trained.
-        value: trained.
         reference: frozen; where the policy started, in its first round.
-        base: what policy, value and reference share, if they do.
+        base: what policy and reference share, if they do.
         same_source: whether the policy starts as the reference is: their KL is then 0.
     """
 
     policy: PolicyModel
-    value: ScalarHeadModel
     reference: PolicyModel
     base: AdaptedBase | None = None
     same_source: bool = True
@@ -39,12 +37,61 @@ class PPOModels:
     @property
     def trained(self) -> tuple[nn.Module, ...]:
         """Roots that hold trained parameters, each placed and sharded as a whole."""
-        return (self.policy, self.value) if self.base is None else (self.base,)
+        return (self.policy,) if self.base is None else (self.base,)
 
     @property
     def frozen(self) -> tuple[nn.Module, ...]:
         """Roots without trained parameters."""
         return (self.reference,) if self.base is None else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOModels(PolicyModels):
+    """The models that PPO trains, and the reference.
+
+    Args:
+        value: trained; on the same base as the policy, if that has one.
+    """
+
+    value: ScalarHeadModel
+
+    @property
+    def trained(self) -> tuple[nn.Module, ...]:
+        """Roots that hold trained parameters, each placed and sharded as a whole."""
+        return (self.policy, self.value) if self.base is None else (self.base,)
+
+
+def policy_models(
+    policy: str | Path,
+    *,
+    start: str | Path | None = None,
+    lora: LoraHparams | None = None,
+    activation_checkpointing: bool = False,
+    precision: str = "32-true",
+    seed: int = 0,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PolicyModels:
+    """Return policy and reference, without a value model; the arguments are as in `ppo_models`."""
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if lora is not None:
+        base = load_base(policy, lora, activation_checkpointing=activation_checkpointing, **options)
+        return PolicyModels(
+            policy=_policy_on(base, start, seed=seed),
+            reference=frozen(AdaptedPolicy(base, None)),
+            base=base,
+            same_source=start is None,
+        )
+    reference = frozen(load_policy(policy, **options))
+    round_frozen_weights(reference.model, precision)
+    trained = policy if start is None else start
+    # The revision is that of `policy`; what was trained from it is a folder.
+    own = options if str(trained) == str(policy) else options | {"revision": None}
+    return PolicyModels(
+        policy=load_policy(trained, **own, activation_checkpointing=activation_checkpointing),
+        reference=reference,
+        same_source=start is None,
+    )
 
 
 def ppo_models(
@@ -89,43 +136,35 @@ def ppo_models(
             "the value model starts from a reward model (artifacts.reward), and none is given: "
             "use module.models.value_head=zero to start it from the policy"
         )
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if lora is not None:
-        return _on_one_base(
-            load_base(policy, lora, activation_checkpointing=activation_checkpointing, **options),
-            None if start is None else Path(start) / ADAPTER,
-            None if value_head == "zero" or value is None else Path(value) / ADAPTER,
-            seed=seed,
+    common: dict[str, Any] = {
+        "start": start,
+        "lora": lora,
+        "activation_checkpointing": activation_checkpointing,
+        "precision": precision,
+        "seed": seed,
+        "trust_remote_code": trust_remote_code,
+    }
+    found = policy_models(policy, revision=revision, **common)
+    zero = value is None or value_head == "zero"
+    values: ScalarHeadModel
+    if found.base is not None:
+        if zero:
+            values = add_scalar_model(found.base, "value", init_std=0.0, seed=seed)
+        else:
+            values = load_scalar_adapter(found.base, Path(str(value)) / ADAPTER, "value")
+    else:
+        source = policy if value is None else value
+        values = load_scalar_model(
+            source,
+            head=value_head,
+            activation_checkpointing=activation_checkpointing,
+            revision=revision if str(source) == str(policy) else None,
+            trust_remote_code=trust_remote_code,
         )
-    reference = frozen(load_policy(policy, **options))
-    round_frozen_weights(reference.model, precision)
-
-    def of(source: str | Path) -> dict[str, Any]:
-        # The revision is that of `policy`; what was trained from it is a folder.
-        own = {} if str(source) == str(policy) else {"revision": None}
-        return options | own | {"activation_checkpointing": activation_checkpointing}
-
-    trained = policy if start is None else start
-    valued = policy if value is None else value
-    return PPOModels(
-        load_policy(trained, **of(trained)),
-        load_scalar_model(valued, head=value_head, **of(valued)),
-        reference,
-        same_source=start is None,
-    )
+    return PPOModels(**vars(found), value=values)
 
 
-def _on_one_base(
-    base: AdaptedBase, policy_adapter: Path | None, value_adapter: Path | None, *, seed: int
-) -> PPOModels:
-    if policy_adapter is None:
-        policy = add_policy(base, "policy", seed=seed)
-    else:
-        policy = load_policy_adapter(base, policy_adapter, "policy")
-    value: ScalarHeadModel
-    if value_adapter is None:
-        value = add_scalar_model(base, "value", init_std=0.0, seed=seed)
-    else:
-        value = load_scalar_adapter(base, value_adapter, "value")
-    reference = frozen(AdaptedPolicy(base, None))
-    return PPOModels(policy, value, reference, base, same_source=policy_adapter is None)
+def _policy_on(base: AdaptedBase, start: str | Path | None, *, seed: int) -> AdaptedPolicy:
+    if start is None:
+        return add_policy(base, "policy", seed=seed)
+    return load_policy_adapter(base, Path(start) / ADAPTER, "policy")

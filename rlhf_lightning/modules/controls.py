@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from rlhf_lightning.functional.kl import adapted_kl_coef
-from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.modules.checkpoint_state import say_changed
 from rlhf_lightning.rollout.collect import RewardShaping
+from rlhf_lightning.rollout.estimators import AdvantageEstimator
 
 ASKED = "asked"  # in a checkpoint: what the run that wrote it began with
 
@@ -21,7 +22,7 @@ class Controls:
     They must be turned identically on every rank.
 
     Args:
-        kl_coef: weight of the KL penalty in the reward.
+        kl_coef: weight of the KL penalty, in the reward or in the loss.
         temperature: of sampling and of every log-probability.
         learning_rate_factor: multiplies every learning rate of the schedule.
         diversity_bonus: reward units; times the share of a response's bigrams that no other
@@ -40,44 +41,50 @@ class Controls:
         self._asked: dict[str, float] = {}
 
     @classmethod
-    def from_hparams(cls, ppo: PPOHparams, sampling: SamplingHparams) -> Self:
-        """Return the controls that a run starts with."""
-        controls = cls(kl_coef=ppo.kl_coef, temperature=sampling.temperature)
+    def from_hparams(cls, hparams: OnPolicyHparams, sampling: SamplingHparams, key: str) -> Self:
+        """Return the controls that a run starts with.
+
+        Args:
+            hparams: coefficients.
+            sampling: how rollouts are sampled.
+            key: where the coefficients stand, such as `module.ppo`.
+        """
+        controls = cls(kl_coef=hparams.kl_coef, temperature=sampling.temperature)
         controls._asked = {
-            "module.ppo.kl_coef": ppo.kl_coef,
+            f"{key}.kl_coef": hparams.kl_coef,
             "module.sampling.temperature": sampling.temperature,
         }
         return controls
 
-    def shaping(self, ppo: PPOHparams) -> RewardShaping:
-        """Return how the scores of the next rollout become rewards."""
+    def shaping(self, hparams: OnPolicyHparams, estimator: AdvantageEstimator) -> RewardShaping:
+        """Return how the scores of the next rollout become rewards and advantages."""
         return RewardShaping(
-            kl_coef=self.kl_coef,
-            score_clip=ppo.score_clip,
-            missing_eos_penalty=ppo.missing_eos_penalty,
-            gamma=ppo.gamma,
-            gae_lambda=ppo.gae_lambda,
+            kl_coef=self.kl_coef if hparams.kl_in == "reward" else 0.0,
+            score_clip=hparams.score_clip,
+            missing_eos_penalty=hparams.missing_eos_penalty,
+            overlong_buffer=hparams.overlong_buffer,
+            estimator=estimator,
             domain_weights=self.domain_weights,
             diversity_bonus=self.diversity_bonus,
         )
 
     def adapt_kl_coef(
-        self, observed_kl: float | None, ppo: PPOHparams, *, num_episodes: int
+        self, observed_kl: float | None, hparams: OnPolicyHparams, *, num_episodes: int
     ) -> None:
         """Move `kl_coef` towards `kl_target`.
 
         Args:
             observed_kl: nats per response, mean over all ranks; None where it was not finite, which
                 leaves the coefficient as it is.
-            ppo: target and horizon.
+            hparams: target and horizon.
             num_episodes: responses of all ranks.
         """
         if observed_kl is not None:
             self.kl_coef = adapted_kl_coef(
                 self.kl_coef,
                 observed_kl,
-                target=ppo.kl_target,
-                horizon=ppo.kl_horizon,
+                target=hparams.kl_target,
+                horizon=hparams.kl_horizon,
                 num_episodes=num_episodes,
             )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.distributed.collectives import gathered, global_moments, global_sum
+from rlhf_lightning.functional.advantages import informative_groups
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.statistics import explained_variance
@@ -73,8 +74,11 @@ class Gaps:
         return numbers
 
 
-def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
-    """Return the `rollout/*` values, and `ppo/explained_variance` and `ppo/entropy`.
+def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
+    """Return the `rollout/*` values, `STAGE/entropy`, and what values and groups allow.
+
+    `STAGE/explained_variance` needs a value model; `rollout/informative_groups`, the share of
+    prompts whose responses do not all have one score, needs several responses to a prompt.
 
     KL is k1 (policy minus reference) at sampling, in nats; lengths are tokens with EOS;
     `distinct_2` pools the responses of all ranks, so that it does not depend on their number.
@@ -106,17 +110,24 @@ def rollout_measures(rollout: RolloutBatch) -> dict[str, float]:
         "rollout/response_length": tokens / rows,
         "rollout/eos_fraction": stops / rows,
         "rollout/distinct_2": distinct_n(of_all_ranks, n=2),
-        "ppo/entropy": entropy / tokens,
+        f"{stage}/entropy": entropy / tokens,
     }
-    values, returns = rollout.values, rollout.returns
-    residual_var, total_var = (global_moments(x, mask)[1] for x in (returns - values, returns))
-    variance = float(
-        explained_variance(values, returns, mask, residual_var=residual_var, total_var=total_var)
-    )
-    if variance == variance:  # undefined (NaN) where all returns are equal
-        measures["ppo/explained_variance"] = variance
+    if rollout.group_size > 1:
+        informative = informative_groups(rollout.scores, rollout.group_ids)
+        measures["rollout/informative_groups"] = float(global_sum(informative.sum())) / rows
+    if rollout.values is not None and rollout.returns is not None:
+        measures |= _explained(rollout.values, rollout.returns, mask, stage)
     components = rollout.score_components
     if len(components) > 1:
         for name, value in components.items():
             measures[f"rollout/score/{name}"] = float(global_sum(value.sum())) / rows
     return measures
+
+
+def _explained(values: Tensor, returns: Tensor, mask: Tensor, stage: str) -> dict[str, float]:
+    residual_var, total_var = (global_moments(x, mask)[1] for x in (returns - values, returns))
+    variance = float(
+        explained_variance(values, returns, mask, residual_var=residual_var, total_var=total_var)
+    )
+    # Undefined (NaN) where all returns are equal.
+    return {f"{stage}/explained_variance": variance} if variance == variance else {}

@@ -134,12 +134,13 @@ def non_finite_names(values: Mapping[str, Tensor | float]) -> list[str]:
 def non_finite_in_rollout(rollout: RolloutBatch) -> list[str]:
     """Return what of a rollout is not finite, counted over all ranks, in words."""
     mask = rollout.response_mask
+    tokens = [name for name in _ROLLOUT_TOKENS if getattr(rollout, name) is not None]
     parts = [getattr(rollout, name) for name in _ROLLOUT_SCALARS]
-    parts += [getattr(rollout, name)[mask] for name in _ROLLOUT_TOKENS]
+    parts += [getattr(rollout, name)[mask] for name in tokens]
     counts = torch.stack([(~part.isfinite()).sum() for part in parts])
     sizes = counts.new_tensor([part.numel() for part in parts])
     counts, sizes = global_sum(torch.stack([counts, sizes])).tolist()
-    names = (*_ROLLOUT_SCALARS, *_ROLLOUT_TOKENS)
+    names = (*_ROLLOUT_SCALARS, *tokens)
     found = [
         f"{n} of {total} {name}" for name, n, total in zip(names, counts, sizes, strict=True) if n
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -26,7 +26,21 @@ from rlhf_lightning.modules.schedules import Schedule
 
 Measured = dict[str, Tensor]
 Term = Callable[[Tensor], tuple[Tensor, Measured]]
-TermOfBatch = Callable[[Any, Tensor], tuple[Tensor, Measured]]
+
+
+class StepCounts(NamedTuple):
+    """Global counts of an optimizer step, over all its micro-batches and ranks.
+
+    Args:
+        num_tokens: actions, a scalar tensor.
+        num_sequences: responses.
+    """
+
+    num_tokens: Tensor
+    num_sequences: int
+
+
+TermOfBatch = Callable[[Any, StepCounts], tuple[Tensor, Measured]]
 
 
 def accumulate_gradients(
@@ -64,9 +78,9 @@ def accumulate_gradients(
     return {name: global_sum(value) for name, value in measured.items()}
 
 
-def of_rows(term: TermOfBatch, batch: TensorBatch, num_tokens: Tensor) -> Term:
-    """Return `term`, a function of a batch and the global token count, as one of `batch`'s rows."""
-    return lambda rows: term(batch[rows], num_tokens)
+def of_rows(term: TermOfBatch, batch: TensorBatch, counts: StepCounts) -> Term:
+    """Return `term`, a function of a batch and global counts, as one of `batch`'s rows."""
+    return lambda rows: term(batch[rows], counts)
 
 
 def clip_and_step(

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import load_scalar_model
-from rlhf_lightning.models.ppo_models import PPOModels, ppo_models
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -43,6 +42,13 @@ def trainer_precision(module: L.LightningModule) -> str:
     """Return the precision of the Trainer that has the module, "32-true" where none has it."""
     trainer = module._trainer
     return "32-true" if trainer is None else str(trainer.precision)
+
+
+def of_trainer(module: L.LightningModule, lora: LoraHparams | None) -> dict[str, Any]:
+    """Return the precision of a module's Trainer, and adapters whose base is held in it."""
+    precision = trainer_precision(module)
+    adapters = None if lora is None else replace(lora, base_precision=precision)
+    return {"lora": adapters, "precision": precision}
 
 
 def as_scorer(reward: Any, policy: str, tokenizer: PreTrainedTokenizerBase) -> Scorer:
@@ -74,46 +80,86 @@ def as_scorer(reward: Any, policy: str, tokenizer: PreTrainedTokenizerBase) -> S
     )
 
 
-def ppo_arguments(
-    module_of: Callable[[], L.LightningModule],
-    policy: str,
+def on_policy_module(
+    cls: type[ModuleT],
+    policy: str | Path,
     reward: Any,
     *,
-    value: str | None,
+    models: Callable[..., Any],
+    hparams: Mapping[str, Any],
     lora: LoraHparams | None,
-    options: Mapping[str, Any],
+    schedule: Schedule | None,
+    optimizer: Optimizer | None,
     seed: int,
     activation_checkpointing: bool,
-) -> dict[str, Any]:
-    """Return what `PPOModule` is made of, besides hyper-parameters and optimizer."""
+    revision: str | None,
+    trust_remote_code: bool,
+    **kept: Any,
+) -> ModuleT:
+    """Return a module that trains a policy on its own scored responses.
+
+    Args:
+        cls: of the module.
+        policy: folder or hub name of the policy to start from, which is the reference too.
+        reward: see `as_scorer`.
+        models: (policy, scorer, options) -> models, a function of `models.ppo_models`.
+        hparams: the hyper-parameters, by the name under which `cls` takes them.
+        lora: as in `PPOModule.from_pretrained`, and so are all below.
+        schedule: of the learning rates.
+        optimizer: parameter groups -> optimizer.
+        seed: of sampling noise, minibatches and new weights.
+        activation_checkpointing: compute decoder layers again in the backward pass.
+        revision: of a hub name.
+        trust_remote_code: run the code beside the weights.
+        kept: further arguments of `from_pretrained`, for the checkpoint.
+    """
+    policy, options = str(policy), {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(policy, **options)
     scorer = as_scorer(reward, policy, tokenizer)
-    start = value
-    if start is None and isinstance(scorer, RewardModelScorer) and lora is None:
-        start = str(reward) if isinstance(reward, str | Path) else None
-
-    def models() -> PPOModels:
-        precision = trainer_precision(module_of())
-        return ppo_models(
-            policy,
-            start,
-            value_head="zero" if start is None else "stored",
-            lora=None if lora is None else replace(lora, base_precision=precision),
-            activation_checkpointing=activation_checkpointing,
-            precision=precision,
-            seed=seed,
-            **options,
-        )
-
-    stops = stop_ids(tokenizer, policy, revision=options["revision"])
+    built: list[ModuleT] = []
+    given = {"activation_checkpointing": activation_checkpointing, "seed": seed, **options}
     pad: Any = tokenizer.pad_token_id
-    return {
-        "models": models,
-        "scorer": scorer,
-        "generator": CachedGenerator(stops, int(pad)),
-        "tokenizer": tokenizer,
-        "seed": seed,
-    }
+    module = cls(
+        models=lambda: models(policy, scorer, **of_trainer(built[0], lora), **given),
+        scorer=scorer,
+        generator=CachedGenerator(stop_ids(tokenizer, policy, revision=revision), int(pad)),
+        tokenizer=tokenizer,
+        seed=seed,
+        **hparams,
+        **common_arguments(policy, optimizer=optimizer, schedule=schedule, revision=revision),
+    )
+    built.append(module)
+    keep_hyper_parameters(
+        module,
+        policy=policy,
+        reward=str(reward) if isinstance(reward, str | Path) else reward,
+        **hparams,
+        **kept,
+        lora=lora,
+        schedule=module.schedule,
+        **given,
+    )
+    return module
+
+
+def restored_on_policy(
+    cls: Any, path: str | Path, reward: Any, kinds: Mapping[str, type], changes: Mapping[str, Any]
+) -> Any:
+    """Return the module of a checkpoint whose module `on_policy_module` built.
+
+    Raises:
+        ValueError: if the checkpoint holds no hyper-parameters, or no reward is known.
+    """
+    checkpoint, given = read_checkpoint(path)
+    given = revived(given, kinds) | dict(changes)
+    if reward is not None:
+        given["reward"] = reward
+    if given.get("reward") is None:
+        raise ValueError(
+            f"{path} was trained with a reward that no checkpoint can hold: give "
+            "load_from_checkpoint(path, reward=function)"
+        )
+    return restored(cls.from_pretrained(**given), checkpoint)
 
 
 def one_model_module(
@@ -151,11 +197,10 @@ def one_model_module(
     built: list[ModuleT] = []
 
     def build() -> Any:
-        precision = trainer_precision(built[0])
         return load(
             str(source),
             seed=seed,
-            lora=None if lora is None else replace(lora, base_precision=precision),
+            lora=of_trainer(built[0], lora)["lora"],
             activation_checkpointing=activation_checkpointing,
             **options,
         )

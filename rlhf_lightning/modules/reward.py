@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.distributed.collectives import global_sum, shard
-from rlhf_lightning.functional.losses import pairwise_reward_loss
+from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import LoraHparams, RewardHparams
 from rlhf_lightning.models.factory import load_scalar_model

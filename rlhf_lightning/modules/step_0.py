@@ -40,7 +40,7 @@ def rounding_tolerance(module: Any) -> float:
     GPU depend on the shape of a batch.
 
     Args:
-        module: a `PPOModule` with its Trainer.
+        module: that is trained, with its Trainer.
     """
     if module.device.type == "cpu":
         return 0.0
@@ -110,7 +110,10 @@ class Step0:
         """
         if LOG_RATIO not in measured:
             return
-        error, clipped = float(measured.pop(LOG_RATIO)), float(measured["ppo/clipfrac"])
+        error, clipped = (
+            float(measured.pop(LOG_RATIO)),
+            float(measured[f"{module.stage}/clipfrac"]),
+        )
         if not math.isfinite(error):
             return
         self.awaits_minibatch = False

@@ -14,6 +14,7 @@ from rlhf_lightning.runs.verdict import interval
 # What a setting may be chosen by: never gold, which training must not see. True: more is better.
 OBJECTIVES: dict[str, tuple[str, bool]] = {
     "ppo": ("val/score_win_rate", True),
+    "grpo": ("val/score_win_rate", True),
     "reward": ("val/accuracy", True),
     "sft": ("val/loss", False),
     "base": ("val/loss", False),

@@ -51,62 +51,68 @@ def _lines(*names: str) -> tuple[Panel, ...]:
     return tuple(Panel((name,)) for name in names)
 
 
-PPO_SECTIONS = (
-    Section(
-        "PPO: what the policy does",
-        "ppo",
-        _lines(
-            "rollout/score",
-            "rollout/kl_per_token",
-            "rollout/response_length",
-            "rollout/eos_fraction",
-            "rollout/distinct_2",
-            "rollout/score_std",
-        ),
-    ),
-    Section(
-        "PPO: how it learns",
-        "ppo",
-        (
-            *_lines(
-                "ppo/clipfrac",
-                "ppo/approx_kl",
-                "ppo/explained_variance",
-                "ppo/entropy",
-                "ppo/value_loss",
-                "ppo/kl_coef",
-            ),
-            Panel(("ppo/policy_grad_norm", "ppo/value_grad_norm")),
-            *_lines("ppo/skipped_steps", "ppo/learning_rate"),
-        ),
-    ),
-    Section(
-        "PPO: distributions and samples",
-        "ppo",
-        tuple(
-            Panel((key,), "media")
-            for key in (
-                "samples/held_out",
-                "samples/best",
-                "samples/worst",
-                "histograms/scores",
-                "histograms/ratios",
-                "histograms/advantages",
-                "histograms/lengths",
-            )
-        ),
-    ),
-    Section(
-        "PPO: time",
-        "ppo",
-        (
-            Panel(("time/generate", "time/score", "time/update")),
-            *_lines("throughput/tokens_per_second"),
-        ),
-    ),
+_MEDIA = (
+    "samples/held_out",
+    "samples/best",
+    "samples/worst",
+    "histograms/scores",
+    "histograms/ratios",
+    "histograms/advantages",
+    "histograms/lengths",
 )
+
+
+def _on_policy(title: str, stage: str, *, critic: bool) -> tuple[Section, ...]:
+    """Return the sections of PPO, or of a relative without a value model."""
+    learning = ["clipfrac", "approx_kl", "entropy", "kl_coef"]
+    norms = ["grad_norm"]
+    if critic:
+        learning[2:2] = ["explained_variance"]
+        learning[-1:-1] = ["value_loss"]
+        norms = ["policy_grad_norm", "value_grad_norm"]
+    return (
+        Section(
+            f"{title}: what the policy does",
+            stage,
+            _lines(
+                "rollout/score",
+                "rollout/kl_per_token",
+                "rollout/response_length",
+                "rollout/eos_fraction",
+                "rollout/distinct_2",
+                "rollout/score_std",
+                *(() if critic else ("rollout/informative_groups",)),
+            ),
+        ),
+        Section(
+            f"{title}: how it learns",
+            stage,
+            (
+                *_lines(*(f"{stage}/{name}" for name in learning)),
+                Panel(tuple(f"{stage}/{name}" for name in norms)),
+                *_lines(f"{stage}/skipped_steps", f"{stage}/learning_rate"),
+            ),
+        ),
+        Section(
+            f"{title}: distributions and samples",
+            stage,
+            tuple(Panel((key,), "media") for key in _MEDIA),
+        ),
+        Section(
+            f"{title}: time",
+            stage,
+            (
+                Panel(("time/generate", "time/score", "time/update")),
+                *_lines("throughput/tokens_per_second"),
+            ),
+        ),
+    )
+
+
+PPO_SECTIONS = _on_policy("PPO", "ppo", critic=True)
 SECTIONS = (
     *PPO_SECTIONS,
+    *_on_policy("GRPO", "grpo", critic=False),
     Section(
         "Reward model",
         "reward",

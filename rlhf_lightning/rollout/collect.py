@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
-from rlhf_lightning.distributed.collectives import agreed_max, gathered, global_moments, rank
-from rlhf_lightning.functional.advantages import compute_gae
+from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank
 from rlhf_lightning.functional.diversity import novel_ngram_shares
 from rlhf_lightning.functional.kl import kl_k1
-from rlhf_lightning.functional.masked import masked_whiten
-from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
+from rlhf_lightning.functional.rewards import adjust_scores, overlong_penalty, shape_rewards
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
@@ -40,7 +39,7 @@ class RolloutParts:
         generator: continues prompts.
         policy: samples, and gives the old log-probabilities.
         reference: frozen copy of where the policy started.
-        value_model: gives the old values.
+        value_model: gives the old values; None where no value model is trained.
         scorer: scores the answers.
         tokenizer: turns responses into text for the scorer.
         unsharded: gathers a sharded policy for generation.
@@ -50,7 +49,7 @@ class RolloutParts:
     generator: Generator
     policy: PolicyModel
     reference: PolicyModel
-    value_model: ScalarHeadModel
+    value_model: ScalarHeadModel | None
     scorer: Scorer
     tokenizer: PreTrainedTokenizerBase
     unsharded: Unsharded
@@ -59,15 +58,19 @@ class RolloutParts:
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """Coefficients from scores to advantages, named as in `PPOHparams` and `Controls`."""
+    """Coefficients from scores to advantages, named as in the hyper-parameters and `Controls`.
+
+    `overlong_buffer` is None, or the tokens before `max_new_tokens` in which a response loses up
+    to 1 for its length.
+    """
 
     kl_coef: float
     score_clip: float | None
     missing_eos_penalty: float
-    gamma: float
-    gae_lambda: float
+    estimator: AdvantageEstimator
     domain_weights: Mapping[str, float] = field(default_factory=dict)
     diversity_bonus: float = 0.0
+    overlong_buffer: int | None = None
 
 
 @torch.no_grad()
@@ -107,37 +110,36 @@ def collect_rollout(
     release_freed_memory()  # the engine's copies of the weights, before other sizes are needed
     generated = time.perf_counter()
     answers = make_answers(prompts, generation, parts.tokenizer)
-    rollout = assemble_rollout(parts, answers, temperature=temperature, shaping=shaping)
+    rollout = assemble_rollout(
+        parts,
+        answers,
+        temperature=temperature,
+        shaping=shaping,
+        max_new_tokens=max_new_tokens,
+    )
     release_freed_memory()
     seconds = {"generate": generated - started, "score": time.perf_counter() - generated}
     return rollout, seconds
 
 
 def assemble_rollout(
-    parts: RolloutParts, answers: Answers, *, temperature: float, shaping: RewardShaping
+    parts: RolloutParts,
+    answers: Answers,
+    *,
+    temperature: float,
+    shaping: RewardShaping,
+    max_new_tokens: int,
 ) -> RolloutBatch:
     """Return the rollout of given answers: evaluate, score, shape, estimate advantages."""
-    mask = answers.response_mask  # [B, R]
+    prompts, mask = answers.prompts, answers.response_mask  # [B, R]
     logprobs, entropy, ref_logprobs, values = evaluate_answers(
         parts, answers, temperature=temperature
     )
     scores = parts.scorer(answers)
-    weights = [shaping.domain_weights.get(name, 1.0) for name in answers.prompts.domains]
-    worth = scores.total * scores.total.new_tensor(weights)
-    if shaping.diversity_bonus:
-        worth = worth + shaping.diversity_bonus * worth.new_tensor(novelty(answers))
-    adjusted = adjust_scores(
-        worth,
-        answers.finished,
-        clip=shaping.score_clip,
-        missing_eos_penalty=shaping.missing_eos_penalty,
-    )
+    adjusted = _adjusted(scores.total, answers, shaping, max_new_tokens)
     kl = kl_k1(logprobs, ref_logprobs)  # [B, R]
     rewards = shape_rewards(adjusted, kl, mask, kl_coef=shaping.kl_coef)
-    advantages, returns = compute_gae(
-        rewards, values, mask, gamma=shaping.gamma, gae_lambda=shaping.gae_lambda
-    )
-    mean, var = global_moments(advantages, mask)
+    advantages, returns = shaping.estimator(rewards, values, mask, prompts.group_ids)
     return RolloutBatch(
         sequences=answers.sequences,
         attention_mask=answers.attention_mask,
@@ -147,14 +149,37 @@ def assemble_rollout(
         values=values,
         scores=scores.total,
         rewards=rewards,
-        advantages=masked_whiten(advantages, mask, mean=mean, var=var),
+        advantages=advantages,
         returns=returns,
         entropy=entropy,
         finish_reason=answers.generation.finish_reason,
-        row_ids=answers.prompts.row_ids,
-        prompt_length=answers.prompts.input_ids.shape[1],
-        domains=answers.prompts.domains,
+        row_ids=prompts.row_ids,
+        prompt_length=prompts.input_ids.shape[1],
+        domains=prompts.domains,
         score_components=dict(scores.components),
+        group_ids=prompts.group_ids,
+    )
+
+
+def _adjusted(
+    scores: Tensor, answers: Answers, shaping: RewardShaping, max_new_tokens: int
+) -> Tensor:
+    """Return `[B]` what each response is worth, before the KL penalty."""
+    weights = [shaping.domain_weights.get(name, 1.0) for name in answers.prompts.domains]
+    worth = scores * scores.new_tensor(weights)
+    if shaping.diversity_bonus:
+        worth = worth + shaping.diversity_bonus * worth.new_tensor(novelty(answers))
+    adjusted = adjust_scores(
+        worth,
+        answers.finished,
+        clip=shaping.score_clip,
+        missing_eos_penalty=shaping.missing_eos_penalty,
+    )
+    if shaping.overlong_buffer is None:
+        return adjusted
+    lengths = answers.response_mask.sum(-1)
+    return adjusted + overlong_penalty(
+        lengths, max_length=max_new_tokens, buffer=shaping.overlong_buffer
     )
 
 
@@ -171,8 +196,11 @@ def novelty(answers: Answers) -> list[float]:
 
 def evaluate_answers(
     parts: RolloutParts, answers: Answers, *, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return logprobs, entropy, ref_logprobs and values, each `[B, R]` and 0 off the mask."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return logprobs, entropy, ref_logprobs and values, each `[B, R]` and 0 off the mask.
+
+    The values are None without a value model.
+    """
 
     def policy(rows: Tensor) -> tuple[Tensor, ...]:
         statistics = response_statistics(parts.policy, answers.rows(rows), temperature=temperature)
@@ -187,13 +215,17 @@ def evaluate_answers(
             ).logprobs,
         )
 
-    def values(rows: Tensor) -> tuple[Tensor, ...]:
-        return (response_values(parts.value_model, answers.rows(rows)),)
+    value_model = parts.value_model
 
+    def values(rows: Tensor) -> tuple[Tensor, ...]:
+        assert value_model is not None  # or it is not called
+        return (response_values(value_model, answers.rows(rows)),)
+
+    functions = [policy, reference] if value_model is None else [policy, reference, values]
     evaluated: list[Tensor] = []
-    for function in (policy, reference, values):
+    for function in functions:
         evaluated += by_micro_batch(
             function, answers.attention_mask, parts.micro_batch_size, agree=agreed_max
         )
-    logprobs, entropy, ref_logprobs, state_values = evaluated
-    return logprobs, entropy, ref_logprobs, state_values
+    logprobs, entropy, ref_logprobs, *state_values = evaluated
+    return logprobs, entropy, ref_logprobs, state_values[0] if state_values else None

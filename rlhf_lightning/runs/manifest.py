@@ -18,7 +18,7 @@ from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"
-_STAGES = ("base", "sft", "reward", "ppo")
+_STAGES = ("base", "sft", "reward", "ppo", "grpo")
 _CHUNK_BYTES = 1 << 22
 _SETTLED_NS = 2_000_000_000  # no file system counts time more coarsely
 
@@ -32,7 +32,7 @@ class Manifest:
     """The content of `manifest.json`, about the model folder it stands in.
 
     Args:
-        stage: `base`, `sft`, `reward` or `ppo`.
+        stage: `base`, `sft`, `reward`, `ppo` or `grpo`.
         fingerprint: of `fingerprint(folder)` when the manifest was written.
         metrics: the final metrics of the run that made it.
         gates: the verdicts of that run.

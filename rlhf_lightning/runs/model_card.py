@@ -30,6 +30,7 @@ _KINDS = {
     "sft": _Kind("SFT policy"),
     "reward": _Kind("Reward model", is_reward=True),
     "ppo": _Kind("PPO policy"),
+    "grpo": _Kind("GRPO policy"),
 }
 
 RoundingCost = tuple[float, float | None]  # relative error, kept share of what was learnt
@@ -40,7 +41,7 @@ class CardFacts:
     """The content of a model card.
 
     Args:
-        stage: "sft", "reward" or "ppo".
+        stage: "sft", "reward", "ppo" or "grpo".
         run: name of the run folder.
         base: what it was trained from, as the configuration names it; None for random weights.
         data: name of the data.

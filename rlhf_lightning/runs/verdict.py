@@ -213,6 +213,7 @@ STAGES = {
     "sft": "Supervised fine-tuning",
     "reward": "Reward model",
     "ppo": "PPO",
+    "grpo": "GRPO",
     "collect": "Preference collection",
     "evaluate": "Evaluation",
     "pipeline": "Pipeline",
@@ -344,6 +345,7 @@ def _other(metrics: Metrics) -> Verdict:
 
 _BY_STAGE: Mapping[str, Callable[[Metrics], Verdict]] = {
     "ppo": lambda metrics: _compared(metrics, "SFT", "PPO"),
+    "grpo": lambda metrics: _compared(metrics, "SFT", "GRPO"),
     "reward": _reward,
     "sft": _sft,
     "base": _sft,

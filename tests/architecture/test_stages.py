@@ -91,4 +91,4 @@ def test_a_stage_is_found_without_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "PPO, reward model, supervised fine-tuning"
+    assert result.stdout.strip() == "GRPO, PPO, reward model, supervised fine-tuning"

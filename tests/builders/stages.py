@@ -22,7 +22,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PPOModels
 from rlhf_lightning.modules import reward, sft
 from rlhf_lightning.modules.metrics import RunningMeans
-from rlhf_lightning.modules.optimization import clip_and_step
+from rlhf_lightning.modules.optimization import StepCounts, clip_and_step
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.schedules import Schedule
@@ -110,7 +110,7 @@ def tiny_models(
 ) -> PPOModels:
     policy = policy or (lambda: tiny_policy(model_type))
     value = value or (lambda: tiny_scalar_model(model_type))
-    return PPOModels(policy(), value(), frozen(policy()))
+    return PPOModels(policy=policy(), value=value(), reference=frozen(policy()))
 
 
 def tiny_module(
@@ -173,16 +173,20 @@ def rollout_of(module: Any, batch: PromptBatch | None = None, iteration: int = 0
     return rollout
 
 
+def counts_of(rollout: RolloutBatch) -> StepCounts:
+    """Return the counts of an optimizer step on the whole rollout."""
+    return StepCounts(rollout.response_mask.sum(), len(rollout))
+
+
 def loss_and_gradients(
     module: Any, rollout: RolloutBatch, *, micro_batch_size: int | None = None
 ) -> tuple[float, Tensor, Tensor]:
     """Return the loss of a minibatch and its gradients wrt policy and value model."""
     module.zero_grad()
-    num_tokens = rollout.response_mask.sum()
     total = 0.0
     for rows in micro_batches(rollout.attention_mask, micro_batch_size):
         for term in module.loss_terms(0):
-            loss, _ = term(rollout[rows], num_tokens)
+            loss, _ = term(rollout[rows], counts_of(rollout))
             loss.backward()
             total += float(loss.detach())
     return total, flat_gradients(module.policy), flat_gradients(module.value)

@@ -29,6 +29,7 @@ def healthy(t: int, noise: random.Random) -> dict[str, float]:
         "entropy": 1.3 - 0.5 * grown,
         "explained_variance": 0.6 * grown + 0.1,
         "approx_kl": 0.02,
+        "informative_groups": 0.9,
         "length_correlation": 0.1,
         "most_common": 0.05,
         "clipped": 0.0,
@@ -67,6 +68,7 @@ CASES: dict[str, tuple[Any, int]] = {
     "missing_eos": (lambda t: {"eos_fraction": 0.98 - 0.3 * after(t)}, 9),
     "sampler_mismatch": (lambda t: {"sampler_bias": -0.1 * after(t), "sampler_error": 0.005}, 12),
     "safety": (lambda t: {"refusal_rate": 0.75 - 0.5 * after(t)}, 9),
+    "groups": (lambda t: {"informative_groups": 0.9 / (1 + after(t)) ** 3}, 14),
     "update_size": (lambda t: {"approx_kl": 0.02 + 0.2 * after(t)}, 8),
     "kl_low": (lambda t: {"kl_per_token": 0.01, "score": 0.02}, 4),
 }

@@ -192,6 +192,6 @@ def test_mistakes_on_the_command_line_answer_at_once_in_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.strip() == (
         "error: unknown key module.ppo.kl_coeff; did you mean module.ppo.kl_coef or "
-        "module.ppo.vf_coef or module.ppo.kl_loss_coef?"
+        "module.ppo.vf_coef or module.ppo.kl_in?"
     )
     assert not (tmp_path / "outputs").exists()

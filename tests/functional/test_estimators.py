@@ -17,11 +17,11 @@ from rlhf_lightning.functional.advantages import (
 from rlhf_lightning.functional.losses import (
     POLICY_LOSSES,
     cispo_policy_loss,
-    dpo_loss,
     gspo_policy_loss,
     loss_divisor,
     policy_kl_loss,
 )
+from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.functional.rewards import overlong_penalty
 from rlhf_lightning.functional.statistics import best_of_n_kl, best_of_n_unbiased
 

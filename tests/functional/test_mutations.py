@@ -20,11 +20,11 @@ from rlhf_lightning.functional.losses import (
     PolicyLoss,
     cispo_policy_loss,
     clipped_value_loss,
-    dpo_loss,
     gspo_policy_loss,
     ppo_policy_loss,
 )
 from rlhf_lightning.functional.masked import masked_var, masked_whiten
+from rlhf_lightning.functional.preference_losses import DPOLoss, dpo_loss
 from rlhf_lightning.functional.rewards import adjust_scores, shape_rewards
 from rlhf_lightning.functional.sequences import last_token_index, response_mask
 from tests.functional import (
@@ -137,7 +137,7 @@ def swapped_pairs(
     ref_chosen: Tensor,
     ref_rejected: Tensor,
     **options: Any,
-) -> losses.DPOLoss:
+) -> DPOLoss:
     return dpo_loss(policy_rejected, policy_chosen, ref_rejected, ref_chosen, **options)
 
 

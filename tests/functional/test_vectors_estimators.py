@@ -17,12 +17,12 @@ from rlhf_lightning.functional.advantages import (
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.losses import (
     cispo_policy_loss,
-    dpo_loss,
     gspo_policy_loss,
     loss_divisor,
     ppo_policy_loss,
 )
 from rlhf_lightning.functional.masked import masked_whiten, zero_off_mask
+from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.functional.rewards import overlong_penalty, shape_rewards
 from rlhf_lightning.functional.statistics import best_of_n_kl, best_of_n_unbiased
 from tests.vectors.cases import DTYPES, Case, assert_matches, cases

@@ -8,9 +8,9 @@ from rlhf_lightning.functional.losses import (
     causal_lm_loss,
     clipped_value_loss,
     loss_divisor,
-    pairwise_reward_loss,
     ppo_policy_loss,
 )
+from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import explained_variance
 from tests.vectors.cases import DTYPES, Case, assert_matches, case, cases
 

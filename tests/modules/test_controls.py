@@ -8,7 +8,9 @@ from rlhf_lightning.modules.metrics import RunningMeans
 
 
 def controls() -> Controls:
-    return Controls.from_hparams(PPOHparams(kl_coef=0.07), SamplingHparams(temperature=0.8))
+    return Controls.from_hparams(
+        PPOHparams(kl_coef=0.07), SamplingHparams(temperature=0.8), "module.ppo"
+    )
 
 
 def test_controls_start_from_the_hparams():

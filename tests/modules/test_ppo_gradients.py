@@ -17,6 +17,7 @@ from tests.builders.stages import (
     STOPS,
     after_some_training,
     built,
+    counts_of,
     loss_and_gradients,
     ppo_hparams,
     prompts,
@@ -29,7 +30,7 @@ GRADIENT = {"rtol": 0, "atol": 1e-5}
 
 @pytest.fixture(scope="module")
 def module():
-    return built(tiny_module(ppo=ppo_hparams(entropy_coef=0.01, kl_loss_coef=0.05)))
+    return built(tiny_module(ppo=ppo_hparams(entropy_coef=0.01, kl_in="loss")))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_a_mean_of_micro_batch_means_would_be_another_gradient(module, rollout, 
     for rows in torch.arange(16).split(4):
         part = rollout[rows]
         for term in module.loss_terms(0):
-            loss, _ = term(part, part.response_mask.sum())
+            loss, _ = term(part, counts_of(part))
             (loss / 4).backward()
     got = flat_gradients(module.policy)
     assert (got - expected[1]).norm() / expected[1].norm() > 0.03
@@ -132,7 +133,7 @@ def test_a_critic_warmup_moves_the_value_model_alone():
     assert value.abs().max() > 1e-2
     warm.zero_grad()
     for term in warm.loss_terms(1):
-        loss, _ = term(rollout, rollout.response_mask.sum())
+        loss, _ = term(rollout, counts_of(rollout))
         loss.backward()
     assert flat_gradients(warm.policy).abs().max() > 1e-2
 
@@ -157,7 +158,7 @@ def state_gradients(module, rollout: RolloutBatch) -> tuple[torch.Tensor, torch.
     ]
     module.zero_grad()
     for term in module.loss_terms(0):
-        loss, _ = term(rollout, rollout.response_mask.sum())
+        loss, _ = term(rollout, counts_of(rollout))
         loss.backward()
     for handle in handles:
         handle.remove()
@@ -219,7 +220,10 @@ def test_entropy_bonus_raises_the_entropy_and_kl_loss_lowers_the_k2(rollout):
     module = built(tiny_module())
     for changes, wanted in (
         ({"entropy_coef": 0.05}, lambda new: -0.05 * new.entropy),
-        ({"kl_loss_coef": 0.5}, lambda new: 0.25 * (new.logprobs - shifted.ref_logprobs) ** 2),
+        (
+            {"kl_in": "loss", "kl_coef": 0.5},
+            lambda new: 0.25 * (new.logprobs - shifted.ref_logprobs) ** 2,
+        ),
     ):
         module.zero_grad()
         new = response_statistics(module.policy, shifted, temperature=0.9)

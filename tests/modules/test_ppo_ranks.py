@@ -10,9 +10,9 @@ import torch
 
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import PPOHparams
-from rlhf_lightning.modules import optimization, ppo
+from rlhf_lightning.modules import on_policy, optimization
 from rlhf_lightning.modules.metrics import RunningMeans
-from rlhf_lightning.rollout import collect
+from rlhf_lightning.rollout import estimators
 from tests.builders.models import flat_parameters
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import (
@@ -79,7 +79,7 @@ def train(monkeypatch: pytest.MonkeyPatch, size: int, *, iterations: int = 2) ->
         average_over_ranks(module, size)
         return step(module, *rest)
 
-    monkeypatch.setattr(ppo, "clip_and_step", averaged_step)
+    monkeypatch.setattr(on_policy, "clip_and_step", averaged_step)
     # Micro-batches of 3 rows of one bucket: ranks have different numbers of them.
     hparams = ppo_hparams(num_minibatches=2, micro_batch_size=3, kl_target=2.0, kl_horizon=40)
     modules = [prepared(hparams) for _ in range(size)]
@@ -93,7 +93,7 @@ def train(monkeypatch: pytest.MonkeyPatch, size: int, *, iterations: int = 2) ->
         return module
 
     result = ranks.run(one)
-    monkeypatch.setattr(ppo, "clip_and_step", step)
+    monkeypatch.setattr(on_policy, "clip_and_step", step)
     return result
 
 
@@ -152,7 +152,7 @@ def test_whitening_each_rank_alone_would_take_other_steps(one_and_two, monkeypat
     def local_moments(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x[mask].mean(), x[mask].var(unbiased=False)
 
-    monkeypatch.setattr(collect, "global_moments", local_moments)
+    monkeypatch.setattr(estimators, "global_moments", local_moments)
     one, _ = one_and_two
     two = train(monkeypatch, 2)
     assert (flat_parameters(two[0]) - flat_parameters(one)).abs().max() > 1e-3

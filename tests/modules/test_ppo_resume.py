@@ -61,7 +61,9 @@ def run(
 ) -> tuple[L.Trainer, RecordedPPO, list[torch.Tensor]]:
     torch.manual_seed(99 if resume else 1)
     seen: list[torch.Tensor] = []
-    own = {name: changes.pop(name) for name in [*changes] if name in PPOHparams.__annotations__}
+    own = {
+        name: changes.pop(name) for name in [*changes] if name in PPOHparams.__dataclass_fields__
+    }
     hparams = ppo_hparams(num_minibatches=2, kl_target=2.0, kl_horizon=20, **own)
     module = tiny_module(ppo=hparams, fingerprint=fingerprint, **changes)
     data = PromptDataModule(

@@ -19,6 +19,7 @@ from tests.builders.stages import (
     RecordedPPO,
     TokenScorer,
     built,
+    counts_of,
     fit,
     ppo_hparams,
     prompts,
@@ -156,7 +157,7 @@ def test_every_iteration_has_its_own_noise_and_the_same_again_when_repeated():
 def test_the_loss_is_the_policy_loss_and_vf_coef_times_the_value_loss():
     module = built(tiny_module(ppo=ppo_hparams(vf_coef=0.15)))
     rollout = rollout_of(module)
-    terms = [term(rollout, rollout.response_mask.sum()) for term in module.loss_terms(0)]
+    terms = [term(rollout, counts_of(rollout)) for term in module.loss_terms(0)]
     loss = sum(term for term, _ in terms)
     names = ("ppo/policy_loss", "ppo/value_loss")
     measured = {name: value for _, measures in terms for name, value in measures.items()}
@@ -265,17 +266,17 @@ def test_equal_returns_leave_the_explained_variance_out():
     models = tiny_models(value=lambda: tiny_scalar_model(init_std=0.0))
     module = built(tiny_module(models=lambda: models))
     rollout = rollout_of(module)
-    assert "ppo/explained_variance" in rollout_measures(rollout)
+    assert "ppo/explained_variance" in rollout_measures(rollout, "ppo")
     flat = copy.copy(rollout.returns).fill_(0.3)
-    assert "ppo/explained_variance" not in rollout_measures(replace(rollout, returns=flat))
+    assert "ppo/explained_variance" not in rollout_measures(replace(rollout, returns=flat), "ppo")
 
 
 def test_several_components_of_the_score_are_logged_by_name():
     module = built(tiny_module())
     rollout = rollout_of(module)
-    assert not any("score_tokens" in name for name in rollout_measures(rollout))
+    assert not any("score_tokens" in name for name in rollout_measures(rollout, "ppo"))
     two = {"style": torch.full((16,), 2.0), "std": torch.full((16,), -1.0)}
-    measures = rollout_measures(replace(rollout, score_components=two))
+    measures = rollout_measures(replace(rollout, score_components=two), "ppo")
     assert measures["rollout/score/style"] == 2.0
     assert measures["rollout/score/std"] == -1.0
     spread = float(rollout.scores.std(correction=0))

@@ -20,11 +20,11 @@ from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from rlhf_lightning.functional.losses import (
     POLICY_LOSSES,
-    dpo_loss,
     loss_divisor,
     policy_kl_loss,
     ppo_policy_loss,
 )
+from rlhf_lightning.functional.preference_losses import dpo_loss
 
 pytestmark = pytest.mark.timeout(120)
 SAME = {"rtol": 1e-4, "atol": 1e-7}

@@ -150,7 +150,7 @@ def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
 
     assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
     assert bool((rollout.logprobs[mask] < 0).all())
-    measures = rollout_measures(rollout)
+    measures = rollout_measures(rollout, "ppo")
     assert measures["rollout/kl_per_token"] == 0.0
     assert measures["rollout/kl_per_response"] == 0.0
 

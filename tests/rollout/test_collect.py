@@ -15,6 +15,7 @@ from rlhf_lightning.rollout.collect import (
     assemble_rollout,
     collect_rollout,
 )
+from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.models import (
@@ -32,8 +33,9 @@ from tests.rollout.test_score import ConstantScorer
 PROMPTS = prompt_rows([3, 7, 1, 5, 2, 4], seed=3)
 RESPONSES = [[7, 8, EOS], [9, 10, 11, 12, 13], [EOS], [5, PAD, 6, EOS], [4, 4, 4, 4, 4], [20, EOS]]
 SCORES = [1.0, -2.0, 0.5, 9.0, 3.0, -1.0]
+MAX_NEW_TOKENS = 5
 SHAPING = RewardShaping(
-    kl_coef=0.2, score_clip=5.0, missing_eos_penalty=1.5, gamma=1.0, gae_lambda=0.95
+    kl_coef=0.2, score_clip=5.0, missing_eos_penalty=1.5, estimator=GAE(1.0, 0.95)
 )
 
 
@@ -59,6 +61,7 @@ def assembled(prompts=None, *, shaping=SHAPING, temperature=0.8, **changes):
             answers_of(prompts, RESPONSES),
             temperature=temperature,
             shaping=shaping,
+            max_new_tokens=MAX_NEW_TOKENS,
         )
 
 
@@ -95,7 +98,7 @@ def test_a_flipped_kl_sign_does_not_pass_the_check_of_the_rewards(monkeypatch):
 
 
 def test_with_gamma_and_lambda_1_the_first_return_is_the_sum_of_the_rewards():
-    rollout = assembled(shaping=replace(SHAPING, gae_lambda=1.0))
+    rollout = assembled(shaping=replace(SHAPING, estimator=GAE(1.0, 1.0)))
     torch.testing.assert_close(rollout.returns[:, 0], rollout.rewards.sum(-1), rtol=0, atol=1e-5)
 
 
@@ -137,7 +140,7 @@ def test_extra_padding_and_micro_batches_change_nothing(micro_batch_size):
 
 
 def test_a_constant_added_to_all_scores_leaves_the_advantages_without_critic_alone():
-    shaping = replace(SHAPING, gae_lambda=1.0, score_clip=None)
+    shaping = replace(SHAPING, estimator=GAE(1.0, 1.0), score_clip=None)
     zero = tiny_scalar_model(init_std=0.0)
     base = assembled(shaping=shaping, value_model=zero)
     higher = [score + 5.0 for score in SCORES]
@@ -145,7 +148,7 @@ def test_a_constant_added_to_all_scores_leaves_the_advantages_without_critic_alo
     torch.testing.assert_close(shifted.advantages, base.advantages, rtol=0, atol=1e-5)
     assert not torch.allclose(shifted.returns, base.returns, atol=1.0)
     # With lambda below 1 credit fades backwards, and the offset of the scores with it.
-    fading = replace(shaping, gae_lambda=0.95)
+    fading = replace(shaping, estimator=GAE(1.0, 0.95))
     a, b = (assembled(scores=s, shaping=fading, value_model=zero) for s in (SCORES, higher))
     assert (a.advantages - b.advantages).abs().max() > 0.01
 
@@ -202,7 +205,7 @@ def test_the_old_logprobs_are_those_of_the_distribution_that_was_sampled(tempera
 
 
 def test_equal_scores_without_kl_and_critic_give_advantages_of_exactly_0():
-    shaping = replace(SHAPING, kl_coef=0.0, missing_eos_penalty=0.0, gae_lambda=1.0)
+    shaping = replace(SHAPING, kl_coef=0.0, missing_eos_penalty=0.0, estimator=GAE(1.0, 1.0))
     zero = tiny_scalar_model(init_std=0.0)
     rollout = assembled(scores=[0.7] * 6, shaping=shaping, value_model=zero)
     assert (rollout.advantages == 0).all()

@@ -351,6 +351,16 @@ class DataSettings(Target):
         return int(self.arguments["batch_size"])
 
     @property
+    def num_generations(self) -> int:
+        """Responses to each prompt of an iteration."""
+        return int(self.arguments.get("num_generations", 1))
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences or responses of an iteration, on all devices."""
+        return self.batch_size * self.num_generations
+
+    @property
     def source(self) -> Target:
         """The source of its records."""
         return Target.model_validate(self.arguments["source"])

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import choices, conf_dir
 
-STAGES = ("sft", "reward", "ppo")
+STAGES = ("sft", "reward", "ppo", "grpo")
 BUILT_IN = ("base", *STAGES)
 # In the order of how often one chooses in them; the others belong to other commands.
 GROUPS = (

@@ -61,7 +61,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         device=_device(settings, plan),
         strategy="ddp" if strategy.name == "auto" and num_devices > 1 else strategy.name,
         num_devices=num_devices,
-        batch_size=data.batch_size,
+        batch_size=data.num_rows,
         micro_batch_size=hparams.micro_batch_size,
         prompt_length=int(length),
         response_length=sampling.max_new_tokens if stage.rolls_out and sampling else 0,

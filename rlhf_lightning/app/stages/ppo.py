@@ -46,17 +46,20 @@ def check(settings: TrainSettings) -> None:
     _check_kl_horizon(settings)
     _check_scorer(settings)
     if settings.lora is not None and (rate := settings.lora.dropout):
-        raise ConfigError(f"lora.dropout={rate}: PPO needs 0, or the ratio does not start at 1")
+        raise ConfigError(
+            f"lora.dropout={rate}: {settings.spec.title} needs 0, or the ratio does not start at 1"
+        )
 
 
 def _check_kl_horizon(settings: TrainSettings) -> None:
     from rlhf_lightning.app.config.compose import ConfigError
 
-    rows, ppo = settings.data.batch_size, settings.hparams
-    if ppo.kl_target is not None and ppo.kl_horizon * 5 <= rows:
+    rows, hparams = settings.data.num_rows, settings.hparams
+    if hparams.kl_target is not None and hparams.kl_horizon * 5 <= rows:
         raise ConfigError(
-            f"module.ppo.kl_horizon={ppo.kl_horizon} is too small for data.batch_size={rows}: the "
-            f"KL coefficient would change its sign; use more than {rows // 5}"
+            f"module.{settings.spec.settings}.kl_horizon={hparams.kl_horizon} is too small for "
+            f"{rows} responses an iteration: the KL coefficient would change its sign; use more "
+            f"than {rows // 5}"
         )
 
 
@@ -65,7 +68,8 @@ def _check_scorer(settings: TrainSettings) -> Target:
     from rlhf_lightning.rollout.scorers.hparams import check_scorer
 
     if settings.scorer is None:
-        raise ConfigError(f"PPO needs a scorer: scorer=NAME, one of {', '.join(choices('scorer'))}")
+        names = ", ".join(choices("scorer"))
+        raise ConfigError(f"{settings.spec.title} needs a scorer: scorer=NAME, one of {names}")
     try:
         check_scorer(settings.scorer.node())
     except (TypeError, ValueError) as error:
@@ -96,15 +100,22 @@ def arguments(
     Raises:
         ConfigError: if an adapter or a value model does not fit the policy.
     """
-    made = {
+    made = sampled_and_scored(settings, tokenizer, generator)
+    check_adapter(settings, fingerprint)
+    _check_value_tokenizer(settings, tokenizer)
+    return made
+
+
+def sampled_and_scored(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, generator: Any
+) -> dict[str, Any]:
+    """Return what every module is given that learns from its own scored responses."""
+    return {
         "scorer": _check_scorer(settings).build(),
         "generator": generator,
         "tokenizer": tokenizer,
         "seed": settings.seed,
     }
-    check_adapter(settings, fingerprint)
-    _check_value_tokenizer(settings, tokenizer)
-    return made
 
 
 def check_adapter(settings: TrainSettings, fingerprint: str) -> None:
@@ -118,7 +129,8 @@ def check_adapter(settings: TrainSettings, fingerprint: str) -> None:
     from rlhf_lightning.models.ppo_models import ADAPTER
 
     shares = settings.scorer is not None and settings.scorer.class_name == "RewardAdapterScorer"
-    starts = settings.lora is not None and settings.module.get("models")["value_head"] == "stored"
+    models = settings.module.get("models")
+    starts = settings.lora is not None and models.get("value_head") == "stored"
     if not (shares or starts):
         return
     folder = Path(str(settings.artifacts.reward)) / ADAPTER
@@ -205,14 +217,15 @@ def num_answered(settings: TrainSettings) -> int:
 
 def start_lines(settings: TrainSettings) -> dict[str, object]:
     """Return what scores the responses, and how they are sampled."""
-    ppo, sampling = settings.hparams, settings.all_hparams["sampling"]
-    target = "" if ppo.kl_target is None else f", aims at {ppo.kl_target:g} nats a response"
+    hparams, sampling = settings.hparams, settings.all_hparams["sampling"]
+    target = "" if hparams.kl_target is None else f", aims at {hparams.kl_target:g} nats a response"
+    where = "" if hparams.kl_in == "reward" else f" in the loss ({hparams.kl_estimator})"
     scorer = _check_scorer(settings)
     source = scorer.get("source") or scorer.get("function") or scorer.get("url") or ""
     return {
         "reward": f"{scorer.class_name} {source}".strip(),
         "rollouts": f"up to {sampling.max_new_tokens} tokens at temperature "
-        f"{sampling.temperature:g}; kl_coef {ppo.kl_coef:g}{target}",
+        f"{sampling.temperature:g}; kl_coef {hparams.kl_coef:g}{where}{target}",
     }
 
 

@@ -44,7 +44,7 @@ _WEIGHT = "domain_weights."
 
 
 def knobs_of(module: Any) -> Knobs:
-    """Return the controls of a `PPOModule` as they stand."""
+    """Return the controls of a module as they stand."""
     controls: Controls = module.controls
     return Knobs(
         kl_coef=controls.kl_coef,
@@ -52,12 +52,12 @@ def knobs_of(module: Any) -> Knobs:
         learning_rate_factor=controls.learning_rate_factor,
         diversity_bonus=controls.diversity_bonus,
         domain_weights=dict(controls.domain_weights),
-        adapts_kl_coef=module.ppo.kl_target is not None,
+        adapts_kl_coef=module.algorithm.kl_target is not None,
     )
 
 
 def apply(module: Any, intervention: Intervention) -> None:
-    """Make one change in the controls of a `PPOModule` that is being trained.
+    """Make one change in the controls of a module that is being trained.
 
     Raises:
         AttributeError: if it names no control.
@@ -242,13 +242,15 @@ class Doctor(Callback):
         records = all_records(rollout, answers, self.refusals, seconds)
         measured = measure_answers(
             records,
-            score_clip=module.ppo.score_clip,
+            score_clip=module.algorithm.score_clip,
             second_scorer=self.second_scorer is not None,
         )
         logged = {
             name.partition("/")[2]: value
             for name, value in fresh_metrics(trainer).items()
-            if name.startswith(("rollout/", "ppo/"))  # not what this callback logged before
+            if name.startswith(
+                ("rollout/", f"{module.stage}/")
+            )  # not what this callback logged before
         }
         for transition in self.detectors.observe(iteration, logged | measured):
             self.alert_log.note_alert(iteration, transition, trainer.loggers)

@@ -98,7 +98,7 @@ def _logprobs(module: Any, rollout: RolloutBatch) -> Tensor:
         return (statistics.logprobs,)
 
     (logprobs,) = by_micro_batch(
-        of_rows, rollout.attention_mask, module.ppo.micro_batch_size, agree=agreed_max
+        of_rows, rollout.attention_mask, module.algorithm.micro_batch_size, agree=agreed_max
     )
     return logprobs
 

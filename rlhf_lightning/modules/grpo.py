@@ -1,0 +1,220 @@
+"""GRPO and its relatives: groups of responses and no value model. Read `training_step` first.
+
+Legend: B rows of a rank, P padded prompt, R response.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import lightning as L
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.hparams import GRPOHparams, LoraHparams, SamplingHparams
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules import on_policy, pretrained
+from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
+from rlhf_lightning.modules.metrics import RunningMeans
+from rlhf_lightning.modules.optimization import (
+    Measured,
+    StepCounts,
+    parameter_group,
+    with_schedule,
+)
+from rlhf_lightning.modules.pretrained import Optimizer
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.trainer_flags import check_trainer
+from rlhf_lightning.rollout.estimators import GroupBaseline
+from rlhf_lightning.rollout.generators.base import Generator
+from rlhf_lightning.rollout.scorers.base import Scorer
+
+
+class PolicyGradientModule(L.LightningModule):
+    """Policy gradient on groups of responses: GRPO, Dr. GRPO, RLOO, REINFORCE++, GSPO, CISPO.
+
+    A prompt gets several responses (`PromptDataModule(num_generations=k)`), and the others of its
+    group take the place of a value model. Minibatches hold whole groups.
+
+    Args:
+        grpo: coefficients; they say which of the objectives it is.
+        sampling: how rollouts are sampled.
+        models: builds policy and reference.
+        scorer: scores answers; its models are frozen.
+        generator: continues prompts.
+        tokenizer: turns responses into text.
+        optimizer: parameter groups -> optimizer (AdamW with everything but the learning rate).
+        schedule: factor on the learning rate over iterations.
+        seed: of sampling noise and minibatch order.
+        fingerprint: of the policy's source; a checkpoint resumes only from the same one.
+        compute_dtype: of sharded forwards; None computes in the parameters' dtype.
+
+    Source: Shao et al. 2024, "DeepSeekMath"; for the others see `GroupBaseline` and
+    `functional.losses`.
+    """
+
+    stage = "grpo"
+    policy: PolicyModel | None
+    reference: PolicyModel
+
+    def __init__(
+        self,
+        *,
+        grpo: GRPOHparams,
+        sampling: SamplingHparams,
+        models: Callable[[], PolicyModels],
+        scorer: Scorer,
+        generator: Generator,
+        tokenizer: PreTrainedTokenizerBase,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        schedule: Schedule,
+        seed: int,
+        fingerprint: str = "",
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        on_policy.begin(self, grpo, sampling, seed)
+        self.build_models = models
+        self.scorer = scorer
+        self.generator = generator
+        self.tokenizer = tokenizer
+        self.build_optimizer = optimizer
+        self.schedule = schedule
+        self.fingerprint = fingerprint
+        self.compute_dtype = compute_dtype
+        self.estimator = GroupBaseline(grpo.baseline, grpo.scale)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        policy: str | Path,
+        reward: Any,
+        *,
+        grpo: GRPOHparams | None = None,
+        sampling: SamplingHparams | None = None,
+        lora: LoraHparams | None = None,
+        schedule: Schedule | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 1,
+        activation_checkpointing: bool = False,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Return the module that trains `policy`; models are loaded when a Trainer asks for them.
+
+        Args:
+            policy: folder or hub name of the SFT policy, which is the reference too.
+            reward: a function `(prompts, completions, **columns) -> list of numbers`, the folder
+                or hub name of a reward model, or a scorer.
+            grpo: coefficients; the defaults of `GRPOHparams`.
+            sampling: how rollouts are sampled; the defaults of `SamplingHparams`.
+            lora: train an adapter on one frozen base instead of the whole policy.
+            schedule: of the learning rate; linear to 0 by default.
+            optimizer: parameter groups -> optimizer; AdamW by default.
+            seed: of sampling noise, minibatches and a new adapter.
+            activation_checkpointing: compute decoder layers again in the backward pass.
+            revision: branch, tag or commit of a hub name.
+            trust_remote_code: run the code beside the weights.
+
+        Raises:
+            TypeError: if `reward` is none of these.
+            ValueError: if tokenizer or settings cannot be used.
+        """
+        return pretrained.on_policy_module(
+            cls,
+            policy,
+            reward,
+            models=lambda policy, _scorer, **options: policy_models(policy, **options),
+            hparams={"grpo": grpo or GRPOHparams(), "sampling": sampling or SamplingHparams()},
+            lora=lora,
+            schedule=schedule,
+            optimizer=optimizer,
+            seed=seed,
+            activation_checkpointing=activation_checkpointing,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, reward: Any = None, **changes: Any
+    ) -> Self:
+        """Return a module with the weights of a checkpoint; see `PPOModule`."""
+        kinds = {"grpo": GRPOHparams, "sampling": SamplingHparams}
+        found: Self = pretrained.restored_on_policy(cls, checkpoint_path, reward, kinds, changes)
+        return found
+
+    def configure_model(self) -> None:
+        """Build policy, reference and scorer, and shard each if ranks share them."""
+        if self.policy is None:
+            on_policy.place_models(self, self.build_models())
+
+    def on_fit_start(self) -> None:
+        """Refuse flags of the Trainer that would train something else; place frozen models."""
+        check_trainer(self.trainer)
+        on_policy.move_models(self)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """One group; the schedule counts iterations."""
+        group = parameter_group(self.policy, "policy", self.algorithm.learning_rate)
+        optimizer = self.build_optimizer([group])
+        return with_schedule(
+            self, optimizer, self.schedule, lambda: self.controls.learning_rate_factor
+        )
+
+    def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        """Run one iteration: sample groups of responses, update on them, adapt the KL."""
+        rollout, seconds = self.collect_rollout(prompts, batch_idx)
+        started, steps = time.perf_counter(), RunningMeans()
+        for minibatch in on_policy.usable_minibatches(self, rollout, batch_idx, whole_groups=True):
+            if not self.update(minibatch, steps, iteration=batch_idx):
+                break  # the policy has moved far enough on this rollout
+        release_freed_memory()  # the activations
+        seconds["update"] = time.perf_counter() - started
+        on_policy.finish_iteration(self, rollout, steps, seconds)
+        return on_policy.outputs(rollout, steps)
+
+    def collect_rollout(
+        self, prompts: PromptBatch, iteration: int
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """Sample, evaluate and score; return the rollout and the seconds of its phases.
+
+        Raises:
+            ValueError: if a group has one row, whose advantage would always be 0.
+        """
+        if self.algorithm.baseline != "none" and len(prompts.group_ids.unique()) == len(prompts):
+            raise ValueError(
+                f"GRPOHparams.baseline={self.algorithm.baseline} compares the responses to one "
+                "prompt, and every prompt has one: use data.num_generations=8, that is "
+                "PromptDataModule(num_generations=8), or baseline=none"
+            )
+        return on_policy.sample_rollout(self, prompts, iteration, self.estimator)
+
+    def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
+        """Take one optimizer step on `minibatch`; return False if approx_kl says to stop."""
+        models = {"grpo/grad_norm": self.policy}
+        return on_policy.take_step(self, minibatch, [self.policy_loss], models, steps, iteration)
+
+    def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
+        """Return the surrogate loss, with its optional entropy and KL terms."""
+        return on_policy.surrogate_loss(self, micro_batch, counts)
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Return what changes during a run and is no parameter, by its name in a checkpoint."""
+        return {"controls": self.controls, "skipped_steps": self.skipped}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the controls and the skipped steps, and the fingerprint of the reference."""
+        save_states(checkpoint, self.fingerprint, **self.stateful())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take them back; ValueError if the reference is another one than was trained with."""
+        load_states(checkpoint, self.fingerprint, **self.stateful())
+        self.step_0.resumed()

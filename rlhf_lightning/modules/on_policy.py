@@ -1,0 +1,269 @@
+"""The parts that PPO and its relatives share: rollout, optimizer steps, bookkeeping.
+
+Each function is given the LightningModule, which holds policy, reference, scorer, generator,
+`algorithm` (an `OnPolicyHparams`), `controls` and the state of a run; `stage` is the first part of
+the names of its metrics.
+
+Legend: B rows of a rank, R response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.distributed.collectives import global_sum, shard, unsharded, world_size
+from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
+from rlhf_lightning.functional.masked import zero_off_mask
+from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
+from rlhf_lightning.models.forward import micro_batches, response_statistics
+from rlhf_lightning.models.ppo_models import PolicyModels
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules.controls import Controls
+from rlhf_lightning.modules.metrics import Gaps, RunningMeans, ratio_counts, rollout_measures
+from rlhf_lightning.modules.non_finite import SkippedSteps, finite, non_finite_in_rollout
+from rlhf_lightning.modules.optimization import (
+    Measured,
+    StepCounts,
+    TermOfBatch,
+    accumulate_gradients,
+    clip_and_step,
+    of_rows,
+)
+from rlhf_lightning.modules.step_0 import Step0
+from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
+from rlhf_lightning.rollout.estimators import AdvantageEstimator
+from rlhf_lightning.rollout.noise import RowNoise
+
+
+def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, seed: int) -> None:
+    """Give a module the state of a run that has not begun.
+
+    Raises:
+        ValueError: if the surrogate is unknown.
+    """
+    if algorithm.surrogate not in POLICY_LOSSES:
+        raise ValueError(
+            f"{type(algorithm).__name__}.surrogate={algorithm.surrogate!r}: use "
+            f"{', '.join(POLICY_LOSSES)}"
+        )
+    key = f"module.{module.stage}"
+    module.automatic_optimization = False
+    module.algorithm = algorithm
+    module.sampling = sampling
+    module.noise = RowNoise(seed, "rollout")
+    module.order = RowNoise(seed, "minibatches")
+    module.controls = Controls.from_hparams(algorithm, sampling, key)
+    module.gaps = Gaps()
+    module.step_0 = Step0()
+    module.skipped = SkippedSteps(algorithm.max_skipped_steps, f"{key}.max_skipped_steps")
+    module.policy = None
+    module.trained_roots = ()
+    module.frozen_models = ()
+
+
+def place_models(module: Any, models: PolicyModels) -> None:
+    """Give a module its models and those of its scorer; shard each if ranks share them.
+
+    Frozen models stay out of the module tree: not in checkpoints, not in `parameters()`, never in
+    train mode.
+    """
+    frozen = (*models.frozen, *module.scorer.build(models.base))
+    module.policy, module.trained_roots = models.policy, models.trained
+    module.step_0.same_source = models.same_source
+    object.__setattr__(module, "reference", models.reference)
+    object.__setattr__(module, "frozen_models", frozen)
+    release_freed_memory()
+    if module.device_mesh is not None:
+        place = module.trainer.strategy
+        module.compute_dtype = module.compute_dtype or place.compute_dtype
+        for model in (*models.trained, *frozen):
+            shard(model, place, frozen=model in frozen, compute_dtype=module.compute_dtype)
+
+
+def move_models(module: Any) -> None:
+    """Move models that no strategy has placed to the device."""
+    if module.device_mesh is None:
+        for model in (*module.trained_roots, *module.frozen_models):
+            model.to(module.device)
+
+
+def sample_rollout(
+    module: Any,
+    prompts: PromptBatch,
+    iteration: int,
+    estimator: AdvantageEstimator,
+    value_model: Any = None,
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """Sample, evaluate and score; return the rollout and the seconds of its phases."""
+    parts = RolloutParts(
+        generator=module.generator,
+        policy=module.policy,
+        reference=module.reference,
+        value_model=value_model,
+        scorer=module.scorer,
+        tokenizer=module.tokenizer,
+        unsharded=unsharded,
+        micro_batch_size=module.algorithm.micro_batch_size,
+    )
+    return collect_rollout(
+        parts,
+        prompts,
+        noise=module.noise.at_iteration(iteration),
+        temperature=module.controls.temperature,
+        max_new_tokens=module.sampling.max_new_tokens,
+        shaping=module.controls.shaping(module.algorithm, estimator),
+    )
+
+
+def usable_minibatches(
+    module: Any, rollout: RolloutBatch, iteration: int, *, whole_groups: bool = False
+) -> Iterator[RolloutBatch]:
+    """Yield the rollout `num_passes` times, each time cut anew into `num_minibatches`.
+
+    A rollout that is not finite yields nothing.
+    """
+    module.step_0.check_reference(rollout, module)
+    if not module.skipped.should_continue(non_finite_in_rollout(rollout), rollout, iteration):
+        return
+    order = module.order.at_iteration(iteration)
+    for epoch in range(module.algorithm.num_passes):
+        keys = order.uniform(rollout.row_ids, epoch)
+        yield from rollout.minibatches(
+            module.algorithm.num_minibatches, keys=keys, whole_groups=whole_groups
+        )
+
+
+def take_step(
+    module: Any,
+    minibatch: RolloutBatch,
+    terms: Sequence[TermOfBatch],
+    models: Mapping[str, nn.Module],
+    steps: RunningMeans,
+    iteration: int,
+) -> bool:
+    """Take one optimizer step on `minibatch`; return False if approx_kl says to stop.
+
+    A step whose loss or gradient is not finite is skipped. The gradient is that of one loss over
+    the whole minibatch of all ranks, whatever the micro-batches: every sum over tokens is divided
+    by global counts.
+
+    Args:
+        module: that is trained.
+        minibatch: this rank's rows.
+        terms: of the loss.
+        models: that are trained, by the name of their gradient norm.
+        steps: takes the measures of the step.
+        iteration: from 0.
+    """
+    num_tokens = global_sum(minibatch.response_mask.sum())
+    counts = StepCounts(num_tokens, len(minibatch) * world_size())
+    parts = micro_batches(minibatch.attention_mask, module.algorithm.micro_batch_size)
+    measured = accumulate_gradients(module, parts, [of_rows(t, minibatch, counts) for t in terms])
+    module.step_0.check_ratio(measured, module)
+    target = module.algorithm.target_approx_kl
+    approx_kl = float(measured.get(f"{module.stage}/approx_kl", 0.0))
+    if target is not None and target < approx_kl < math.inf:
+        module.optimizers().zero_grad()
+        return False
+    norms = clip_and_step(
+        module,
+        dict(models),
+        module.algorithm.max_grad_norm,
+        lambda norms: module.skipped.should_step(measured | norms, minibatch, iteration),
+    )
+    if norms is not None:
+        steps.add(measured | norms)
+    return True
+
+
+def surrogate_loss(
+    module: Any, micro_batch: RolloutBatch, counts: StepCounts
+) -> tuple[Tensor, Measured]:
+    """Return a micro-batch's share of the policy's loss, with its entropy and KL terms."""
+    algorithm, mask = module.algorithm, micro_batch.response_mask
+    new = response_statistics(
+        module.policy,
+        micro_batch,
+        temperature=module.controls.temperature,
+        with_entropy=algorithm.entropy_coef > 0,
+    )
+    divisor = loss_divisor(
+        mask,
+        reduction=algorithm.loss_reduction,
+        num_tokens=counts.num_tokens,
+        num_sequences=counts.num_sequences,
+        max_length=module.sampling.max_new_tokens,
+    )
+    result = POLICY_LOSSES[algorithm.surrogate](
+        new.logprobs,
+        micro_batch.logprobs,
+        micro_batch.advantages,
+        mask,
+        cliprange=algorithm.cliprange,
+        cliprange_high=algorithm.cliprange_high,
+        dual_clip=algorithm.dual_clip,
+        num_tokens=divisor,
+    )
+    loss = result.loss
+    if new.entropy is not None:
+        entropy = (zero_off_mask(new.entropy, mask) / divisor).sum()
+        loss = loss - algorithm.entropy_coef * entropy
+    if algorithm.kl_in == "loss" and module.controls.kl_coef:
+        kl = policy_kl_loss(
+            new.logprobs,
+            micro_batch.ref_logprobs,
+            mask,
+            estimator=algorithm.kl_estimator,
+            num_tokens=divisor,
+        )
+        loss = loss + module.controls.kl_coef * kl
+    log_ratio = new.logprobs - micro_batch.logprobs
+    # Per token, where a constant length takes the place of the tokens.
+    constant = algorithm.loss_reduction == "constant"
+    scale = divisor / counts.num_tokens if constant else 1.0
+    return loss, module.step_0.measures(log_ratio, mask, counts.num_tokens) | {
+        f"{module.stage}/policy_loss": result.loss,
+        f"{module.stage}/clipfrac": result.clipfrac * scale,
+        f"{module.stage}/approx_kl": result.approx_kl * scale,
+        "ratio_counts": ratio_counts(log_ratio, mask),
+    }
+
+
+def finish_iteration(
+    module: Any,
+    rollout: RolloutBatch,
+    steps: RunningMeans,
+    seconds: Mapping[str, float],
+    more: Mapping[str, float] | None = None,
+) -> None:
+    """Log the iteration, then adapt the KL coefficient and the learning rate."""
+    stage = module.stage
+    measures = finite(rollout_measures(rollout, stage) | (more or {}) | steps.means())
+    measures[f"{stage}/skipped_steps"] = module.skipped.end_iteration()
+    measures |= {
+        f"{stage}/num_updates": steps.num_steps,
+        f"{stage}/kl_coef": module.controls.kl_coef,
+    }
+    measures[f"{stage}/learning_rate"] = module.optimizers().param_groups[0]["lr"]
+    measures |= {f"time/{phase}": value for phase, value in seconds.items()}
+    tokens = float(global_sum(rollout.response_mask.sum()))
+    measures["throughput/tokens_per_second"] = tokens / sum(seconds.values())
+    module.log_dict(module.gaps.filled(measures), on_step=True)
+    module.controls.adapt_kl_coef(
+        measures.get("rollout/kl_per_response"),
+        module.algorithm,
+        num_episodes=len(rollout) * world_size(),
+    )
+    module.lr_schedulers().step()
+
+
+@torch.no_grad()
+def outputs(rollout: RolloutBatch, steps: RunningMeans) -> dict[str, Any]:
+    """Return what `training_step` gives to the callbacks."""
+    return {"rollout": rollout.detach(), "ratio_counts": steps.totals.get("ratio_counts")}

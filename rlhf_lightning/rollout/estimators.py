@@ -1,0 +1,119 @@
+"""Advantage estimators: from token rewards to what the policy learns from.
+
+Legend: B rows of a rank, R response.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rlhf_lightning.distributed.collectives import global_moments
+from rlhf_lightning.functional.advantages import (
+    Advantages,
+    compute_gae,
+    group_advantages,
+    length_adaptive_lambda,
+    token_returns,
+)
+from rlhf_lightning.functional.masked import masked_whiten, zero_off_mask
+
+
+class AdvantageEstimator(Protocol):
+    """Estimates the advantages of a rollout."""
+
+    def __call__(
+        self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return advantages `[B, R]`, and the value model's targets `[B, R]` where there is one.
+
+        Args:
+            rewards: `[B, R]` token rewards, shaped.
+            values: `[B, R]` of the state before token t; None without a value model.
+            mask: `[B, R]` bool, True on actions.
+            group_ids: `[B]`, equal for the rows of one prompt, all of which are on this rank.
+        """
+
+
+def whitened(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return advantages of mean 0 and variance 1 over the actions of all ranks."""
+    mean, var = global_moments(advantages, mask)
+    return masked_whiten(advantages, mask, mean=mean, var=var)
+
+
+@dataclass(frozen=True)
+class GAE:
+    """Generalised advantage estimation with a value model, whitened over all ranks.
+
+    Args:
+        gamma: discount.
+        gae_lambda: of the advantages.
+        gae_lambda_value: of the targets of the value model; None is `gae_lambda`.
+        length_alpha: None, or the lambda of a row's advantages is `1 - 1 / (alpha * length)`.
+
+    Source: Schulman et al. 2016, equation 16; Yue et al. 2025, "VAPO" (the last two).
+    """
+
+    gamma: float
+    gae_lambda: float
+    gae_lambda_value: float | None = None
+    length_alpha: float | None = None
+
+    def __call__(
+        self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return whitened advantages, and returns."""
+        assert values is not None  # PPO has a value model
+        by_length = self.length_alpha is not None
+        found: Advantages = compute_gae(
+            rewards,
+            values,
+            mask,
+            gamma=self.gamma,
+            gae_lambda=length_adaptive_lambda(mask.sum(-1), alpha=self.length_alpha)
+            if by_length
+            else self.gae_lambda,
+            gae_lambda_value=self.gae_lambda
+            if by_length and self.gae_lambda_value is None
+            else self.gae_lambda_value,
+        )
+        return whitened(found.advantages, mask), found.returns
+
+
+@dataclass(frozen=True)
+class GroupBaseline:
+    """Advantages of whole responses against the others of their prompt, without a value model.
+
+    Args:
+        baseline: "mean" of the group or "leave_one_out", of the sums of the token rewards; "none"
+            takes every token's rewards to go.
+        scale: "none"; "group_std", the standard deviation of the group; or "global_std", which
+            whitens over the actions of all ranks.
+
+    Source: Shao et al. 2024, "DeepSeekMath" (mean, group_std: GRPO); Liu et al. 2025 (mean, none:
+    Dr. GRPO); Ahmadian et al. 2024 (leave_one_out: RLOO); Hu et al. 2025, "REINFORCE++" (none or
+    mean, global_std).
+    """
+
+    baseline: str
+    scale: str
+
+    def __call__(
+        self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return advantages, and no targets."""
+        if self.baseline == "none":
+            advantages = token_returns(rewards, mask, gamma=1.0)  # [B, R]
+        else:
+            of_rows = group_advantages(
+                zero_off_mask(rewards, mask).sum(-1),
+                group_ids,
+                baseline=self.baseline,
+                scale="group_std" if self.scale == "group_std" else "none",
+            )
+            advantages = zero_off_mask(of_rows.unsqueeze(-1).expand_as(rewards), mask)
+        if self.scale == "global_std":
+            advantages = whitened(advantages, mask)
+        return advantages, None
