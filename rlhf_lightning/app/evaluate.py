@@ -26,6 +26,7 @@ from rlhf_lightning.app.evaluate_parts import (
     SPREAD,
     Sides,
     build_sides,
+    measured_best_of,
     prepare_sides,
     reward_spread,
 )
@@ -101,7 +102,8 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     precision = in_precision(settings.trainer.precision, sides.policy.model.device)
     with precision:
         mine, theirs = _answers(sides)
-    metrics = sides.comparison.measure(mine, theirs)
+        best_of = measured_best_of(settings, sides, theirs)
+    metrics = sides.comparison.measure(mine, theirs) | best_of
     if not sides.same_tokenizer:
         for name in ("val/kl_per_token", "val/kl_per_response"):
             del metrics[name]
@@ -250,6 +252,11 @@ def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, obje
         "temperature": settings.evaluation.temperature,
         "seed": settings.seed,
     }
+    if settings.best_of.n:
+        lines["best of"] = (
+            f"{', '.join(map(str, settings.best_of.n))}, from {settings.best_of.pool} answers of "
+            "the policy to each prompt"
+        )
     scorer = settings.scorer
     if scorer is not None:
         lines["score"] = scorer.get("source") or scorer.path

@@ -16,7 +16,7 @@ from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 if TYPE_CHECKING:
     from rlhf_lightning.data.records import PromptRecord
     from rlhf_lightning.evaluation.generate import Sampling
-    from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
+    from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions, SideAnswers
     from rlhf_lightning.evaluation.metrics import Judges
     from rlhf_lightning.preferences.candidates import LoadedPolicy
 
@@ -209,6 +209,50 @@ def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:
 def _same_vocabulary(first: LoadedPolicy, second: LoadedPolicy) -> bool:
     one, other = first.tokenizer, second.tokenizer
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
+
+
+def measured_best_of(
+    settings: EvaluateSettings, sides: Sides, theirs: SideAnswers
+) -> dict[str, float]:
+    """Return `best_of/<n>/...` of the policy against the baseline's answers; {} if not asked for.
+
+    Args:
+        settings: of the command.
+        sides: of the evaluation.
+        theirs: the baseline's answers.
+    """
+    if not settings.best_of.n:
+        return {}
+    from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
+    from rlhf_lightning.evaluation.generate import gold_scores
+    from rlhf_lightning.evaluation.held_out import encode_questions
+    from rlhf_lightning.evaluation.metrics import by_prompt
+
+    comparison = sides.comparison
+    assert comparison.scorer is not None  # or the settings were refused
+    (batches,), _ = encode_questions(
+        sides.records,
+        [sides.policy.tokenizer],
+        max_prompt_length=settings.prompts.max_length,
+        batch_size=settings.evaluation.batch_size,
+    )
+    gold = comparison.judges.gold
+    pool = sample_pool(
+        sides.policy.model,
+        batches,
+        comparison.sampling,
+        comparison.scorer,
+        size=settings.best_of.pool,
+        seed=settings.seed,
+        gold=gold,
+    )
+    rival = None if gold is None else gold_scores(gold, theirs.main)
+    return measure_best_of(
+        pool,
+        sorted(set(settings.best_of.n)),
+        baseline_gold=None if rival is None else by_prompt(rival, len(sides.records)),
+        seed=settings.seed,
+    )
 
 
 def reward_spread(settings: EvaluateSettings) -> dict[str, float]:

@@ -23,6 +23,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def named(self, key: str) -> dict[str, float]:
+        """Return the mean as `key`, the ends as `<key>_low` and `<key>_high`."""
+        return {key: self.mean, f"{key}_low": self.low, f"{key}_high": self.high}
+
 
 def bootstrap_win_rate(
     policy_scores: Tensor,
@@ -33,10 +37,8 @@ def bootstrap_win_rate(
 ) -> Interval:
     """Return the win rate over all pairs of answers to a prompt, its interval over prompts.
 
-    Answers to one prompt are alike, so they are no independent trials: prompts are resampled, each
-    with all its answers. Resampling prompts that agree, or very few, says nothing of the next one:
-    there the interval is Wilson's on the number of prompts, which is never too narrow. With one
-    answer a prompt use `win_rate`, whose interval is always Wilson's.
+    Answers to one prompt are alike, so they are no independent trials: see `share_over_prompts`.
+    With one answer a prompt use `win_rate`, whose interval is always Wilson's.
 
     Args:
         policy_scores: `[N, K]`, K answers to each of N prompts.
@@ -46,8 +48,20 @@ def bootstrap_win_rate(
 
     Raises:
         ValueError: if the numbers of prompts differ or a score is NaN.
+    """
+    won = comparisons_won(policy_scores, baseline_scores)
+    return share_over_prompts(won.mean((1, 2)).numpy(), confidence=confidence, seed=seed)
 
-    Source: Efron 1979; Wilson 1927.
+
+def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
+    """Return `[N, K, L]`: 1 where the policy's answer beats the baseline's, a tie one half.
+
+    Args:
+        policy_scores: `[N, K]`, K answers to each of N prompts.
+        baseline_scores: `[N, L]`.
+
+    Raises:
+        ValueError: if the numbers of prompts differ or a score is NaN.
     """
     policy, baseline = policy_scores.double(), baseline_scores.double()
     if policy.ndim != 2 or baseline.ndim != 2 or len(policy) != len(baseline):
@@ -58,8 +72,23 @@ def bootstrap_win_rate(
     if bool(policy.isnan().any() | baseline.isnan().any()):
         raise ValueError("a score is NaN, which neither wins nor loses: leave that prompt out")
     difference = policy.unsqueeze(2) - baseline.unsqueeze(1)  # [N, K, L]
-    won = (difference > 0).double() + 0.5 * (difference == 0).double()
-    by_prompt = won.mean((1, 2)).numpy()
+    return (difference > 0).double() + 0.5 * (difference == 0).double()
+
+
+def share_over_prompts(by_prompt: np.ndarray, *, confidence: float, seed: int) -> Interval:
+    """Return the mean of shares, one a prompt, and its interval over prompts.
+
+    A bootstrap, in which a prompt is drawn with all that was measured on it. Resampling prompts
+    that agree, or very few, says nothing of the next one: there the interval is Wilson's on the
+    number of prompts, which is never too narrow for shares between 0 and 1.
+
+    Args:
+        by_prompt: `[N]`, each between 0 and 1.
+        confidence: of the two-sided percentile interval.
+        seed: of the resampling.
+
+    Source: Efron 1979; Wilson 1927.
+    """
     count = len(by_prompt)
     if count and (count < FEW or np.ptp(by_prompt) == 0):
         mean = float(by_prompt.mean())

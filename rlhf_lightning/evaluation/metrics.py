@@ -128,10 +128,10 @@ def wins(
     """
     count = num_prompts(mine)
     key = f"val/{name}_win_rate"
-    first, second = _by_prompt(my_scores, count), _by_prompt(their_scores, count)  # [N, K], [N, L]
+    first, second = by_prompt(my_scores, count), by_prompt(their_scores, count)  # [N, K], [N, L]
     metrics = _with_interval(key, rate_of(first, second, seed=seed))
     metrics[f"val/{name}_tie_rate"] = tie_rate(first, second)
-    lengths = _by_prompt(mine.lengths, count), _by_prompt(theirs.lengths, count)
+    lengths = by_prompt(mine.lengths, count), by_prompt(theirs.lengths, count)
     # Each of the K x L comparisons of a prompt is one row of the regression.
     rows = [
         table.flatten().tolist()
@@ -193,7 +193,8 @@ def rows_of(answers: PolicyAnswers, index: Sequence[int]) -> PolicyAnswers:
     return replace(answers, **kept, columns=columns, answers_per_prompt=1)
 
 
-def _by_prompt(values: Sequence[float], count: int) -> Tensor:
+def by_prompt(values: Sequence[float], count: int) -> Tensor:
+    """Return values of answers as `[count, answers per prompt]`."""
     return torch.tensor(values, dtype=torch.float64).view(count, -1)
 
 

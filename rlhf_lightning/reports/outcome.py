@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart
 from rlhf_lightning.reports.html import render
-from rlhf_lightning.runs.metric_catalog import bound_keys, number, part_key, percent
+from rlhf_lightning.runs.metric_catalog import (
+    best_of_counts,
+    bound_keys,
+    capitalized,
+    number,
+    part_key,
+    percent,
+    quantity,
+)
 
 Metrics = Mapping[str, float | None]
 Rows = Sequence[Mapping[str, float]]
@@ -19,6 +27,15 @@ _DOMAIN_JUDGES = (
     ("val/score_win_rate", "learnt score"),
     ("val/accuracy", "held-out pairs"),
 )
+_BEST_OF_COLUMNS = {
+    "gold_win_rate": "gold win rate",
+    "gold": "gold reward",
+    "score": "learnt score",
+    "response_length": "tokens an answer",
+    "kl_per_response": "KL, nats an answer, at most",
+    "kl_per_token": "KL, nats a token, at most",
+}
+_BEST_OF_CURVES = ("gold_win_rate", "gold", "score")
 _ROUND = re.compile(r"round_(\d+)/(\w+)/(.+)")
 # Judges of a win rate, the one that counts most first.
 _ROUND_JUDGES = {"gold": "gold reward", "human": "people", "judge": "a judge"}
@@ -129,6 +146,52 @@ def overoptimization_section(rows: Rows, metrics: Metrics) -> str:
     labels = [s.label for s in series]
     figure = Figure("Reward over √KL", chart, legends=labels)
     return render("overoptimization.html", figure=figure, gold="gold reward, held-out" in labels)
+
+
+def best_of_section(metrics: Metrics) -> str:
+    """Return a table and curves of best-of-n over the root of its KL; "" where none was measured.
+
+    Reads `best_of/<n>/<name>`; the root of the KL is the axis of `overoptimization_section`, so
+    that the two can be held against each other.
+    """
+    counts = best_of_counts(metrics)
+    if not counts:
+        return ""
+
+    def curve(name: str) -> list[Point]:
+        points = (
+            (metrics.get(f"best_of/{n}/{key}") for key in ("kl_per_response", name)) for n in counts
+        )
+        return [(_root(kl), value) for kl, value in points if kl is not None and value is not None]
+
+    columns = {
+        name: label
+        for name, label in _BEST_OF_COLUMNS.items()
+        if f"best_of/{counts[0]}/{name}" in metrics
+    }
+    charts = [
+        Figure(
+            f"{capitalized(label)} over √KL",
+            line_chart(
+                label,
+                [Series(label, curve(name), "marks")],
+                unit="share" if name == "gold_win_rate" else "",
+                whole=False,
+            ),
+        )
+        for name, label in columns.items()
+        if name in _BEST_OF_CURVES
+    ]
+    rows = {n: [_with_bounds(metrics, f"best_of/{n}/{name}") for name in columns] for n in counts}
+    return render("best_of.html", columns=columns.values(), rows=rows, charts=charts)
+
+
+def _with_bounds(metrics: Metrics, name: str) -> str:
+    value, low, high = (metrics.get(key) for key in (name, *bound_keys(name)))
+    show = quantity(name).show
+    if value is None or low is None or high is None:
+        return "" if value is None else show(value)
+    return f"{show(value)} ({show(low)} to {show(high)})"
 
 
 def _against_kl(rows: Rows, kl: str, value: str) -> list[Point]:

@@ -14,6 +14,7 @@ from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.reports.curves import curves_section
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.outcome import (
+    best_of_section,
     domains_section,
     overoptimization_section,
     rounds_section,
@@ -79,6 +80,7 @@ def render_report(folder: RunFolder) -> str:
         doctor_section(read_events(folder.doctor)),
         curves_section(rows),
         overoptimization_section(rows, metrics),
+        best_of_section(metrics),
         domains_section(metrics),
         samples_section(read_samples(folder.samples)),
         _times(rows, {} if summary is None else summary.seconds),

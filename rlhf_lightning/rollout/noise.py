@@ -13,7 +13,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-PURPOSES = {"rollout": 1, "evaluation": 2, "normalization": 3, "candidates": 4, "minibatches": 5}
+PURPOSES = {
+    "rollout": 1,
+    "evaluation": 2,
+    "normalization": 3,
+    "candidates": 4,
+    "minibatches": 5,
+    "best_of": 6,
+}
 
 
 _ALL = (1 << 64) - 1  # 64 bits set

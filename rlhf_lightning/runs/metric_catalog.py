@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -163,7 +165,9 @@ FAMILIES = (
     "val/*_win_rate_length_controlled",
     "val/*_tie_rate",
     "doctor/domain_score/*",
+    "best_of/*",
 )
+_BEST_OF = re.compile(r"best_of/(\d+)/(.+)")
 
 
 def is_known(name: str) -> bool:
@@ -204,6 +208,11 @@ def bound_keys(name: str) -> tuple[str, str]:
     return low, high
 
 
+def best_of_counts(names: Iterable[str]) -> list[int]:
+    """Return the n, by size, of which there are metrics `best_of/<n>/...`."""
+    return sorted({int(match[1]) for name in names if (match := _BEST_OF.fullmatch(name))})
+
+
 def bands() -> dict[str, tuple[float, float]]:
     """Return the range in which a healthy run keeps each metric that has one."""
     return {name: q.healthy for name, q in QUANTITIES.items() if q.healthy is not None}
@@ -226,6 +235,10 @@ def quantity(name: str) -> Quantity:
     if whole != name:
         about = quantity(whole)
         return Quantity(f"{about.label}: {name.split('/', 3)[3]}", about.unit, about.healthy)
+    best_of = _BEST_OF.fullmatch(name)
+    if best_of is not None:
+        about = quantity(f"val/{best_of[2]}")
+        return Quantity(f"{about.label}, best of {best_of[1]}", about.unit)
     return QUANTITIES.get(name) or Quantity(name.rpartition("/")[2].replace("_", " "))
 
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_lightning.runs.metric_catalog import capitalized, duration, number, percent, show
+from rlhf_lightning.runs.metric_catalog import (
+    best_of_counts,
+    capitalized,
+    duration,
+    number,
+    percent,
+    show,
+)
 from rlhf_lightning.runs.summary import Summary
 
 Metrics = Mapping[str, float | None]
@@ -259,7 +266,7 @@ def _pipeline(metrics: Metrics) -> Verdict:
 
 
 def _evaluate(metrics: Metrics) -> Verdict:
-    result = _compared(metrics, "the baseline", "the policy")
+    result = _best_of(metrics, _compared(metrics, "the baseline", "the policy"))
     others = [
         fact
         for judge, label in (
@@ -275,6 +282,36 @@ def _evaluate(metrics: Metrics) -> Verdict:
         note = "of people's choices" + interval(metrics, "val/human_reward_accuracy")
         others.append(Fact("reward model agrees with", percent(rate), note))
     return replace(result, facts=(*others, *result.facts))
+
+
+def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
+    """Return the verdict on the best of the most answers; `plain` where none was measured by gold.
+
+    Args:
+        metrics: final ones.
+        plain: the verdict on one answer of the policy.
+    """
+    key = "best_of/{}/gold_win_rate"
+    counts = [n for n in best_of_counts(metrics) if _get(metrics, key.format(n)) is not None]
+    if not counts:
+        return plain
+    facts = [
+        Fact(
+            f"best of {n}",
+            percent(_get(metrics, key.format(n)) or 0.0),
+            f"wins by gold, {interval(metrics, key.format(n)).strip(' ()')}",
+        )
+        for n in counts[:-1]
+    ]
+    most = counts[-1]
+    who = f"The best of {most} answers of the policy, by the score, is"
+    sentences = (
+        f"{who} better than the baseline's, by the gold reward.",
+        f"{who} worse than the baseline's, by the gold reward: the score leads astray.",
+        f"{who} not shown to be better or worse than the baseline's, by the gold reward.",
+    )
+    caption = f"of comparisons won against the baseline by the best of {most}"
+    return _judged(metrics, key.format(most), 0.5, caption, sentences, [*facts, *plain.facts])
 
 
 def _sft(metrics: Metrics) -> Verdict:

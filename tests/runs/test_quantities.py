@@ -9,6 +9,7 @@ from rlhf_lightning.runs.metric_catalog import (
     Quantity,
     bands,
     bands_table,
+    best_of_counts,
     bound_keys,
     is_known,
     quantity,
@@ -16,7 +17,9 @@ from rlhf_lightning.runs.metric_catalog import (
 )
 
 METRICS = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-NAME = re.compile(r"`((?:data|rollout|ppo|sft|reward|val|doctor|time|throughput)/[a-z0-9_<>/]+)`")
+NAME = re.compile(
+    r"`((?:data|rollout|ppo|sft|reward|val|best_of|doctor|time|throughput)/[a-z0-9_<>/]+)`"
+)
 
 
 def documented() -> set[str]:
@@ -45,6 +48,7 @@ def test_an_unknown_name_is_not_known():
     assert not is_known("val/nonsense/domain/sums")
     assert not is_known("val/gold_reward")
     assert not is_known("rollout/nonsense")
+    assert best_of_counts(["best_of/16/gold", "best_of/4/score", "val/gold"]) == [4, 16]
 
 
 def test_a_domain_is_shown_as_the_whole_with_its_name_whatever_it_is_called():
@@ -57,4 +61,5 @@ def test_a_domain_is_shown_as_the_whole_with_its_name_whatever_it_is_called():
         "val/gold_win_rate_low/domain/low",
         "val/gold_win_rate_high/domain/low",
     )
+    assert quantity("best_of/16/gold_win_rate") == Quantity("gold win rate, best of 16", "share")
     assert bound_keys("val/accuracy") == ("val/accuracy_low", "val/accuracy_high")

@@ -265,6 +265,13 @@ class PeopleSettings(Settings):
     labels: str | None = None
 
 
+class BestOfSettings(Settings):
+    """Best-of-n of the policy by the scorer: the n that are measured, and the answers sampled."""
+
+    n: list[Positive] = Field(default_factory=list)
+    pool: Positive = 64
+
+
 class PrecisionSettings(Settings):
     """Of both sides and the scorer of an evaluation."""
 
@@ -290,6 +297,7 @@ class EvaluateSettings(RunSettings):
     references: bool = True
     human: Literal["none", "export", "import"] = "none"
     people: PeopleSettings
+    best_of: BestOfSettings = BestOfSettings()
     trainer: PrecisionSettings
 
     @model_validator(mode="after")
@@ -298,7 +306,24 @@ class EvaluateSettings(RunSettings):
             raise ValueError("human=import needs people.run=FOLDER of the evaluation that exported")
         if self.evaluation.every_n_iterations is not None:
             raise ValueError("evaluation.every_n_iterations is for training: leave it out")
+        self._check_best_of()
         return self
+
+    def _check_best_of(self) -> None:
+        counts, pool = self.best_of.n, self.best_of.pool
+        if not counts:
+            return
+        if max(counts) > pool:
+            raise ValueError(
+                f"best_of.n={counts} must be at most best_of.pool={pool}, the answers that are "
+                f"sampled to a prompt: use best_of.pool={max(counts)} or more"
+            )
+        if self.scorer is None:
+            raise ValueError("best_of.n needs a scorer that chooses the answer: scorer=NAME")
+        if self.evaluation.temperature == 0:
+            raise ValueError(
+                "best_of.n needs evaluation.temperature above 0: at 0 all answers are the same one"
+            )
 
 
 class CandidatesSettings(Settings):

@@ -1,0 +1,138 @@
+"""Best-of-n sampling: the answer that a scorer likes best among n of one policy.
+
+Estimated for every n from one pool of answers a prompt. Legend: N prompts, M answers of the pool
+to each, L answers of the baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.evaluation.comparisons import (
+    bootstrap_mean,
+    comparisons_won,
+    share_over_prompts,
+)
+from rlhf_lightning.evaluation.generate import GoldReward, Sampling, gold_scores, sample_answers
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE
+from rlhf_lightning.functional.statistics import best_of_n_kl, best_of_n_unbiased
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.preferences.progress import WorkProgress
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.scorers.base import Scorer
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Measures of a policy's answers to each prompt, `[N, M]` float64.
+
+    Args:
+        scores: by the scorer that chooses among them.
+        lengths: response tokens, EOS included.
+        gold: the true reward; None where it is not known.
+    """
+
+    scores: Tensor
+    lengths: Tensor
+    gold: Tensor | None
+
+
+def sample_pool(
+    policy: PolicyModel,
+    batches: Sequence[PromptBatch],
+    sampling: Sampling,
+    scorer: Scorer,
+    *,
+    size: int,
+    seed: int,
+    gold: GoldReward | None = None,
+) -> Pool:
+    """Sample `size` answers to each prompt, score them, and return the measures of the pool.
+
+    The noise of an answer depends on the seed, its place in the pool and its prompt: a smaller pool
+    is the beginning of a larger one.
+
+    Args:
+        policy: answers.
+        batches: held-out prompts, each once.
+        sampling: engine and settings.
+        scorer: chooses among the answers.
+        size: of the pool.
+        seed: of the noise.
+        gold: the true reward, where it is known.
+    """
+    noise = RowNoise(seed, "best_of")
+    scores, lengths, golds = [], [], []
+    with WorkProgress("best of n", size * sum(map(len, batches))) as progress:
+        for place in range(size):
+            answers = sample_answers(
+                policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
+            )
+            scores.append(answers.scores)
+            lengths.append(answers.lengths)
+            if gold is not None:
+                golds.append(gold_scores(gold, answers))
+            progress.advance(len(answers.prompts))
+    table = [torch.tensor(rows, dtype=torch.float64).T for rows in (scores, lengths)]
+    return Pool(*table, torch.tensor(golds, dtype=torch.float64).T if golds else None)
+
+
+def measure_best_of(
+    pool: Pool, counts: Sequence[int], *, baseline_gold: Tensor | None, seed: int
+) -> dict[str, float]:
+    """Return what the best of n answers is worth, as `best_of/<n>/...`, for each n of `counts`.
+
+    Every figure is the mean over prompts of an expectation over all ways to draw n answers from the
+    pool without replacement, which is unbiased. Win rate, gold and score have a 95 % interval over
+    prompts: a prompt's expectation is one observation.
+
+    * `gold_win_rate`: against the baseline's answers to the same prompt, ties one half; see
+      `share_over_prompts`.
+    * `gold`, `score`, `response_length`: of the answer that is chosen.
+    * `kl_per_response`: `log n - (n - 1) / n` nats from the policy that is sampled, an upper bound
+      (near the KL where answers hardly repeat, far above it where they do); `kl_per_token` is that
+      by the mean response length.
+
+    Args:
+        pool: of the policy.
+        counts: the n, none above the size of the pool.
+        baseline_gold: `[N, L]` gold of the baseline's answers; None where it is not known.
+        seed: of the bootstrap.
+
+    Source: Nakano et al. 2021, "WebGPT", appendix I (the estimator); Beirami et al. 2024,
+    "Theoretical guarantees on the best-of-n alignment policy", theorem 1 (the bound).
+    """
+    won = None
+    if pool.gold is not None and baseline_gold is not None:
+        won = comparisons_won(pool.gold, baseline_gold).mean(2)  # [N, M]
+    found: dict[str, float] = {}
+    for n in counts:
+        key = f"best_of/{n}"
+        means = {"score": pool.scores, "gold": pool.gold}
+        for name, values in means.items():
+            if values is not None:
+                by_prompt = _by_prompt(pool.scores, values, n)
+                interval = bootstrap_mean(by_prompt, confidence=CONFIDENCE, seed=seed)
+                found |= interval.named(f"{key}/{name}")
+        if won is not None:
+            by_prompt = _by_prompt(pool.scores, won, n).clip(0, 1)  # but for rounding
+            interval = share_over_prompts(by_prompt, confidence=CONFIDENCE, seed=seed)
+            found |= interval.named(f"{key}/gold_win_rate")
+        length = float(_by_prompt(pool.scores, pool.lengths, n).mean())
+        kl = best_of_n_kl(n)
+        found[f"{key}/response_length"] = length
+        found[f"{key}/kl_per_response"] = kl
+        found[f"{key}/kl_per_token"] = kl / length
+    return found
+
+
+def _by_prompt(scores: Tensor, values: Tensor, n: int) -> np.ndarray:
+    """Return `[N]`: the expected value of the best of n by score, of `[N, M]` each."""
+    rows = zip(scores, values, strict=True)
+    return np.array([best_of_n_unbiased(score, value, n) for score, value in rows])
