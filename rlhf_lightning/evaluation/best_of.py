@@ -68,7 +68,9 @@ def sample_pool(
         gold: the true reward, where it is known.
     """
     noise = RowNoise(seed, "best_of")
-    scores, lengths, golds = [], [], []
+    scores: list[list[float]] = []
+    lengths: list[list[int]] = []
+    golds: list[list[float]] = []
     with WorkProgress("best of n", size * sum(map(len, batches))) as progress:
         for place in range(size):
             answers = sample_answers(
@@ -79,8 +81,12 @@ def sample_pool(
             if gold is not None:
                 golds.append(gold_scores(gold, answers))
             progress.advance(len(answers.prompts))
-    table = [torch.tensor(rows, dtype=torch.float64).T for rows in (scores, lengths)]
-    return Pool(*table, torch.tensor(golds, dtype=torch.float64).T if golds else None)
+    return Pool(_table(scores), _table(lengths), _table(golds) if golds else None)
+
+
+def _table(by_place: Sequence[Sequence[float]]) -> Tensor:
+    """Return `[N, M]` of M lists of N values."""
+    return torch.tensor(by_place, dtype=torch.float64).T
 
 
 def measure_best_of(
