@@ -1,4 +1,4 @@
-"""Collect preference records of prompts, within a budget: `python -m rlhf_lightning.collect`.
+"""Collect preference records or demonstrations of prompts: `python -m rlhf_lightning.collect`.
 
 Heavy imports stay inside functions: `--help` and a config error answer at once.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.app.collect_parts import build_lab, read_prompts
+from rlhf_lightning.app.collect_parts import build_lab, build_rejection_sampler, read_prompts
 from rlhf_lightning.app.command_line import (
     check_command_line,
     quieten,
@@ -42,7 +42,7 @@ DATA = "data"
 
 @exits_are_failures()
 def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> Summary:
-    """Collect preferences from the settings to the published records.
+    """Collect from the settings to the published records.
 
     Args:
         settings: of the command.
@@ -77,22 +77,13 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
 @exits_are_failures()
 def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> Summary:
     started = time.perf_counter()
-    from rlhf_lightning.callbacks.console import print_start, print_verdict
-    from rlhf_lightning.preferences.publishing import (
-        copy_collection,
-        flat_metrics,
-        write_collection,
-    )
+    from rlhf_lightning.callbacks.console import print_verdict
+    from rlhf_lightning.preferences.publishing import copy_collection
     from rlhf_lightning.reports.page import write_report
 
     quieten()
-    lab = replace(build_lab(settings, folder.path), say=say)
-    prompts = [] if lab.worst else read_prompts(settings)
-    print_start("collect", folder, _start_lines(settings, lab, len(prompts)))
-    collection = lab.run(prompts)
-    gold = settings.dataset.gold
-    truth = None if gold is None else gold.build()
-    figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=truth)
+    made = _demonstrations if settings.records == "demonstrations" else _preferences
+    metrics, told = made(settings, folder)
     if settings.artifacts.publish is not None:
         target = Path(settings.artifacts.publish)
         with artifact_lock(target):
@@ -100,16 +91,56 @@ def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> 
     summary = replace(
         summary,
         status="completed",
-        metrics=dict(sorted(flat_metrics(figures).items())),
+        metrics=dict(sorted(metrics.items())),
         seconds={"total": time.perf_counter() - started},
     )
     write_summary(folder, summary)
     write_report(folder)
     print_verdict(summary, folder)
-    say(f"before: {collection.before}")
-    say(f"after:  {collection.after}")
+    for line in told:
+        say(line)
     say(f"records: {settings.artifacts.publish or folder.path / DATA}")
     return summary
+
+
+def _preferences(
+    settings: CollectSettings, folder: RunFolder
+) -> tuple[dict[str, float], list[str]]:
+    """Write preference records; return the metrics, and lines for the end."""
+    from rlhf_lightning.callbacks.console import print_start
+    from rlhf_lightning.preferences.publishing import flat_metrics, write_collection
+
+    lab = replace(build_lab(settings, folder.path), say=say)
+    prompts = [] if lab.worst else read_prompts(settings)
+    print_start("collect", folder, _start_lines(settings, lab, len(prompts)))
+    collection = lab.run(prompts)
+    gold = settings.dataset.gold
+    truth = None if gold is None else gold.build()
+    figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=truth)
+    told = [f"before: {collection.before}", f"after:  {collection.after}"]
+    return flat_metrics(figures), told
+
+
+def _demonstrations(
+    settings: CollectSettings, folder: RunFolder
+) -> tuple[dict[str, float], list[str]]:
+    """Write the best answers as demonstrations; return the metrics, and lines for the end."""
+    from rlhf_lightning.callbacks.console import print_start
+    from rlhf_lightning.preferences.publishing import write_demonstrations
+
+    sampler = build_rejection_sampler(settings, folder.path, say)
+    prompts = read_prompts(settings)
+    lines: dict[str, object] = {
+        "policies": _policies(settings),
+        "demonstrations": f"the best of {sampler.sampling.per_prompt} for each of {len(prompts)} "
+        "prompts",
+        "score": settings.artifacts.reward,
+        "seed": settings.seed,
+    }
+    print_start("collect", folder, lines)
+    made = sampler.run(prompts)
+    write_demonstrations(folder.path / DATA, made.rows)
+    return made.metrics, []
 
 
 def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
@@ -127,7 +158,7 @@ def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
 
 def _start_lines(settings: CollectSettings, lab: Any, num_prompts: int) -> dict[str, object]:
     sampled: dict[str, object] = {
-        "policies": ", ".join(f"{n}: {s}" for n, s in settings.candidates.policies.items() if s),
+        "policies": _policies(settings),
         "candidates": f"{lab.sampling.per_prompt} for each of {num_prompts} prompts",
         "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
     }
@@ -139,6 +170,10 @@ def _start_lines(settings: CollectSettings, lab: Any, num_prompts: int) -> dict[
         "annotators": ", ".join(annotator.name for annotator in lab.annotators) or "people alone",
         "seed": settings.seed,
     }
+
+
+def _policies(settings: CollectSettings) -> str:
+    return ", ".join(f"{n}: {s}" for n, s in settings.candidates.policies.items() if s)
 
 
 def _job(cfg: Any) -> None:

@@ -16,7 +16,8 @@ from rlhf_lightning.app.config.targets import TargetError
 if TYPE_CHECKING:
     from rlhf_lightning.data.records import PromptRecord
     from rlhf_lightning.preferences.annotators import Annotator
-    from rlhf_lightning.preferences.candidates import LoadedPolicy
+    from rlhf_lightning.preferences.best_of_n import RejectionSampler
+    from rlhf_lightning.preferences.candidates import LoadedPolicy, Sampling
     from rlhf_lightning.preferences.collection import Lab
     from rlhf_lightning.preferences.pairing import WorstSamples
 
@@ -27,30 +28,14 @@ def build_lab(settings: CollectSettings, folder: Path) -> Lab:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    from rlhf_lightning.preferences.candidates import Sampling
     from rlhf_lightning.preferences.collection import Lab, LabHparams
-    from rlhf_lightning.preferences.decoding import grid
 
-    candidates, annotator = settings.candidates, settings.annotator
+    annotator = settings.annotator
     try:
         settings.check_targets()
-        policies = {
-            name: _policy(source, settings.model)
-            for name, source in candidates.policies.items()
-            if source is not None
-        }
-        sampling = Sampling(
-            policies=policies,
-            decodings=grid(candidates.decoding),
-            num_samples=candidates.num_samples,
-            max_new_tokens=candidates.max_new_tokens,
-            max_prompt_length=candidates.max_prompt_length,
-            batch_size=candidates.batch_size,
-            seed=settings.seed,
-        )
         return Lab(
             folder=folder,
-            sampling=sampling,
+            sampling=_sampling(settings),
             annotators=_annotators([*(annotator.automatic or {}).values(), settings.judge]),
             people=annotator.people.build(),
             budget=settings.budget.build(),
@@ -60,6 +45,53 @@ def build_lab(settings: CollectSettings, folder: Path) -> Lab:
         )
     except (TargetError, ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
+
+
+def build_rejection_sampler(
+    settings: CollectSettings, folder: Path, say: Callable[[str], None]
+) -> RejectionSampler:
+    """Return what makes demonstrations; models are loaded when their turn comes.
+
+    Raises:
+        ConfigError: with the key, what it got and what it wants.
+    """
+    from rlhf_lightning.preferences.best_of_n import RejectionSampler
+    from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
+
+    candidates, gold = settings.candidates, settings.dataset.gold
+    longest = candidates.max_prompt_length + candidates.max_new_tokens
+    try:
+        settings.check_targets()
+        return RejectionSampler(
+            folder=folder,
+            sampling=_sampling(settings),
+            score=RewardModelAnnotator(str(settings.artifacts.reward), max_length=longest).scores,
+            keep_unfinished=settings.lab.keep_unfinished,
+            gold=None if gold is None else gold.build(),
+            say=say,
+        )
+    except (TargetError, ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _sampling(settings: CollectSettings) -> Sampling:
+    from rlhf_lightning.preferences.candidates import Sampling
+    from rlhf_lightning.preferences.decoding import grid
+
+    candidates = settings.candidates
+    return Sampling(
+        policies={
+            name: _policy(source, settings.model)
+            for name, source in candidates.policies.items()
+            if source is not None
+        },
+        decodings=grid(candidates.decoding),
+        num_samples=candidates.num_samples,
+        max_new_tokens=candidates.max_new_tokens,
+        max_prompt_length=candidates.max_prompt_length,
+        batch_size=candidates.batch_size,
+        seed=settings.seed,
+    )
 
 
 def read_prompts(settings: CollectSettings) -> list[PromptRecord]:

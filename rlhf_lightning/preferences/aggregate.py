@@ -103,8 +103,8 @@ def preference_row(verdict: Verdict, *, margin_scale: float = 1.0) -> dict[str, 
         answers, sources = answers[::-1], sources[::-1]
     return {
         "prompt": pair.prompt if isinstance(pair.prompt, str) else list(pair.prompt),
-        "chosen": _answer(pair.prompt, answers[0]),
-        "rejected": _answer(pair.prompt, answers[1]),
+        "chosen": completion_of(pair.prompt, answers[0]),
+        "rejected": completion_of(pair.prompt, answers[1]),
         "domain": pair.domain,
         "margin": round(verdict.margin * margin_scale, 6),
         "pair_id": pair.pair_id,
@@ -170,6 +170,7 @@ def _count(labels: Iterable[Label]) -> Counter[str]:
     return Counter("tie" if x.choice == "both_bad" else x.choice for x in labels)
 
 
-def _answer(prompt: Text, response: str) -> Any:
+def completion_of(prompt: Text, response: str) -> Any:
+    """Return an answer in the form of its prompt: as text, or as messages."""
     # A conversation's answer is its last message, or the chat template would not be applied.
     return response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]

@@ -53,6 +53,13 @@ def write_collection(
     return figures
 
 
+def write_demonstrations(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as `train.jsonl` into `folder`, in one step."""
+    with _replacing(folder) as staging:
+        staging.mkdir(parents=True)
+        write_rows(staging / "train.jsonl", rows)
+
+
 def copy_collection(source: Path, target: Path) -> None:
     """Put a copy of the folder at `target`, in one step."""
     target.parent.mkdir(parents=True, exist_ok=True)

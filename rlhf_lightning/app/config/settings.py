@@ -369,7 +369,7 @@ class AnnotatorSettings(Settings):
 
 
 class CollectSettings(RunSettings):
-    """Settings of `rlhf-collect`: from prompts to preference records."""
+    """Settings of `rlhf-collect`: from prompts to preference records, or to demonstrations."""
 
     model: ModelSettings
     dataset: DatasetSettings
@@ -378,11 +378,26 @@ class CollectSettings(RunSettings):
     budget: Target
     resume: Resume = "never"
     run: str | None = None
+    records: Literal["preferences", "demonstrations"] = "preferences"
     artifacts: ArtifactsSettings
     candidates: CandidatesSettings
     lab: LabSettings
     adversarial: AdversarialSettings
     score: Target | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.records == "demonstrations":
+            if self.artifacts.reward is None:
+                raise ValueError(
+                    "records=demonstrations needs the reward model that chooses the best answer: "
+                    "artifacts.reward=FOLDER"
+                )
+            if self.adversarial.run is not None:
+                raise ValueError(
+                    "adversarial.run makes pairs: use records=preferences, or leave it out"
+                )
+        return self
 
 
 class PipelineSettings(RunSettings):

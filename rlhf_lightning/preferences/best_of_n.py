@@ -1,0 +1,125 @@
+"""Demonstrations by rejection sampling: the answer of several that a reward model scores best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.data.records import PromptRecord, Text
+from rlhf_lightning.preferences.aggregate import completion_of
+from rlhf_lightning.preferences.annotators import Gold
+from rlhf_lightning.preferences.candidates import (
+    METRICS,
+    OVER_LONG,
+    Sampling,
+    candidate_journal,
+    describe_dropped,
+    sample_candidates,
+    usable,
+    what_to_change,
+)
+from rlhf_lightning.preferences.journal import write_records
+from rlhf_lightning.preferences.pairing import AnswerScores
+from rlhf_lightning.preferences.records import Candidate, readable
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """The result of a `RejectionSampler`.
+
+    Args:
+        rows: records in TRL's format of prompt and completion, one a prompt.
+        metrics: of the run, as `collect/*`.
+    """
+
+    rows: Sequence[dict[str, Any]]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RejectionSampler:
+    """Samples answers, scores them, and keeps the best one of each prompt.
+
+    Args:
+        folder: of the run.
+        sampling: who answers the prompts, and how; n is its `per_prompt`.
+        score: of answers; those without a score are dropped.
+        keep_unfinished: keep answers that were cut off at the token limit.
+        gold: the true reward, where it is known; it chooses nothing.
+        say: is told what came of the candidates.
+
+    Source: Dong et al. 2023, "RAFT"; Touvron et al. 2023, "Llama 2", section 3.2.3.
+    """
+
+    folder: Path
+    sampling: Sampling
+    score: AnswerScores
+    keep_unfinished: bool
+    gold: Gold | None
+    say: Callable[[str], None]
+
+    def run(self, prompts: Sequence[PromptRecord]) -> Demonstrations:
+        """Return one demonstration a prompt; a prompt without a usable answer has none.
+
+        Raises:
+            ValueError: if no answer is left.
+        """
+        journal = candidate_journal(self.folder / "candidates.journal.jsonl")
+        sampled = sample_candidates(prompts, self.sampling, journal)
+        kept, dropped = usable(sampled, keep_unfinished=self.keep_unfinished)
+        num_asked = self.sampling.per_prompt * len(prompts)
+        if len(sampled) < num_asked:
+            dropped[OVER_LONG] = num_asked - len(sampled)
+        write_records(self.folder / "candidates.jsonl", kept)
+        self.say(describe_dropped(num_asked, dropped))
+        scores = self.score([(c.prompt, c.response) for c in kept])
+        scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
+        if not scored:
+            raise ValueError(f"no answer is left: {what_to_change(dropped, self.sampling)}")
+        best = _best(scored)
+        figures = {
+            "collect/num_candidates": num_asked,
+            "collect/usable_candidates": len(scored),
+            "collect/train_records": len(best),
+            "collect/score": _mean([score for _, score in scored]),
+            "collect/score_best": _mean([score for _, score in best]),
+        } | {name: dropped.get(reason, 0) for reason, name in METRICS.items()}
+        if self.gold is not None:
+            figures["collect/gold"] = _mean(self._gold([c for c, _ in scored], self.gold))
+            figures["collect/gold_best"] = _mean(self._gold([c for c, _ in best], self.gold))
+        rows = [_row(candidate, score) for candidate, score in best]
+        return Demonstrations(rows, {name: float(value) for name, value in figures.items()})
+
+    def _gold(self, answers: Sequence[Candidate], gold: Gold) -> list[float]:
+        return gold(
+            [readable(c.prompt) for c in answers],
+            [c.response for c in answers],
+            [c.finished is not False for c in answers],
+        )
+
+
+def _best(scored: Sequence[tuple[Candidate, float]]) -> list[tuple[Candidate, float]]:
+    """Return the best answer of each prompt, of equal ones the first, in the order of prompts."""
+    best: dict[str, tuple[Candidate, float]] = {}
+    for candidate, score in scored:
+        held = best.get(candidate.prompt_id)
+        if held is None or score > held[1]:
+            best[candidate.prompt_id] = (candidate, score)
+    return list(best.values())
+
+
+def _row(candidate: Candidate, score: float) -> dict[str, Any]:
+    prompt: Text = candidate.prompt
+    return {
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
+        "completion": completion_of(prompt, candidate.response),
+        "domain": candidate.domain,
+        "score": round(score, 6),
+        "source": candidate.source,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
