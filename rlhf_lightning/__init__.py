@@ -1,4 +1,4 @@
-"""RLHF as plain LightningModules: supervised fine-tuning, reward modelling and PPO."""
+"""RLHF as plain LightningModules: supervised fine-tuning, reward modelling, DPO and PPO."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from rlhf_lightning.distributed.strategy import FSDP2Strategy
     from rlhf_lightning.evaluation.compare import compare
     from rlhf_lightning.hparams import (
+        DPOHparams,
         LoraHparams,
         PPOHparams,
         RewardHparams,
         SamplingHparams,
         SFTHparams,
     )
+    from rlhf_lightning.modules.dpo import DPOModule
     from rlhf_lightning.modules.export import export_model
     from rlhf_lightning.modules.ppo import PPOModule
     from rlhf_lightning.modules.reward import RewardModule
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 # The public names and where they live; imported when they are asked for, as torch takes seconds.
 _HOMES = {
+    "DPOHparams": "rlhf_lightning.hparams",
+    "DPOModule": "rlhf_lightning.modules.dpo",
     "DemonstrationDataModule": "rlhf_lightning.data.datamodules",
     "FSDP2Strategy": "rlhf_lightning.distributed.strategy",
     "FunctionScorer": "rlhf_lightning.rollout.scorers.base",
@@ -50,6 +54,8 @@ _HOMES = {
     "trainer_arguments": "rlhf_lightning.callbacks.trainer_arguments",
 }
 __all__ = [
+    "DPOHparams",
+    "DPOModule",
     "DemonstrationDataModule",
     "FSDP2Strategy",
     "FunctionScorer",

@@ -177,6 +177,7 @@ class PreferenceBatch(TensorBatch):
         chosen_length, rejected_length: `[B]` int64, response tokens including EOS.
         margin: `[B]` float, 0 where the data has none.
         domains: "" where there is none.
+        row_ids: `[B]` int64, the index of the row among those of its split.
     """
 
     chosen_input_ids: Tensor
@@ -187,13 +188,19 @@ class PreferenceBatch(TensorBatch):
     rejected_length: Tensor
     margin: Tensor
     domains: tuple[str, ...]
+    row_ids: Tensor
+
+    @property
+    def either_attention_mask(self) -> Tensor:
+        """`[B, T]` bool, True up to the end of a pair's longer side."""
+        return self.chosen_attention_mask | self.rejected_attention_mask
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
         shape = tuple(self.chosen_input_ids.shape)
         per_token = ("chosen_attention_mask", "rejected_input_ids", "rejected_attention_mask")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(per_token, shape)
-        per_row = ("chosen_length", "rejected_length", "margin")
+        per_row = ("chosen_length", "rejected_length", "margin", "row_ids")
         self._check(shapes | dict.fromkeys(per_row, shape[:1]))
         self._check_mask("chosen_attention_mask", "rejected_attention_mask")
 

@@ -190,6 +190,41 @@ class RewardHparams(Checked):
 
 
 @dataclass(frozen=True)
+class DPOHparams(Checked):
+    """Direct preference optimization.
+
+    Args:
+        learning_rate: peak of the schedule; None: by the model's size.
+        micro_batch_size: pairs in one forward (both sides of a pair go in together).
+        max_grad_norm: bound on the gradient norm.
+        max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
+            gradient is not finite, before the run stops; 0 stops at the first.
+        beta: weight of the log-ratio to the reference; the smaller, the farther the policy moves.
+        label_smoothing: share of labels taken to be wrong (cDPO); 0 with `kind="ipo"`.
+        kind: "sigmoid" for DPO, "ipo" for the squared loss whose margin is bounded.
+    """
+
+    learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 1e-3))
+    micro_batch_size: int | None = number(None, at_least=1)
+    max_grad_norm: float = number(1.0, above=0)
+    max_skipped_steps: int = number(10, at_least=0)
+    beta: float = number(0.1, above=0, usual=(0.01, 0.5))
+    label_smoothing: float = number(0.0, at_least=0, below=0.5, usual=(0, 0.3))
+    kind: str = "sigmoid"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.kind not in ("sigmoid", "ipo"):
+            raise ValueError(f"DPOHparams.kind={self.kind!r}: use sigmoid or ipo")
+        if self.kind == "ipo" and self.label_smoothing:
+            raise ValueError(
+                f"DPOHparams.label_smoothing={self.label_smoothing:g} is of kind=sigmoid alone: "
+                "use 0 with kind=ipo"
+            )
+
+
+@dataclass(frozen=True)
 class LoraHparams(Checked):
     """Low-rank adapters on a frozen base (Hu et al. 2021); null in the configuration trains all.
 

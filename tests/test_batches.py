@@ -56,7 +56,10 @@ def preference_batch(rows: int = 2, width: int = 3) -> PreferenceBatch:
     ids = torch.zeros(rows, width, dtype=torch.int64)
     mask = torch.ones(rows, width, dtype=torch.bool)
     length = torch.ones(rows, dtype=torch.int64)
-    return PreferenceBatch(ids, mask, ids, mask, length, length, torch.zeros(rows), ("",) * rows)
+    margin, domains = torch.zeros(rows), ("",) * rows
+    return PreferenceBatch(
+        ids, mask, ids, mask, length, length, margin, domains, torch.arange(rows)
+    )
 
 
 @pytest.mark.parametrize(

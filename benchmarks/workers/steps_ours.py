@@ -99,6 +99,7 @@ def pair_batch(ragged: Ragged, vocabulary: int, step: int) -> PreferenceBatch:
         rejected_length=rejected_mask.sum(-1),
         margin=torch.zeros(len(both)),
         domains=("",) * len(both),
+        row_ids=torch.arange(len(both)),
     )
 
 

@@ -67,6 +67,7 @@ class PreferenceCollator:
             rejected_length=rejected_mask.sum(1) - prompt_length,
             margin=torch.tensor([row.margin for row in rows]),
             domains=tuple(row.domain for row in rows),
+            row_ids=torch.tensor([row.row_id for row in rows], dtype=torch.int64),
         )
 
 

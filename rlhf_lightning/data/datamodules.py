@@ -6,6 +6,7 @@ Each takes the arguments of `RecordDataModule` that make sense for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ class PreferenceDataModule(RecordDataModule):
             validation_batch_size=validation_batch_size,
             num_workers=num_workers,
         )
+
+    def setup(self, stage: str | None = None) -> None:
+        """Encode both splits, once, and number the rows of each."""
+        if self._rows:
+            return
+        super().setup(stage)
+        for rows in self._rows.values():
+            rows[:] = [replace(row, row_id=number) for number, row in enumerate(rows)]
 
     def _collator(self, pad_token_id: int, *, training: bool) -> PreferenceCollator:
         del training

@@ -65,7 +65,10 @@ class EncodedSequence:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPreference:
-    """Two sequences `[T]` that share their first `prompt_length` tokens and end with EOS."""
+    """Two sequences `[T]` that share their first `prompt_length` tokens and end with EOS.
+
+    `row_id` is the index among the rows of a split of a `PreferenceDataModule`.
+    """
 
     chosen_input_ids: NDArray[np.int32]
     rejected_input_ids: NDArray[np.int32]
@@ -73,6 +76,7 @@ class EncodedPreference:
     margin: float = 0.0
     domain: str = ""
     subsets: tuple[str, ...] = ()
+    row_id: int = 0
 
     def __len__(self) -> int:
         """Return the number of tokens of the longer side."""

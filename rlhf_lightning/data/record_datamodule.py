@@ -248,6 +248,23 @@ class RecordDataModule(LightningDataModule):
         self._sampler.consumed = self._restored.get("consumed", 0)
         return self._loader(_Rows(rows), self._sampler, training=True)
 
+    def rows_of_batches(self, num_batches: int) -> list[int]:
+        """Return the training rows that the first `num_batches` global batches of the stage hold.
+
+        Raises:
+            ValueError: before there is a loader of the training rows.
+        """
+        if self._sampler is None:
+            raise ValueError("rows are dealt by the loader: call train_dataloader() before")
+        batches = (self._sampler.batch(number) for number in range(num_batches))
+        return sorted({row for batch in batches for row in batch})
+
+    def collator(self, *, training: bool) -> Callable[[Any], Any]:
+        """Return the function that makes a batch of encoded rows."""
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        return self._collator(int(cast(int, pad)), training=training)
+
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return the loader of the held-out rows, each once; an empty list if there are none."""
         rows = self.rows("validation")
@@ -292,12 +309,10 @@ class RecordDataModule(LightningDataModule):
         raise NotImplementedError
 
     def _loader(self, rows: Dataset[Any], sampler: Any, *, training: bool) -> DataLoader[Any]:
-        pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
         return DataLoader(
             rows,
             batch_sampler=sampler,
-            collate_fn=self._collator(int(cast(int, pad)), training=training),
+            collate_fn=self.collator(training=training),
             num_workers=self.num_workers,
             # Without a generator of its own each iterator draws from the global one.
             generator=stream_generator(self.seed, "loader", 0),

@@ -17,7 +17,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rlhf_lightning.functional.sequences import last_token_index, response_state_index
+from rlhf_lightning.functional.sequences import (
+    last_token_index,
+    next_token_labels,
+    response_state_index,
+)
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
 
 BUCKET = 16
@@ -125,6 +129,28 @@ def sequence_scores(model: ScalarHeadModel, input_ids: Tensor, attention_mask: T
     packed = pack_right(input_ids, attention_mask)
     rows = torch.arange(len(packed), device=packed.device)
     return model(packed, rows * packed.shape[1] + attention_mask.sum(-1) - 1)
+
+
+def response_logprobs(
+    policy: PolicyModel, input_ids: Tensor, attention_mask: Tensor, response_length: Tensor
+) -> Tensor:
+    """Return `[b]` log-probabilities of whole responses, nats: sums over tokens, EOS included.
+
+    Args:
+        policy: of which.
+        input_ids: `[b, T]`, padded on any side.
+        attention_mask: `[b, T]` bool.
+        response_length: `[b]`, the last tokens of each row.
+    """
+    packed = pack_right(input_ids, attention_mask)  # [b, W]
+    length = attention_mask.sum(-1, keepdim=True)
+    columns = torch.arange(packed.shape[1], device=packed.device)
+    is_response = (columns >= length - response_length.unsqueeze(-1)) & (columns < length)
+    labels = next_token_labels(packed, is_response)
+    asked = labels >= 0
+    positions = asked.flatten().nonzero().squeeze(-1)
+    logprobs = policy(packed, positions, labels[asked], 1.0, False).logprobs
+    return _unpack(logprobs, asked).sum(-1)
 
 
 def by_micro_batch(

@@ -173,8 +173,7 @@ class RewardModule(L.LightningModule):
         """Take one optimizer step on the batch of pairs."""
         started = time.perf_counter()
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
-        either = batch.chosen_attention_mask | batch.rejected_attention_mask
-        parts = micro_batches(either, self.reward.micro_batch_size)
+        parts = micro_batches(batch.either_attention_mask, self.reward.micro_batch_size)
 
         def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
             chosen, rejected = self.scores(batch[rows])

@@ -15,12 +15,19 @@ from torch.utils.data import DataLoader
 
 from rlhf_lightning.batches import PreferenceBatch, PromptBatch, RolloutBatch, SFTBatch
 from rlhf_lightning.distributed.collectives import global_sum
-from rlhf_lightning.hparams import PPOHparams, RewardHparams, SamplingHparams, SFTHparams
+from rlhf_lightning.hparams import (
+    DPOHparams,
+    PPOHparams,
+    RewardHparams,
+    SamplingHparams,
+    SFTHparams,
+)
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import micro_batches
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PPOModels
-from rlhf_lightning.modules import reward, sft
+from rlhf_lightning.modules import dpo, reward, sft
+from rlhf_lightning.modules.dpo import DPOModule
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.optimization import StepCounts, clip_and_step
 from rlhf_lightning.modules.ppo import PPOModule
@@ -224,6 +231,16 @@ def tiny_reward(model_type: str = "gpt2", *, init_std: float = 0.3, **hparams: A
     )
 
 
+def tiny_dpo(model_type: str = "gpt2", **hparams: Any) -> Any:
+    hparams = {"learning_rate": 1e-3} | hparams
+    return DPOModule(
+        dpo=DPOHparams(**hparams),
+        policy=lambda: tiny_policy(model_type),
+        optimizer=adamw,
+        schedule=Schedule("constant"),
+    )
+
+
 def right_padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
     return ids, torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
@@ -262,6 +279,7 @@ def preference_batch(
         rejected_length=shorter,
         margin=torch.full((8,), margin),
         domains=("",) * 8,
+        row_ids=torch.arange(8),
     )
 
 
@@ -293,7 +311,7 @@ def train_ranks(
                 parameter.grad = global_sum(parameter.grad) / size
         return clip_and_step(module, *rest)
 
-    for file in (sft, reward):
+    for file in (sft, reward, dpo):
         monkeypatch.setattr(file, "clip_and_step", averaged_step)
 
     def one(rank: int) -> None:

@@ -1,0 +1,275 @@
+"""Direct preference optimization: a policy learns from pairs, without a reward model or sampling.
+
+Legend: B pairs, T tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import lightning as L
+import torch
+from torch import Tensor
+from torchmetrics import SumMetric
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.distributed.collectives import global_sum, shard
+from rlhf_lightning.functional.losses import dpo_loss
+from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.hparams import DPOHparams, LoraHparams
+from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.models.forward import micro_batches
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules.checkpoint_state import load_states, save_states
+from rlhf_lightning.modules.metrics import Gaps
+from rlhf_lightning.modules.non_finite import SkippedSteps, finite
+from rlhf_lightning.modules.optimization import (
+    Measured,
+    accumulate_gradients,
+    clip_and_step,
+    of_rows,
+    parameter_group,
+    with_schedule,
+)
+from rlhf_lightning.modules.pretrained import Optimizer
+from rlhf_lightning.modules.reference_logprobs import SPLITS, ReferenceLogprobs, pair_logprobs
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.trainer_flags import check_trainer
+
+CONFIDENCE = 0.95
+MEASURES = (
+    "loss",
+    "accuracy",
+    "chosen_reward",
+    "rejected_reward",
+    "margin",
+    "chosen_logprob",
+    "rejected_logprob",
+)
+
+
+class DPOModule(L.LightningModule):
+    """Raises the log-probability of preferred answers over that of rejected ones.
+
+    Both are taken relative to the reference, the policy that training starts from. Its
+    log-probabilities are computed before the first step, see `modules.reference_logprobs`.
+
+    Args:
+        dpo: hyper-parameters.
+        policy: builds the model, and the reference where no adapter is trained.
+        optimizer: parameter groups -> optimizer.
+        schedule: factor on the learning rate over iterations.
+        fingerprint: of the model's source; a checkpoint resumes only from the same one.
+        compute_dtype: of sharded forwards.
+
+    Source: Rafailov et al. 2023, equation 7; Azar et al. 2023 (`kind="ipo"`).
+    """
+
+    stage = "dpo"
+
+    def __init__(
+        self,
+        *,
+        dpo: DPOHparams,
+        policy: Callable[[], PolicyModel],
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        schedule: Schedule,
+        fingerprint: str = "",
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.dpo = dpo
+        self.build_policy = policy
+        self.build_optimizer = optimizer
+        self.schedule = schedule
+        self.fingerprint = fingerprint
+        self.compute_dtype = compute_dtype
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.gaps = Gaps()
+        self.skipped = SkippedSteps(dpo.max_skipped_steps, "module.dpo.max_skipped_steps")
+        self.references = ReferenceLogprobs(fingerprint, policy, dpo.micro_batch_size)
+        self.policy: PolicyModel | None = None
+        self.sums: Any = torch.nn.ModuleDict({name: SumMetric() for name in ("pairs", *MEASURES)})
+        self.validation_started = 0.0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        dpo: DPOHparams | None = None,
+        lora: LoraHparams | None = None,
+        schedule: Schedule | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 1,
+        activation_checkpointing: bool = False,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Return the module that trains the policy `source`, loaded when training starts.
+
+        Args:
+            source: folder or hub name of the SFT policy, which is the reference too.
+            dpo: hyper-parameters; the defaults of `DPOHparams`.
+            lora: train an adapter on the frozen model instead of the model.
+            schedule: of the learning rate; linear to 0 by default.
+            optimizer: parameter groups -> optimizer; AdamW by default.
+            seed: of new weights, and of the order of the data.
+            activation_checkpointing: compute decoder layers again in the backward pass.
+            revision: branch, tag or commit of a hub name.
+            trust_remote_code: run the code beside the weights.
+        """
+        return pretrained.one_model_module(
+            cls,
+            source,
+            argument="policy",
+            load=load_policy,
+            hparams={"dpo": dpo or DPOHparams()},
+            lora=lora,
+            schedule=schedule,
+            optimizer=optimizer,
+            seed=seed,
+            activation_checkpointing=activation_checkpointing,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **changes: Any
+    ) -> Self:
+        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
+
+        Args:
+            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
+            changes: arguments of `from_pretrained` that are to differ.
+
+        Raises:
+            ValueError: if the checkpoint holds no hyper-parameters.
+        """
+        checkpoint, given = pretrained.read_checkpoint(checkpoint_path)
+        given = pretrained.revived(given, {"dpo": DPOHparams}) | changes
+        return pretrained.restored(cls.from_pretrained(**given), checkpoint)
+
+    def configure_model(self) -> None:
+        """Build the model, and shard it if ranks share it."""
+        if self.policy is not None:
+            return
+        self.policy = self.build_policy()
+        release_freed_memory()
+        if self.device_mesh is not None:
+            place: Any = self.trainer.strategy
+            self.compute_dtype = self.compute_dtype or place.compute_dtype
+            shard(self.policy.root, place, frozen=False, compute_dtype=self.compute_dtype)
+
+    def on_fit_start(self) -> None:
+        """Refuse flags that would train something else; place the base of an adapter."""
+        check_trainer(self.trainer)
+        if self.device_mesh is None:
+            self.policy.root.to(self.device)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """One group; the schedule counts iterations."""
+        group = parameter_group(self.policy, "policy", self.dpo.learning_rate)
+        return with_schedule(self, self.build_optimizer([group]), self.schedule)
+
+    def on_train_start(self) -> None:
+        """Look up what the reference says of the pairs, or compute it."""
+        self.references.prepare(self, SPLITS)
+
+    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
+        """Take one optimizer step on the batch of pairs."""
+        started = time.perf_counter()
+        num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
+        parts = micro_batches(batch.either_attention_mask, self.dpo.micro_batch_size)
+        measured = accumulate_gradients(self, parts, [of_rows(self.loss, batch, num_pairs)])
+        norms = clip_and_step(
+            self,
+            {"dpo/grad_norm": self.policy},
+            self.dpo.max_grad_norm,
+            lambda norms: self.skipped.should_step(measured | norms, batch, batch_idx),
+        )
+        self.finish_iteration(measured | (norms or {}), num_pairs, time.perf_counter() - started)
+
+    def loss(
+        self, batch: PreferenceBatch, num_pairs: Tensor | float, split: str = "train"
+    ) -> tuple[Tensor, Measured]:
+        """Return the sum of the pairs' losses over `num_pairs`, and measures over the same."""
+        chosen, rejected = pair_logprobs(self.policy, batch)
+        result = dpo_loss(
+            chosen,
+            rejected,
+            *self.references.of(batch, split),
+            beta=self.dpo.beta,
+            label_smoothing=self.dpo.label_smoothing,
+            kind=self.dpo.kind,  # type: ignore[arg-type]
+            num_pairs=num_pairs,
+        )
+        measures = {
+            "loss": result.loss,
+            "accuracy": result.accuracy,
+            "chosen_reward": result.chosen_reward,
+            "rejected_reward": result.rejected_reward,
+            "margin": result.chosen_reward - result.rejected_reward,
+            "chosen_logprob": chosen.sum() / num_pairs,
+            "rejected_logprob": rejected.sum() / num_pairs,
+        }
+        return result.loss, {f"dpo/{name}": value for name, value in measures.items()}
+
+    def finish_iteration(
+        self, measured: Mapping[str, Tensor], num_pairs: Tensor, seconds: float
+    ) -> None:
+        """Log one row of metrics and step the schedule."""
+        measures = finite(measured) | {
+            "dpo/skipped_steps": self.skipped.end_iteration(),
+            "dpo/learning_rate": self.optimizers().param_groups[0]["lr"],
+            "time/update": seconds,
+            "throughput/pairs_per_second": float(num_pairs) / seconds,
+        }
+        self.lr_schedulers().step()
+        self.log_dict(self.gaps.filled(measures))
+
+    def on_validation_start(self) -> None:
+        """Start the clock; a validation by itself looks up the reference."""
+        self.validation_started = time.perf_counter()
+        if self.trainer.state.fn != "fit":
+            self.references.prepare(self, ("validation",))
+
+    def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
+        """Add the held-out pairs to the measures."""
+        _, sums = self.loss(batch, 1.0, "validation")
+        self.sums["pairs"].update(float(len(batch)))
+        for name in MEASURES:
+            self.sums[name].update(sums[f"dpo/{name}"])
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all held-out pairs of all ranks, accuracy with its interval."""
+        total = {name: float(metric.compute()) for name, metric in self.sums.items()}
+        pairs = total.pop("pairs")
+        low, high = wilson_interval(total["accuracy"], int(pairs), confidence=CONFIDENCE)
+        measures = {f"val/{name}": value / pairs for name, value in total.items()}
+        measures |= {"val/accuracy_low": low, "val/accuracy_high": high}
+        if self.trainer.state.fn == "fit":  # not of a validation by itself
+            measures["time/validate"] = time.perf_counter() - self.validation_started
+        self.log_dict(measures)
+        for metric in self.sums.values():
+            metric.reset()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the skipped steps, and the fingerprint of the reference."""
+        save_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the skipped steps back.
+
+        Raises:
+            ValueError: if the model's source is another one than the checkpoint was trained with.
+        """
+        load_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)

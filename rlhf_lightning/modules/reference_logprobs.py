@@ -1,0 +1,241 @@
+"""Log-probabilities of preference pairs under the reference, computed once and kept in a file.
+
+The reference is the policy that training starts from. It is in memory only while they are computed,
+before the first step; with adapters it is the base with its adapters off.
+
+Legend: N rows of a split, b rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.data.encode import EncodedPreference
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.distributed.collectives import (
+    agreed_max,
+    gathered,
+    global_sum,
+    rank,
+    shard,
+    world_size,
+)
+from rlhf_lightning.models.factory import frozen
+from rlhf_lightning.models.forward import by_micro_batch, response_logprobs
+from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.lora import AdaptedPolicy
+from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.runs.atomic import replacing
+
+FILE = Path("cache", "reference_logprobs.safetensors")  # below the Trainer's folder
+SPLITS = ("train", "validation")
+ROWS_TOGETHER = 256  # of a rank, that are padded to one width
+KEY = "key"
+Rows = Sequence[EncodedPreference]
+
+
+def pair_logprobs(policy: PolicyModel, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities `[b]` of the chosen and of the rejected answers, in one forward."""
+    ids = torch.cat([batch.chosen_input_ids, batch.rejected_input_ids])  # [2b, T]
+    mask = torch.cat([batch.chosen_attention_mask, batch.rejected_attention_mask])
+    lengths = torch.cat([batch.chosen_length, batch.rejected_length])
+    chosen, rejected = response_logprobs(policy, ids, mask, lengths).chunk(2)
+    return chosen, rejected
+
+
+class ReferenceLogprobs:
+    """Tables `[N, 2]` of a run, by split: of the chosen and of the rejected answer of each row.
+
+    Rows that no batch has needed so far are NaN.
+
+    Args:
+        fingerprint: of the source of the reference.
+        build: loads the reference.
+        micro_batch_size: pairs in one forward.
+    """
+
+    def __init__(
+        self, fingerprint: str, build: Callable[[], PolicyModel], micro_batch_size: int | None
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.build = build
+        self.micro_batch_size = micro_batch_size
+        self.tables: dict[str, Tensor] = {}
+
+    def of(self, batch: PreferenceBatch, split: str) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities `[b]` of the chosen and of the rejected answers of a batch."""
+        chosen, rejected = self.tables[split][batch.row_ids].unbind(-1)
+        return chosen, rejected
+
+    def prepare(self, module: Any, splits: Sequence[str]) -> None:
+        """Read the file of the run, compute the rows that it lacks, and write it anew.
+
+        Args:
+            module: that is trained; every rank calls.
+            splits: those that are needed: all held-out rows, and the training rows of the run.
+
+        Raises:
+            ValueError: if the rows do not come from a `PreferenceDataModule`, if the file was
+                computed for something else, or if the reference is not finite.
+        """
+        trainer, data = module.trainer, module.trainer.datamodule
+        if data is None:
+            raise ValueError(
+                "DPO finds the reference by row: give fit or validate a PreferenceDataModule"
+            )
+        rows: dict[str, Rows] = {split: data.rows(split) for split in SPLITS}
+        path = Path(trainer.default_root_dir) / FILE
+        key = data_key(rows, self.fingerprint, str(trainer.precision))
+        tables = _for_all_ranks(lambda: read_tables(path, key, rows), rows)
+        missing = {split: _missing(tables[split], data, trainer, split) for split in splits}
+        if any(missing.values()):
+            self._compute(module, data, tables, missing)
+            if rank() == 0:
+                write_tables(path, key, tables)
+        self.tables = {split: table.to(module.device) for split, table in tables.items()}
+
+    def _compute(
+        self,
+        module: Any,
+        data: RecordDataModule,
+        tables: Mapping[str, Tensor],
+        missing: Mapping[str, list[int]],
+    ) -> None:
+        """Fill the `missing` rows of the tables; each rank computes its share."""
+        count = sum(map(len, missing.values()))
+        rank_zero_info(f"Log-probabilities of {count:,} pairs under the reference, once")
+        policy = module.policy
+        if isinstance(policy, AdaptedPolicy):
+            reference: PolicyModel = frozen(AdaptedPolicy(policy.base, None))
+        else:
+            reference = frozen(self.build())
+            if module.device_mesh is None:
+                reference.to(module.device)
+            else:
+                shard(
+                    reference,
+                    module.trainer.strategy,
+                    frozen=True,
+                    compute_dtype=module.compute_dtype,
+                )
+        with torch.no_grad(), module.trainer.strategy.precision_plugin.forward_context():
+            for split, wanted in missing.items():
+                if wanted:
+                    rows: Any = data.rows(split)  # type: ignore[arg-type]
+                    tables[split][wanted] = self._of_rows(
+                        reference, [rows[row] for row in wanted], data.collator(training=True), module.device
+                    )
+        del reference
+        release_freed_memory()
+        if not all(tables[split][wanted].isfinite().all() for split, wanted in missing.items()):
+            raise ValueError(
+                "the reference gives answers of the data log-probabilities that are not finite: "
+                "its weights are damaged or have diverged, start from another policy"
+            )
+
+    def _of_rows(
+        self,
+        reference: PolicyModel,
+        rows: Rows,
+        collate: Callable[[Any], PreferenceBatch],
+        device: torch.device,
+    ) -> Tensor:
+        """Return `[len(rows), 2]` on the CPU, the same on all ranks."""
+        found = torch.zeros(len(rows), 2)
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        share = order[rank() :: world_size()]
+        for start in range(0, -(-len(rows) // world_size()), ROWS_TOGETHER):
+            # A rank without a row left repeats one: ranks that shard compute together.
+            chosen = share[start : start + ROWS_TOGETHER] or order[:1]
+            batch = collate([rows[row] for row in chosen]).to(device)
+            columns = by_micro_batch(
+                lambda part, batch=batch: pair_logprobs(reference, batch[part]),  # type: ignore[misc]
+                batch.either_attention_mask,
+                self.micro_batch_size,
+                agree=agreed_max,
+            )
+            if start < len(share):
+                found[chosen] = torch.stack(columns, -1).float().cpu()
+        return global_sum(found.to(device)).cpu()
+
+
+def data_key(rows: Mapping[str, Rows], fingerprint: str, precision: str) -> str:
+    """Return a SHA-256 of what the tables depend on.
+
+    The ids of the rows stand for the data, the tokenizer with its template, and the longest row.
+
+    Args:
+        rows: of each split.
+        fingerprint: of the source of the reference.
+        precision: the Trainer's.
+    """
+    digest = hashlib.sha256(f"{fingerprint} {precision}".encode())
+    for split in SPLITS:
+        for row in rows[split]:
+            ids = (row.chosen_input_ids, row.rejected_input_ids)
+            digest.update(f"{split} {row.prompt_length} {[len(side) for side in ids]}".encode())
+            for side in ids:
+                digest.update(side.tobytes())
+    return digest.hexdigest()
+
+
+def read_tables(path: Path, key: str, rows: Mapping[str, Rows]) -> dict[str, Tensor]:
+    """Return the tables of a file; without one, tables of NaN.
+
+    Raises:
+        ValueError: if they were computed with other data or another reference.
+    """
+    if not path.is_file():
+        return {split: torch.full((len(rows[split]), 2), torch.nan) for split in SPLITS}
+    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        if (file.metadata() or {}).get(KEY) != key:
+            raise ValueError(
+                f"{path} holds log-probabilities of other data, or under another reference or "
+                "precision: train into another folder, or remove it"
+            )
+        return {split: file.get_tensor(split) for split in SPLITS}
+
+
+def write_tables(path: Path, key: str, tables: Mapping[str, Tensor]) -> None:
+    """Write the tables in one step."""
+    with replacing(path) as file:
+        file.write(save({k: v.contiguous() for k, v in tables.items()}, metadata={KEY: key}))
+
+
+def _for_all_ranks(
+    read: Callable[[], dict[str, Tensor]], rows: Mapping[str, Rows]
+) -> dict[str, Tensor]:
+    """Return what rank 0 has read: others may have no such disk."""
+    tables, reason = {}, ""
+    if rank() == 0:
+        try:
+            tables = read()
+        except ValueError as error:
+            reason = str(error)
+    found = gathered((reason, {split: table.tolist() for split, table in tables.items()}))[0]
+    if found[0]:
+        raise ValueError(found[0])
+    return {split: torch.tensor(found[1][split]).view(-1, 2) for split in rows}
+
+
+def _missing(table: Tensor, data: RecordDataModule, trainer: L.Trainer, split: str) -> list[int]:
+    """Return the rows that are needed and still NaN."""
+    count = len(table)
+    needed = (
+        data.rows_of_batches(int(trainer.num_training_batches))
+        if split == "train"
+        else range(count)
+    )
+    unknown = table.isnan().any(-1).tolist()
+    return [row for row in needed if unknown[row]]
