@@ -23,6 +23,7 @@ WHERE = {
     "sampling": "module.sampling",
     "sft": "module.sft",
     "reward": "module.reward",
+    "dpo": "module.dpo",
     "lora": "lora",
 }
 TITLES = {
@@ -30,6 +31,7 @@ TITLES = {
     "sampling": "Sampling of rollouts",
     "sft": "Supervised fine-tuning",
     "reward": "Reward model",
+    "dpo": "Direct preference optimization",
     "lora": "Adapters (`lora=lora`)",
 }
 # Groups whose keys are listed one by one; of the others only the choices are.

@@ -148,6 +148,10 @@ SHOWN_METRICS = {
     "sft/loss": "loss",
     "reward/loss": "loss",
     "reward/accuracy": "accuracy",
+    "dpo/loss": "loss",
+    "dpo/accuracy": "accuracy",
+    "dpo/chosen_reward": "chosen",
+    "dpo/rejected_reward": "rejected",
     "val/loss": "held-out loss",
     "val/accuracy": "held-out accuracy",
 }

@@ -40,7 +40,7 @@ class StepCounts(NamedTuple):
     num_sequences: int
 
 
-TermOfBatch = Callable[[Any, StepCounts], tuple[Tensor, Measured]]
+TermOfBatch = Callable[[Any, Any], tuple[Tensor, Measured]]
 
 
 def accumulate_gradients(
@@ -78,7 +78,7 @@ def accumulate_gradients(
     return {name: global_sum(value) for name, value in measured.items()}
 
 
-def of_rows(term: TermOfBatch, batch: TensorBatch, counts: StepCounts) -> Term:
+def of_rows(term: TermOfBatch, batch: TensorBatch, counts: Any) -> Term:
     """Return `term`, a function of a batch and global counts, as one of `batch`'s rows."""
     return lambda rows: term(batch[rows], counts)
 

@@ -16,6 +16,7 @@ OBJECTIVES: dict[str, tuple[str, bool]] = {
     "ppo": ("val/score_win_rate", True),
     "grpo": ("val/score_win_rate", True),
     "reward": ("val/accuracy", True),
+    "dpo": ("val/accuracy", True),
     "sft": ("val/loss", False),
     "base": ("val/loss", False),
 }

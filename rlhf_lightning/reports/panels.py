@@ -123,6 +123,16 @@ SECTIONS = (
         ),
     ),
     Section(
+        "DPO",
+        "dpo",
+        (
+            Panel(("dpo/loss", "val/loss")),
+            Panel(("dpo/accuracy", "val/accuracy")),
+            Panel(("dpo/chosen_reward", "dpo/rejected_reward")),
+            *_lines("dpo/chosen_logprob", "dpo/margin", "dpo/grad_norm"),
+        ),
+    ),
+    Section(
         "Supervised fine-tuning",
         "sft",
         (Panel(("sft/loss", "val/loss")), *_lines("sft/grad_norm", "sft/learning_rate")),

@@ -18,7 +18,7 @@ from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"
-_STAGES = ("base", "sft", "reward", "ppo", "grpo")
+_STAGES = ("base", "sft", "reward", "ppo", "grpo", "dpo")
 _CHUNK_BYTES = 1 << 22
 _SETTLED_NS = 2_000_000_000  # no file system counts time more coarsely
 

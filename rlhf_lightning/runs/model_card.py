@@ -29,6 +29,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     "sft": _Kind("SFT policy"),
     "reward": _Kind("Reward model", is_reward=True),
+    "dpo": _Kind("DPO policy"),
     "ppo": _Kind("PPO policy"),
     "grpo": _Kind("GRPO policy"),
 }
@@ -41,7 +42,7 @@ class CardFacts:
     """The content of a model card.
 
     Args:
-        stage: "sft", "reward", "ppo" or "grpo".
+        stage: "sft", "reward", "ppo", "grpo" or "dpo".
         run: name of the run folder.
         base: what it was trained from, as the configuration names it; None for random weights.
         data: name of the data.

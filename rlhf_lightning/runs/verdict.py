@@ -219,6 +219,7 @@ STAGES = {
     "base": "Base model",
     "sft": "Supervised fine-tuning",
     "reward": "Reward model",
+    "dpo": "DPO",
     "ppo": "PPO",
     "grpo": "GRPO",
     "collect": "Preference collection",
@@ -338,6 +339,30 @@ def _sft(metrics: Metrics) -> Verdict:
     return Verdict("neutral", number(loss), caption, f"{sentence}.", tuple(facts))
 
 
+def _dpo(metrics: Metrics) -> Verdict:
+    """Return the verdict by the comparison with SFT; without one, by the held-out pairs."""
+    name = "val/accuracy"
+    pairs = []
+    if (accuracy := _get(metrics, name)) is not None:
+        note = "by the policy's own rewards" + interval(metrics, name)
+        pairs.append(Fact("held-out pairs ranked as labelled", percent(accuracy), note))
+    if (chosen := _get(metrics, "val/chosen_reward")) is not None:
+        note = "below 0: preferred answers have become less likely"
+        pairs.append(Fact("reward of preferred answers", number(chosen), note))
+    compared = _compared(metrics, "SFT", "DPO")
+    if compared.number or not pairs:
+        return replace(compared, facts=(*compared.facts, *pairs))
+    sentences = (
+        "It ranks held-out pairs better than chance; no judge compares its answers.",
+        "It ranks held-out pairs worse than chance.",
+        "Undecided: it is not shown to rank held-out pairs better than chance.",
+    )
+    facts = [*compared.facts, *pairs[1:]]
+    return _judged(
+        metrics, name, 0.5, "of held-out pairs ranked as labelled", sentences, facts, best="neutral"
+    )
+
+
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 50.0))
 
@@ -383,6 +408,7 @@ def _other(metrics: Metrics) -> Verdict:
 _BY_STAGE: Mapping[str, Callable[[Metrics], Verdict]] = {
     "ppo": lambda metrics: _compared(metrics, "SFT", "PPO"),
     "grpo": lambda metrics: _compared(metrics, "SFT", "GRPO"),
+    "dpo": _dpo,
     "reward": _reward,
     "sft": _sft,
     "base": _sft,

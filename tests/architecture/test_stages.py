@@ -48,7 +48,7 @@ def test_a_comparison_is_found(line: str) -> None:
 
 def test_every_stage_is_found_by_its_name_and_differs_from_the_others() -> None:
     stages = [find_stage(name) for name in stage_names()]
-    assert {"sft", "reward", "ppo"} <= set(stage_names())
+    assert {"sft", "reward", "dpo", "ppo"} <= set(stage_names())
     assert [stage.name for stage in stages] == stage_names()
     assert {stage.trained for stage in stages} == {"policy", "model"}
     assert all((conf_dir() / "experiment" / f"{stage.name}.yaml").is_file() for stage in stages)
@@ -91,4 +91,5 @@ def test_a_stage_is_found_without_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "GRPO, PPO, reward model, supervised fine-tuning"
+    titles = "DPO, GRPO, PPO, reward model, supervised fine-tuning"
+    assert result.stdout.strip() == titles

@@ -178,6 +178,21 @@ def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_p
         assert all(size in line for line in told)
 
 
+@pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
+def test_dpo_of_a_recipe_composes_and_starts_from_its_sft_policy(model, variant):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a value outside its usual range would warn
+        cfg = settings_of(*recipe("dpo", model, variant, "ultrafeedback"))
+        reward = settings_of(*recipe("reward", model, variant))
+    for check in (check_precision, check_adapters):
+        check(cfg, variant)
+    check_batches(cfg)
+    check_lengths(cfg)
+    assert cfg.artifacts.sft == reward.artifacts.sft
+    assert cfg.artifacts.publish == cfg.artifacts.sft.removesuffix("sft") + "dpo"
+    assert cfg.scorer is None
+
+
 def test_sft_on_the_preference_set_replaces_no_model_of_the_other_set():
     name = "smollm2_135m"
     published = {

@@ -176,6 +176,7 @@ class ArtifactsSettings(Settings):
     sft: str | None = None
     reward: str | None = None
     ppo: str | None = None
+    dpo: str | None = None
     publish: str | None = None
 
     def of(self, kind: str) -> str | None:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import choices, conf_dir
 
-STAGES = ("sft", "reward", "ppo", "grpo")
+STAGES = ("sft", "reward", "ppo", "grpo", "dpo")
 BUILT_IN = ("base", *STAGES)
 # In the order of how often one chooses in them; the others belong to other commands.
 GROUPS = (
@@ -58,7 +58,7 @@ def choices_text(width: int | None = None) -> str:
     )
     lines = _row("built-in world", " ".join(BUILT_IN), width)
     lines += _row(
-        "your own", "sft reward ppo with model=, dataset=, lora=lora, strategy=fsdp", width
+        "your own", "sft reward dpo ppo with model=, dataset=, lora=lora, strategy=fsdp", width
     )
     lines += _row("recipes", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(recipes)}", width)
     lines += ["", "Groups, written GROUP=NAME:", ""]
