@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_lightning"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-METRIC = re.compile(r"(?:rollout|ppo|sft|reward|val|doctor|time|throughput)/[a-z0-9_*]+")
+METRIC = re.compile(r"(?:rollout|ppo|dpo|sft|reward|val|doctor|time|throughput)/[a-z0-9_*]+")
 # What an f-string appends to a prefix that it was given: `*_low` of `val/gold_win_rate`.
 SUFFIX = re.compile(r"\*[a-z0-9_]{4,}")
 PLACEHOLDER = re.compile(r"<(name|domain)>")
