@@ -1,6 +1,7 @@
 """The whole spine as a user runs it, in a few steps: base, SFT, reward model, PPO, resume."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -195,3 +196,25 @@ def test_mistakes_on_the_command_line_answer_at_once_in_one_line(tmp_path):
         "module.ppo.vf_coef or module.ppo.kl_in?"
     )
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.timeout(300)
+def test_dpo_starts_at_log_2_and_leaves_a_policy_that_an_evaluation_takes(chain):
+    folder, _ = chain
+    train(folder, "+experiment=dpo", *SMALL, BATCH, "data.num_epochs=1")
+    done = summary(folder, "dpo")
+    assert (done["status"], done["stage"]) == ("completed", "dpo")
+    for key in ("accuracy", "chosen_reward", "gold_win_rate", "kl_per_token"):
+        assert isinstance(done["metrics"][f"val/{key}"], float)
+    assert {gate["name"] for gate in done["gates"]} >= {"gold_win_rate", "policy_moved"}
+    run = only(folder, "outputs/dpo/*/summary.json").parent
+    first = read_metrics(run / "metrics.csv")[0]
+    assert first["dpo/loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert first["dpo/margin"] == first["dpo/accuracy"] == 0
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    for name, value in load_policy(run / "export").state_dict().items():
+        assert torch.equal(value, checkpoint["state_dict"][f"policy.{name}"]), name
+    words = [f"run={run}", "scorer=none", "evaluation.num_prompts=16"]
+    evaluated = run_python("-m", "rlhf_lightning.evaluate", *words, folder=folder, timeout=120)
+    assert evaluated.returncode == 0, evaluated.stdout[-3000:] + evaluated.stderr[-3000:]
+    assert summary(folder, "evaluate")["metrics"]["val/gold_win_rate"] >= 0
