@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlhf_lightning.reports.charts import NUM_COLOURS, Point, nice_ticks, svg
 from rlhf_lightning.reports.html import text
@@ -36,39 +38,90 @@ def frontier_chart(runs: Sequence[Run], name: str) -> str:
     }
     if len(places) < 2:
         return ""
-    xs, ys = ([p[i] for p in places.values()] for i in (0, 1))
-    x_ticks = nice_ticks(0.0, max(*xs, 1e-9) * 1.08, 5)
-    y_ticks = nice_ticks(min(ys) - 0.02, max(ys) + 0.02, 5)
-    x_end, low, high = max(x_ticks[-1], max(xs)), min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
-
-    def place(point: Point) -> tuple[float, float]:
-        x = _LEFT + point[0] / (x_end or 1) * (_WIDTH - _LEFT - _RIGHT)
-        y = _HEIGHT - _BOTTOM - (point[1] - low) / ((high - low) or 1) * (_HEIGHT - _TOP - _BOTTOM)
-        return round(x, 1), round(y, 1)
-
-    parts = []
-    for tick in y_ticks:
-        _, y = place((0, tick))
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5}">{percent(tick)}</text>')
-    for tick in x_ticks:
-        x, _ = place((tick, low))
-        parts.append(_label(x, _HEIGHT - 22, number(tick, like=x_end)))
-    parts.append(_label((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 5, "KL from SFT, nats a token"))
-    line = " ".join(f"{x},{y}" for x, y in map(place, frontier(list(places.values()))))
+    plane = _Plane(*([p[i] for p in places.values()] for i in (0, 1)))
+    parts = plane.axes()
+    line = " ".join(f"{x},{y}" for x, y in map(plane.place, frontier(list(places.values()))))
     parts.append(f'<polyline class="reference" fill="none" points="{line}"/>')
     for index, point in places.items():
-        x, y = place(point)
-        anchor = "end" if x > _WIDTH * 0.6 else "start"
-        shift = -7 if anchor == "end" else 7
-        up = y + (15 if index % 2 else -7)  # neighbours do not write over each other
+        x, y = plane.place(point)
         parts.append(f'<circle class="s{index % NUM_COLOURS}" cx="{x}" cy="{y}" r="5"/>')
-        parts.append(
-            f'<text class="dot-name" style="text-anchor:{anchor}" x="{x + shift}" y="{up:.1f}">'
-            f"{text(runs[index].label)}</text>"
-        )
+        parts.append(_dot_name(x, y, runs[index].label, index))
     title = f"{quantity(name).label} over KL"
     return svg(title, _WIDTH, _HEIGHT, "".join(parts))
+
+
+@dataclass(frozen=True)
+class Line:
+    """The settings of one objective: KL, and gain with its interval, in any order."""
+
+    label: str
+    points: Sequence[tuple[float, float, float, float]]
+
+
+def lines_chart(title: str, lines: Sequence[Line]) -> str:
+    """Return gain over KL as an `<svg>`, a line an objective, with the intervals of its settings.
+
+    "" where nothing was measured. A bound that is not a number is not drawn.
+    """
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return ""
+    heights = [value for _, *values in points for value in values if math.isfinite(value)]
+    plane = _Plane([point[0] for point in points], heights)
+    parts = plane.axes()
+    for index, line in enumerate(lines):
+        colour = f"s{index % NUM_COLOURS}"
+        drawn = sorted(line.points)
+        steps = " ".join("{},{}".format(*plane.place((kl, gain))) for kl, gain, _, _ in drawn)
+        parts.append(f'<polyline class="line {colour}" points="{steps}"/>')
+        for kl, gain, low, high in drawn:
+            x, y = plane.place((kl, gain))
+            if math.isfinite(low) and math.isfinite(high):
+                top, bottom = (plane.place((kl, bound))[1] for bound in (high, low))
+                parts.append(f'<polyline class="faint {colour}" points="{x},{top} {x},{bottom}"/>')
+            parts.append(f'<circle class="{colour}" cx="{x}" cy="{y}" r="3.5"/>')
+        parts += [_dot_name(x, y, line.label, index)] if drawn else []
+    return svg(title, _WIDTH, _HEIGHT, "".join(parts))
+
+
+class _Plane:
+    """KL from 0 to the right, a rate upwards."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self.x_ticks = nice_ticks(0.0, max(*xs, 1e-9) * 1.08, 5)
+        self.y_ticks = nice_ticks(min(ys) - 0.02, max(ys) + 0.02, 5)
+        self.x_end = max(self.x_ticks[-1], max(xs))
+        self.low, self.high = min(self.y_ticks[0], *ys), max(self.y_ticks[-1], *ys)
+
+    def place(self, point: Point) -> Point:
+        """Return the pixel of a point."""
+        x = _LEFT + point[0] / (self.x_end or 1) * (_WIDTH - _LEFT - _RIGHT)
+        share = (point[1] - self.low) / ((self.high - self.low) or 1)
+        return round(x, 1), round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+    def axes(self) -> list[str]:
+        """Return grid and labels."""
+        parts = []
+        for tick in self.y_ticks:
+            _, y = self.place((0, tick))
+            right = _WIDTH - _RIGHT
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
+            parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5}">{percent(tick)}</text>')
+        for tick in self.x_ticks:
+            x, _ = self.place((tick, self.low))
+            parts.append(_label(x, _HEIGHT - 22, number(tick, like=self.x_end)))
+        middle = (_LEFT + _WIDTH - _RIGHT) / 2
+        return [*parts, _label(middle, _HEIGHT - 5, "KL from SFT, nats a token")]
+
+
+def _dot_name(x: float, y: float, label: str, index: int) -> str:
+    anchor = "end" if x > _WIDTH * 0.6 else "start"
+    shift = -7 if anchor == "end" else 7
+    up = y + (15 if index % 2 else -7)  # neighbours do not write over each other
+    return (
+        f'<text class="dot-name" style="text-anchor:{anchor}" x="{x + shift}" y="{up:.1f}">'
+        f"{text(label)}</text>"
+    )
 
 
 def parallel_chart(runs: Sequence[Run]) -> str:

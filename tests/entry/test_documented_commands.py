@@ -36,7 +36,7 @@ OURS = re.compile(r"-m rlhf_lightning\.(\w+)(.*)|^rlhf-(\w+)(.*)")
 PROGRAMS = re.compile(r"(make|pytest|torchrun|srun|wandb|hf|pip|\S*python|/usr/bin/time|rlhf-\w+) ")
 # Behind a program two spaces line a column up; a word there is meant as a comment.
 SET_APART = re.compile(r" {2,}([^\s#+$-].*)")
-TAKES_A_WORD = ("--cfg",)
+TAKES_A_WORD = ("--config-dir", "--cfg")
 TAKES_FOLDERS = ("report", "export")
 BUILT_IN = ("sft", "reward", "ppo")
 
@@ -91,6 +91,7 @@ def stray_words(line: str, variables: dict[str, str]) -> list[str]:
         for before, word in zip(("", *words), words, strict=False)
         if not (OVERRIDE.fullmatch(word) or word.startswith("-") or before in TAKES_A_WORD)
         and not (module in TAKES_FOLDERS and ("/" in word or word == "RUN"))
+        and not (module == "study" and before == "")
     ]
 
 

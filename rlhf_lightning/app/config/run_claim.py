@@ -12,7 +12,12 @@ from hydra.experimental.callback import Callback
 from rlhf_lightning.app.command_line import fail
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.config.settings import PipelineSettings, RunSettings, TrainSettings
+from rlhf_lightning.app.config.settings import (
+    PipelineSettings,
+    RunSettings,
+    StudySettings,
+    TrainSettings,
+)
 from rlhf_lightning.app.pipeline.state import has_more_to_do
 from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.distributed.launch import agree_on
@@ -58,12 +63,14 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
 def continues(settings: RunSettings, folder: RunFolder) -> bool:
     """Return whether a run goes on with what stands in its folder.
 
-    That is so with a checkpoint of the folder itself, and with `resume=auto` where the folder's
-    run is an unfinished one of the same settings.
+    That is so with a checkpoint of the folder itself, with `resume=auto` where the folder's run is
+    an unfinished one of the same settings, and in the folder of a study.
     """
     if isinstance(settings, TrainSettings) and settings.ckpt_path is not None:
         return folder.path.resolve() in Path(settings.ckpt_path).resolve().parents
     summary = summary_or_none(folder)
+    if isinstance(settings, StudySettings):  # a folder holds the runs of all its matrices
+        return summary is None or summary.stage == "study"
     if getattr(settings, "resume", "never") != "auto" or summary is None:
         return False
     if summary.config_hash != settings.config_hash:

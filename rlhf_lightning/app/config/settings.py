@@ -421,6 +421,57 @@ class PipelineSettings(RunSettings):
         )
 
 
+class RowSettings(Settings):
+    """A row of a study: the command line of its runs, but for the seed.
+
+    Args:
+        command: what is run.
+        experiment: of `train`.
+        overrides: words of the command line.
+        vary: values of each key; every combination of them is a setting of its own.
+    """
+
+    command: Literal["train", "evaluate"] = "train"
+    experiment: str | None = None
+    overrides: list[str] = Field(default_factory=list)
+    vary: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.command == "train") != (self.experiment is not None):
+            raise ValueError(
+                f".experiment={self.experiment} and command={self.command}: a row of train names an"
+                " experiment, a row of evaluate none"
+            )
+        return self
+
+
+class WordsSettings(Settings):
+    """Words of the command lines of all runs, by their command."""
+
+    train: list[str] = Field(default_factory=list)
+    evaluate: list[str] = Field(default_factory=list)
+
+
+class StudySettings(RunSettings):
+    """Settings of `rlhf-study`: a matrix of runs and what is measured on them."""
+
+    jobs: Positive = 1
+    about: str = ""
+    runs: dict[FolderName, RowSettings]
+    seeds: Annotated[list[Seed], Field(min_length=1)]
+    shared: WordsSettings = WordsSettings()
+    overrides: WordsSettings = WordsSettings()
+    measure: Annotated[list[str], Field(min_length=1)]
+    at_kl: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _has_runs(self) -> Self:
+        if not self.runs:
+            raise ValueError("runs={} is no study: name one of conf/study, rlhf-study NAME")
+        return self
+
+
 class PlanSettings(TrainSettings):
     """Settings of `rlhf-plan`: those of a training run, and of the plan."""
 
@@ -518,6 +569,7 @@ RUNS: dict[str, type[RunSettings]] = {
     "evaluate": EvaluateSettings,
     "collect": CollectSettings,
     "pipeline": PipelineSettings,
+    "study": StudySettings,
 }
 COMMANDS: dict[str, type[CommandSettings]] = {
     **RUNS,

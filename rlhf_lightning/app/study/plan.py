@@ -1,0 +1,139 @@
+"""The runs of a study: their names, command lines and hashes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_lightning.app.config.compose import ConfigError, composed
+from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.inherit import command_settings
+from rlhf_lightning.app.config.settings import (
+    EvaluateSettings,
+    RowSettings,
+    StudySettings,
+    TrainSettings,
+)
+from rlhf_lightning.app.pipeline.steps import given
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.taken import summary_or_none
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of the matrix.
+
+    Args:
+        row: of the study.
+        setting: what varies within the row, "" where nothing does.
+        seed: of the run.
+        command: `train` or `evaluate`.
+        words: its command line, without where it writes.
+        place: of its folders: a run that begins anew has another one.
+        settings: as the command reads them.
+    """
+
+    row: str
+    setting: str
+    seed: int
+    command: str
+    words: tuple[str, ...]
+    place: Path
+    settings: TrainSettings | EvaluateSettings
+
+    @property
+    def name(self) -> str:
+        """Such as `ppo kl_coef=0.02 seed 1`."""
+        return " ".join(filter(None, (self.row, self.setting, f"seed {self.seed}")))
+
+    @property
+    def answers(self) -> int:
+        """Answers that training samples in an iteration."""
+        settings = self.settings
+        if not isinstance(settings, TrainSettings) or not settings.spec.rolls_out:
+            return 0
+        return settings.data.batch_size * int(settings.data.get("num_generations", 1))
+
+    def folder(self) -> RunFolder | None:
+        """Return the newest run folder of these settings, a completed one before others."""
+        found = []
+        for file in sorted(self.place.glob("*/*/summary.json")):
+            summary = summary_or_none(RunFolder(file.parent))
+            if summary is not None and summary.config_hash == self.settings.config_hash:
+                found.append((summary.status == "completed", file.parent))
+        return RunFolder(max(found)[1]) if found else None
+
+    def is_done(self) -> bool:
+        """Return whether it has ended as it should."""
+        folder = self.folder()
+        summary = None if folder is None else summary_or_none(folder)
+        return summary is not None and summary.status == "completed"
+
+    def command_line(self) -> list[str]:
+        """Return the command that runs it, or goes on with it."""
+        again = ["resume=auto"] if self.command == "train" else []
+        placed = [*again, given("paths.outputs", self.place)]
+        return [sys.executable, "-m", f"rlhf_lightning.{self.command}", *self.words, *placed]
+
+
+def plan(settings: StudySettings, folder: Path) -> list[PlannedRun]:
+    """Return all runs of a study, all settings of a seed before the next seed.
+
+    Args:
+        settings: of the study.
+        folder: of the study.
+
+    Raises:
+        ConfigError: if a command line does not compose, with the row.
+    """
+    return [
+        _planned(settings, folder, name, values, seed)
+        for seed in settings.seeds
+        for name, row in settings.runs.items()
+        for values in itertools.product(*(_choices(key, row) for key in row.vary))
+    ]
+
+
+def _choices(key: str, row: RowSettings) -> Iterator[str]:
+    return (f"{key}={json.dumps(value)}" for value in row.vary[key])
+
+
+def _planned(
+    settings: StudySettings, folder: Path, name: str, values: tuple[str, ...], seed: int
+) -> PlannedRun:
+    row = settings.runs[name]
+    given_words = getattr(settings.overrides, row.command)
+    written = [*getattr(settings.shared, row.command), *row.overrides, *values, *given_words]
+    artifacts = Path(settings.paths.artifacts).resolve()
+    if "debug=fast" in written:  # keeps its models apart
+        artifacts /= "debug_fast"
+    head = [] if row.experiment is None else [f"+experiment={row.experiment}"]
+    tail = [given("paths.artifacts", artifacts), "paths.publish=false"]
+    words = _last_of_each([*head, f"seed={seed}", *written, *tail])
+    setting = " ".join(map(_short, values))
+    try:
+        read = command_settings(row.command, composed(row.command, words), words)
+    except COMPOSE_ERRORS as error:
+        raise ConfigError(f"runs.{name}: {explain(error, words, row.command)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"runs.{name}: {error}") from error
+    assert isinstance(read, TrainSettings | EvaluateSettings)
+    parts = [part for part in (re.sub(r"[^\w.=+-]", "_", setting), f"seed_{seed}") if part]
+    place = folder.joinpath("runs", name, *parts)
+    return PlannedRun(name, setting, seed, row.command, tuple(words), place, read)
+
+
+def _short(word: str) -> str:
+    """Return `kl_coef=0.1` of `module.ppo.kl_coef=0.1`."""
+    key, _, value = word.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
+
+
+def _last_of_each(words: Iterable[str]) -> list[str]:
+    """Return the words without those whose key a later one has: Hydra refuses a group twice."""
+    return list({word.lstrip("+~").partition("=")[0]: word for word in words}.values())

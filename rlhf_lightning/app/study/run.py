@@ -1,0 +1,266 @@
+"""A matrix of runs and one page of what they show: `python -m rlhf_lightning.study NAME`.
+
+NAME is a file of `conf/study`, or of the folder `study` in that of `--config-dir`.
+
+Each run is a process of its own. Must not import torch: the runs do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
+from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.run_claim import check_folder
+from rlhf_lightning.app.config.save import keep_secrets
+from rlhf_lightning.app.config.settings import StudySettings, TrainSettings
+from rlhf_lightning.app.config.validate import read_settings
+from rlhf_lightning.app.pipeline.steps import as_overrides, given
+from rlhf_lightning.app.prerequisites import prepare_inputs
+from rlhf_lightning.app.study.plan import PlannedRun, plan
+from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environment
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.lock import claim_run, is_claimed
+from rlhf_lightning.runs.metric_catalog import duration
+from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
+
+register()
+LOG = "log.txt"  # of the newest attempt
+ATTEMPTS = "attempts.jsonl"  # a line at the start of each attempt, and one at its end
+
+
+def run(settings: StudySettings, folder: RunFolder) -> Summary:
+    """Run what is not done yet, and write the page of what is there.
+
+    Args:
+        settings: of the command.
+        folder: of the study; the runs of earlier calls stand in it.
+
+    Returns:
+        The summary: `completed`, or `failed` with the runs that failed as its cause.
+
+    Raises:
+        ConfigError: if a command line does not compose.
+        RuntimeError: if a model that runs start from cannot be trained.
+    """
+    check_folder(settings, folder)
+    keep_secrets(settings, folder)
+    folder = RunFolder(folder.path.resolve())
+    runs = plan(settings, folder.path)
+    summary = new_summary("study", seed=settings.seed, config_hash=settings.config_hash)
+    with claim_run(folder.path, lambda: check_folder(settings, folder)):
+        write_summary(folder, summary)
+        try:
+            left = [planned for planned in runs if not planned.is_done()]
+            _check_not_under_way(left)
+            say(f"{len(runs)} runs, {len(runs) - len(left)} done before: {folder.path}")
+            _prepare(left, folder.path)
+            _run_all(left, settings.jobs)
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            cause = str(error) or "it was interrupted"
+            status = "stopped" if stopped else "failed"
+            summary = replace(summary, status=status, cause=cause)  # type: ignore[arg-type]
+            raise
+        else:
+            failed = [planned.name for planned in runs if not planned.is_done()]
+            cause = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
+            ended = replace(summary, status="failed", cause=cause)
+            summary = ended if failed else replace(summary, status="completed")
+        finally:
+            write_summary(folder, summary)
+            _write_pages(settings, runs, folder.path)
+    return summary
+
+
+def _check_not_under_way(runs: Sequence[PlannedRun]) -> None:
+    """Refuse to begin a run anew that a process of a killed study still writes."""
+    for planned in runs:
+        if (begun := planned.folder()) is not None and is_claimed(begun.path):
+            raise ConfigError(
+                f"{planned.name} is under way in another process, which writes {begun.path}: wait "
+                "for its end, or end it"
+            )
+
+
+def _prepare(runs: Sequence[PlannedRun], folder: Path) -> None:
+    """Train the models that runs start from and that are missing, each once.
+
+    Evaluations make their own: their policy tells what they need.
+    """
+    for planned in runs:
+        if isinstance(planned.settings, TrainSettings):
+            words = [*planned.words, given("paths.outputs", folder / "prerequisites")]
+            prepare_inputs(planned.settings, words, say)
+
+
+def _run_all(runs: Sequence[PlannedRun], jobs: int) -> None:
+    """Run them, `jobs` at a time; a signal stops them, and they can be continued."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    environment = own_environment() | {"OMP_NUM_THREADS": str(threads)}
+    processes: dict[int, PlannedRun] = {}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ThreadPoolExecutor(jobs) as pool:
+        begun = {pool.submit(_attempt, one, environment, processes): one for one in runs}
+        try:
+            for number, future in enumerate(as_completed(begun), start=1):
+                seconds = duration(future.result())
+                status, cause = outcome(begun[future])
+                told = f"{status}: {cause}" if cause else status
+                say(f"[{number}/{len(runs)}] {begun[future].name}: {told} ({seconds})")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(processes):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
+            raise
+
+
+def _attempt(
+    planned: PlannedRun, environment: dict[str, str], processes: dict[int, PlannedRun]
+) -> float:
+    """Run it to its end, note what that took, and return the seconds."""
+    planned.place.mkdir(parents=True, exist_ok=True)
+    digest = planned.settings.config_hash
+    _note(planned, {"config_hash": digest})
+    started = time.monotonic()
+    with (planned.place / LOG).open("wb") as log:
+        # In a session of its own: Ctrl-C reaches it once, by `_run_all`.
+        process = subprocess.Popen(
+            planned.command_line(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        processes[process.pid] = planned
+        _, status, used = os.wait4(process.pid, 0)  # with the processes that it started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        del processes[process.pid]
+    seconds = time.monotonic() - started
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    ended = {
+        "code": process.returncode,
+        "seconds": seconds,
+        "cpu_seconds": used.ru_utime + used.ru_stime,
+        "peak_mib": used.ru_maxrss * unit / 2**20,
+    }
+    _note(planned, {"config_hash": digest, **ended})
+    return seconds
+
+
+def _note(planned: PlannedRun, row: dict[str, Any]) -> None:
+    with (planned.place / ATTEMPTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def attempts(planned: PlannedRun) -> list[dict[str, Any]]:
+    """Return the lines of its attempts: each has a start, and an end unless that was not seen."""
+    file = planned.place / ATTEMPTS
+    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return [row for row in found if row["config_hash"] == planned.settings.config_hash]
+
+
+def outcome(planned: PlannedRun) -> tuple[str, str | None]:
+    """Return its status and the reason why it has not ended as it should."""
+    folder, tries = planned.folder(), attempts(planned)
+    if folder is None and not tries:
+        return "not run", None
+    summary = None if folder is None else read_summary(folder)
+    if summary is not None and summary.status == "completed":
+        return "completed", None
+    code = tries[-1].get("code") if tries else None
+    if summary is not None and summary.cause is not None:
+        return summary.status, summary.cause
+    if code is None:
+        return "stopped", "its process has not ended, or was not seen to end"
+    if code < 0:
+        return "failed", f"killed by signal {-code}"
+    told = (planned.place / LOG).read_text("utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in told if line.startswith("error: ")]
+    return "failed", errors[-1] if errors else f"exit status {code}, see {planned.place / LOG}"
+
+
+def _write_pages(settings: StudySettings, runs: Sequence[PlannedRun], folder: Path) -> None:
+    from rlhf_lightning.reports.study import Study, write_study
+
+    results = tuple(_result(planned) for planned in runs)
+    study = Study(
+        settings.name, settings.about, results, tuple(settings.measure), tuple(settings.at_kl)
+    )
+    for page in write_study(study, folder):
+        say(str(page))
+
+
+def _result(planned: PlannedRun) -> Any:
+    from rlhf_lightning.reports.study import Result
+
+    folder, tries = planned.folder(), attempts(planned)
+    status, cause = outcome(planned)
+    ended = [row for row in tries if "code" in row]
+    done = folder is not None and status == "completed"
+    return Result(
+        planned.row,
+        planned.setting,
+        planned.seed,
+        status=status,
+        cause=cause,
+        data_set=planned.settings.dataset.name,
+        answers=planned.answers,
+        metrics=read_summary(folder).metrics if done and folder is not None else {},
+        rows=read_metrics(folder.metrics) if done and folder is not None else (),
+        seconds=sum(row["seconds"] for row in ended),
+        cpu_seconds=sum(row["cpu_seconds"] for row in ended),
+        peak_mib=max((row["peak_mib"] for row in ended), default=0.0),
+        times_are_whole=2 * len(ended) == len(tries),
+    )
+
+
+def _job(cfg: Any) -> None:
+    folder, *_ = this_job()
+    try:
+        summary = run(read_settings(StudySettings, cfg), folder)
+    except ConfigError as error:
+        fail(str(error))
+    except RuntimeError as error:  # of a model that runs start from
+        fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("stopped: calling the study again goes on from there", 130)
+    if summary.status != "completed":
+        fail(str(summary.cause), 1)
+
+
+def main() -> None:
+    """Run the command line."""
+    agree_on("launch time", launch_time)
+    words = sys.argv[1:]
+    first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    given_words, flags = words[:first_flag], words[first_flag:]
+    if given_words and "=" not in given_words[0]:
+        given_words[0] = f"study={given_words[0]}"
+    sys.argv[1:] = [*flags, *as_overrides(given_words)]
+    settings = check_command_line("study")
+    try:
+        if settings is not None:
+            first = settings.model_copy(update={"seeds": settings.seeds[:1]})
+            plan(first, Path(settings.paths.outputs))
+    except ConfigError as error:
+        fail(str(error))
+    run_job("study", _job)
+
+
+if __name__ == "__main__":
+    main()

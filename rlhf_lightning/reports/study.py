@@ -1,0 +1,388 @@
+"""The page of a study: what was measured on its runs, gain against KL, and equal budgets.
+
+The same tables are written as `study.html` and as `study.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+
+from rlhf_lightning.evaluation.trade_off import (
+    Estimate,
+    Measured,
+    common_range,
+    difference,
+    gain_at,
+    mean_gain,
+    over_seeds,
+    prompt_error,
+)
+from rlhf_lightning.reports.frontier import Line, lines_chart
+from rlhf_lightning.reports.html import render
+from rlhf_lightning.reports.several import COST
+from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.folder import ITERATION
+from rlhf_lightning.runs.metric_catalog import (
+    bound_keys,
+    capitalized,
+    duration,
+    number,
+    quantity,
+)
+
+GAIN = "val/gold_win_rate"
+Values = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run of the matrix, as it ended.
+
+    Args:
+        row, setting, seed: its place in the matrix.
+        status: of its summary, or "not run".
+        cause: why it has not completed.
+        data_set: whose held-out prompts it was asked; seeds may have their own.
+        answers: sampled by training, an iteration.
+        metrics: final values, none unless it completed.
+        rows: of metrics.csv, likewise.
+        seconds, cpu_seconds: wall clock, and user and system time of its processes.
+        peak_mib: largest resident memory of one of its processes, MiB.
+        times_are_whole: False where an attempt was not seen to end: they are lower bounds then.
+    """
+
+    row: str
+    setting: str
+    seed: int
+    status: str
+    cause: str | None
+    data_set: str
+    answers: int
+    metrics: Values
+    rows: Sequence[Mapping[str, float]]
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+    times_are_whole: bool
+
+    @property
+    def name(self) -> str:
+        """Such as `ppo kl_coef=0.02 seed 1`."""
+        return " ".join(filter(None, (self.row, self.setting, f"seed {self.seed}")))
+
+    @property
+    def completed(self) -> bool:
+        """True if it counts."""
+        return self.status == "completed"
+
+
+@dataclass(frozen=True)
+class Study:
+    """The results of a matrix: `measure` are columns, `at_kl` where objectives are compared."""
+
+    name: str
+    about: str
+    results: Sequence[Result]
+    measure: Sequence[str]
+    at_kl: Sequence[float]
+
+    @property
+    def same_prompts(self) -> bool:
+        """True if seeds are asked the same prompts; a built-in world has its own."""
+        rows = by(self.results, lambda r: r.row).values()
+        return any(len({r.data_set for r in row}) < len({r.seed for r in row}) for row in rows)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page: its cells are text."""
+
+    title: str
+    lead: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """Return it for docs."""
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        cells = ("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
+        return "\n".join([f"## {self.title}", "", self.lead, "", *cells, ""])
+
+
+def by(results: Sequence[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
+    """Return the results in groups, in their order."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        found.setdefault(key(result), []).append(result)
+    return found
+
+
+def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
+    """Write `study.html` and `study.md` and return their paths."""
+    ended = sum(result.completed for result in study.results)
+    compared, verdicts = compared_table(study)
+    tables = [settings_table(study), curves_table(study), compared]
+    tables += [budget_table(study, AnswerBudget()), budget_table(study, ProcessorBudget())]
+    shown = [table for table in tables if table.rows]
+    missing = [r for r in study.results if not r.completed]
+    head = f"{ended} of {len(study.results)} runs have ended."
+    body = render(
+        "study.html",
+        study=study,
+        head=head,
+        verdicts=verdicts,
+        missing=missing,
+        tables=shown,
+        chart=lines_chart("gold win rate over KL", _lines(study)),
+    )
+    page, text = folder / "study.html", folder / "study.md"
+    title = f"study {study.name}"
+    write_text(page, str(render("page.html", title=title, body=body, footer="rlhf_lightning")))
+    lines = [f"# {capitalized(title)}", "", *filter(None, [study.about]), head, *verdicts, ""]
+    lines += [f"- {r.name}: {r.status}{f', {r.cause}' if r.cause else ''}" for r in missing]
+    write_text(text, "\n".join([*lines, "", *(table.markdown() for table in shown)]))
+    return page, text
+
+
+def settings_table(study: Study) -> Table:
+    """Return final values by row and setting: means over the seeds that ended, with intervals."""
+    columns = [n for n in study.measure if any(r.metrics.get(n) is not None for r in study.results)]
+    rows = []
+    for group in _settings(study.results):
+        ended = [r for r in group if r.completed]
+        cells = [shown(n, e) if (e := _mean(study, ended, n)) else "" for n in columns]
+        whole = "" if all(r.times_are_whole for r in ended) else "at least "
+        cost = ["", "", "", ""]
+        if ended:
+            cost = [
+                f"{fmean(_total(r) * r.answers for r in ended):.0f}",
+                whole + duration(fmean(r.seconds for r in ended)),
+                whole + duration(fmean(r.cpu_seconds for r in ended)),
+                f"{max(r.peak_mib for r in ended):.0f}",
+            ]
+        about = [group[0].row, group[0].setting, f"{len(ended)} of {len(group)}"]
+        rows.append([*about, *cells, *cost])
+    labels = [quantity(name).label for name in columns]
+    header = ["row", "setting", "seeds that ended", *labels]
+    header += ["answers sampled", "time", "processor time", "peak memory, MiB"]
+    lead = f"Means over seeds that ended, with 95 % intervals. {interval_note(study)}"
+    return Table("Settings", lead, header, rows)
+
+
+def interval_note(study: Study) -> str:
+    """Return in words what the intervals hold for."""
+    if len({r.seed for r in study.results}) < 2:
+        return "One seed: intervals hold for new prompts; seeds are not covered."
+    if study.same_prompts:
+        return "All seeds share their prompts: intervals hold for new prompts and new seeds."
+    return "Each seed has prompts of its own: intervals, Student's over seeds, hold for both."
+
+
+def curves_table(study: Study) -> Table:
+    """Return the gain at each KL, and its mean over the KLs that all objectives reach."""
+    curves = complete_curves(study)
+    low_high = common_range([c for seeds in curves.values() for c in seeds.values()])
+    header = ["row", *(f"KL {kl:g}" for kl in study.at_kl)]
+    if low_high is not None:
+        header.append(f"mean from KL {number(low_high[0])} to {number(low_high[1])}")
+    rows = []
+    for row, seeds in curves.items():
+        found = [[gain_at(curve, kl) for curve in seeds.values()] for kl in study.at_kl]
+        if low_high is not None:
+            found.append([mean_gain(curve, *low_high) for curve in seeds.values()])
+        rows.append([row, *(_reached(study, values) for values in found)])
+    left_out = [row for row in by(study.results, lambda r: r.row) if row not in curves]
+    lead = "Between the settings of a row, joined by straight lines; nothing is extrapolated."
+    if low_high is None:
+        lead += " There is no range of KL that all rows reach."
+    if left_out:
+        lead += f" Without: {', '.join(left_out)} (a run is missing, or there is one setting)."
+    return Table("Gold win rate at equal KL", lead, header, rows)
+
+
+def compared_table(study: Study) -> tuple[Table, list[str]]:
+    """Return the differences from the first row at equal KL, and what they show in sentences."""
+    curves = complete_curves(study)
+    (first, theirs), *others = curves.items() or [("", {})]
+    rows, verdicts, count = [], [], 0
+    for row, ours in others:
+        reach = common_range([*ours.values(), *theirs.values()])
+        places: dict[str, list[Measured | None]] = {}
+        for kl in study.at_kl:
+            places[f"at KL {kl:g}"] = _differences(ours, theirs, partial(gain_at, kl=kl))
+        if reach is not None:
+            where = f"on average from KL {number(reach[0])} to {number(reach[1])}"
+            places[where] = _differences(
+                ours, theirs, partial(mean_gain, low=reach[0], high=reach[1])
+            )
+        for where, values in places.items():
+            known = [value for value in values if value is not None]
+            if len(known) < len(values):
+                continue
+            count += 1
+            found = over_seeds(known, same_prompts=study.same_prompts)
+            word = "better" if found.value > 0 else "worse"
+            told = word if found.excludes_zero else "not separated"
+            rows.append([f"{row} - {first}", where, _points(found), told])
+            if found.excludes_zero:
+                verdicts.append(f"{row} is {word} than {first} {where}: {_points(found)}.")
+    if not verdicts:
+        verdicts = ["The evidence does not separate the objectives."] if len(curves) > 1 else []
+    lead = (
+        f"Better or worse only where the 95 % interval excludes 0. {interval_note(study)} "
+        f"Of {count} comparisons {number(count / 20)} would exclude 0 by chance."
+    )
+    return Table("Differences", lead, ["rows", "where", "difference, points", "so"], rows), verdicts
+
+
+def complete_curves(study: Study) -> dict[str, dict[int, list[Measured]]]:
+    """Return the settings of each seed by row; rows with a missing run or one setting are left out.
+
+    A mean over what happened to end would favour a row whose bad runs failed.
+    """
+    curves = {}
+    for row, results in by(study.results, lambda r: r.row).items():
+        found = [(r.seed, measured(r.metrics)) for r in results]
+        seeds: dict[int, list[Measured]] = {}
+        for seed, point in found:
+            seeds.setdefault(seed, []).extend([] if point is None else [point])
+        if all(point is not None for _, point in found) and len(found) > len(seeds):
+            curves[row] = seeds
+    return curves
+
+
+def measured(values: Values) -> Measured | None:
+    """Return KL and gain of a run, None where one is missing."""
+    kl, gain = values.get(COST), values.get(GAIN)
+    return None if kl is None or gain is None else Measured(kl, gain, _error(values, GAIN))
+
+
+class AnswerBudget:
+    """Equal answers sampled in training."""
+
+    title = "Equal answers sampled"
+    unit = "answers"
+
+    def spent(self, result: Result) -> list[float]:
+        """Return what had been spent by the end of each row of metrics.csv."""
+        return [row[ITERATION] * result.answers for row in result.rows]
+
+
+class ProcessorBudget:
+    """Equal processor time, which iterations share as they share the wall clock."""
+
+    title = "Equal processor time"
+    unit = "seconds"
+
+    def spent(self, result: Result) -> list[float]:
+        """Return what had been spent by the end of each row of metrics.csv."""
+        times = [
+            sum(v for key, v in row.items() if key.startswith("time/")) or 1.0
+            for row in result.rows
+        ]
+        return [t / sum(times) * result.cpu_seconds for t in accumulate(times)]
+
+
+def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
+    """Return each setting where it had spent what the cheapest training run spent in all."""
+    spent = {id(r): budget.spent(r) for r in study.results if r.completed}
+    totals = [values[-1] for values in spent.values() if values and values[-1] > 0]
+    limit = min(totals, default=0.0)
+    rows = []
+    for group in _settings(study.results):
+        found = [_at(r, spent[id(r)], limit) for r in group if r.completed]
+        points = [point for point, _ in found if point is not None]
+        if points and limit:
+            gain = over_seeds(points, same_prompts=study.same_prompts)
+            kl = number(fmean(point.kl for point in points))
+            where = ", ".join(dict.fromkeys(where for _, where in found))
+            about = [group[0].row, group[0].setting, f"{len(found)} of {len(group)}"]
+            rows.append([*about, shown(GAIN, gain), kl, where])
+    lead = (
+        f"Where each run had spent what the cheapest spent in all, {number(limit)} {budget.unit}: "
+        "the last measurement of gold during training before that, its own end where it spent no "
+        "more. A run that measured none is shown at its end, with how much more it spent."
+    )
+    header = ["row", "setting", "seeds that ended", quantity(GAIN).label, quantity(COST).label]
+    return Table(budget.title, lead, [*header, "measured at"], rows)
+
+
+def _at(result: Result, spent: Sequence[float], limit: float) -> tuple[Measured | None, str]:
+    total = spent[-1] if spent else 0.0
+    if total <= limit * (1 + 1e-9):
+        return measured(result.metrics), "end"
+    for row, so_far in reversed(list(zip(result.rows, spent, strict=True))):
+        if so_far <= limit and (point := measured(row)) is not None:
+            return point, f"iteration {row[ITERATION]:.0f}"
+    return measured(result.metrics), f"end, {total / limit:.1f} times as much"
+
+
+def shown(name: str, found: Estimate) -> str:
+    """Return a mean as text, with its interval in brackets where it has one."""
+    show = quantity(name).show
+    if not math.isfinite(found.low):
+        return show(found.value)
+    return f"{show(found.value)} ({show(found.low).removesuffix(' %')} to {show(found.high)})"
+
+
+def _points(found: Estimate) -> str:
+    ends = "" if math.isnan(found.low) else f" ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+    return f"{100 * found.value:+.1f}{ends}"
+
+
+def _reached(study: Study, values: Sequence[Measured | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return f"reached by {len(known)} of {len(values)} seeds" if known else "not reached"
+    return shown(GAIN, over_seeds(known, same_prompts=study.same_prompts))
+
+
+def _differences(
+    ours: Mapping[int, Sequence[Measured]],
+    theirs: Mapping[int, Sequence[Measured]],
+    gain: Callable[[Sequence[Measured]], Measured | None],
+) -> list[Measured | None]:
+    """Return the difference of each seed, None where one of both does not reach it."""
+    pairs = [(gain(ours[seed]), gain(theirs[seed])) for seed in ours]
+    return [None if a is None or b is None else difference(a, b) for a, b in pairs]
+
+
+def _settings(results: Sequence[Result]) -> list[list[Result]]:
+    return list(by(results, lambda r: f"{r.row} {r.setting}").values())
+
+
+def _mean(study: Study, ended: Sequence[Result], name: str) -> Estimate | None:
+    found = [
+        Measured(0.0, value, _error(r.metrics, name))
+        for r in ended
+        if (value := r.metrics.get(name)) is not None
+    ]
+    return over_seeds(found, same_prompts=study.same_prompts) if found else None
+
+
+def _error(values: Values, name: str) -> float:
+    low, high = (values.get(key) for key in bound_keys(name))
+    return 0.0 if low is None or high is None else prompt_error(low, high)
+
+
+def _total(result: Result) -> float:
+    return result.rows[-1][ITERATION] if result.rows else 0.0
+
+
+def _lines(study: Study) -> list[Line]:
+    lines = []
+    for row, results in by(study.results, lambda r: r.row).items():
+        points = []
+        for group in _settings(results):
+            known = [p for r in group if (p := measured(r.metrics)) is not None]
+            if known:
+                found = over_seeds(known, same_prompts=study.same_prompts)
+                points.append((fmean(p.kl for p in known), found.value, found.low, found.high))
+        lines.append(Line(row, points))
+    return lines

@@ -1,0 +1,169 @@
+"""`python -m rlhf_lightning.study`: the matrix, what goes on, what fails, and its page."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_lightning.app.config.compose import choices, conf_dir, register
+from rlhf_lightning.app.config.settings import StudySettings
+from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.study.plan import plan
+from rlhf_lightning.runs.metric_catalog import percent
+from tests.builders.command_lines import environment, overrides_of
+from tests.builders.processes import run_python
+
+TINY = """
+# @package _global_
+name: tiny
+seeds: [1, 2]
+at_kl: [0.001]
+measure: [val/gold_win_rate, val/kl_per_token, val/response_length]
+"""
+
+
+def written(folder: Path, start: Path) -> None:
+    """Write a study of two rows, one of which names a reward function that does not exist."""
+    words = [word for word in overrides_of("ppo", start) if not word.startswith("+experiment")]
+    words += ["artifacts.reward=null", "gates=none", "trainer.accelerator=cpu"]
+    good = {"experiment": "ppo", "overrides": words}
+    bad = {"experiment": "ppo", "overrides": [*words, "scorer.function=nowhere.py:score"]}
+    runs = yaml.safe_dump({"runs": {"good": good, "bad": bad}}, width=10_000)
+    (folder / "mine" / "study").mkdir(parents=True)
+    (folder / "mine" / "study" / "tiny.yaml").write_text(TINY.lstrip() + runs)
+
+
+def call(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rlhf_lightning.study", "tiny", *words]
+    return subprocess.Popen(
+        [*command, "--config-dir", str(folder / "mine")], cwd=folder, env=environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+def test_a_study_that_was_stopped_goes_on_names_what_failed_and_shows_what_was_measured(
+    tmp_path, start
+):
+    written(tmp_path, start)
+    place = tmp_path / "outputs/studies/tiny"
+    first = call(tmp_path)
+    until = time.monotonic() + 300
+    while not list(place.glob("runs/good/seed_1/*/*/checkpoints/*.ckpt")):
+        assert first.poll() is None, first.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    first.send_signal(signal.SIGTERM)
+    told, _ = first.communicate(timeout=120)
+    assert first.returncode == 130, told
+    assert json.loads((place / "summary.json").read_text())["status"] == "stopped"
+    (begun,) = place.glob("runs/good/seed_1/*/*/summary.json")
+    stopped_at = json.loads(begun.read_text())["status"]
+
+    told, _ = (second := call(tmp_path, "jobs=2")).communicate(timeout=600)
+    assert second.returncode == 1, told
+    assert "2 of 4 runs failed: bad seed 1, bad seed 2" in told
+    (only,) = place.glob("runs/good/seed_1/*/*/summary.json")  # in the same folder
+    assert (only, stopped_at) == (begun, "stopped")
+    attempts = (place / "runs/good/seed_1/attempts.jsonl").read_text().splitlines()
+    assert len(attempts) == 4
+
+    page, table = (place / "study.html").read_text(), (place / "study.md").read_text()
+    assert "bad seed 1" in page
+    assert "nowhere.py does not exist" in page
+    gains = []
+    for seed in (1, 2):
+        (file,) = place.glob(f"runs/good/seed_{seed}/*/*/summary.json")
+        summary = json.loads(file.read_text())
+        assert summary["status"] == "completed"
+        gains.append(summary["metrics"]["val/gold_win_rate"])
+    (row,) = [line for line in table.splitlines() if line.startswith("| good |  | 2 of 2 |")]
+    assert row.split("|")[4].startswith(f" {percent(sum(gains) / 2)} (")
+    assert row.split("|")[7].strip() == "12"  # answers sampled: three iterations of four
+
+    told, _ = (third := call(tmp_path)).communicate(timeout=600)
+    assert third.returncode == 1
+    assert "4 runs, 2 done before" in told
+    assert len((place / "runs/good/seed_1/attempts.jsonl").read_text().splitlines()) == 4
+    assert (place / "study.md").read_text().count("| good |  | 2 of 2 |") >= 1
+
+
+def composed(*words: str) -> StudySettings:
+    register()
+    return load_settings(StudySettings, "study", list(words))
+
+
+ROWS = "runs={ppo:{experiment:ppo,vary:{module.ppo.kl_coef:[0.1,0.2]}},score:{command:evaluate}}"
+
+
+def test_the_matrix_has_every_setting_of_a_seed_before_the_next_seed(tmp_path):
+    runs = plan(composed(ROWS, "seeds=[3,4]"), tmp_path)
+    assert [run.name for run in runs] == [
+        "ppo kl_coef=0.1 seed 3", "ppo kl_coef=0.2 seed 3", "score seed 3",
+        "ppo kl_coef=0.1 seed 4", "ppo kl_coef=0.2 seed 4", "score seed 4",
+    ]  # fmt: skip
+    assert len({run.place for run in runs}) == 6
+    assert len({run.settings.config_hash for run in runs}) == 6
+    assert [run.answers for run in runs[:3]] == [128, 128, 0]
+    assert "resume=auto" in runs[0].command_line()
+    assert "resume=auto" not in runs[2].command_line()
+    assert runs[1].settings.hparams.kl_coef == 0.2
+    assert not runs[1].settings.publishes
+    assert runs[0].settings.start.endswith("/studies/study/artifacts/demo_seed3/sft")
+
+
+def test_later_words_win_and_a_trial_keeps_its_models_apart(tmp_path):
+    words = ["shared.train=['logger=none','seed=7']", "overrides.train=['logger=csv','debug=fast']"]
+    run, *_ = plan(composed(ROWS, *words), tmp_path)
+    assert run.settings.logger.kind == "csv"
+    assert run.settings.start.endswith("/artifacts/debug_fast/demo_seed7/sft")
+
+
+@pytest.mark.parametrize("name", choices("study"))
+def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp_path):
+    content = yaml.safe_load((conf_dir() / "study" / f"{name}.yaml").read_text())
+    known = [r for r, row in content["runs"].items() if row["experiment"] in choices("experiment")]
+    assert known
+    settings = composed(f"study={name}", "seeds=[1]", *(f"~runs.{r}" for r in content["runs"]
+                                                       if r not in known))  # fmt: skip
+    assert len(plan(settings, tmp_path)) >= len(known)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "runs={} is no study: name one of conf/study, rlhf-study NAME"),
+        ("objective", "study=objective is none of objectives, did you mean objectives"),
+        ("runs={a:{experiment:ppoo}}", "runs.a: +experiment=ppoo is none of"),
+        ("runs={a:{experiment:ppo,overrides:[nosuch=1]}}", "runs.a: unknown"),
+        ("runs={a:{}}", "a row of train names an experiment"),
+        ("runs={a:{experiment:ppo,vary:{seed:[]}}}", "vary"),
+        ("runs={a/b:{experiment:ppo}}", "use letters, digits"),
+        ("runs={a:{experiment:ppo}} seeds=[]", "seeds"),
+        ("runs={a:{experiment:ppo}} jobs=0", "jobs=0 must be >= 1"),
+        ("runs={a:{experiment:ppo}} sedes=[1]", "did you mean seeds"),
+        ("runs={a:{experiment:ppo}} at_kl=[0]", "at_kl"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line_and_makes_no_folder(words, told, tmp_path):
+    done = run_python("-m", "rlhf_lightning.study", *words.split(), folder=tmp_path,
+                      **environment())  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_names_the_forms_of_the_command():
+    done = run_python("-m", "rlhf_lightning.study", "--help", folder=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    for form in ("rlhf-study objectives jobs=4", "--config-dir DIR", "train:debug=fast"):
+        assert form in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100

@@ -1,0 +1,151 @@
+"""The page of a study, made of results that no model has made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf_lightning.reports.study import (
+    AnswerBudget,
+    ProcessorBudget,
+    Result,
+    Study,
+    budget_table,
+    compared_table,
+    complete_curves,
+    curves_table,
+    settings_table,
+    write_study,
+)
+from rlhf_lightning.runs.folder import ITERATION
+
+
+def metrics(gain: float, kl: float) -> dict[str, float | None]:
+    return {
+        "val/gold_win_rate": gain,
+        "val/gold_win_rate_low": gain - 0.02,
+        "val/gold_win_rate_high": gain + 0.02,
+        "val/kl_per_token": kl,
+        "val/response_length": 20.0,
+    }
+
+
+def result(row: str, setting: str, seed: int, gain: float, kl: float, **changes) -> Result:
+    plain = Result(
+        row, setting, seed, status="completed", cause=None, data_set=f"demo_seed{seed}", answers=8,
+        metrics=metrics(gain, kl), rows=[{ITERATION: i, "time/update": 1.0} for i in (1, 2, 3, 4)],
+        seconds=10.0, cpu_seconds=20.0, peak_mib=100.0, times_are_whole=True,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def study(ahead: float = 0.1, seeds: tuple[int, ...] = (1, 2, 3)) -> Study:
+    """Two rows of two settings; `b` lies above `a` by `ahead`, give or take 0.01 by seed."""
+    results = []
+    for seed in seeds:
+        for row, more in (("a", 0.0), ("b", ahead + 0.01 * (seed - 2))):
+            results.append(result(row, "c=0.1", seed, 0.6 + more, 0.1))
+            results.append(result(row, "c=0.2", seed, 0.7 + more, 0.2))
+    columns = ("val/gold_win_rate", "val/response_length", "val/refusal_rate")
+    return Study("mine", "About it.", results, columns, (0.15, 0.3))
+
+
+def failed(one: Study) -> Study:
+    """The same, the last run of it failed."""
+    last = replace(one.results[-1], status="failed", cause="out <of> memory", metrics={}, rows=())
+    return replace(one, results=[*one.results[:-1], last])
+
+
+def test_a_row_is_better_at_equal_kl_where_the_interval_of_the_difference_excludes_0():
+    table, verdicts = compared_table(study())
+    # 4.3027 * 0.01 / sqrt(3) on both sides.
+    assert list(table.rows[0]) == ["b - a", "at KL 0.15", "+10.0 (+7.5 to +12.5)", "better"]
+    assert [row[1] for row in table.rows] == ["at KL 0.15", "on average from KL 0.10 to 0.20"]
+    assert verdicts[0] == "b is better than a at KL 0.15: +10.0 (+7.5 to +12.5)."
+    _, worse = compared_table(study(ahead=-0.1))
+    assert worse[0].startswith("b is worse than a at KL 0.15: -10.0 (-12.5 to -7.5)")
+
+
+def test_rows_whose_difference_may_be_0_are_not_told_apart():
+    table, verdicts = compared_table(study(ahead=0.02))
+    assert [row[3] for row in table.rows] == ["not separated", "not separated"]
+    assert verdicts == ["The evidence does not separate the objectives."]
+
+
+def test_one_seed_has_intervals_over_prompts_and_the_page_says_that_seeds_are_not_covered():
+    table, verdicts = compared_table(study(seeds=(2,)))
+    # Half of each interval is 0.02, of their difference sqrt(2) times that.
+    assert table.rows[0][2] == "+10.0 (+7.2 to +12.8)"
+    assert "seeds are not covered" in table.lead
+    assert len(verdicts) == 2
+
+
+def test_prompts_that_all_seeds_share_widen_the_interval():
+    one = study()
+    shared = replace(one, results=[replace(r, data_set="tldr") for r in one.results])
+    assert shared.same_prompts
+    assert not one.same_prompts
+    # sqrt(2.484^2 + 2.828^2) = 3.76
+    assert compared_table(shared)[0].rows[0][2] == "+10.0 (+6.2 to +13.8)"
+
+
+def test_a_row_with_a_failed_run_is_not_compared_and_its_mean_says_of_how_many_seeds_it_is():
+    one = failed(study())
+    assert list(complete_curves(one)) == ["a"]
+    assert compared_table(one) == (replace(compared_table(one)[0], rows=[]), [])
+    assert "Without: b" in curves_table(one).lead
+    rows = {(row[0], row[1]): row[2] for row in settings_table(one).rows}
+    assert rows == {
+        ("a", "c=0.1"): "3 of 3", ("a", "c=0.2"): "3 of 3",
+        ("b", "c=0.1"): "3 of 3", ("b", "c=0.2"): "2 of 3",
+    }  # fmt: skip
+
+
+def test_a_kl_that_a_seed_does_not_reach_has_no_mean():
+    one = study()
+    moved = replace(one.results[1], metrics=metrics(0.7, 0.12))
+    rows = curves_table(replace(one, results=[one.results[0], moved, *one.results[2:]])).rows
+    assert rows[0][1:3] == ["reached by 2 of 3 seeds", "not reached"]
+    assert rows[1][1] == "75.0 % (72.5 to 77.5 %)"
+
+
+def test_the_first_column_of_measures_is_left_out_where_nothing_was_measured():
+    table = settings_table(study())
+    assert "harmful prompts refused" not in table.header
+    row = dict(zip(table.header, table.rows[0], strict=True))
+    assert row["held-out response length"] == "20.0 (20.0 to 20.0)"
+    assert row["answers sampled"] == "32"
+    assert row["processor time"] == "0:20"
+    late = [replace(r, times_are_whole=False) for r in study().results]
+    assert settings_table(replace(study(), results=late)).rows[0][-2] == "at least 0:20"
+
+
+@pytest.mark.parametrize("budget", [AnswerBudget(), ProcessorBudget()])
+def test_at_an_equal_budget_a_longer_run_is_measured_where_it_had_spent_as_much(budget):
+    short = result("a", "", 1, 0.6, 0.1)
+    long = result("b", "", 1, 0.9, 0.3, cpu_seconds=40.0)
+    rows = [{ITERATION: i, "time/update": 1.0} | metrics(0.5 + i / 100, 0.1) for i in range(1, 9)]
+    one = Study("mine", "", [short, replace(long, rows=rows)], (), ())
+    table = budget_table(one, budget)
+    assert table.rows[0][-1] == "end"
+    assert table.rows[1][3:] == ["54.0 % (52.0 to 56.0 %)", "0.10", "iteration 4"]
+    bare = [{key: row[key] for key in (ITERATION, "time/update")} for row in rows]
+    table = budget_table(replace(one, results=[short, replace(long, rows=bare)]), budget)
+    assert table.rows[1][3:] == ["90.0 % (88.0 to 92.0 %)", "0.30", "end, 2.0 times as much"]
+
+
+def test_both_pages_name_the_failed_run_with_its_reason_and_escape_it(tmp_path):
+    page, text = (path.read_text() for path in write_study(failed(study()), tmp_path))
+    assert "b c=0.2 seed 3" in page
+    assert "out &lt;of&gt; memory" in page
+    assert "- b c=0.2 seed 3: failed, out <of> memory" in text
+    assert "11 of 12 runs have ended." in page
+    assert "| a | c=0.1 | 3 of 3 | 60.0 % (58.8 to 61.2 %) |" in text
+
+
+def test_a_study_without_a_result_has_a_page(tmp_path):
+    one = study()
+    none = [replace(r, status="not run", metrics={}, rows=()) for r in one.results]
+    page, _ = write_study(replace(one, results=none), tmp_path)
+    assert "0 of 12 runs have ended." in page.read_text()
