@@ -63,8 +63,8 @@ a run would use, with your own settings on the same line.
   impossible one is an error.
 - Settings of other commands that are in no group below stand with their meanings in
   `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`, `conf/pipeline.yaml`,
-  `conf/study.yaml`, `conf/dashboard.yaml`, `conf/export.yaml` and `conf/report.yaml`. Of `rlhf-export` and
-  `rlhf-report` a bare path is `run=PATH`.
+  `conf/study.yaml`, `conf/dashboard.yaml`, `conf/export.yaml` and `conf/report.yaml`. Of
+  `rlhf-export` and `rlhf-report` a bare path is `run=PATH`.
 """
 
 

@@ -232,8 +232,10 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
             rows.append([f"{row} - {first}", where, _points(found), told])
             if found.excludes_zero:
                 verdicts.append(f"{row} is {word} than {first} {where}: {_points(found)}.")
-    if not verdicts:
-        verdicts = ["The evidence does not separate the objectives."] if len(curves) > 1 else []
+    if not verdicts and others:
+        verdicts = ["The evidence does not separate the objectives."]
+        if not count:
+            verdicts = [f"No KL is reached by {first} and another row in all seeds."]
     lead = (
         f"Better or worse only where the 95 % interval excludes 0. {interval_note(study)} "
         f"Of {count} comparisons {number(count / 20)} would exclude 0 by chance."
@@ -305,7 +307,7 @@ def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
             about = [group[0].row, group[0].setting, f"{len(found)} of {len(group)}"]
             rows.append([*about, shown(GAIN, gain), kl, where])
     lead = (
-        f"Where each run had spent what the cheapest spent in all, {number(limit)} {budget.unit}: "
+        f"Where each run had spent what the cheapest spent in all, {limit:,.0f} {budget.unit}: "
         "the last measurement of gold during training before that, its own end where it spent no "
         "more. A run that measured none is shown at its end, with how much more it spent."
     )
@@ -325,10 +327,12 @@ def _at(result: Result, spent: Sequence[float], limit: float) -> tuple[Measured 
 
 def shown(name: str, found: Estimate) -> str:
     """Return a mean as text, with its interval in brackets where it has one."""
-    show = quantity(name).show
-    if not math.isfinite(found.low):
+    show, low, high = quantity(name).show, found.low, found.high
+    if not math.isfinite(low):
         return show(found.value)
-    return f"{show(found.value)} ({show(found.low).removesuffix(' %')} to {show(found.high)})"
+    if quantity(name).unit == "share":
+        low, high = max(low, 0.0), min(high, 1.0)
+    return f"{show(found.value)} ({show(low).removesuffix(' %')} to {show(high)})"
 
 
 def _points(found: Estimate) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from omegaconf import OmegaConf
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PrivateAttr,
@@ -421,6 +422,15 @@ class PipelineSettings(RunSettings):
         )
 
 
+def _check_not_empty(values: list[Any]) -> list[Any]:
+    if not values:
+        raise ValueError("=[] is empty: give at least one value")
+    return values
+
+
+Filled = AfterValidator(_check_not_empty)
+
+
 class RowSettings(Settings):
     """A row of a study: the command line of its runs, but for the seed.
 
@@ -434,7 +444,7 @@ class RowSettings(Settings):
     command: Literal["train", "evaluate"] = "train"
     experiment: str | None = None
     overrides: list[str] = Field(default_factory=list)
-    vary: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
+    vary: dict[str, Annotated[list[Any], Filled]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -459,10 +469,10 @@ class StudySettings(RunSettings):
     jobs: Positive = 1
     about: str = ""
     runs: dict[FolderName, RowSettings]
-    seeds: Annotated[list[Seed], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Filled]
     shared: WordsSettings = WordsSettings()
     overrides: WordsSettings = WordsSettings()
-    measure: Annotated[list[str], Field(min_length=1)]
+    measure: Annotated[list[str], Filled]
     at_kl: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
 
     @model_validator(mode="after")
