@@ -12,6 +12,7 @@ from rlhf_lightning.reports.several import COST, Run, with_effect
 from rlhf_lightning.runs.metric_catalog import number, percent, quantity
 
 _WIDTH, _HEIGHT = 400, 250
+_LINES = 760, 400, 130  # width, height and room for names at the right
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 16, 40
 _AXIS_STEP, _AXES_TOP, _AXES_BOTTOM, _MARGIN = 190, 34, 250, 90
 _OUTCOMES = (COST, "val/score_win_rate", "val/gold_win_rate", "val/accuracy", "val/loss")
@@ -67,27 +68,42 @@ def lines_chart(title: str, lines: Sequence[Line]) -> str:
     if not points:
         return ""
     heights = [value for _, *values in points for value in values if math.isfinite(value)]
-    plane = _Plane([point[0] for point in points], heights)
-    parts = plane.axes()
-    for index, line in enumerate(lines):
+    plane = _Plane([point[0] for point in points], heights, *_LINES)
+    parts, below = plane.axes(), 0.0
+    drawn = [(sorted(line.points), index) for index, line in enumerate(lines) if line.points]
+    # Names stand in a column at the right, in the order of the ends of their lines.
+    for settings, index in sorted(drawn, key=lambda item: plane.place(item[0][-1][:2])[1]):
         colour = f"s{index % NUM_COLOURS}"
-        drawn = sorted(line.points)
-        steps = " ".join("{},{}".format(*plane.place((kl, gain))) for kl, gain, _, _ in drawn)
-        parts.append(f'<polyline class="line {colour}" points="{steps}"/>')
-        for kl, gain, low, high in drawn:
+        dashed = ' style="stroke-dasharray:6 3"' * (index >= NUM_COLOURS)
+        steps = " ".join("{},{}".format(*plane.place(point[:2])) for point in settings)
+        parts.append(f'<polyline class="line {colour}"{dashed} points="{steps}"/>')
+        for kl, gain, low, high in settings:
             x, y = plane.place((kl, gain))
             if math.isfinite(low) and math.isfinite(high):
                 top, bottom = (plane.place((kl, bound))[1] for bound in (high, low))
-                parts.append(f'<polyline class="faint {colour}" points="{x},{top} {x},{bottom}"/>')
+                ends = f"{x},{top} {x},{bottom}"
+                parts.append(f'<polyline class="faint {colour}" points="{ends}"/>')
             parts.append(f'<circle class="{colour}" cx="{x}" cy="{y}" r="3.5"/>')
-        parts += [_dot_name(x, y, line.label, index)] if drawn else []
-    return svg(title, _WIDTH, _HEIGHT, "".join(parts))
+        below = max(below + 14, y)
+        edge = plane.width - plane.right
+        parts.append(f'<polyline class="faint {colour}" points="{x},{y} {edge},{below}"/>')
+        name = text(lines[index].label)
+        parts.append(f'<text class="dot-name" x="{edge + 5}" y="{below + 4:.1f}">{name}</text>')
+    return svg(title, plane.width, plane.height, "".join(parts))
 
 
 class _Plane:
     """KL from 0 to the right, a rate upwards."""
 
-    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+    def __init__(
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        width: int = _WIDTH,
+        height: int = _HEIGHT,
+        right: int = _RIGHT,
+    ) -> None:
+        self.width, self.height, self.right = width, height, right
         self.x_ticks = nice_ticks(0.0, max(*xs, 1e-9) * 1.08, 5)
         self.y_ticks = nice_ticks(min(ys) - 0.02, max(ys) + 0.02, 5)
         self.x_end = max(self.x_ticks[-1], max(xs))
@@ -95,23 +111,23 @@ class _Plane:
 
     def place(self, point: Point) -> Point:
         """Return the pixel of a point."""
-        x = _LEFT + point[0] / (self.x_end or 1) * (_WIDTH - _LEFT - _RIGHT)
+        x = _LEFT + point[0] / (self.x_end or 1) * (self.width - _LEFT - self.right)
         share = (point[1] - self.low) / ((self.high - self.low) or 1)
-        return round(x, 1), round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
+        return round(x, 1), round(self.height - _BOTTOM - share * (self.height - _TOP - _BOTTOM), 1)
 
     def axes(self) -> list[str]:
         """Return grid and labels."""
         parts = []
         for tick in self.y_ticks:
             _, y = self.place((0, tick))
-            right = _WIDTH - _RIGHT
-            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
+            end = self.width - self.right
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{end}" y1="{y}" y2="{y}"/>')
             parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5}">{percent(tick)}</text>')
         for tick in self.x_ticks:
             x, _ = self.place((tick, self.low))
-            parts.append(_label(x, _HEIGHT - 22, number(tick, like=self.x_end)))
-        middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        return [*parts, _label(middle, _HEIGHT - 5, "KL from SFT, nats a token")]
+            parts.append(_label(x, self.height - 22, number(tick, like=self.x_end)))
+        middle = (_LEFT + self.width - self.right) / 2
+        return [*parts, _label(middle, self.height - 5, "KL from SFT, nats a token")]
 
 
 def _dot_name(x: float, y: float, label: str, index: int) -> str:

@@ -210,7 +210,9 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
     """Return the differences from the first row at equal KL, and what they show in sentences."""
     curves = complete_curves(study)
     (first, theirs), *others = curves.items() or [("", {})]
-    rows, verdicts, count = [], [], 0
+    rows: list[list[str]] = []
+    shows: dict[str, list[str]] = {}
+    count = 0
     for row, ours in others:
         reach = common_range([*ours.values(), *theirs.values()])
         places: dict[str, list[Measured | None]] = {}
@@ -231,7 +233,8 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
             told = word if found.excludes_zero else "not separated"
             rows.append([f"{row} - {first}", where, _points(found), told])
             if found.excludes_zero:
-                verdicts.append(f"{row} is {word} than {first} {where}: {_points(found)}.")
+                shows.setdefault(f"{row} is {word} than {first}", []).append(where)
+    verdicts = [f"{what} {', '.join(wheres)}." for what, wheres in shows.items()]
     if not verdicts and others:
         verdicts = ["The evidence does not separate the objectives."]
         if not count:

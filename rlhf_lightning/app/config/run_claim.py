@@ -70,7 +70,7 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
         return folder.path.resolve() in Path(settings.ckpt_path).resolve().parents
     summary = summary_or_none(folder)
     if isinstance(settings, StudySettings):  # a folder holds the runs of all its matrices
-        return summary is None or summary.stage == "study"
+        return summary is None or summary.stage == settings.stage
     if getattr(settings, "resume", "never") != "auto" or summary is None:
         return False
     if summary.config_hash != settings.config_hash:
