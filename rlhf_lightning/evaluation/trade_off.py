@@ -99,7 +99,7 @@ def over_seeds(values: Sequence[Measured], *, same_prompts: bool) -> Estimate:
       seeds holds that between prompts, and seeds that agree by luck are no surer than their
       prompts. t is Student's quantile of S - 1 degrees of freedom.
     * `sqrt((t s / sqrt(S))^2 + z^2 v)` where all seeds are asked the same prompts, whose luck they
-      share. z is the normal quantile.
+      share. z is the normal quantile. It is wider than 95 %: the luck of the answers is in both.
     * `z sqrt(v)` for one seed: it holds for new prompts, and not for new seeds.
 
     Args:

@@ -39,7 +39,7 @@ def frontier_chart(runs: Sequence[Run], name: str) -> str:
     }
     if len(places) < 2:
         return ""
-    plane = _Plane(*([p[i] for p in places.values()] for i in (0, 1)))
+    plane = _Plane([kl for kl, _ in places.values()], [rate for _, rate in places.values()])
     parts = plane.axes()
     line = " ".join(f"{x},{y}" for x, y in map(plane.place, frontier(list(places.values()))))
     parts.append(f'<polyline class="reference" fill="none" points="{line}"/>')

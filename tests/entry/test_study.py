@@ -148,7 +148,7 @@ def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp
         ("+runs.a={experiment:ppo,vary:{seed:[]}}", "runs.a.vary.seed=[] is empty"),
         ("+runs={a/b:{experiment:ppo}}", "use letters, digits"),
         ("+runs.a={experiment:ppo} seeds=[]", "seeds=[] is empty: give"),
-        ("+runs.a={experiment:ppo} jobs=0", "jobs=0 must be >= 1"),
+        ("+runs.a={experiment:ppo} jobs=0", "jobs=0 is impossible: it must be >= 1"),
         ("+runs.a={experiment:ppo} sedes=[1]", "did you mean seeds"),
         ("+runs.a={experiment:ppo} at_kl=[0]", "at_kl"),
     ],

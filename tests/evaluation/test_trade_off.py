@@ -104,4 +104,5 @@ def test_the_interval_of_a_difference_covers_the_truth_as_often_as_it_says(same_
         found = over_seeds(values, same_prompts=same_prompts)
         covered += found.low <= -0.05 <= found.high
     assert covered / tries >= 0.94
-    assert covered / tries <= 0.995  # an interval of any width would cover it always
+    # Where seeds share prompts, the luck of the answers counts in both parts.
+    assert same_prompts or covered / tries <= 0.99

@@ -68,9 +68,9 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
     """
     if isinstance(settings, TrainSettings) and settings.ckpt_path is not None:
         return folder.path.resolve() in Path(settings.ckpt_path).resolve().parents
-    summary = summary_or_none(folder)
     if isinstance(settings, StudySettings):  # a folder holds the runs of all its matrices
-        return summary is None or summary.stage == settings.stage
+        return (folder.path / "runs").is_dir()
+    summary = summary_or_none(folder)
     if getattr(settings, "resume", "never") != "auto" or summary is None:
         return False
     if summary.config_hash != settings.config_hash:
