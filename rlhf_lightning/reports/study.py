@@ -209,11 +209,12 @@ def curves_table(study: Study) -> Table:
 def compared_table(study: Study) -> tuple[Table, list[str]]:
     """Return the differences from the first row at equal KL, and what they show in sentences."""
     curves = complete_curves(study)
-    (first, theirs), *others = curves.items() or [("", {})]
+    first = study.results[0].row
+    theirs = curves.pop(first, {})
     rows: list[list[str]] = []
     shows: dict[str, list[str]] = {}
     count = 0
-    for row, ours in others:
+    for row, ours in curves.items() if theirs else ():
         reach = common_range([*ours.values(), *theirs.values()])
         places: dict[str, list[Measured | None]] = {}
         for kl in study.at_kl:
@@ -235,10 +236,11 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
             if found.excludes_zero:
                 shows.setdefault(f"{row} is {word} than {first}", []).append(where)
     verdicts = [f"{what} {', '.join(wheres)}." for what, wheres in shows.items()]
-    if not verdicts and others:
+    if not verdicts and curves:
         verdicts = ["The evidence does not separate the objectives."]
         if not count:
-            verdicts = [f"No KL is reached by {first} and another row in all seeds."]
+            why = "and another row reach no KL in all seeds" if theirs else "has no curve"
+            verdicts = [f"{first} {why}: nothing is compared with it."]
     lead = (
         f"Better or worse only where the 95 % interval excludes 0. {interval_note(study)} "
         f"Of {count} comparisons {number(count / 20)} would exclude 0 by chance."

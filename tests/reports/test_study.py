@@ -103,6 +103,18 @@ def test_a_row_with_a_failed_run_is_not_compared_and_its_mean_says_of_how_many_s
     }  # fmt: skip
 
 
+def test_nothing_is_compared_with_a_first_row_that_is_incomplete_or_elsewhere():
+    one = study()
+    lost = replace(one.results[0], status="failed", metrics={}, rows=())
+    table, verdicts = compared_table(replace(one, results=[lost, *one.results[1:]]))
+    assert (table.rows, verdicts) == ([], ["a has no curve: nothing is compared with it."])
+    far = [replace(r, metrics=metrics(0.9, 1.0 + r.metrics["val/kl_per_token"]))
+           if r.row == "b" else r for r in one.results]  # fmt: skip
+    table, verdicts = compared_table(replace(one, results=far))
+    assert table.rows == []
+    assert verdicts == ["a and another row reach no KL in all seeds: nothing is compared with it."]
+
+
 def test_a_kl_that_a_seed_does_not_reach_has_no_mean():
     one = study()
     moved = replace(one.results[1], metrics=metrics(0.7, 0.12))
