@@ -131,8 +131,8 @@ class Seed:
 
     def _answers(self) -> dict[str, Any]:
         """Return the gold reward of every answer of both arms to the held-out prompts."""
+        from rlhf_lightning.app.config.commands import EvaluateSettings
         from rlhf_lightning.app.config.compose import register
-        from rlhf_lightning.app.config.settings import EvaluateSettings
         from rlhf_lightning.app.config.validate import load_settings
         from rlhf_lightning.app.evaluate_parts import build_sides
         from rlhf_lightning.evaluation.generate import gold_scores

@@ -9,8 +9,8 @@ import signal
 from typing import TYPE_CHECKING
 
 from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.config.commands import AnnotateSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import AnnotateSettings
 
 if TYPE_CHECKING:
     from rlhf_lightning.preferences.annotation.store import LabelStore

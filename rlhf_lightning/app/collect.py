@@ -18,10 +18,10 @@ from rlhf_lightning.app.command_line import (
     run_job,
     say,
 )
+from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets
-from rlhf_lightning.app.config.settings import CollectSettings
 from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.distributed.launch import agree_on, launch_time

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_lightning.app.config.commands import AdversarialSettings, CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import ModelSettings, Target
-from rlhf_lightning.app.config.settings import AdversarialSettings, CollectSettings
 from rlhf_lightning.app.config.targets import TargetError
 
 if TYPE_CHECKING:

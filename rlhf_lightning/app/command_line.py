@@ -18,11 +18,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError, composed, conf_dir, primary, register
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.app.config.help import help_text
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.config.settings import COMMANDS
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
 from rlhf_lightning.distributed.launch import end_process

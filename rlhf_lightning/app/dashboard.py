@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.config.commands import DashboardSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import DashboardSettings
 
 
 def run(settings: DashboardSettings) -> list[str]:

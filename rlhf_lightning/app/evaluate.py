@@ -18,10 +18,10 @@ from rlhf_lightning.app.command_line import (
     run_job,
     say,
 )
+from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets
-from rlhf_lightning.app.config.settings import EvaluateSettings
 from rlhf_lightning.app.evaluate_parts import (
     SPREAD,
     Sides,

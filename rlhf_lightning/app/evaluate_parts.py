@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import EvaluateSettings
 from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.prerequisites import KINDS, is_available, prepare_inputs
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest

@@ -10,9 +10,9 @@ import warnings
 from pathlib import Path
 
 from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
-from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import is_claimed
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_lightning.app.command_line import run_command, say
+from rlhf_lightning.app.config.commands import ReportSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import ReportSettings
 
 
 def run(folders: Sequence[Path], output: Path | None = None) -> list[Path]:

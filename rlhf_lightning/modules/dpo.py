@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.distributed.collectives import global_sum, shard
-from rlhf_lightning.functional.losses import dpo_loss
+from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import DPOHparams, LoraHparams
 from rlhf_lightning.models.factory import load_policy

@@ -22,7 +22,9 @@ from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import on_policy, pretrained
 from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
+from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import RunningMeans
+from rlhf_lightning.modules.non_finite import SkippedSteps
 from rlhf_lightning.modules.optimization import (
     Measured,
     StepCounts,
@@ -31,6 +33,7 @@ from rlhf_lightning.modules.optimization import (
 )
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.modules.trainer_flags import check_trainer
 from rlhf_lightning.rollout.estimators import GroupBaseline
 from rlhf_lightning.rollout.generators.base import Generator
@@ -63,6 +66,10 @@ class PolicyGradientModule(L.LightningModule):
     stage = "grpo"
     policy: PolicyModel | None
     reference: PolicyModel
+    algorithm: GRPOHparams
+    controls: Controls
+    skipped: SkippedSteps
+    step_0: Step0
 
     def __init__(
         self,

@@ -236,15 +236,11 @@ def surrogate_loss(
 
 
 def finish_iteration(
-    module: Any,
-    rollout: RolloutBatch,
-    steps: RunningMeans,
-    seconds: Mapping[str, float],
-    more: Mapping[str, float] | None = None,
+    module: Any, rollout: RolloutBatch, steps: RunningMeans, seconds: Mapping[str, float]
 ) -> None:
     """Log the iteration, then adapt the KL coefficient and the learning rate."""
     stage = module.stage
-    measures = finite(rollout_measures(rollout, stage) | (more or {}) | steps.means())
+    measures = finite(rollout_measures(rollout, stage) | steps.means())
     measures[f"{stage}/skipped_steps"] = module.skipped.end_iteration()
     measures |= {
         f"{stage}/num_updates": steps.num_steps,

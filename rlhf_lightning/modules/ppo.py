@@ -24,7 +24,9 @@ from rlhf_lightning.models.ppo_models import PPOModels, ppo_models
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import on_policy, pretrained
 from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
+from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import RunningMeans
+from rlhf_lightning.modules.non_finite import SkippedSteps
 from rlhf_lightning.modules.optimization import (
     Measured,
     StepCounts,
@@ -34,6 +36,7 @@ from rlhf_lightning.modules.optimization import (
 )
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.modules.trainer_flags import check_trainer
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.generators.base import Generator
@@ -60,7 +63,12 @@ class PPOModule(L.LightningModule):
     """
 
     stage = "ppo"
+    policy: PolicyModel | None
     reference: PolicyModel
+    algorithm: PPOHparams
+    controls: Controls
+    skipped: SkippedSteps
+    step_0: Step0
 
     def __init__(
         self,

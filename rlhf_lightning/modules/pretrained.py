@@ -113,7 +113,8 @@ def on_policy_module(
         trust_remote_code: run the code beside the weights.
         kept: further arguments of `from_pretrained`, for the checkpoint.
     """
-    policy, options = str(policy), {"revision": revision, "trust_remote_code": trust_remote_code}
+    policy = str(policy)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(policy, **options)
     scorer = as_scorer(reward, policy, tokenizer)
     built: list[ModuleT] = []

@@ -134,7 +134,10 @@ class ReferenceLogprobs:
                 if wanted:
                     rows: Any = data.rows(split)  # type: ignore[arg-type]
                     tables[split][wanted] = self._of_rows(
-                        reference, [rows[row] for row in wanted], data.collator(training=True), module.device
+                        reference,
+                        [rows[row] for row in wanted],
+                        data.collator(training=True),
+                        module.device,
                     )
         del reference
         release_freed_memory()

@@ -6,13 +6,12 @@ Legend: B rows of a rank, R response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from rlhf_lightning.distributed.collectives import global_moments
 from rlhf_lightning.functional.advantages import (
-    Advantages,
     compute_gae,
     group_advantages,
     length_adaptive_lambda,
@@ -66,18 +65,18 @@ class GAE:
     ) -> tuple[Tensor, Tensor]:
         """Return whitened advantages, and returns."""
         assert values is not None  # PPO has a value model
-        by_length = self.length_alpha is not None
-        found: Advantages = compute_gae(
+        gae_lambda: float | Tensor = self.gae_lambda
+        gae_lambda_value = self.gae_lambda_value
+        if self.length_alpha is not None:
+            gae_lambda = length_adaptive_lambda(mask.sum(-1), alpha=self.length_alpha)  # [B]
+            gae_lambda_value = self.gae_lambda if gae_lambda_value is None else gae_lambda_value
+        found = compute_gae(
             rewards,
             values,
             mask,
             gamma=self.gamma,
-            gae_lambda=length_adaptive_lambda(mask.sum(-1), alpha=self.length_alpha)
-            if by_length
-            else self.gae_lambda,
-            gae_lambda_value=self.gae_lambda
-            if by_length and self.gae_lambda_value is None
-            else self.gae_lambda_value,
+            gae_lambda=gae_lambda,
+            gae_lambda_value=gae_lambda_value,
         )
         return whitened(found.advantages, mask), found.returns
 
@@ -110,7 +109,7 @@ class GroupBaseline:
             of_rows = group_advantages(
                 zero_off_mask(rewards, mask).sum(-1),
                 group_ids,
-                baseline=self.baseline,
+                baseline=cast(Any, self.baseline),
                 scale="group_std" if self.scale == "group_std" else "none",
             )
             advantages = zero_off_mask(of_rows.unsqueeze(-1).expand_as(rewards), mask)

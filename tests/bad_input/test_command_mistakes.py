@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.command_line import with_run
+from rlhf_lightning.app.config.commands import COMMANDS, RUNS
 from rlhf_lightning.app.config.compose import composed, conf_dir, register
-from rlhf_lightning.app.config.settings import COMMANDS, RUNS
 
 COMMANDS_ALONE = sorted(set(COMMANDS) - set(RUNS))
 NOTHING = "sets nothing: write KEY=VALUE"

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.export import run as export
 from rlhf_lightning.app.train import run
 from rlhf_lightning.distributed.checkpoint import read_full

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rlhf_lightning.app.collect import run as run_collect
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.save import write_settings
-from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.evaluate import run as run_evaluate
 from rlhf_lightning.app.export import run as run_export
 from rlhf_lightning.app.train import run as run_train

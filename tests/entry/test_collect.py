@@ -213,8 +213,8 @@ def test_a_mistake_is_answered_in_one_line_and_leaves_no_run(
     overrides: list[str], message: str, tmp_path: Path, start: Path, monkeypatch
 ) -> None:
     from rlhf_lightning.app.collect_parts import build_lab
+    from rlhf_lightning.app.config.commands import CollectSettings
     from rlhf_lightning.app.config.compose import ConfigError, register
-    from rlhf_lightning.app.config.settings import CollectSettings
     from rlhf_lightning.app.config.validate import load_settings
     from rlhf_lightning.app.prerequisites import prepare_inputs
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from rlhf_lightning.app.config.commands import DashboardSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import DashboardSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.dashboard import (
     default_entity,

@@ -18,8 +18,8 @@ from transformers import (
     AutoTokenizer,
 )
 
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.export import run
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import RunFolder

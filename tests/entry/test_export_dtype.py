@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_lightning.app.config.settings import ExportSettings
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.export import run
 from rlhf_lightning.app.finalize import made_by
 from rlhf_lightning.runs.folder import RunFolder

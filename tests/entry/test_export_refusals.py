@@ -9,8 +9,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.config.settings import ExportSettings
 from rlhf_lightning.app.export import run
 from rlhf_lightning.models.factory import load_policy
 

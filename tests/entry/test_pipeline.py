@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.save import write_settings
-from rlhf_lightning.app.config.settings import CommandSettings, PipelineSettings, TrainSettings
+from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.pipeline.run import run
 from rlhf_lightning.app.pipeline.state import (

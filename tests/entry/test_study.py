@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlhf_lightning.app.config.commands import StudySettings
 from rlhf_lightning.app.config.compose import choices, conf_dir, register
-from rlhf_lightning.app.config.settings import StudySettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.study.plan import plan
 from rlhf_lightning.runs.metric_catalog import percent

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_lightning.app.config.settings import ExportSettings
+from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.export import run as export
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
 from rlhf_lightning.runs.resume import checkpoint_problem

@@ -12,9 +12,10 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import read_saved, working_folder
-from rlhf_lightning.app.config.settings import COMMANDS, TrainSettings
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest

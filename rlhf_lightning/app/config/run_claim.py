@@ -10,14 +10,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 
 from rlhf_lightning.app.command_line import fail
+from rlhf_lightning.app.config.commands import PipelineSettings, StudySettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.config.settings import (
-    PipelineSettings,
-    RunSettings,
-    StudySettings,
-    TrainSettings,
-)
+from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.pipeline.state import has_more_to_do
 from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.distributed.launch import agree_on

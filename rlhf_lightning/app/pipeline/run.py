@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
+from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets, write_settings
-from rlhf_lightning.app.config.settings import PipelineSettings, TrainSettings
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings, read_settings
 from rlhf_lightning.app.pipeline.state import (
     DONE,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_lightning.app.config.commands import COMMANDS, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, choices, composed, primary
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.app.config.inherit import named_again, take_over
-from rlhf_lightning.app.config.settings import COMMANDS, PipelineSettings, TrainSettings
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import did_you_mean
 from rlhf_lightning.app.config.validate import load_settings, read_settings
 from rlhf_lightning.runs.folder import RunFolder

@@ -10,15 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_lightning.app.config.commands import EvaluateSettings, RowSettings, StudySettings
 from rlhf_lightning.app.config.compose import ConfigError, composed
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.app.config.inherit import command_settings
-from rlhf_lightning.app.config.settings import (
-    EvaluateSettings,
-    RowSettings,
-    StudySettings,
-    TrainSettings,
-)
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.pipeline.steps import given
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.taken import summary_or_none
@@ -57,7 +53,7 @@ class PlannedRun:
         settings = self.settings
         if not isinstance(settings, TrainSettings) or not settings.spec.rolls_out:
             return 0
-        return settings.data.batch_size * int(settings.data.get("num_generations", 1))
+        return settings.data.num_rows
 
     def folder(self) -> RunFolder | None:
         """Return the newest run folder of these settings, a completed one before others."""

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
+from rlhf_lightning.app.config.commands import StudySettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets
-from rlhf_lightning.app.config.settings import StudySettings, TrainSettings
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.pipeline.steps import as_overrides, given
 from rlhf_lightning.app.prerequisites import prepare_inputs

@@ -1,0 +1,393 @@
+"""Settings of every command but training, and the list of all.
+
+Must not import torch: a config error answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from rlhf_lightning.app.config.groups import (
+    ArtifactsSettings,
+    DatasetSettings,
+    Dtype,
+    EvaluationSettings,
+    FilePath,
+    FolderName,
+    Gates,
+    ModelSettings,
+    OptionalPath,
+    PathsSettings,
+    Positive,
+    Precision,
+    Resume,
+    Seed,
+    Settings,
+    Split,
+    Target,
+    hparams_of,
+)
+from rlhf_lightning.app.config.settings import (
+    CommandSettings,
+    PlanSettings,
+    RunSettings,
+    TrainSettings,
+)
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.server.settings import PageSettings
+from rlhf_lightning.runs.resume import config_hash
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _hosts_joined(page: Any) -> Any:
+    if not isinstance(page, Mapping) or not isinstance(page.get("hosts"), list):
+        return page
+    return {**page, "hosts": ",".join(map(str, page["hosts"]))}
+
+
+class PromptsSettings(Settings):
+    """Prompts of an evaluation."""
+
+    split: Split = "validation"
+    max_length: Positive = 64
+
+
+class PeopleSettings(Settings):
+    """Pairs that people judge in an evaluation."""
+
+    num_pairs: Positive | None = 100
+    run: str | None = None
+    labels: str | None = None
+
+
+class BestOfSettings(Settings):
+    """Best-of-n of the policy by the scorer: the n that are measured, and the answers sampled."""
+
+    n: list[Positive] = Field(default_factory=list)
+    pool: Positive = 64
+
+
+class PrecisionSettings(Settings):
+    """Of both sides and the scorer of an evaluation."""
+
+    precision: Precision = "32-true"
+
+
+class EvaluateSettings(RunSettings):
+    """Settings of `rlhf-evaluate`: a policy against a baseline."""
+
+    model: ModelSettings
+    dataset: DatasetSettings
+    rollout: Target
+    scorer: Target | None = None
+    judge: Target | None = None
+    safety: Target | None = None
+    evaluation: EvaluationSettings
+    gates: Gates = Field(default_factory=dict)
+    run: str | None = None
+    policy: str
+    baseline: str
+    artifacts: ArtifactsSettings
+    prompts: PromptsSettings
+    references: bool = True
+    human: Literal["none", "export", "import"] = "none"
+    people: PeopleSettings
+    best_of: BestOfSettings = BestOfSettings()
+    trainer: PrecisionSettings
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.human == "import" and self.people.run is None:
+            raise ValueError("human=import needs people.run=FOLDER of the evaluation that exported")
+        if self.evaluation.every_n_iterations is not None:
+            raise ValueError("evaluation.every_n_iterations is for training: leave it out")
+        self._check_best_of()
+        return self
+
+    def _check_best_of(self) -> None:
+        counts, pool = self.best_of.n, self.best_of.pool
+        if not counts:
+            return
+        if max(counts) > pool:
+            raise ValueError(
+                f"best_of.n={counts} must be at most best_of.pool={pool}, the answers that are "
+                f"sampled to a prompt: use best_of.pool={max(counts)} or more"
+            )
+        if self.scorer is None:
+            raise ValueError("best_of.n needs a scorer that chooses the answer: scorer=NAME")
+        if self.evaluation.temperature == 0:
+            raise ValueError(
+                "best_of.n needs evaluation.temperature above 0: at 0 all answers are the same one"
+            )
+
+
+class CandidatesSettings(Settings):
+    """Answers that are sampled for labelling."""
+
+    policies: dict[str, str | None]
+    decoding: dict[str, Any]
+    num_samples: Positive = 1
+    num_prompts: Positive | None = None
+    split: Split = "train"
+    max_new_tokens: Positive = 40
+    max_prompt_length: Positive = 64
+    batch_size: Positive = 64
+
+
+class LabSettings(Settings):
+    """Pairing and aggregation of answers."""
+
+    pairing: str = "random"
+    pairs_per_prompt: int = 2
+    num_pairs: int | None = 5000
+    keep_unfinished: bool = False
+    aggregation: str = "people_first"
+    margin_scale: float = 1.0
+    near_duplicate: float = 0.7
+    near_duplicate_n: int = 3
+
+
+class AdversarialSettings(Settings):
+    """Pairs of an earlier collection's overrated answers and better ones."""
+
+    run: str | None = None
+    source: str | None = None
+    num_pairs: Positive = 1000
+    max_length: Positive = 1024
+
+
+class AnnotatorSettings(Settings):
+    """Annotators: automatic ones, and people."""
+
+    automatic: dict[str, Target | None] | None = None
+    people: Target
+
+
+class CollectSettings(RunSettings):
+    """Settings of `rlhf-collect`: from prompts to preference records, or to demonstrations."""
+
+    model: ModelSettings
+    dataset: DatasetSettings
+    annotator: AnnotatorSettings
+    judge: Target | None = None
+    budget: Target
+    resume: Resume = "never"
+    run: str | None = None
+    records: Literal["preferences", "demonstrations"] = "preferences"
+    artifacts: ArtifactsSettings
+    candidates: CandidatesSettings
+    lab: LabSettings
+    adversarial: AdversarialSettings
+    score: Target | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.records == "demonstrations":
+            if self.artifacts.reward is None:
+                raise ValueError(
+                    "records=demonstrations needs the reward model that chooses the best answer: "
+                    "artifacts.reward=FOLDER"
+                )
+            if self.adversarial.run is not None:
+                raise ValueError(
+                    "adversarial.run makes pairs: use records=preferences, or leave it out"
+                )
+        return self
+
+
+class PipelineSettings(RunSettings):
+    """Settings of `rlhf-pipeline`: all stages in a row."""
+
+    resume: Resume = "auto"
+    rounds: Positive = 1
+    experiments: dict[str, str | None]
+    collect: bool = False
+    adversarial: bool = True
+    evaluate: bool = True
+    evaluation_gates: str | None = None
+    accept: list[str] = Field(default_factory=list)
+    overrides: dict[str, Any]
+
+    @property
+    def config_hash(self) -> str:
+        """Equal for pipelines that go on with each other: of name, seed and experiments."""
+        return config_hash(
+            {"name": self.name, "seed": self.seed, "experiments": dict(self.experiments)}
+        )
+
+
+def _check_not_empty(values: list[Any]) -> list[Any]:
+    if not values:
+        raise ValueError("=[] is empty: give at least one value")
+    return values
+
+
+Filled = AfterValidator(_check_not_empty)
+
+
+class RowSettings(Settings):
+    """A row of a study: the command line of its runs, but for the seed.
+
+    Args:
+        command: what is run.
+        experiment: of `train`.
+        overrides: words of the command line.
+        vary: values of each key; every combination of them is a setting of its own.
+    """
+
+    command: Literal["train", "evaluate"] = "train"
+    experiment: str | None = None
+    overrides: list[str] = Field(default_factory=list)
+    vary: dict[str, Annotated[list[Any], Filled]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.command == "train") != (self.experiment is not None):
+            raise ValueError(
+                f".experiment={self.experiment} and command={self.command}: a row of train names an"
+                " experiment, a row of evaluate none"
+            )
+        return self
+
+
+class WordsSettings(Settings):
+    """Words of the command lines of all runs, by their command."""
+
+    train: list[str] = Field(default_factory=list)
+    evaluate: list[str] = Field(default_factory=list)
+
+
+class StudySettings(RunSettings):
+    """Settings of `rlhf-study`: a matrix of runs and what is measured on them."""
+
+    jobs: Positive = 1
+    about: str = ""
+    runs: dict[FolderName, RowSettings]
+    seeds: Annotated[list[Seed], Filled]
+    shared: WordsSettings = WordsSettings()
+    overrides: WordsSettings = WordsSettings()
+    measure: Annotated[list[str], Filled]
+    at_kl: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _has_runs(self) -> Self:
+        if not self.runs:
+            raise ValueError("runs={} is no study: name one of conf/study, rlhf-study NAME")
+        return self
+
+
+class ExportSettings(CommandSettings):
+    """Settings of `rlhf-export`: a run's model as a Hugging Face folder.
+
+    Args:
+        run: run folder, checkpoint or exported folder.
+        to: the new folder; None for `export/` (`adapter/`) in the run folder.
+        adapter_only: the adapter of a LoRA run without its base.
+        dtype: of the weights; None as the run's configuration says.
+        push_to_hub: repository to upload to; None uploads nothing.
+        public: True if a new repository is public.
+    """
+
+    run: FilePath
+    to: OptionalPath = None
+    adapter_only: bool = False
+    dtype: Dtype | None = None
+    push_to_hub: str | None = None
+    public: bool = False
+
+
+class ReportSettings(CommandSettings):
+    """Settings of `rlhf-report`: `report.html` of runs, and the page that compares them.
+
+    Args:
+        run: folders of runs or sweeps.
+        output: file of the comparison; None for `comparison.html` beside the runs.
+    """
+
+    run: Annotated[list[FilePath], Field(min_length=1), BeforeValidator(_as_list)]
+    output: OptionalPath = None
+
+
+class DashboardSettings(CommandSettings):
+    """Settings of `rlhf-dashboard`: a project's workspace in Weights & Biases."""
+
+    action: Literal["save", "print"] = "save"
+    project: str
+    entity: str | None = None
+    name: str
+    compare: list[str | int] = Field(default_factory=list)
+
+    @field_validator("compare")
+    @classmethod
+    def _two_or_none(cls, runs: list[str | int]) -> list[str | int]:
+        if len(runs) not in (0, 2):
+            raise ValueError(f" has {len(runs)} runs: give two, or none")
+        return runs
+
+
+class AnnotateSettings(CommandSettings):
+    """Settings of `rlhf-annotate`: the page where people label pairs."""
+
+    paths: PathsSettings
+    store: FilePath
+    action: Literal["serve", "import", "export", "status"] = "serve"
+    file: OptionalPath = None
+    format: Literal["auto", "pairs", "labels", "trl", "argilla", "label_studio"] = "auto"
+    known: Literal["auto", "labels", "gold", "ignore"] = "auto"
+    labels: Literal["aggregated", "raw"] = "aggregated"
+    method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
+    ratings_per_pair: Positive = 1
+    sharing: hparams_of(Sharing)  # type: ignore[valid-type]
+    # It knows the token.
+    page: Annotated[hparams_of(PageSettings), BeforeValidator(_hosts_joined)] = Field(repr=False)  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _check_file(self) -> Self:
+        if self.action in ("import", "export") and self.file is None:
+            raise ValueError(f"file is not set: {self.action} needs a file")
+        if self.action == "export" and self.format == "auto":
+            raise ValueError(
+                "format=auto tells what is read: export needs one of pairs, labels, trl, argilla, "
+                "label_studio"
+            )
+        if self.action == "export" and (self.format, self.labels) == ("labels", "aggregated"):
+            raise ValueError("format=labels holds labels of single annotators: add labels=raw")
+        return self
+
+    @property
+    def known_of_file(self) -> Literal["labels", "gold", "ignore"]:
+        """The use of preferences in the file: pairs that are served are to be labelled."""
+        if self.known != "auto":
+            return self.known
+        return "ignore" if self.action == "serve" else "labels"
+
+
+RUNS: dict[str, type[RunSettings]] = {
+    "train": TrainSettings,
+    "evaluate": EvaluateSettings,
+    "collect": CollectSettings,
+    "pipeline": PipelineSettings,
+    "study": StudySettings,
+}
+
+
+COMMANDS: dict[str, type[CommandSettings]] = {
+    **RUNS,
+    "plan": PlanSettings,
+    "export": ExportSettings,
+    "report": ReportSettings,
+    "dashboard": DashboardSettings,
+    "annotate": AnnotateSettings,
+}
