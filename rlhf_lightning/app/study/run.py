@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
@@ -38,6 +39,7 @@ from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, writ
 
 register()
 LOG = "log.txt"  # of the newest attempt
+_BEST_OF = re.compile(r"best_of/(\d+)/")
 ATTEMPTS = "attempts.jsonl"  # a line at the start of each attempt, and one at its end
 
 
@@ -198,12 +200,29 @@ def outcome(planned: PlannedRun) -> tuple[str, str | None]:
 def _write_pages(settings: StudySettings, runs: Sequence[PlannedRun], folder: Path) -> None:
     from rlhf_lightning.reports.study import Study, write_study
 
-    results = tuple(_result(planned) for planned in runs)
+    results = tuple(result for planned in runs for result in _results(planned))
     study = Study(
         settings.name, settings.about, results, tuple(settings.measure), tuple(settings.at_kl)
     )
     for page in write_study(study, folder):
         say(str(page))
+
+
+def _results(planned: PlannedRun) -> list[Any]:
+    """Return the result of a run; of an evaluation of the best of n one for each n."""
+    result = _result(planned)
+    sizes = sorted({int(found[1]) for name in result.metrics if (found := _BEST_OF.match(name))})
+    return [
+        replace(result, setting=f"n={size}", metrics=_of_best(result.metrics, f"best_of/{size}/"))
+        for size in sizes
+        if size > 1  # the policy itself
+    ] or [result]
+
+
+def _of_best(metrics: Mapping[str, Any], head: str) -> dict[str, Any]:
+    """Return the metrics of the best of n by the names that those of a trained policy have."""
+    found = {f"val/{k.removeprefix(head)}": v for k, v in metrics.items() if k.startswith(head)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _result(planned: PlannedRun) -> Any:
