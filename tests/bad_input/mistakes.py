@@ -27,7 +27,7 @@ class Mistake(NamedTuple):
 # The names and the form of what is written: these do not compose.
 COMPOSITION = [
     Mistake("+experiment=ppoo", "experiment=", "ppoo", "did you mean ppo"),
-    Mistake("+experiment=", "experiment=", " is none of", "base, ppo,"),
+    Mistake("+experiment=", "experiment=", " is none of", "base, "),
     Mistake("+experiment=ppo +experiment=sft", "experiment=ppo", "experiment=sft", "once"),
     Mistake("+experiment=ppo +preset=article", "preset=", "article ", "did you mean article_"),
     Mistake("+experiment=ppo preset=article_dynamics", "preset=", "article_", "+preset=article_d"),

@@ -33,7 +33,7 @@ NOTHING = "sets nothing: write KEY=VALUE"
         ("report", ["RUN", "outptu=x"], "unknown key outptu; did you mean output?"),
         ("report", ["RUN", "output=3"], "output=3 is int, expected a path or None"),
         ("report", ["A, B"], "A, B is no run folder: it has no summary.json; runs are in outputs/"),
-        ("plan", [], "stage=None: choose what to train with +experiment=NAME, one of base, ppo,"),
+        ("plan", [], "stage=None: choose what to train with +experiment=NAME, one of base, "),
         ("plan", ["RUN"], f"'RUN' {NOTHING}"),
         ("plan", ["+experiment=ppo", "sed=2"], "unknown key sed; did you mean seed"),
         (

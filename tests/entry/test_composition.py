@@ -20,7 +20,7 @@ def composed(*overrides: str) -> TrainSettings:
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_every_experiment_composes_and_its_hyperparameters_build(experiment):
     settings = composed(f"+experiment={experiment}")
-    assert settings.stage in ("sft", "reward", "dpo", "ppo")
+    assert settings.stage in ("sft", "reward", "dpo", "ppo", "grpo")
     assert type(settings.hparams) is settings.spec.hparams[settings.spec.settings]
     assert settings.artifacts.publish, "a stage that publishes nothing cannot be built upon"
 
@@ -88,7 +88,7 @@ def test_a_target_that_the_user_lists_is_allowed(monkeypatch):
         # The controller would flip the sign of the coefficient.
         (
             "module.ppo.kl_target=6 module.ppo.kl_horizon=20",
-            r"kl_horizon=20 is too small for data\.batch_size=128",
+            r"kl_horizon=20 is too small for 128 responses",
         ),
     ],
 )

@@ -49,16 +49,13 @@ def choices_text(width: int | None = None) -> str:
         width: in characters; that of the terminal, at most 100, where it is None.
     """
     width = width or min(shutil.get_terminal_size().columns, 100)
-    recipes = sorted(
-        {
-            name.partition("_")[2]
-            for name in choices("experiment")
-            if name.startswith(tuple(f"{stage}_" for stage in STAGES))
-        }
-    )
-    lines = _row("built-in world", " ".join(BUILT_IN), width)
+    heads = tuple(f"{stage}_" for stage in STAGES)
+    names = [name for name in choices("experiment") if name not in BUILT_IN]
+    recipes = sorted({name.partition("_")[2] for name in names if name.startswith(heads)})
+    objectives = [name for name in names if not name.startswith(heads)]
+    lines = _row("built-in world", " ".join((*BUILT_IN, *objectives)), width)
     lines += _row(
-        "your own", "sft reward dpo ppo with model=, dataset=, lora=lora, strategy=fsdp", width
+        "your own", "all but base, with model=, dataset=, lora=lora, strategy=fsdp", width
     )
     lines += _row("recipes", f"sft_NAME, reward_NAME, ppo_NAME: {' '.join(recipes)}", width)
     lines += ["", "Groups, written GROUP=NAME:", ""]

@@ -263,15 +263,19 @@ def _job(cfg: Any) -> None:
         fail(str(summary.cause), 1)
 
 
+def arguments(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line as Hydra reads them: flags first, NAME as `study=NAME`."""
+    first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    given_words, flags = list(words[:first_flag]), words[first_flag:]
+    if given_words and "=" not in given_words[0]:
+        given_words[0] = f"study={given_words[0]}"
+    return [*flags, *as_overrides(given_words)]
+
+
 def main() -> None:
     """Run the command line."""
     agree_on("launch time", launch_time)
-    words = sys.argv[1:]
-    first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    given_words, flags = words[:first_flag], words[first_flag:]
-    if given_words and "=" not in given_words[0]:
-        given_words[0] = f"study={given_words[0]}"
-    sys.argv[1:] = [*flags, *as_overrides(given_words)]
+    sys.argv[1:] = arguments(sys.argv[1:])
     settings = check_command_line("study")
     try:
         if settings is not None:
