@@ -309,9 +309,17 @@ class OnPolicyHparams(Checked):
     def __post_init__(self) -> None:
         """Check the values, and warn of an estimator with another fixed point."""
         super().__post_init__()
+        name = type(self).__name__
+        if self.kl_in == "reward" and self.kl_estimator != "k2":
+            raise ValueError(
+                f"{name}.kl_estimator={self.kl_estimator} is of a KL in the loss: use kl_in=loss, "
+                "or leave it out (in the reward it is k1)"
+            )
+        if self.surrogate == "cispo" and self.dual_clip is not None:
+            raise ValueError(f"{name}.dual_clip={self.dual_clip:g}: surrogate=cispo has none")
         if self.kl_in == "loss" and self.kl_estimator == "k3":
             warnings.warn(
-                f"{type(self).__name__}.kl_estimator=k3 holds the policy to another optimum than "
+                f"{name}.kl_estimator=k3 holds the policy to another optimum than "
                 "the KL penalty of RLHF has (its gradient is that of the reverse KL): use k2, "
                 "unless it is to match TRL's GRPO",
                 UnusualHparamWarning,
@@ -382,6 +390,11 @@ class GRPOHparams(OnPolicyHparams):
             raise ValueError(
                 "GRPOHparams.scale=group_std needs a group's baseline: use baseline=mean, or "
                 "scale=global_std (REINFORCE++)"
+            )
+        if self.baseline == "none" and self.surrogate == "gspo":
+            raise ValueError(
+                "GRPOHparams.surrogate=gspo has one ratio a response, and baseline=none one "
+                "advantage a token: use baseline=mean"
             )
 
     @property

@@ -11,6 +11,11 @@ from rlhf_lightning.runs.summary import GateResult
 PROXY_GAINED = 0.65  # win rate by the learnt score from which PPO has done its part, and
 PROXY_APART = 0.15  # how far the judge that counts then lags behind, to blame the reward model
 MOVED = 0.02  # nats a token, below which a policy has hardly left its start
+_LEVERS = {  # what holds a policy to its start, by stage
+    "ppo": "module.ppo.kl_coef",
+    "grpo": "module.grpo.kl_coef",
+    "dpo": "module.dpo.beta",
+}
 WEAK_DOMAIN = 0.05  # below the reward model's own accuracy
 Metrics = Mapping[str, float | None]
 
@@ -61,35 +66,37 @@ def _of_stage(
 ) -> Blame:
     own = metrics.get(stage, {})
     causes: dict[str, Callable[[], Blame]] = {
-        "ppo": lambda: _policy(failed, own, metrics.get("reward", {})),
-        "grpo": lambda: _policy(failed, own, metrics.get("reward", {})),
-        "evaluate": lambda: _policy(failed, own, metrics.get("reward", {})),
+        "evaluate": lambda: _policy("ppo", failed, own, metrics.get("reward", {})),
         "reward": lambda: _reward(failed),
         "sft": lambda: _sft(failed, own),
     }
+    if stage in _LEVERS:
+        return _policy(stage, failed, own, metrics.get("reward", {}))
     return causes.get(stage, lambda: _unknown(stage, failed))()
 
 
-def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> Blame:
+def _policy(stage: str, failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> Blame:
+    lever = _LEVERS[stage]
     kl, proxy = measured_value(own, "val/kl_per_token"), measured_value(own, "val/score_win_rate")
     safety = [name for name in failed if "refus" in name]
     wins = [name for name in failed if "win_rate" in name]
     if "kl_per_token" in failed:
         return Blame(
-            "ppo",
+            stage,
             f"The policy is {_show(kl)} nats a token away from its start",
-            "a larger module.ppo.kl_coef, fewer iterations or a smaller learning rate",
+            f"a larger {lever}, fewer iterations or a smaller learning rate",
         )
     if "policy_moved" in failed or (wins and kl is not None and kl < MOVED):
         return Blame(
-            "ppo",
+            stage,
             f"The policy has hardly moved: {_show(kl)} nats a token",
-            "more iterations, a larger learning rate or a smaller module.ppo.kl_coef",
+            f"more iterations, a larger learning rate or a smaller {lever}",
         )
     if wins:
         rates = [_win_rate(failed[name], own) for name in wins]
         ends = all(name.endswith("_low") for name in wins)
-        return _not_won([rate for rate in rates if rate is not None], proxy, ends_alone=ends)
+        known = [rate for rate in rates if rate is not None]
+        return _not_won(stage, known, proxy, ends_alone=ends)
     if safety:
         overall, harmful = (
             measured_value(reward, "val/accuracy"),
@@ -103,17 +110,18 @@ def _policy(failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> 
                 "more preference pairs about harmful prompts and their look-alikes",
             )
         return Blame(
-            "ppo",
+            stage,
             "What is refused has changed for the worse, and the reward model does not explain it",
-            "a larger share of such prompts, a larger module.ppo.kl_coef, or fewer iterations",
+            f"a larger share of such prompts, a larger {lever}, or fewer iterations",
         )
-    return _unknown("ppo", failed)
+    return _unknown(stage, failed)
 
 
-def _not_won(rates: Sequence[float], proxy: float | None, *, ends_alone: bool) -> Blame:
+def _not_won(stage: str, rates: Sequence[float], proxy: float | None, *, ends_alone: bool) -> Blame:
     """Return what to blame where the judge that counts sees too few wins.
 
     Args:
+        stage: that trained the policy.
         rates: by that judge, of the gates that failed.
         proxy: by the learnt score.
         ends_alone: whether only lower ends of intervals failed.
@@ -123,19 +131,20 @@ def _not_won(rates: Sequence[float], proxy: float | None, *, ends_alone: bool) -
             "reward",
             f"The policy wins {_show(proxy)} of comparisons by the learnt reward and not by the "
             "judge that counts: the reward model pays for the wrong things",
-            "pairs of this policy's answers for the reward model, then a larger module.ppo.kl_coef",
+            f"pairs of this policy's answers for the reward model, then a larger {_LEVERS[stage]}",
         )
     if rates and ends_alone:
         return Blame(
-            "ppo",
+            stage,
             f"It wins {_show(min(rates))} of comparisons, enough, but the interval is wide",
             "a larger evaluation.num_prompts, then more iterations",
         )
+    look = "; look at ppo/explained_variance" if stage == "ppo" else ""
     return Blame(
-        "ppo",
+        stage,
         f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
         "comparisons are won: the policy has not gone far enough",
-        "more iterations or a larger learning rate; look at ppo/explained_variance",
+        f"more iterations or a larger learning rate{look}",
     )
 
 

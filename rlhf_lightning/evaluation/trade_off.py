@@ -116,6 +116,8 @@ def over_seeds(values: Sequence[Measured], *, same_prompts: bool) -> Estimate:
         of_seeds = student * stdev(gains) / math.sqrt(count)
         own = max(of_seeds, of_prompts / math.sqrt(count))
         half = math.hypot(of_seeds, of_prompts) if same_prompts else own
+        if same_prompts and not variance:  # how far prompts spread it is not known
+            half = math.nan
     return Estimate(mean, mean - half, mean + half, count)
 
 

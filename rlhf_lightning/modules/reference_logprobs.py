@@ -96,7 +96,8 @@ class ReferenceLogprobs:
             )
         rows: dict[str, Rows] = {split: data.rows(split) for split in SPLITS}
         path = Path(trainer.default_root_dir) / FILE
-        key = data_key(rows, self.fingerprint, str(trainer.precision))
+        computed = f"{trainer.precision} {_base_of(module.policy)}"
+        key = data_key(rows, self.fingerprint, computed)
         tables = _for_all_ranks(lambda: read_tables(path, key, rows), rows)
         missing = {split: _missing(tables[split], data, trainer, split) for split in splits}
         if any(missing.values()):
@@ -173,6 +174,11 @@ class ReferenceLogprobs:
         return global_sum(found.to(device)).cpu()
 
 
+def _base_of(policy: PolicyModel) -> str:
+    """Return how the base of an adapter is held; "" for a whole model."""
+    return policy.base.lora.quantization if isinstance(policy, AdaptedPolicy) else ""
+
+
 def data_key(rows: Mapping[str, Rows], fingerprint: str, precision: str) -> str:
     """Return a SHA-256 of what the tables depend on.
 
@@ -181,7 +187,7 @@ def data_key(rows: Mapping[str, Rows], fingerprint: str, precision: str) -> str:
     Args:
         rows: of each split.
         fingerprint: of the source of the reference.
-        precision: the Trainer's.
+        precision: in which the reference computes.
     """
     digest = hashlib.sha256(f"{fingerprint} {precision}".encode())
     for split in SPLITS:

@@ -178,9 +178,15 @@ def settings_table(study: Study) -> Table:
 def interval_note(study: Study) -> str:
     """Return in words what the intervals hold for."""
     if len({r.seed for r in study.results}) < 2:
-        return "One seed: intervals hold for new prompts; seeds are not covered."
+        return (
+            "One seed: intervals hold for new prompts at the KL that was measured; seeds are not "
+            "covered."
+        )
     if study.same_prompts:
-        return "All seeds share their prompts: intervals hold for new prompts and new seeds."
+        return (
+            "All seeds share their prompts: intervals hold for new prompts and new seeds; a figure "
+            "whose spread over prompts was not measured has none."
+        )
     return "Each seed has prompts of its own: intervals, Student's over seeds, hold for both."
 
 
@@ -235,7 +241,8 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
             rows.append([f"{row} - {first}", where, _points(found), told])
             if found.excludes_zero:
                 shows.setdefault(f"{row} is {word} than {first}", []).append(where)
-    verdicts = [f"{what} {', '.join(wheres)}." for what, wheres in shows.items()]
+    only = "" if len({r.seed for r in study.results}) > 1 else ", in the one seed that was run"
+    verdicts = [f"{what} {', '.join(wheres)}{only}." for what, wheres in shows.items()]
     if not verdicts and curves:
         verdicts = ["The evidence does not separate the objectives."]
         if not count:
@@ -298,12 +305,13 @@ class ProcessorBudget:
 
 def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
     """Return each setting where it had spent what the cheapest training run spent in all."""
-    spent = {id(r): budget.spent(r) for r in study.results if r.completed}
+    # An evaluation has no course: it is in the table of settings alone.
+    spent = {id(r): budget.spent(r) for r in study.results if r.completed and r.rows}
     totals = [values[-1] for values in spent.values() if values and values[-1] > 0]
     limit = min(totals, default=0.0)
     rows = []
     for group in _settings(study.results):
-        found = [_at(r, spent[id(r)], limit) for r in group if r.completed]
+        found = [_at(r, spent[id(r)], limit) for r in group if id(r) in spent]
         points = [point for point, _ in found if point is not None]
         if points and limit:
             gain = over_seeds(points, same_prompts=study.same_prompts)

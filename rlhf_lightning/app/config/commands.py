@@ -228,13 +228,15 @@ class PipelineSettings(RunSettings):
         )
 
 
-def _check_not_empty(values: list[Any]) -> list[Any]:
+def _check_filled(values: list[Any]) -> list[Any]:
     if not values:
         raise ValueError("=[] is empty: give at least one value")
+    if len({repr(value) for value in values}) < len(values):
+        raise ValueError(f"={values} has a value twice: it would count as two")
     return values
 
 
-Filled = AfterValidator(_check_not_empty)
+Filled = AfterValidator(_check_filled)
 
 
 class RowSettings(Settings):

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.groups import ArtifactsSettings
 from rlhf_lightning.app.config.saved import read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import read_settings
@@ -152,7 +153,8 @@ def take_over(
     _refuse_code(entry, trained, keys)
     changed: Any = OmegaConf.create(cast(Any, OmegaConf.to_container(cfg, resolve=False)))
     OmegaConf.set_struct(changed, False)
-    moved = {f"artifacts.{kind}": source for kind, source in models.items()}
+    known = ArtifactsSettings.model_fields
+    moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in known}
     named = {f"artifacts.{k}": OmegaConf.select(cfg, f"artifacts.{k}") for k in _kinds(keys)}
     resolved = trained.updated(moved | named).resolved
     for group, kept in _GROUPS[entry].items():
@@ -174,7 +176,10 @@ def take_over(
         if models.get(kind) is not None or kind == "base":
             OmegaConf.update(changed, f"artifacts.{kind}", models.get(kind))
     if entry == "evaluate" and trained.spec.name != "ppo":
-        changed.policy, changed.baseline = models[trained.spec.name], trained.start
+        start = trained.spec.starts_from
+        changed.policy = models[trained.spec.name]
+        # Another artifacts.sft on the command line is another baseline, as after PPO.
+        changed.baseline = "${artifacts.sft}" if start == "sft" else models[start]
     for key in keys:
         if "." in key or key in ("seed", "policy", "baseline"):
             OmegaConf.update(changed, key, OmegaConf.select(cfg, key), force_add=True)

@@ -13,6 +13,32 @@ if TYPE_CHECKING:
     from rlhf_lightning.runs.folder import RunFolder
 
 
+def check(settings: TrainSettings) -> None:
+    """Refuse what DPO would leave unused, and a scorer that cannot be built at the end.
+
+    Raises:
+        ConfigError: with the key, what it got and what it wants.
+    """
+    from rlhf_lightning.app.config.compose import ConfigError
+    from rlhf_lightning.rollout.scorers.hparams import check_scorer
+
+    if settings.artifacts.ppo is not None:
+        raise ConfigError(
+            f"artifacts.ppo={settings.artifacts.ppo}: DPO starts from artifacts.sft, which is its "
+            "reference too; name the policy there"
+        )
+    if settings.scorer is None:
+        return
+    if settings.scorer.class_name == "RewardAdapterScorer":
+        raise ConfigError(
+            "scorer=reward_adapter stands on the base of PPO's policy: use scorer=reward_model"
+        )
+    try:
+        check_scorer(settings.scorer.node())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
 def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents) -> Findings:
     """Validate, and compare the policy with its start, by gold and by a scorer if there are any."""
     from rlhf_lightning.app.evaluation import compare, placed, start_policy, validate
@@ -51,5 +77,6 @@ STAGE = StageSpec(
     objective="val/accuracy",
     finish=finish,
     num_answered=num_answered,
+    check=check,
     start_lines=start_lines,
 )

@@ -45,6 +45,12 @@ def check(settings: TrainSettings) -> None:
 
     _check_kl_horizon(settings)
     _check_scorer(settings)
+    buffer, longest = settings.hparams.overlong_buffer, settings.all_hparams["sampling"]
+    if buffer is not None and buffer > longest.max_new_tokens:
+        raise ConfigError(
+            f"module.{settings.spec.settings}.overlong_buffer={buffer} must be at most "
+            f"module.sampling.max_new_tokens={longest.max_new_tokens}"
+        )
     if settings.lora is not None and (rate := settings.lora.dropout):
         raise ConfigError(
             f"lora.dropout={rate}: {settings.spec.title} needs 0, or the ratio does not start at 1"
@@ -78,14 +84,22 @@ def _check_scorer(settings: TrainSettings) -> Target:
 
 
 def check_buildable(settings: TrainSettings) -> None:
-    """Build a scorer that needs no model once.
+    """Look the surrogate up, and build a scorer that needs no model once.
 
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
+    from rlhf_lightning.app.config.compose import ConfigError
     from rlhf_lightning.app.config.targets import targets
     from rlhf_lightning.app.config.validate import built
+    from rlhf_lightning.functional.losses import POLICY_LOSSES
 
+    surrogate = settings.hparams.surrogate
+    if surrogate not in POLICY_LOSSES:
+        raise ConfigError(
+            f"module.{settings.spec.settings}.surrogate={surrogate}: use one of "
+            f"{', '.join(POLICY_LOSSES)}"
+        )
     scorer = _check_scorer(settings)
     if {str(found["_target_"]) for _, _, found in targets(scorer.node())} <= LIGHT_SCORERS:
         with built("scorer", scorer):

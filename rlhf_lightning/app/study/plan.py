@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -18,6 +19,8 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.pipeline.steps import given
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.taken import summary_or_none
+
+_MAKING = ("model.from_scratch", "dataset.")  # words that change the models runs start from
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,15 @@ def _planned(
     row = settings.runs[name]
     given_words = getattr(settings.overrides, row.command)
     written = [*getattr(settings.shared, row.command), *row.overrides, *values, *given_words]
+    if any(word.lstrip("+").startswith("seed=") for word in written):
+        raise ConfigError(f"runs.{name}: seeds=[...] says the seeds of all runs, not seed=")
     artifacts = Path(settings.paths.artifacts).resolve()
     if "debug=fast" in written:  # keeps its models apart
         artifacts /= "debug_fast"
+    # Models that runs start from are made by these words too.
+    making = [word for word in written if word.lstrip("+").startswith(_MAKING)]
+    if making:
+        artifacts /= _digest(" ".join(making))
     head = [] if row.experiment is None else [f"+experiment={row.experiment}"]
     tail = [given("paths.artifacts", artifacts), "paths.publish=false"]
     words = _last_of_each([*head, f"seed={seed}", *written, *tail])
@@ -119,9 +128,15 @@ def _planned(
     except ConfigError as error:
         raise ConfigError(f"runs.{name}: {error}") from error
     assert isinstance(read, TrainSettings | EvaluateSettings)
-    parts = [part for part in (re.sub(r"[^\w.=+-]", "_", setting), f"seed_{seed}") if part]
+    named = re.sub(r"[^\w.=+-]", "_", setting)
+    named = named if named == setting else f"{named}_{_digest(setting)}"
+    parts = [part for part in (named, f"seed_{seed}") if part]
     place = folder.joinpath("runs", name, *parts)
     return PlannedRun(name, setting, seed, row.command, tuple(words), place, read)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _short(word: str) -> str:
