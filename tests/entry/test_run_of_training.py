@@ -131,6 +131,17 @@ def test_the_models_of_a_run_are_found_from_another_folder(tmp_path, monkeypatch
     assert collection.candidates.policies["sft"] == settings.baseline
 
 
+@pytest.mark.parametrize("experiment", ["grpo", "rloo", "reinforce_pp", "dpo"])
+def test_every_policy_that_starts_from_sft_is_compared_with_it(working_folder, experiment) -> None:
+    made = run_of(working_folder / f"outputs/{experiment}/1", f"+experiment={experiment}")
+    settings = settings_of(f"run={made.path}", entry="evaluate")
+    assert settings.policy == str(made.export)
+    assert settings.baseline == "artifacts/demo_seed1/sft"
+    other = settings_of(f"run={made.path}", "artifacts.sft=other", entry="evaluate")
+    assert other.baseline == "other"
+    assert settings_of(f"run={made.path}", entry="collect").dataset.name == "demo_seed1"
+
+
 def test_a_run_of_sft_is_compared_with_what_it_started_from(working_folder) -> None:
     made = run_of(working_folder / "outputs/sft/1", "+experiment=sft")
     settings = settings_of(f"run={made.path}", entry="evaluate")

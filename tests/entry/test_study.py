@@ -121,16 +121,29 @@ def test_the_matrix_has_every_setting_of_a_seed_before_the_next_seed(tmp_path):
 
 
 def test_later_words_win_and_a_trial_keeps_its_models_apart(tmp_path):
-    words = ["shared.train=['logger=none','seed=7']", "overrides.train=['logger=csv','debug=fast']"]
+    words = ["shared.train=['logger=none']", "overrides.train=['logger=csv','debug=fast']"]
     run, *_ = plan(composed(*ROWS, *words), tmp_path)
     assert run.settings.logger.kind == "csv"
-    assert run.settings.start.endswith("/artifacts/debug_fast/demo_seed7/sft")
+    assert run.settings.start.endswith("/artifacts/debug_fast/demo_seed1/sft")
+
+
+def test_settings_that_change_the_models_runs_start_from_have_models_of_their_own(tmp_path):
+    vary = "{model.from_scratch.hidden_size:[64,128]}"
+    runs = plan(composed(f"+runs.ppo={{experiment:ppo,vary:{vary}}}"), tmp_path)
+    assert len({run.settings.start for run in runs}) == 2
+
+
+def test_settings_that_a_folder_cannot_spell_have_folders_of_their_own(tmp_path):
+    row = "+runs.ppo={experiment:ppo,vary:{artifacts.sft:['a/b','a_b']}}"
+    assert len({run.place for run in plan(composed(row), tmp_path)}) == 2
 
 
 @pytest.mark.parametrize("name", choices("study"))
 def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp_path):
     content = yaml.safe_load((conf_dir() / "study" / f"{name}.yaml").read_text())
-    known = [r for r, row in content["runs"].items() if row["experiment"] in choices("experiment")]
+    known = [
+        r for r, row in content["runs"].items() if row.get("experiment") in choices("experiment")
+    ]
     assert known
     settings = composed(f"study={name}", "seeds=[1]", *(f"~runs.{r}" for r in content["runs"]
                                                        if r not in known))  # fmt: skip
@@ -148,6 +161,9 @@ def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp
         ("+runs.a={experiment:ppo,vary:{seed:[]}}", "runs.a.vary.seed=[] is empty"),
         ("+runs={a/b:{experiment:ppo}}", "use letters, digits"),
         ("+runs.a={experiment:ppo} seeds=[]", "seeds=[] is empty: give"),
+        ("+runs.a={experiment:ppo} seeds=[1,1]", "seeds=[1, 1] has a value twice"),
+        ("+runs.a={experiment:ppo,vary:{k:[0.1,0.1]}}", "runs.a.vary.k=[0.1, 0.1] has a value"),
+        ("+runs.a={experiment:ppo} train:seed=5", "runs.a: seeds=[...] says the seeds"),
         ("+runs.a={experiment:ppo} jobs=0", "jobs=0 is impossible: it must be >= 1"),
         ("+runs.a={experiment:ppo} sedes=[1]", "did you mean seeds"),
         ("+runs.a={experiment:ppo} at_kl=[0]", "at_kl"),

@@ -77,6 +77,12 @@ def test_one_seed_has_the_interval_over_its_prompts_and_none_where_that_is_not_k
     assert not unknown.excludes_zero
 
 
+def test_seeds_that_share_prompts_of_unknown_spread_have_no_interval():
+    values = [Measured(0.1, 30.0), Measured(0.1, 30.1)]
+    assert math.isnan(over_seeds(values, same_prompts=True).low)
+    assert math.isfinite(over_seeds(values, same_prompts=False).low)
+
+
 def test_a_difference_adds_the_variances_and_keeps_its_sign():
     found = difference(Measured(0.1, 0.8, 0.03), Measured(0.1, 0.6, 0.04))
     assert found == pytest.approx((0.1, 0.2, 0.05), rel=1e-12)
