@@ -1,14 +1,12 @@
-"""RLHF on the built-in world in under a minute: what notebooks 03 and 04 train.
+"""RLHF on the built-in world in under a minute: what notebooks 03 to 05 train.
 
 The stages are those of `python -m rlhf_lightning.train`, in this process and made small: an SFT
-policy of 0.1 M weights, a reward (a rule in 03, a model that counts words
-in 04), and PPO.
+policy of 0.1 M weights, a reward (a rule in 03 and 05, a model that counts words
+in 04), and PPO or GRPO.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 import warnings
@@ -17,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
+from IPython.utils.capture import capture_output
 
-from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.runs.folder import RunFolder
@@ -126,19 +125,27 @@ def train_sft() -> RunFolder:
 
 def train_ppo(name: str, *overrides: str, reward: str = "score") -> RunFolder:
     """Run PPO of the SFT policy against a function of this file; every answer is kept."""
+    models = ("module.models.value=null", "module.models.value_head=zero")
+    return _train_on_policy("ppo", name, *models, *overrides, reward=reward)
+
+
+def train_grpo(name: str, *overrides: str, reward: str = "score") -> RunFolder:
+    """Run GRPO of the SFT policy, or a relative, against a function of this file."""
+    return _train_on_policy("grpo", name, *overrides, reward=reward)
+
+
+def _train_on_policy(stage: str, name: str, *overrides: str, reward: str) -> RunFolder:
     folder = RunFolder(RUNS / name)
     shutil.rmtree(folder.path, ignore_errors=True)  # of the last time
     _run(
         folder,
-        "+experiment=ppo",
+        f"+experiment={stage}",
         f"artifacts.sft={train_sft().export}",
         "artifacts.reward=null",
-        "module.models.value=null",
-        "module.models.value_head=zero",
         "scorer=function",
         f"scorer.function={Path(__file__).resolve()}:{reward}",
-        "module.ppo.learning_rate=1.0e-3",
-        "module.ppo.score_clip=null",
+        f"module.{stage}.learning_rate=1.0e-3",
+        f"module.{stage}.score_clip=null",
         "data.batch_size=64",
         "callbacks.samples.every_n_iterations=1",
         "callbacks.samples.num_samples=64",
@@ -152,9 +159,7 @@ def _run(folder: RunFolder, *overrides: str) -> None:
     """What `python -m rlhf_lightning.train` does with these arguments, without its screens."""
     from rlhf_lightning.app.train import run
 
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg = compose("train", overrides=[*SMALL, *overrides])
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    settings = load_settings(TrainSettings, "train", [*SMALL, *overrides])
+    with warnings.catch_warnings(), capture_output():
         warnings.simplefilter("ignore")
-        run(cfg, folder, list(overrides))
+        run(settings, folder, list(overrides))
