@@ -125,6 +125,8 @@ class PromptBatch(TensorBatch):
         columns: texts for scorers: at least `prompt`, of conversations `CONVERSATION` too.
         group_ids: `[B]` int64, equal for the rows of one prompt, which stand next to each other;
             by default every row is a group.
+        spare: `[B]` bool, True on the rows of prompts that are only asked where another prompt of
+            the batch teaches nothing; by default there are none.
     """
 
     input_ids: Tensor
@@ -133,15 +135,22 @@ class PromptBatch(TensorBatch):
     domains: tuple[str, ...]
     columns: Mapping[str, tuple[str, ...]]
     group_ids: Tensor = None  # type: ignore[assignment]
+    spare: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
         if self.group_ids is None:
             object.__setattr__(self, "group_ids", self.row_ids)
+        if self.spare is None:
+            object.__setattr__(self, "spare", torch.zeros_like(self.row_ids, dtype=torch.bool))
         rows = self.input_ids.shape[0]
-        per_row = dict.fromkeys(("row_ids", "group_ids"), (rows,))
+        per_row = dict.fromkeys(("row_ids", "group_ids", "spare"), (rows,))
         self._check({"attention_mask": tuple(self.input_ids.shape)} | per_row)
-        self._check_mask("attention_mask")
+        self._check_mask("attention_mask", "spare")
+
+    def with_row_ids(self, row_ids: Tensor) -> Self:
+        """Return the rows that have these ids, `[b]`, in this order."""
+        return self[(row_ids.unsqueeze(1) == self.row_ids).int().argmax(1)]
 
 
 @dataclass(frozen=True)
@@ -254,6 +263,8 @@ class RolloutBatch(TensorBatch):
         score_components: named parts of the score, each `[B]`.
         group_ids: `[B]` int64, equal for the rows of one prompt, which stand next to each other;
             by default every row is a group.
+        resampled: `[B]` bool, True on the rows of spare prompts; None where there are no spares.
+        resampling_rounds: how often spare prompts were asked; None where there are none.
     """
 
     sequences: Tensor
@@ -273,6 +284,8 @@ class RolloutBatch(TensorBatch):
     domains: tuple[str, ...]
     score_components: Mapping[str, Tensor]
     group_ids: Tensor = None  # type: ignore[assignment]
+    resampled: Tensor | None = None
+    resampling_rounds: int | None = None
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""

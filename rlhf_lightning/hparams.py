@@ -376,12 +376,16 @@ class GRPOHparams(OnPolicyHparams):
         scale: "group_std" divides by the standard deviation of the prompt's responses,
             "global_std" whitens over all actions of all ranks, "none" does neither.
         num_epochs: passes over one rollout.
+        max_resampling_rounds: how often at most an iteration asks following prompts of the data in
+            place of those whose responses all have one score, which teach nothing (DAPO's dynamic
+            sampling); 0 never.
     """
 
     kl_in: str = choice("loss", "reward")
     baseline: str = choice("mean", "leave_one_out", "none")
     scale: str = choice("group_std", "global_std", "none")
     num_epochs: int = number(1, at_least=1, usual=(1, 8))
+    max_resampling_rounds: int = number(0, at_least=0, usual=(0, 10))
 
     def __post_init__(self) -> None:
         """Check the values, and that they go together."""
@@ -395,6 +399,12 @@ class GRPOHparams(OnPolicyHparams):
             raise ValueError(
                 "GRPOHparams.surrogate=gspo has one ratio a response, and baseline=none one "
                 "advantage a token: use baseline=mean"
+            )
+        if self.baseline == "none" and self.max_resampling_rounds:
+            raise ValueError(
+                f"GRPOHparams.max_resampling_rounds={self.max_resampling_rounds} needs a group's "
+                "baseline: without one responses of equal scores teach too; use baseline=mean, or "
+                "max_resampling_rounds=0"
             )
 
     @property

@@ -49,6 +49,7 @@ IMPOSSIBLE = [
     (PPOHparams, "gae_length_alpha", [0.0], "> 0"),
     (PPOHparams, "num_ppo_epochs", [0], ">= 1"),
     (GRPOHparams, "num_epochs", [0], ">= 1"),
+    (GRPOHparams, "max_resampling_rounds", [-1], ">= 0"),
     *[(cls, "overlong_buffer", [0], ">= 1") for cls in ON_POLICY],
     *[(cls, "num_minibatches", [0], ">= 1") for cls in ON_POLICY],
     *[(cls, "micro_batch_size", [0], ">= 1") for cls in ON_POLICY],

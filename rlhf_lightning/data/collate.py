@@ -79,12 +79,17 @@ class PromptCollator:
     Args:
         pad_token_id: fills the padding; what it is does not matter, it may be EOS.
         num_generations: rows that each prompt gets, next to each other: one group.
+        num_spare_batches: the prompts are those of 1 + this many batches of equal size, and all
+            but the first batch are spare.
     """
 
-    def __init__(self, pad_token_id: int, num_generations: int = 1) -> None:
-        """Note the pad id and the size of a group."""
+    def __init__(
+        self, pad_token_id: int, num_generations: int = 1, num_spare_batches: int = 0
+    ) -> None:
+        """Note the pad id, the size of a group and the number of spare batches."""
         self.pad_token_id = pad_token_id
         self.num_generations = num_generations
+        self.num_spare_batches = num_spare_batches
 
     def __call__(self, rows: Sequence[tuple[EncodedPrompt, int]]) -> PromptBatch:
         """Return the batch, as wide as its longest prompt."""
@@ -101,6 +106,7 @@ class PromptCollator:
             domains=tuple(prompt.domain for prompt in prompts),
             columns={name: tuple(p.columns.get(name, "") for p in prompts) for name in names},
             group_ids=group_ids,
+            spare=torch.arange(len(prompts)) >= len(prompts) // (1 + self.num_spare_batches),
         )
 
 

@@ -103,7 +103,9 @@ class PromptDataModule(RecordDataModule):
     A prompt's number is `iteration * batch_size + position in the global batch`, and its rows are
     numbered on from `number * num_generations`, so that sampling noise does not depend on ranks.
     Held-out prompts keep the order of the source (a part of them if `max_validation_rows` is
-    given), are asked once and numbered from 0, the same in every validation.
+    given), are asked once and numbered from 0, the same in every validation. Behind the prompts of
+    an iteration stand, as spares, those of as many following ones as the module that is trained
+    asks for by `max_resampling_rounds`.
 
     Args:
         source: where the prompts come from; any record with a prompt will do.
@@ -165,8 +167,16 @@ class PromptDataModule(RecordDataModule):
 
         self.num_generations = num_generations
 
+    @property
+    def num_spare_batches(self) -> int:  # type: ignore[override]
+        """Batches of the stream whose prompts may take the place of those of the one before."""
+        module = getattr(self.trainer, "lightning_module", None)
+        return getattr(getattr(module, "algorithm", None), "max_resampling_rounds", 0)
+
     def _collator(self, pad_token_id: int, *, training: bool) -> PromptCollator:
-        return PromptCollator(pad_token_id, self.num_generations if training else 1)
+        if not training:
+            return PromptCollator(pad_token_id)
+        return PromptCollator(pad_token_id, self.num_generations, self.num_spare_batches)
 
     def _identity(self, num_rows: int) -> dict[str, Any]:
         return super()._identity(num_rows) | {"num_generations": self.num_generations}

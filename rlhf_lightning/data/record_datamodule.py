@@ -244,6 +244,7 @@ class RecordDataModule(LightningDataModule):
             rank=self._rank,
             world_size=self._world_size,
             with_row_ids=self._with_row_ids,
+            num_spare_batches=self.num_spare_batches,
         )
         self._sampler.consumed = self._restored.get("consumed", 0)
         return self._loader(_Rows(rows), self._sampler, training=True)
@@ -301,6 +302,7 @@ class RecordDataModule(LightningDataModule):
         if stage == "fit":
             self._restored = {}
 
+    num_spare_batches = 0
     _with_row_ids = False
     _may_repeat = False
     _sampler: StreamBatchSampler | None = None

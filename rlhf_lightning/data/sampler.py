@@ -39,6 +39,8 @@ class StreamBatchSampler(Sampler[list[Any]]):
         world_size: number of shares; must divide `batch_size`.
         with_row_ids: yield (row, row id) pairs, where the row id is the position in the stream,
             `iteration * batch_size + position in the global batch`.
+        num_spare_batches: following batches whose share of this rank is yielded too, behind that
+            of the batch; the stream does not move on for them.
 
     Attributes:
         consumed: batches that are trained on already; iteration starts behind them.
@@ -58,6 +60,7 @@ class StreamBatchSampler(Sampler[list[Any]]):
         rank: int = 0,
         world_size: int = 1,
         with_row_ids: bool = False,
+        num_spare_batches: int = 0,
     ) -> None:
         """Check the numbers; nothing is drawn yet."""
         for name, value in {
@@ -86,6 +89,7 @@ class StreamBatchSampler(Sampler[list[Any]]):
         self.rank = rank
         self.world_size = world_size
         self.with_row_ids = with_row_ids
+        self.num_spare_batches = num_spare_batches
         self.consumed = 0
         self._drawn: dict[tuple[str, int], list[Any]] = {}
 
@@ -95,15 +99,18 @@ class StreamBatchSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield this rank's share of every batch that is still to be trained on."""
+        for iteration in range(self.consumed, self.num_iterations):
+            ahead = range(iteration, iteration + 1 + self.num_spare_batches)
+            yield [row for number in ahead for row in self._share(number)]
+
+    def _share(self, iteration: int) -> list[Any]:
         local = self.batch_size // self.world_size
         start = self.rank * local
-        for iteration in range(self.consumed, self.num_iterations):
-            share = self.batch(iteration)[start : start + local]
-            if self.with_row_ids:
-                first = iteration * self.batch_size + start
-                yield [(row, first + i) for i, row in enumerate(share)]
-            else:
-                yield share
+        share = self.batch(iteration)[start : start + local]
+        if not self.with_row_ids:
+            return share
+        first = iteration * self.batch_size + start
+        return [(row, first + i) for i, row in enumerate(share)]
 
     def batch(self, iteration: int) -> list[int]:
         """Return the rows of a global batch, by its number from 0."""

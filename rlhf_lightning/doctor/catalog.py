@@ -213,7 +213,8 @@ _ALL = (
         "prompts are too easy or too hard for the policy, or the reward is too coarse: all "
         "responses to a prompt score alike, and have no advantage over each other",
         "use prompts that are sometimes solved, more responses to a prompt "
-        "(data.num_generations), or a reward that tells responses apart",
+        "(data.num_generations), a reward that tells responses apart, or "
+        "module.grpo.max_resampling_rounds",
         Source(
             "informative_groups",
             readings.recent,

@@ -194,15 +194,26 @@ class PolicyGradientModule(L.LightningModule):
         """Sample, evaluate and score; return the rollout and the seconds of its phases.
 
         Raises:
-            ValueError: if a group has one row, whose advantage would always be 0.
+            ValueError: if a group has one row, whose advantage would always be 0, or if the
+                batch has another number of spare prompts than resampling needs.
         """
+        rounds, num_spares = self.algorithm.max_resampling_rounds, int(prompts.spare.sum())
+        if num_spares != rounds * (len(prompts) - num_spares):
+            raise ValueError(
+                f"GRPOHparams.max_resampling_rounds={rounds} needs {rounds} spare rows for each "
+                f"other row, and the batch has {num_spares} spare of {len(prompts)} rows: give the "
+                "Trainer a PromptDataModule, which adds them, by trainer.fit(module, "
+                "datamodule=...), or use max_resampling_rounds=0"
+            )
         if self.algorithm.baseline != "none" and len(prompts.group_ids.unique()) == len(prompts):
             raise ValueError(
                 f"GRPOHparams.baseline={self.algorithm.baseline} compares the responses to one "
                 "prompt, and every prompt has one: use data.num_generations=8, that is "
                 "PromptDataModule(num_generations=8), or baseline=none"
             )
-        return on_policy.sample_rollout(self, prompts, iteration, self.estimator)
+        return on_policy.sample_rollout(
+            self, prompts, iteration, self.estimator, max_resampling_rounds=rounds
+        )
 
     def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
         """Take one optimizer step on `minibatch`; return False if approx_kl says to stop."""

@@ -78,7 +78,9 @@ def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
     """Return the `rollout/*` values, `STAGE/entropy`, and what values and groups allow.
 
     `STAGE/explained_variance` needs a value model; `rollout/informative_groups`, the share of
-    prompts whose responses do not all have one score, needs several responses to a prompt.
+    prompts whose responses do not all have one score, needs several responses to a prompt;
+    `rollout/resampled_groups`, the share of prompts that took the place of others, and
+    `rollout/resampling_rounds` need spare prompts.
 
     KL is k1 (policy minus reference) at sampling, in nats; lengths are tokens with EOS;
     `distinct_2` pools the responses of all ranks, so that it does not depend on their number.
@@ -115,6 +117,9 @@ def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
     if rollout.group_size > 1:
         informative = informative_groups(rollout.scores, rollout.group_ids)
         measures["rollout/informative_groups"] = float(global_sum(informative.sum())) / rows
+    if rollout.resampled is not None and rollout.resampling_rounds is not None:
+        measures["rollout/resampled_groups"] = float(global_sum(rollout.resampled.sum())) / rows
+        measures["rollout/resampling_rounds"] = rollout.resampling_rounds
     if rollout.values is not None and rollout.returns is not None:
         measures |= _explained(rollout.values, rollout.returns, mask, stage)
     components = rollout.score_components

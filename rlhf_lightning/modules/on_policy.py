@@ -99,6 +99,8 @@ def sample_rollout(
     iteration: int,
     estimator: AdvantageEstimator,
     value_model: Any = None,
+    *,
+    max_resampling_rounds: int = 0,
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample, evaluate and score; return the rollout and the seconds of its phases."""
     parts = RolloutParts(
@@ -118,6 +120,7 @@ def sample_rollout(
         temperature=module.controls.temperature,
         max_new_tokens=module.sampling.max_new_tokens,
         shaping=module.controls.shaping(module.algorithm, estimator),
+        max_resampling_rounds=max_resampling_rounds,
     )
 
 

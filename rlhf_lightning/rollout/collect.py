@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
+from rlhf_lightning.rollout.resampling import resampled
+from rlhf_lightning.rollout.scorers.base import Answers, Scorer, Scores, make_answers
 
 Unsharded = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -82,60 +83,80 @@ def collect_rollout(
     temperature: float,
     max_new_tokens: int,
     shaping: RewardShaping,
+    max_resampling_rounds: int = 0,
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """Sample, evaluate and score one batch of prompts.
+    """Sample, score and evaluate one batch of prompts.
 
     Log-probabilities are recomputed by the training forward, never taken from the sampler.
 
     Args:
         parts: models and functions.
-        prompts: `[B, P]`.
+        prompts: `[B, P]`, with spare ones if there is resampling.
         noise: of this iteration.
         temperature: of sampling and of every log-probability.
         max_new_tokens: longest response.
         shaping: coefficients from scores to advantages.
+        max_resampling_rounds: how often spare prompts may take the place of others; see
+            `resampling.resampled`.
 
     Returns:
         The rollout, and the seconds of its phases: `generate`, `score` (all forwards included).
     """
+    seconds = {"generate": 0.0, "score": 0.0}
+
+    def answered(prompts: PromptBatch) -> tuple[Answers, Scores]:
+        started = time.perf_counter()
+        with parts.unsharded(parts.policy.root), parts.policy.generating() as model:
+            generation = parts.generator(
+                model,
+                prompts,
+                noise=noise,
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+            )
+        release_freed_memory()  # the engine's copies of the weights, before other sizes are needed
+        generated = time.perf_counter()
+        answers = make_answers(prompts, generation, parts.tokenizer)
+        scores = parts.scorer(answers)
+        seconds["generate"] += generated - started
+        seconds["score"] += time.perf_counter() - generated
+        return answers, scores
+
+    rounds = 0
+    if max_resampling_rounds:
+        answers, scores, rounds = resampled(answered, prompts, max_rounds=max_resampling_rounds)
+    else:
+        answers, scores = answered(prompts)
     started = time.perf_counter()
-    with parts.unsharded(parts.policy.root), parts.policy.generating() as model:
-        generation = parts.generator(
-            model,
-            prompts,
-            noise=noise,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-        )
-    release_freed_memory()  # the engine's copies of the weights, before other sizes are needed
-    generated = time.perf_counter()
-    answers = make_answers(prompts, generation, parts.tokenizer)
     rollout = assemble_rollout(
         parts,
         answers,
+        scores,
         temperature=temperature,
         shaping=shaping,
         max_new_tokens=max_new_tokens,
     )
+    if max_resampling_rounds:
+        rollout = replace(rollout, resampled=answers.prompts.spare, resampling_rounds=rounds)
     release_freed_memory()
-    seconds = {"generate": generated - started, "score": time.perf_counter() - generated}
+    seconds["score"] += time.perf_counter() - started
     return rollout, seconds
 
 
 def assemble_rollout(
     parts: RolloutParts,
     answers: Answers,
+    scores: Scores,
     *,
     temperature: float,
     shaping: RewardShaping,
     max_new_tokens: int,
 ) -> RolloutBatch:
-    """Return the rollout of given answers: evaluate, score, shape, estimate advantages."""
+    """Return the rollout of scored answers: evaluate, shape, estimate advantages."""
     prompts, mask = answers.prompts, answers.response_mask  # [B, R]
     logprobs, entropy, ref_logprobs, values = evaluate_answers(
         parts, answers, temperature=temperature
     )
-    scores = parts.scorer(answers)
     adjusted = _adjusted(scores.total, answers, shaping, max_new_tokens)
     kl = kl_k1(logprobs, ref_logprobs)  # [B, R]
     rewards = shape_rewards(adjusted, kl, mask, kl_coef=shaping.kl_coef)

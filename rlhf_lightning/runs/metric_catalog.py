@@ -39,6 +39,10 @@ QUANTITIES: dict[str, Quantity] = {
     "rollout/informative_groups": Quantity(
         "prompts whose responses differ in score", "share", (0.3, 1.0)
     ),
+    "rollout/resampled_groups": Quantity(
+        "prompts that took the place of others", "share", (0.0, 0.5)
+    ),
+    "rollout/resampling_rounds": Quantity("rounds of asking prompts in place of others"),
     "ppo/policy_loss": Quantity("policy loss"),
     "ppo/value_loss": Quantity("value loss"),
     "ppo/approx_kl": Quantity("KL of the update", "nats", (0.001, 0.05)),

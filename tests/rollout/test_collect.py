@@ -54,11 +54,12 @@ def parts(scores: list[float] | None = None, **changes) -> RolloutParts:
 
 
 def assembled(prompts=None, *, shaping=SHAPING, temperature=0.8, **changes):
-    prompts = prompts or prompt_batch(PROMPTS)
+    the_parts, answers = parts(**changes), answers_of(prompts or prompt_batch(PROMPTS), RESPONSES)
     with torch.no_grad():
         return assemble_rollout(
-            parts(**changes),
-            answers_of(prompts, RESPONSES),
+            the_parts,
+            answers,
+            the_parts.scorer(answers),
             temperature=temperature,
             shaping=shaping,
             max_new_tokens=MAX_NEW_TOKENS,

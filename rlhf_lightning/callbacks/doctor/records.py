@@ -60,7 +60,14 @@ class Refusals:
 def answers_of(
     rollout: RolloutBatch, prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase
 ) -> Answers:
-    """Return the rollout's answers with their texts, as a scorer takes them."""
+    """Return the rollout's answers with their texts, as a scorer takes them.
+
+    Args:
+        rollout: of an iteration.
+        prompts: of the iteration, with the spare ones.
+        tokenizer: turns responses into text.
+    """
+    prompts = prompts.with_row_ids(rollout.row_ids)
     generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
     return make_answers(prompts, generation, tokenizer)
 

@@ -1,0 +1,316 @@
+"""Dynamic sampling: prompts whose responses all have one score give their place to later ones.
+
+A prompt's number is its position in the stream; the scorers here go by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
+from rlhf_lightning.callbacks.doctor.records import answers_of
+from rlhf_lightning.data.collate import PromptCollator
+from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.encode import EncodedPrompt
+from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.sampler import StreamBatchSampler
+from rlhf_lightning.hparams import GRPOHparams, SamplingHparams
+from rlhf_lightning.models.factory import frozen
+from rlhf_lightning.models.ppo_models import PolicyModels
+from rlhf_lightning.modules.grpo import PolicyGradientModule
+from rlhf_lightning.modules.metrics import rollout_measures
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from tests.builders.models import PAD, flat_parameters, prompt_rows, tiny_policy, tiny_tokenizer
+from tests.builders.ranks import SimulatedRanks
+from tests.builders.stages import STOPS, adamw, built, trainer
+
+ROWS = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
+SIZE, BATCH, SEED = 2, 4, 5
+# Of the first iteration 0 to 3, and then of those that may take their place.
+DULL = {1, 3, 4, 6} | {13}
+
+
+class ScorerByNumber:
+    """Scores 0 and 1 in turn, so that groups are informative, but 0 where prompts are dull."""
+
+    def __init__(self, is_dull: Callable[[int], bool]) -> None:
+        self.is_dull = is_dull
+
+    def build(self, base: Any = None) -> list[torch.nn.Module]:
+        return []
+
+    def __call__(self, answers: Answers) -> Scores:
+        dull = torch.tensor([self.is_dull(n) for n in answers.prompts.group_ids.tolist()])
+        total = torch.where(dull, 0.0, answers.prompts.row_ids % SIZE)
+        return Scores(total, {"one": total, "half": total / 2})
+
+
+class Recorded(PolicyGradientModule):
+    """Keeps batches, rollouts, what is logged, and the prompts that its generator is asked for."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.seen: list[tuple[PromptBatch, RolloutBatch]] = []
+        self.logged: list[dict[str, float]] = []
+        self.asked: list[list[int]] = []
+        generate = self.generator
+
+        def recorded(model: Any, prompts: PromptBatch, **options: Any) -> Any:
+            self.asked.append(prompts.group_ids[::SIZE].tolist())
+            return generate(model, prompts, **options)
+
+        self.generator = recorded
+
+    def collect_rollout(self, prompts: PromptBatch, iteration: int) -> Any:
+        rollout, seconds = super().collect_rollout(prompts, iteration)
+        self.seen.append((prompts, rollout))
+        return rollout, seconds
+
+    def log_dict(self, dictionary: Any, **options: Any) -> None:
+        self.logged.append(dict(dictionary))
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The numbers of the prompts of each rollout."""
+        return [rollout.group_ids[::SIZE].tolist() for _, rollout in self.seen]
+
+
+def module_with(rounds: int, scorer: Any = None, **hparams: Any) -> Recorded:
+    return Recorded(
+        grpo=GRPOHparams(
+            **{
+                "learning_rate": 1e-3,
+                "num_minibatches": 2,
+                "missing_eos_penalty": 0.0,
+                "max_resampling_rounds": rounds,
+                **hparams,
+            }
+        ),
+        sampling=SamplingHparams(max_new_tokens=7, temperature=0.9),
+        models=lambda: PolicyModels(policy=tiny_policy(), reference=frozen(tiny_policy())),
+        scorer=scorer or ScorerByNumber(DULL.__contains__),
+        generator=CachedGenerator(STOPS, PAD),
+        tokenizer=tiny_tokenizer(),
+        optimizer=adamw,
+        schedule=Schedule("linear"),
+        seed=11,
+    )
+
+
+class InMemorySource:
+    def records(self, kind: str, split: str) -> list[PromptRecord]:
+        rows = ROWS if split == "train" else []
+        return [PromptRecord(" ".join(f"w{i}" for i in row)) for row in rows]
+
+
+def data(num_iterations: int = 3) -> PromptDataModule:
+    return PromptDataModule(
+        InMemorySource(),
+        tiny_tokenizer(),
+        batch_size=BATCH,
+        num_iterations=num_iterations,
+        max_prompt_length=16,
+        seed=SEED,
+        num_generations=SIZE,
+    )
+
+
+def fitted(module: Recorded, *, resume: Path | None = None, **options: Any) -> Recorded:
+    trainer(**options).fit(module, datamodule=data(), ckpt_path=resume)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run() -> Recorded:
+    return fitted(module_with(2))
+
+
+def test_dull_groups_give_their_place_to_the_next_prompts_of_the_stream_in_order(run):
+    assert run.asked == [
+        [0, 1, 2, 3], [4, 5], [6],  # 5 takes the place of 1; 4 and 6 are dull too
+        [4, 5, 6, 7], [8, 9],
+        [8, 9, 10, 11],
+    ]  # fmt: skip
+    assert run.groups == [[0, 5, 2, 3], [8, 5, 9, 7], [8, 9, 10, 11]]
+
+
+def test_a_round_more_asks_on_where_the_last_one_ended():
+    module = built(module_with(3))
+    module.collect_rollout(share(rounds=3), 0)
+    assert module.asked == [[0, 1, 2, 3], [4, 5], [6], [7]]
+    assert module.groups == [[0, 5, 2, 7]]
+
+
+def test_what_was_resampled_is_logged(run):
+    names = ("resampled_groups", "resampling_rounds", "informative_groups")
+    got = [tuple(values[f"rollout/{name}"] for name in names) for values in run.logged]
+    assert got == [(0.25, 2, 0.75), (0.5, 1, 1.0), (0.0, 0, 1.0)]
+
+
+def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
+    stream = StreamBatchSampler(len(ROWS), batch_size=10, num_iterations=2, seed=SEED)
+    texts = [ROWS[row] for number in range(2) for row in stream.batch(number)]
+    for batch, rollout in run.seen:
+        assert rollout.group_ids.tolist() == rollout.group_ids[::SIZE].repeat_interleave(2).tolist()
+        ids = rollout.group_ids * SIZE + torch.arange(len(rollout)) % SIZE
+        assert rollout.row_ids.tolist() == ids.tolist()
+        answers = answers_of(rollout, batch, tiny_tokenizer())
+        for row, number in enumerate(rollout.group_ids.tolist()):
+            text = rollout.query_tensors[row][rollout.attention_mask[row, : rollout.prompt_length]]
+            assert text.tolist() == texts[number]
+            assert answers.prompts.columns["prompt"][row] == " ".join(
+                f"w{i}" for i in texts[number]
+            )
+
+
+@pytest.mark.parametrize("scale", ["group_std", "global_std"])
+def test_the_rollout_is_that_of_the_chosen_prompts_alone(scale):
+    """Log-probabilities, advantages and scores know nothing of the groups that were dropped."""
+    batch = share(rounds=2)
+    module = built(module_with(2, scale=scale))
+    got, _ = module.collect_rollout(batch, 0)
+    assert got.group_ids[::SIZE].tolist() == [0, 5, 2, 3]
+    chosen = batch.with_row_ids(got.row_ids)
+    chosen = replace(chosen, spare=torch.zeros(len(chosen), dtype=torch.bool))
+    wanted, _ = built(module_with(0, scale=scale)).collect_rollout(chosen, 0)
+    assert torch.equal(got.response_mask, wanted.response_mask)
+    kept = torch.cat([got.attention_mask[:, : got.prompt_length], got.response_mask], 1)
+    assert torch.equal(got.sequences[kept], wanted.sequences[kept])
+    for name in ("logprobs", "ref_logprobs", "entropy", "rewards", "advantages", "scores"):
+        assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+    assert torch.equal(got.finish_reason, wanted.finish_reason)
+    assert torch.equal(got.score_components["half"], wanted.scores / 2)
+    if scale == "group_std":
+        assert (got.advantages[got.scores == 1] > 0).any()
+        assert (got.advantages[-SIZE:] == 0).all()
+
+
+def test_where_every_group_teaches_resampling_costs_and_changes_nothing():
+    scorer = ScorerByNumber(lambda number: False)
+    off, on = (fitted(module_with(rounds, scorer)) for rounds in (0, 3))
+    assert on.asked == off.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert torch.equal(flat_parameters(on), flat_parameters(off))
+    assert not torch.equal(flat_parameters(on), flat_parameters(built(module_with(0))))
+    for ours, theirs in zip(on.logged, off.logged, strict=True):
+        new = {name for name in ours if name not in theirs}
+        assert new == {"rollout/resampled_groups", "rollout/resampling_rounds"}
+        timed = {name for name in ours if name.startswith(("time/", "throughput/"))}
+        assert all(ours[name] == theirs[name] for name in ours if name not in new | timed)
+
+
+def test_without_resampling_dull_groups_stay_and_the_batch_has_no_spares():
+    module = fitted(module_with(0))
+    assert module.groups == module.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    batch, rollout = module.seen[0]
+    assert len(batch) == BATCH * SIZE
+    assert not batch.spare.any()
+    assert rollout.resampled is None
+    assert module.logged[0]["rollout/informative_groups"] == 0.5
+
+
+class KilledError(RuntimeError):
+    pass
+
+
+class Kill(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise KilledError
+
+
+def test_a_killed_and_resumed_run_resamples_the_same(run, tmp_path):
+    def callbacks(*more: L.Callback) -> dict[str, Any]:
+        own = [IterationCheckpoint(tmp_path, every_n_iterations=1), *more]
+        return {"callbacks": own, "enable_checkpointing": True, "plugins": [AtomicCheckpointIO()]}
+
+    with pytest.raises(KilledError):
+        fitted(module_with(2), **callbacks(Kill()))
+    resumed = fitted(module_with(2), resume=tmp_path / "last.ckpt", **callbacks())
+    assert resumed.groups == run.groups[1:]
+    for (_, ours), (_, theirs) in zip(resumed.seen, run.seen[1:], strict=True):
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert torch.equal(ours.advantages, theirs.advantages)
+    assert torch.equal(flat_parameters(resumed), flat_parameters(run))
+
+
+def test_a_run_in_which_nothing_teaches_goes_on_without_an_advantage():
+    module = fitted(module_with(2, ScorerByNumber(lambda number: True), kl_coef=0.0))
+    assert module.groups == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert module.asked[:3] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert len(module.asked) == 9
+    assert torch.equal(flat_parameters(module), flat_parameters(built(module_with(0))))
+    for values, (_, rollout) in zip(module.logged, module.seen, strict=True):
+        assert (rollout.advantages == 0).all()
+        assert values["rollout/informative_groups"] == 0
+        assert values["rollout/resampled_groups"] == 0
+        assert values["rollout/resampling_rounds"] == 2
+
+
+def share(*, rounds: int, rank: int = 0, world_size: int = 1) -> PromptBatch:
+    """Return a rank's part of the first iteration."""
+    sampler = StreamBatchSampler(
+        len(ROWS),
+        batch_size=BATCH * world_size,
+        num_iterations=1,
+        seed=SEED,
+        rank=rank,
+        world_size=world_size,
+        with_row_ids=True,
+        num_spare_batches=rounds,
+    )
+    (rows,) = sampler
+    encoded = [
+        (EncodedPrompt(ROWS[row], columns={"prompt": str(row)}), number) for row, number in rows
+    ]
+    return PromptCollator(PAD, SIZE, rounds)(encoded)
+
+
+def test_ranks_that_lack_different_numbers_of_groups_ask_equally_often(monkeypatch):
+    """Rank 0 has 0 to 3, then 8 to 11 and 16 to 19; rank 1 has 4 to 7, 12 to 15 and 20 to 23."""
+    dull = {1, 3, 8} | {5, 12}
+    scorer = ScorerByNumber(dull.__contains__)
+    ranks = SimulatedRanks(monkeypatch, 2)
+    modules = [built(module_with(2, scorer, scale="global_std")) for _ in range(2)]
+    for module in modules:
+        module._trainer = SimpleNamespace()
+
+    def one(rank: int) -> dict[str, float]:
+        rollout, _ = modules[rank].collect_rollout(share(rounds=2, rank=rank, world_size=2), 0)
+        return rollout_measures(rollout, "grpo")
+
+    measures = ranks.run(one)
+    assert modules[0].asked == [[0, 1, 2, 3], [8, 9], [10]]
+    assert modules[1].asked == [[4, 5, 6, 7], [12, 13], [14]]
+    assert [module.groups for module in modules] == [[[0, 9, 2, 10]], [[4, 13, 6, 7]]]
+    assert measures[0] == measures[1]
+    assert measures[0]["rollout/resampled_groups"] == 3 / 8
+    assert measures[0]["rollout/resampling_rounds"] == 2
+    assert measures[0]["rollout/informative_groups"] == 1
+    rollouts = [module.seen[0][1] for module in modules]
+    whitened = torch.cat([rollout.advantages[rollout.response_mask] for rollout in rollouts])
+    assert float(whitened.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(whitened.var(unbiased=False)) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_batch_without_spare_prompts_is_refused():
+    loader = data().train_dataloader()  # made without a Trainer, so without the module
+    with pytest.raises(
+        ValueError, match=r"max_resampling_rounds=2 needs 2 spare rows .* has 0 spa"
+    ):
+        trainer().fit(module_with(2), loader)
+
+
+def test_resampling_without_a_baseline_is_refused():
+    with pytest.raises(ValueError, match="max_resampling_rounds=1 needs a group's baseline"):
+        GRPOHparams(baseline="none", scale="none", max_resampling_rounds=1)
