@@ -30,7 +30,7 @@ def resampled(
     asks the next spare prompts: as many as uninformative groups are left on the rank that has most
     of them, so that all ranks run equally often. The first informative group of the round takes the
     place of the first uninformative one, and so on. What is uninformative after the last round
-    stays, with an advantage of 0.
+    stays.
 
     Args:
         answered: samples and scores responses to prompts.

@@ -30,10 +30,19 @@ from rlhf_lightning.modules.grpo import PolicyGradientModule
 from rlhf_lightning.modules.metrics import rollout_measures
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.resampling import resampled
 from rlhf_lightning.rollout.scorers.base import Answers, Scores
-from tests.builders.models import PAD, flat_parameters, prompt_rows, tiny_policy, tiny_tokenizer
+from tests.builders.models import (
+    EOS,
+    PAD,
+    flat_parameters,
+    prompt_rows,
+    tiny_policy,
+    tiny_tokenizer,
+)
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.stages import STOPS, adamw, built, trainer
+from tests.rollout.answers import answers_of as texts_of
 
 ROWS = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
 SIZE, BATCH, SEED = 2, 4, 5
@@ -174,6 +183,27 @@ def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
             )
 
 
+def test_responses_of_all_rounds_keep_their_texts_and_ends_at_one_width():
+    def answered(prompts: PromptBatch) -> tuple[Answers, Scores]:
+        # The response of row n has n + 1 tokens.
+        ids = [[*range(8, 8 + n), EOS] for n in prompts.row_ids.tolist()]
+        answers = texts_of(prompts, ids)
+        return answers, ScorerByNumber(DULL.__contains__)(answers)
+
+    answers, scores, rounds = resampled(answered, share(rounds=2), max_rounds=2)
+    assert rounds == 2
+    numbers = [0, 1, 10, 11, 4, 5, 6, 7]
+    assert answers.prompts.row_ids.tolist() == numbers
+    assert answers.response_mask.sum(1).tolist() == [n + 1 for n in numbers]
+    assert answers.attention_mask.shape == answers.sequences.shape
+    for row, n in enumerate(numbers):
+        assert answers.completions[row] == " ".join(f"w{i}" for i in range(8, 8 + n))
+        kept = answers.attention_mask[row]
+        wanted = [*answers.prompts.input_ids[row][answers.prompts.attention_mask[row]].tolist()]
+        assert answers.sequences[row][kept].tolist() == [*wanted, *range(8, 8 + n), EOS]
+    assert scores.total.tolist() == [0, 1, 0, 1, 0, 1, 0, 0]
+
+
 @pytest.mark.parametrize("scale", ["group_std", "global_std"])
 def test_the_rollout_is_that_of_the_chosen_prompts_alone(scale):
     """Log-probabilities, advantages and scores know nothing of the groups that were dropped."""
@@ -245,7 +275,7 @@ def test_a_killed_and_resumed_run_resamples_the_same(run, tmp_path):
 
 
 def test_a_run_in_which_nothing_teaches_goes_on_without_an_advantage():
-    module = fitted(module_with(2, ScorerByNumber(lambda number: True), kl_coef=0.0))
+    module = fitted(module_with(2, ScorerByNumber(lambda number: True)))
     assert module.groups == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert module.asked[:3] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert len(module.asked) == 9
