@@ -1,7 +1,8 @@
-"""Tiny SFT, reward and PPO modules, their batches, and steps of them."""
+"""Tiny modules of every stage, their batches, and steps of them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from rlhf_lightning.batches import PreferenceBatch, PromptBatch, RolloutBatch, S
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import (
     DPOHparams,
+    GRPOHparams,
     PPOHparams,
     RewardHparams,
     SamplingHparams,
@@ -25,9 +27,10 @@ from rlhf_lightning.hparams import (
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import micro_batches
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.models.ppo_models import PPOModels
+from rlhf_lightning.models.ppo_models import PolicyModels, PPOModels
 from rlhf_lightning.modules import dpo, reward, sft
 from rlhf_lightning.modules.dpo import DPOModule
+from rlhf_lightning.modules.grpo import PolicyGradientModule
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.optimization import StepCounts, clip_and_step
 from rlhf_lightning.modules.ppo import PPOModule
@@ -79,23 +82,27 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, eps=1e-5, weight_decay=0.0)
 
 
-class RecordedPPO(PPOModule):
-    """PPOModule that also keeps its rollouts, the measures and the gradients of its steps."""
+class Recorded:
+    """Mixin: keep the rollouts, the minibatches and the measures of the steps."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         self.rollouts: list[RolloutBatch] = []
+        self.minibatches: list[RolloutBatch] = []
         self.steps: list[dict[str, float]] = []
         self.num_optimizer_steps = 0
 
-    def collect_rollout(self, prompts: PromptBatch, iteration: int) -> Any:
-        rollout, seconds = super().collect_rollout(prompts, iteration)
+    def collect_rollout(self: Any, prompts: PromptBatch, iteration: int) -> Any:
+        rollout, seconds = super().collect_rollout(prompts, iteration)  # type: ignore[misc]
         self.rollouts.append(rollout)
         return rollout, seconds
 
-    def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
+    def update(self: Any, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
         own = RunningMeans()
-        keep_going = super().update(minibatch, own, iteration=iteration)
+        self.minibatches.append(minibatch)
+        keep_going: bool = super().update(  # type: ignore[misc]
+            minibatch, own, iteration=iteration
+        )
         self.steps.append(own.means())
         if own.num_steps:
             steps.add(own.means())
@@ -103,6 +110,14 @@ class RecordedPPO(PPOModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.num_optimizer_steps += 1
+
+
+class RecordedPPO(Recorded, PPOModule):
+    """PPOModule that can be looked into."""
+
+
+class RecordedGRPO(Recorded, PolicyGradientModule):
+    """PolicyGradientModule that can be looked into."""
 
 
 def ppo_hparams(**changes: Any) -> PPOHparams:
@@ -133,6 +148,13 @@ def tiny_module(
         "ppo": ppo or ppo_hparams(),
         "sampling": sampling or SamplingHparams(max_new_tokens=9, temperature=0.9),
         "models": lambda: tiny_models(model_type),
+        **_common_parts(pad),
+    }
+    return cls(**(parts | changes))
+
+
+def _common_parts(pad: int = PAD) -> dict[str, Any]:
+    return {
         "scorer": TokenScorer(some_score),
         "generator": CachedGenerator(STOPS, pad),
         "tokenizer": tiny_tokenizer(pad_is_eos=pad == EOS),
@@ -140,7 +162,43 @@ def tiny_module(
         "schedule": Schedule("linear"),
         "seed": 11,
     }
+
+
+GROUP = 4  # responses to a prompt
+
+
+def tiny_grpo(
+    model_type: str = "gpt2",
+    *,
+    grpo: GRPOHparams | None = None,
+    cls: type[PolicyGradientModule] = RecordedGRPO,
+    **changes: Any,
+) -> Any:
+    parts: dict[str, Any] = {
+        "grpo": grpo or grpo_hparams(),
+        "sampling": SamplingHparams(max_new_tokens=9, temperature=0.9),
+        "models": lambda: PolicyModels(
+            policy=tiny_policy(model_type), reference=frozen(tiny_policy(model_type))
+        ),
+        **_common_parts(),
+    }
     return cls(**(parts | changes))
+
+
+def grpo_hparams(**changes: Any) -> GRPOHparams:
+    return GRPOHparams(**({"learning_rate": 1e-3} | changes))
+
+
+def grouped(batch: PromptBatch, size: int = GROUP) -> PromptBatch:
+    """Return the batch with `size` rows a prompt, numbered as the data module numbers them."""
+    rows = torch.arange(len(batch)).repeat_interleave(size)
+    numbers = batch.row_ids[rows]
+    own = numbers * size + torch.arange(len(rows)) % size
+    return replace(batch[rows], row_ids=own, group_ids=numbers)
+
+
+def group_prompts(iteration: int = 0, *, rows: int = ROWS // GROUP) -> PromptBatch:
+    return grouped(prompts(iteration, rows=rows))
 
 
 def built(module: Any) -> Any:
@@ -185,6 +243,20 @@ def counts_of(rollout: RolloutBatch) -> StepCounts:
     return StepCounts(rollout.response_mask.sum(), len(rollout))
 
 
+def policy_loss_and_gradient(
+    module: Any, rollout: RolloutBatch, *, micro_batch_size: int | None = None
+) -> tuple[float, Tensor, dict[str, float]]:
+    """Return the policy's loss on a minibatch, its gradient, and the sums of its measures."""
+    module.zero_grad()
+    total, measures = 0.0, Counter[str]()
+    for rows in micro_batches(rollout.attention_mask, micro_batch_size):
+        loss, measured = module.policy_loss(rollout[rows], counts_of(rollout))
+        loss.backward()
+        total += float(loss.detach())
+        measures.update({k: float(v.detach()) for k, v in measured.items() if v.dim() == 0})
+    return total, flat_gradients(module.policy), dict(measures)
+
+
 def loss_and_gradients(
     module: Any, rollout: RolloutBatch, *, micro_batch_size: int | None = None
 ) -> tuple[float, Tensor, Tensor]:
@@ -207,7 +279,9 @@ def after_some_training(rollout: RolloutBatch) -> RolloutBatch:
     return replace(
         rollout,
         logprobs=torch.where(mask, rollout.logprobs + 0.15 * noise, 0),
-        values=torch.where(mask, rollout.values + 0.15 * noise.flip(0), 0),
+        values=None
+        if rollout.values is None
+        else torch.where(mask, rollout.values + 0.15 * noise.flip(0), 0),
     )
 
 
