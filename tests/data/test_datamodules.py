@@ -165,3 +165,56 @@ def test_bad_arguments_are_errors_before_anything_is_read(tokenizer, options, me
     with pytest.raises(ValueError, match=message):
         demonstrations(tokenizer, source, **options)
     assert source.asked == []
+
+
+# -- several responses to a prompt ----------------------------------------------------------------
+
+
+def of_ranks(tokenizer, size, num_generations):
+    """Return the batches of each rank."""
+    found = []
+    for rank in range(size):
+        datamodule = prompts(tokenizer, num_generations=num_generations)
+        datamodule.trainer = SimpleNamespace(global_rank=rank, world_size=size)
+        found.append(list(datamodule.train_dataloader()))
+    return found
+
+
+def test_every_prompt_gets_its_rows_next_to_each_other_in_the_order_of_one_row(tokenizer):
+    (single,), (several,) = (of_ranks(tokenizer, 1, k) for k in (1, 3))
+    assert len(single) == len(several) == 14
+    for number, (one, three) in enumerate(zip(single, several, strict=True)):
+        assert len(three) == 3 * len(one) == 12
+        assert one.group_ids.tolist() == one.row_ids.tolist()
+        assert three.group_ids.tolist() == one.row_ids.repeat_interleave(3).tolist()
+        assert three.row_ids.tolist() == [*range(12 * number, 12 * number + 12)]
+        for name, texts in one.columns.items():
+            assert three.columns[name] == tuple(text for text in texts for _ in range(3))
+        assert torch.equal(three.input_ids, one.input_ids.repeat_interleave(3, 0))
+        assert torch.equal(three.attention_mask, one.attention_mask.repeat_interleave(3, 0))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_whole_groups_and_hold_the_rows_of_one_process(tokenizer, size):
+    (whole,) = of_ranks(tokenizer, 1, 3)
+    ranks = of_ranks(tokenizer, size, 3)
+    for number, batch in enumerate(whole):
+        parts = [batches[number] for batches in ranks]
+        for name in ("row_ids", "group_ids"):
+            assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(batch, name))
+        numbers = [n for part in parts for n in part.columns["number"]]
+        assert numbers == list(batch.columns["number"])
+        for part in parts:
+            assert part.group_ids.unique(return_counts=True)[1].tolist() == [3] * (4 // size)
+
+
+def test_held_out_prompts_are_asked_once_whatever_the_responses_to_a_training_prompt(tokenizer):
+    single, several = (list(prompts(tokenizer, num_generations=k).val_dataloader()) for k in (1, 3))
+    assert [content(batch) for batch in several] == [content(batch) for batch in single]
+    assert sum(len(batch) for batch in several) == 7
+
+
+@pytest.mark.parametrize("value", [0, -2])
+def test_a_prompt_without_a_response_is_refused(tokenizer, value):
+    with pytest.raises(ValueError, match=f"num_generations={value} must be positive"):
+        prompts(tokenizer, num_generations=value)

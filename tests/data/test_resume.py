@@ -184,3 +184,16 @@ def test_each_source_of_files_names_those_that_it_reads(tmp_path):
         digests = data_digests(source, "prompts")
         assert {Path(name).name for name in digests} == names, source
         assert all(len(digest) == 64 for digest in digests.values())
+
+
+def test_a_resumed_stage_with_several_responses_has_the_remaining_groups_and_no_other_number(
+    tokenizer, tmp_path
+):
+    path = tmp_path / "a.ckpt"
+    groups = {"num_generations": 3}
+    save = SaveAt(path, 5, "on_train_batch_end")
+    whole = fit(prompts(tokenizer, **groups), callback=save)
+    resumed = fit(prompts(tokenizer, **groups), ckpt_path=path)
+    assert contents(resumed.seen) == contents(whole.seen)[5:]
+    with pytest.raises(ValueError, match="num_generations"):
+        fit(prompts(tokenizer, num_generations=2), ckpt_path=path)
