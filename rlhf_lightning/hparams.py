@@ -10,7 +10,7 @@ import math
 import types
 import typing
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 
@@ -68,7 +68,12 @@ class Checked:
             if value not in choices:
                 raise ValueError(f"{key}={value!r}: use {', '.join(choices)}")
             if isinstance(value, int | float) and not isinstance(value, bool):
-                _check_limits(key, value, item.metadata)
+                _check_limits(key, value, item.metadata, self._usual(item))
+
+    def _usual(self, item: Field[Any]) -> tuple[float, float] | None:
+        """Return the usual range of a field; None: whatever is possible."""
+        usual: tuple[float, float] | None = item.metadata.get("usual")
+        return usual
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
@@ -103,20 +108,26 @@ def _shown(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def _check_limits(key: str, value: float, metadata: Any) -> None:
+def _check_limits(key: str, value: float, metadata: Any, usual: tuple[float, float] | None) -> None:
     if not math.isfinite(value):
         raise ValueError(f"{key}={value} must be finite")
     limits = {k: v for k, v in metadata.get("limits", {}).items() if v is not None}
     if any(not _HOLDS[name](value, limit) for name, limit in limits.items()):
         wanted = " and ".join(f"{_WORDS[name]} {_shown(limit)}" for name, limit in limits.items())
         raise ValueError(f"{key}={_shown(value)} is impossible: it must be {wanted}")
-    usual = metadata.get("usual")
     if usual is not None and not usual[0] <= value <= usual[1]:
         warnings.warn(
             f"{key}={value:g} is outside the usual range {usual[0]:g} to {usual[1]:g}",
             UnusualHparamWarning,
             stacklevel=4,
         )
+
+
+# The ratio of a whole sequence hardly moves; a weight without a lower bound may rise far.
+_USUAL_OF_SURROGATE = {
+    "gspo": dict.fromkeys(("cliprange", "cliprange_high"), (1e-4, 1e-2)),
+    "cispo": {"cliprange": (0.05, 1.0), "cliprange_high": (0.05, 10.0)},
+}
 
 
 @dataclass(frozen=True)
@@ -268,9 +279,10 @@ class OnPolicyHparams(Checked):
             (clipped weights, every token keeps its gradient).
         loss_reduction: "token" (mean over all tokens of an optimizer step), "sequence" (mean over
             responses of their means) or "constant" (sum over `max_new_tokens` a response).
-        cliprange: the ratio is clipped to 1 - cliprange .. 1 + cliprange.
+        cliprange: the ratio is clipped to 1 - cliprange .. 1 + cliprange; 1 is no lower bound.
         cliprange_high: other upper bound ("clip higher"); None uses cliprange.
-        dual_clip: bound on the loss where the advantage is negative; None is plain PPO.
+        dual_clip: bound on the loss where the advantage is negative; None is plain PPO, and all
+            that "cispo" takes.
         num_minibatches: optimizer steps in one pass.
         micro_batch_size: rows in one forward; None takes the whole share of a rank at once.
         max_grad_norm: bound on each gradient norm.
@@ -293,7 +305,7 @@ class OnPolicyHparams(Checked):
     kl_horizon: int = number(10_000, at_least=1)
     surrogate: str = "ppo"
     loss_reduction: str = choice("token", "sequence", "constant")
-    cliprange: float = number(0.2, above=0, below=1, usual=(0.05, 0.4))
+    cliprange: float = number(0.2, above=0, at_most=1, usual=(0.05, 0.4))
     cliprange_high: float | None = number(None, above=0, usual=(0.05, 0.5))
     dual_clip: float | None = number(None, above=1)
     num_minibatches: int = number(1, at_least=1, usual=(1, 32))
@@ -316,7 +328,10 @@ class OnPolicyHparams(Checked):
                 "or leave it out (in the reward it is k1)"
             )
         if self.surrogate == "cispo" and self.dual_clip is not None:
-            raise ValueError(f"{name}.dual_clip={self.dual_clip:g}: surrogate=cispo has none")
+            raise ValueError(
+                f"{name}.dual_clip={self.dual_clip:g} is of no use with surrogate=cispo, which "
+                "bounds the weight itself: use null, and a lower cliprange_high"
+            )
         if self.kl_in == "loss" and self.kl_estimator == "k3":
             warnings.warn(
                 f"{name}.kl_estimator=k3 holds the policy to another optimum than "
@@ -325,6 +340,9 @@ class OnPolicyHparams(Checked):
                 UnusualHparamWarning,
                 stacklevel=3,
             )
+
+    def _usual(self, item: Field[Any]) -> tuple[float, float] | None:
+        return _USUAL_OF_SURROGATE.get(str(self.surrogate), {}).get(item.name, super()._usual(item))
 
     @property
     def num_passes(self) -> int:

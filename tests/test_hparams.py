@@ -38,7 +38,7 @@ IMPOSSIBLE = [
     *[(cls, "kl_coef", [-0.1], ">= 0") for cls in ON_POLICY],
     *[(cls, "kl_target", [0.0, -6.0], "> 0") for cls in ON_POLICY],
     *[(cls, "kl_horizon", [0], ">= 1") for cls in ON_POLICY],
-    *[(cls, "cliprange", [0.0, 1.0], "> 0 and < 1") for cls in ON_POLICY],
+    *[(cls, "cliprange", [0.0, 1.1], "> 0 and <= 1") for cls in ON_POLICY],
     *[(cls, "cliprange_high", [0.0], "> 0") for cls in ON_POLICY],
     *[(cls, "dual_clip", [1.0, 0.5], "> 1") for cls in ON_POLICY],
     (PPOHparams, "cliprange_value", [0.0], "> 0"),
@@ -94,6 +94,29 @@ def test_a_name_that_is_unknown_is_an_error_with_those_that_work(cls, name):
 def test_k3_in_the_loss_warns_of_its_other_optimum():
     with pytest.warns(UnusualHparamWarning, match="kl_estimator=k3 .* use k2"):
         GRPOHparams(kl_estimator="k3")
+
+
+@pytest.mark.parametrize("cls", ON_POLICY)
+def test_the_usual_range_of_a_clip_range_is_that_of_its_surrogate(cls):
+    published = {
+        "ppo": {"cliprange": 0.2, "cliprange_high": 0.28},
+        "gspo": {"cliprange": 3e-4, "cliprange_high": 4e-4},
+        "cispo": {"cliprange": 1.0, "cliprange_high": 4.0},
+    }
+    for surrogate, ranges in published.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cls(surrogate=surrogate, **ranges)
+        others = "gspo" if surrogate == "ppo" else "ppo"
+        with pytest.warns(UnusualHparamWarning, match="cliprange_high=.* outside the usual range"):
+            cls(surrogate=others, **ranges)
+
+
+@pytest.mark.parametrize("cls", ON_POLICY)
+def test_cispo_has_no_dual_clip(cls):
+    with pytest.raises(ValueError, match=rf"^{cls.__name__}\.dual_clip=3 .*surrogate=cispo"):
+        cls(surrogate="cispo", dual_clip=3.0)
+    assert cls(surrogate="gspo", dual_clip=3.0).dual_clip == 3
 
 
 def test_a_groups_spread_needs_a_groups_baseline():

@@ -114,6 +114,24 @@ VALUES = [
     Mistake("+experiment=ppo module.ppo=null", "module.ppo", "PPOModule", "module=ppo"),
     Mistake("+experiment=ppo module.ppo.learning_rate=fast", "learning_rate=", "'fast'", "float"),
     Mistake("+experiment=ppo module.ppo.learning_rate=nan", "learning_rate=", "nan", "finite"),
+    Mistake(
+        "+experiment=ppo module.ppo.surrogate=clip", "surrogate=", "'clip'", "ppo, gspo, cispo"
+    ),
+    Mistake("+experiment=gspo module.grpo.surrogate=seq", "grpo.surrogate=", "'seq'", "ppo, gspo"),
+    Mistake("+experiment=cispo module.grpo.dual_clip=3", "dual_clip=", "3", "surrogate=cispo"),
+    Mistake(
+        "+experiment=grpo module.grpo.overlong_buffer=999",
+        "grpo.overlong_buffer=",
+        "999",
+        "at most module.sampling.max_new_tokens",
+    ),
+    Mistake("+experiment=grpo data.num_generations=1", "num_generations=", "1", "use 2 or more"),
+    Mistake("+experiment=reinforce_pp data.num_generations=0", "generations=", "0", "positive"),
+    Mistake(
+        "+experiment=reinforce_pp module.grpo.scale=group_std", "scale=", "group_std", "global_std"
+    ),
+    Mistake("+experiment=grpo module.grpo.num_minibatches=3", "minibatches=", "3", "batch_size=15"),
+    Mistake("+experiment=rloo module.grpo.baseline=loo", "baseline=", "'loo'", "leave_one_out"),
     Mistake("+experiment=ppo module.models.value_head=none", "value_head=", "'none'", "'stored'"),
     Mistake("+experiment=ppo lora=lora lora.r=0", "lora.r=", "0", "must be >= 1"),
     Mistake("+experiment=ppo lora=lora lora.quantization=int8", "quantization=", "'int8'", "nf4"),

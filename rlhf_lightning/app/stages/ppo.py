@@ -36,7 +36,7 @@ LIGHT_SCORERS = frozenset(
 
 
 def check(settings: TrainSettings) -> None:
-    """Check the KL controller, the scorer, and that adapters have no dropout.
+    """Check the KL controller, the penalty on length, the scorer, and adapters' dropout.
 
     Raises:
         ConfigError: with the key, what it got and what it wants.
@@ -44,13 +44,13 @@ def check(settings: TrainSettings) -> None:
     from rlhf_lightning.app.config.compose import ConfigError
 
     _check_kl_horizon(settings)
-    _check_scorer(settings)
     buffer, longest = settings.hparams.overlong_buffer, settings.all_hparams["sampling"]
     if buffer is not None and buffer > longest.max_new_tokens:
         raise ConfigError(
             f"module.{settings.spec.settings}.overlong_buffer={buffer} must be at most "
-            f"module.sampling.max_new_tokens={longest.max_new_tokens}"
+            f"module.sampling.max_new_tokens={longest.max_new_tokens}: use about a fifth of it"
         )
+    _check_scorer(settings)
     if settings.lora is not None and (rate := settings.lora.dropout):
         raise ConfigError(
             f"lora.dropout={rate}: {settings.spec.title} needs 0, or the ratio does not start at 1"
@@ -84,7 +84,7 @@ def _check_scorer(settings: TrainSettings) -> Target:
 
 
 def check_buildable(settings: TrainSettings) -> None:
-    """Look the surrogate up, and build a scorer that needs no model once.
+    """Look up the surrogate, and build a scorer that needs no model once.
 
     Raises:
         ConfigError: with the place, what it got and what it wants.
@@ -94,10 +94,9 @@ def check_buildable(settings: TrainSettings) -> None:
     from rlhf_lightning.app.config.validate import built
     from rlhf_lightning.functional.losses import POLICY_LOSSES
 
-    surrogate = settings.hparams.surrogate
-    if surrogate not in POLICY_LOSSES:
+    if (surrogate := settings.hparams.surrogate) not in POLICY_LOSSES:
         raise ConfigError(
-            f"module.{settings.spec.settings}.surrogate={surrogate}: use one of "
+            f"module.{settings.spec.settings}.surrogate={surrogate!r}: use "
             f"{', '.join(POLICY_LOSSES)}"
         )
     scorer = _check_scorer(settings)
