@@ -269,3 +269,57 @@ def test_a_number_of_minibatches_that_does_not_divide_the_rows_is_refused(num_mi
     message = rf"num_minibatches={num_minibatches} must divide the 8 .*use one of \[1, 2, 4, 8\]"
     with pytest.raises(ValueError, match=message):
         next(batch.minibatches(num_minibatches, keys=keys(batch.row_ids)))
+
+
+def groups(rows: int = 16, size: int = 4) -> RolloutBatch:
+    batch = rollout_batch(rows)
+    return replace(batch, group_ids=batch.row_ids // size)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4])
+def test_minibatches_of_whole_groups_hold_every_group_once(num_minibatches):
+    batch = groups()
+    parts = list(batch.minibatches(num_minibatches, keys=keys(batch.row_ids), whole_groups=True))
+    assert {len(part) for part in parts} == {16 // num_minibatches}
+    assert sorted(torch.cat([p.row_ids for p in parts]).tolist()) == list(range(16))
+    for part in parts:
+        _, counts = part.group_ids.unique(return_counts=True)
+        assert counts.tolist() == [4] * (4 // num_minibatches)
+        assert torch.equal(part.group_ids, part.row_ids // 4)
+        assert torch.equal(part.values, batch.values[part.row_ids])
+    # The mutation: rows that are dealt by themselves tear groups apart.
+    torn = next(batch.minibatches(4, keys=keys(batch.row_ids)))
+    assert torn.group_ids.unique(return_counts=True)[1].tolist() != [4]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_minibatch_has_the_same_groups_for_any_number_of_ranks(ranks):
+    batch = groups(32)
+    whole = list(batch.minibatches(2, keys=keys(batch.row_ids), whole_groups=True))
+    share = 32 // ranks
+    shares = [batch[i * share : (i + 1) * share] for i in range(ranks)]
+    dealt = [list(s.minibatches(2, keys=keys(s.row_ids), whole_groups=True)) for s in shares]
+    for number, part in enumerate(whole):
+        rows = [row for parts in dealt for row in parts[number].row_ids.tolist()]
+        assert rows == part.row_ids.tolist()
+
+
+def test_every_epoch_deals_the_groups_anew():
+    batch = groups(64)
+    dealt = {
+        tuple(
+            next(
+                batch.minibatches(2, keys=keys(batch.row_ids, epoch), whole_groups=True)
+            ).row_ids.tolist()
+        )
+        for epoch in range(8)
+    }
+    assert len(dealt) == 8
+
+
+@pytest.mark.parametrize("num_minibatches", [0, 3, 8])
+def test_a_number_of_minibatches_that_does_not_divide_the_groups_is_refused(num_minibatches):
+    batch = groups()
+    message = rf"num_minibatches={num_minibatches} must divide the 4 groups .* one of \[1, 2, 4\]"
+    with pytest.raises(ValueError, match=message):
+        next(batch.minibatches(num_minibatches, keys=keys(batch.row_ids), whole_groups=True))
