@@ -1,4 +1,4 @@
-"""RLHF as plain LightningModules: supervised fine-tuning, reward modelling, DPO and PPO."""
+"""RLHF as plain LightningModules: supervised fine-tuning, reward modelling, DPO, PPO, GRPO."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf_lightning.evaluation.compare import compare
     from rlhf_lightning.hparams import (
         DPOHparams,
+        GRPOHparams,
         LoraHparams,
         PPOHparams,
         RewardHparams,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
     from rlhf_lightning.modules.dpo import DPOModule
     from rlhf_lightning.modules.export import export_model
+    from rlhf_lightning.modules.grpo import PolicyGradientModule
     from rlhf_lightning.modules.ppo import PPOModule
     from rlhf_lightning.modules.reward import RewardModule
     from rlhf_lightning.modules.sft import SFTModule
@@ -38,9 +40,11 @@ _HOMES = {
     "DemonstrationDataModule": "rlhf_lightning.data.datamodules",
     "FSDP2Strategy": "rlhf_lightning.distributed.strategy",
     "FunctionScorer": "rlhf_lightning.rollout.scorers.base",
+    "GRPOHparams": "rlhf_lightning.hparams",
     "LoraHparams": "rlhf_lightning.hparams",
     "PPOHparams": "rlhf_lightning.hparams",
     "PPOModule": "rlhf_lightning.modules.ppo",
+    "PolicyGradientModule": "rlhf_lightning.modules.grpo",
     "PreferenceDataModule": "rlhf_lightning.data.datamodules",
     "PromptDataModule": "rlhf_lightning.data.datamodules",
     "RewardHparams": "rlhf_lightning.hparams",
@@ -59,9 +63,11 @@ __all__ = [
     "DemonstrationDataModule",
     "FSDP2Strategy",
     "FunctionScorer",
+    "GRPOHparams",
     "LoraHparams",
     "PPOHparams",
     "PPOModule",
+    "PolicyGradientModule",
     "PreferenceDataModule",
     "PromptDataModule",
     "RewardHparams",

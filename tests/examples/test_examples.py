@@ -36,8 +36,8 @@ def completed(folder: Path, stage: str) -> dict[str, float]:
     return summary["metrics"]
 
 
-def test_examples_are_short_and_five():
-    assert len(EXAMPLES) == 5
+def test_examples_are_short_and_six():
+    assert len(EXAMPLES) == 6
     for example in EXAMPLES:
         assert len(example.read_text().splitlines()) < 40, example.name
 
@@ -63,3 +63,11 @@ def test_a_reward_model_and_ppo_against_it(material, tmp_path):
 def test_ppo_with_a_function(example, material, tmp_path):
     run(example, material["policy"], material["prompts"], tmp_path / "run")
     completed(tmp_path / "run", "ppo")
+
+
+def test_grpo_trains_a_policy_and_nothing_else(material, tmp_path):
+    run("grpo", material["policy"], material["prompts"], tmp_path / "run")
+    completed(tmp_path / "run", "grpo")
+    header = (tmp_path / "run/metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"grpo/policy_loss", "rollout/informative_groups"} <= set(header)
+    assert not [name for name in header if "value" in name]
