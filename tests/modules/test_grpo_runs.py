@@ -1,0 +1,198 @@
+"""Whole runs of PolicyGradientModule from Python: a plain Trainer, a resume, adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rlhf_lightning import (
+    GRPOHparams,
+    LoraHparams,
+    PolicyGradientModule,
+    PromptDataModule,
+    SamplingHparams,
+    export_model,
+    trainer_arguments,
+)
+from rlhf_lightning.modules.step_0 import Step0Error
+from rlhf_lightning.runs.folder import read_metrics
+from tests.builders.models import tiny_policy
+from tests.builders.record_files import write_material
+from tests.builders.stages import RecordedGRPO
+
+ITERATIONS = 4
+GRPO = GRPOHparams(learning_rate=1e-3, num_minibatches=2, num_epochs=2, micro_batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(len(text)) / 10 for text in completions]
+
+
+class Stop(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+            raise RuntimeError("the power went")
+
+
+def made(material: dict[str, Path], lora: LoraHparams | None = None, **changes: Any) -> Any:
+    sampling = SamplingHparams(max_new_tokens=5)
+    given = {"grpo": GRPO, "sampling": sampling, "lora": lora} | changes
+    return RecordedGRPO.from_pretrained(material["policy"], length, **given)
+
+
+def prompts(material: dict[str, Path], module: Any, **changes: Any) -> PromptDataModule:
+    given = {"batch_size": 4, "num_generations": 3} | changes
+    return PromptDataModule(material["prompts"], module.tokenizer, **given)
+
+
+def train(
+    material: dict[str, Path],
+    folder: Path,
+    *,
+    lora: LoraHparams | None = None,
+    ckpt_path: str | None = None,
+    num_generations: int = 3,
+    **changes: Any,
+) -> tuple[Any, L.Trainer]:
+    module = made(material, lora)
+    data = prompts(material, module, num_generations=num_generations)
+    given = {"max_iterations": ITERATIONS, "accelerator": "cpu", "enable_progress_bar": False}
+    trainer = L.Trainer(**trainer_arguments(folder, **given | changes))
+    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    return module, trainer
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
+        for row in read_metrics(folder / "metrics.csv")
+    ]
+
+
+def samples(folder: Path) -> list[str]:
+    return (folder / "samples.jsonl").read_text().splitlines()
+
+
+@pytest.fixture(scope="module", params=[None, LoraHparams(r=4)], ids=["whole", "lora"])
+def trained(material, tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return (*train(material, folder, lora=request.param), folder, request.param)
+
+
+def test_a_run_starts_at_the_reference_to_the_bit_and_moves(trained):
+    module, trainer, folder, _ = trained
+    first, *_, last = rows(folder)
+    assert first["rollout/kl_per_response"] == 0
+    assert last["rollout/kl_per_response"] != 0
+    assert module.steps[0]["grpo/approx_kl"] == module.steps[0]["grpo/clipfrac"] == 0
+    assert trainer.global_step == module.num_optimizer_steps == ITERATIONS * 2 * 2
+    assert 0 < first["rollout/informative_groups"] <= 1
+
+
+def test_there_is_no_value_model_anywhere(trained, tmp_path):
+    module, trainer, folder, lora = trained
+    assert {name.split(".")[0] for name in module.state_dict()} == {"policy"}
+    assert all("/lora_" in name for name in module.state_dict()) == (lora is not None)
+    assert not hasattr(module, "value")
+    (group,) = trainer.optimizers[0].param_groups
+    assert {id(p) for p in group["params"]} == {id(p) for p in module.policy.parameters()}
+    assert module.rollouts[0].values is module.rollouts[0].returns is None
+    names = {name for row in rows(folder) for name in row}
+    assert not [name for name in names if "value" in name or "explained" in name]
+    export = export_model(module, tmp_path / "export")
+    assert (export / "model.safetensors").exists()
+    assert not [file for file in export.rglob("*") if "value" in file.name]
+
+
+def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trained, tmp_path):
+    whole, trainer, folder, lora = trained
+    with pytest.raises(RuntimeError, match="the power went"):
+        train(material, tmp_path, lora=lora, checkpoint_every_n_iterations=1, callbacks=Stop())
+    module, again = train(material, tmp_path, lora=lora, ckpt_path="last")
+    assert rows(tmp_path) == rows(folder)
+    assert len(rows(folder)) == ITERATIONS
+    assert samples(tmp_path) == samples(folder)
+    assert len(samples(folder)) > 1
+    for name, value in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    ours, theirs = (t.optimizers[0].state_dict()["state"] for t in (again, trainer))
+    for parameter, state in theirs.items():
+        for name, value in state.items():
+            assert torch.equal(ours[parameter][name], value), (parameter, name)
+    assert 2 <= len(module.rollouts) < ITERATIONS
+    last = whole.rollouts[-len(module.rollouts) :]
+    for mine, other in zip(module.rollouts, last, strict=True):
+        for name in ("sequences", "logprobs", "ref_logprobs", "rewards", "advantages"):
+            assert torch.equal(getattr(mine, name), getattr(other, name)), name
+
+
+def test_a_resume_with_another_number_of_responses_is_refused(material, tmp_path):
+    with pytest.raises(RuntimeError, match="the power went"):
+        train(material, tmp_path, checkpoint_every_n_iterations=1, callbacks=Stop())
+    with pytest.raises(ValueError, match="made with data num_generations=3, this run has 2"):
+        train(material, tmp_path, ckpt_path="last", num_generations=2)
+
+
+def test_a_checkpoint_is_loaded_with_its_hyper_parameters(trained):
+    module, _, folder, _ = trained
+    checkpoint = folder / "checkpoints/last.ckpt"
+    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward=function\)"):
+        PolicyGradientModule.load_from_checkpoint(checkpoint)
+    loaded = PolicyGradientModule.load_from_checkpoint(checkpoint, reward=length)
+    assert loaded.algorithm == GRPO
+    assert loaded.sampling.max_new_tokens == 5
+    assert not loaded.training
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_the_summary_and_the_report_are_those_of_the_run(trained):
+    _, _, folder, _ = trained
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["stage"], summary["status"]) == ("grpo", "completed")
+    page = (folder / "report.html").read_text()
+    assert "GRPO" in page
+    assert "value model" not in page
+
+
+def test_a_plain_trainer_works(material, tmp_path):
+    module = made(material)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, prompts(material, module, num_iterations=2))
+    assert trainer.global_step == 2 * 2 * 2
+    assert len(module.rollouts[0]) == 4 * 3
+
+
+def test_a_reference_from_other_weights_ends_the_run_before_its_first_update(material, tmp_path):
+    module = made(material)
+    build = module.build_models
+
+    def models() -> Any:
+        found = build()
+        found.reference.load_state_dict(
+            tiny_policy("llama", seed=7, max_position_embeddings=2048).state_dict()
+        )
+        return found
+
+    module.build_models = models
+    trainer = L.Trainer(
+        **trainer_arguments(
+            tmp_path, max_iterations=1, accelerator="cpu", enable_progress_bar=False
+        )
+    )
+    with pytest.raises(Step0Error, match="must start at 0"):
+        trainer.fit(module, prompts(material, module))
+    assert module.num_optimizer_steps == 0
