@@ -36,17 +36,22 @@ def overrides_of(stage: str, start: Path) -> list[str]:
     """Return the command line of a run of a few iterations."""
     key = {"base": None, "sft": "artifacts.base"}.get(stage, "artifacts.sft")
     own = [] if key is None else [f"{key}={start}"]
-    if stage == "ppo":
+    if stage in ("ppo", "grpo"):
         (start.parent / "reward.py").write_text(LENGTH_REWARD)
         own += [
             "scorer=function",
             f"scorer.function={start.parent}/reward.py:score",
-            "module.models.value=null",
-            "module.models.value_head=zero",
-            "module.ppo.num_minibatches=1",
-            "module.ppo.num_ppo_epochs=1",
             "module.sampling.max_new_tokens=4",
+            f"module.{stage}.num_minibatches=1",
         ]
+        own += {
+            "grpo": ["data.num_generations=3"],
+            "ppo": [
+                "module.models.value=null",
+                "module.models.value_head=zero",
+                "module.ppo.num_ppo_epochs=1",
+            ],
+        }[stage]
     return [f"+experiment={stage}", *SMALL, *own]
 
 
