@@ -16,6 +16,7 @@ _LEVERS = {  # what holds a policy to its start, by stage
     "grpo": "module.grpo.kl_coef",
     "dpo": "module.dpo.beta",
 }
+_ALSO = {"ppo": "; look at ppo/explained_variance"}
 WEAK_DOMAIN = 0.05  # below the reward model's own accuracy
 Metrics = Mapping[str, float | None]
 
@@ -139,12 +140,11 @@ def _not_won(stage: str, rates: Sequence[float], proxy: float | None, *, ends_al
             f"It wins {_show(min(rates))} of comparisons, enough, but the interval is wide",
             "a larger evaluation.num_prompts, then more iterations",
         )
-    look = "; look at ppo/explained_variance" if stage == "ppo" else ""
     return Blame(
         stage,
         f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
         "comparisons are won: the policy has not gone far enough",
-        f"more iterations or a larger learning rate{look}",
+        f"more iterations or a larger learning rate{_ALSO.get(stage, '')}",
     )
 
 

@@ -157,10 +157,15 @@ def assemble_rollout(
     logprobs, entropy, ref_logprobs, values = evaluate_answers(
         parts, answers, temperature=temperature
     )
-    adjusted = _adjusted(scores.total, answers, shaping, max_new_tokens)
+    by_domain = [shaping.domain_weights.get(name, 1.0) for name in prompts.domains]
+    weights, estimator = scores.total.new_tensor(by_domain), shaping.estimator
+    weighed = scores.total if estimator.scale_free else scores.total * weights
+    adjusted = _adjusted(weighed, answers, shaping, max_new_tokens)
     kl = kl_k1(logprobs, ref_logprobs)  # [B, R]
     rewards = shape_rewards(adjusted, kl, mask, kl_coef=shaping.kl_coef)
-    advantages, returns = shaping.estimator(rewards, values, mask, prompts.group_ids)
+    advantages, returns = estimator(rewards, values, mask, prompts.group_ids)
+    if estimator.scale_free:
+        advantages = advantages * weights.unsqueeze(-1)
     return RolloutBatch(
         sequences=answers.sequences,
         attention_mask=answers.attention_mask,
@@ -183,11 +188,9 @@ def assemble_rollout(
 
 
 def _adjusted(
-    scores: Tensor, answers: Answers, shaping: RewardShaping, max_new_tokens: int
+    worth: Tensor, answers: Answers, shaping: RewardShaping, max_new_tokens: int
 ) -> Tensor:
     """Return `[B]` what each response is worth, before the KL penalty."""
-    weights = [shaping.domain_weights.get(name, 1.0) for name in answers.prompts.domains]
-    worth = scores * scores.new_tensor(weights)
     if shaping.diversity_bonus:
         worth = worth + shaping.diversity_bonus * worth.new_tensor(novelty(answers))
     adjusted = adjust_scores(

@@ -21,7 +21,15 @@ from rlhf_lightning.functional.masked import masked_whiten, zero_off_mask
 
 
 class AdvantageEstimator(Protocol):
-    """Estimates the advantages of a rollout."""
+    """Estimates the advantages of a rollout.
+
+    `scale_free` is True if a factor on all rewards of a group changes nothing: weights of domains
+    then go to the advantages.
+    """
+
+    @property
+    def scale_free(self) -> bool:
+        """Whether the scale of a group's rewards is lost."""
 
     def __call__(
         self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor
@@ -59,6 +67,11 @@ class GAE:
     gae_lambda: float
     gae_lambda_value: float | None = None
     length_alpha: float | None = None
+
+    @property
+    def scale_free(self) -> bool:
+        """False: rewards are compared over all prompts."""
+        return False
 
     def __call__(
         self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor
@@ -98,6 +111,11 @@ class GroupBaseline:
 
     baseline: str
     scale: str
+
+    @property
+    def scale_free(self) -> bool:
+        """True where a group's spread divides its advantages."""
+        return self.scale == "group_std"
 
     def __call__(
         self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor

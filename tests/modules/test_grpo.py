@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -305,3 +306,17 @@ def test_ppo_takes_groups_another_surrogate_and_the_kl_in_its_loss(surrogate):
     assert module.steps[0]["ppo/approx_kl"] == 0
     assert module.steps[-1]["ppo/approx_kl"] > 0
     assert module.steps[0]["ppo/value_loss"] > 0
+
+
+@pytest.mark.parametrize("scale", ["group_std", "none"])
+def test_the_weight_of_a_domain_scales_its_advantages(scale: str):
+    module = built(
+        tiny_grpo(grpo=grpo_hparams(scale=scale, score_clip=None, missing_eos_penalty=0.0))
+    )
+    batch = replace(group_prompts(), domains=("maths",) * GROUP + ("",) * (ROWS - GROUP))
+    plain = rollout_of(module, batch).advantages
+    module.controls.domain_weights = {"maths": 2.0}
+    weighed = rollout_of(module, batch).advantages
+    assert plain[:GROUP].abs().max() > 0.1
+    torch.testing.assert_close(weighed[:GROUP], 2 * plain[:GROUP], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weighed[GROUP:], plain[GROUP:], rtol=0, atol=0)
