@@ -3,7 +3,7 @@
 With k1 in the reward every baseline and scale leads to `softmax(log ref + score / beta)`. With the
 KL in the loss that takes k2 and advantages in the unit of the score: the group's mean, which holds
 a response's own score, division by the group's spread, and k3 lead elsewhere. The numbers stand in
-docs/implementation_details.md.
+docs/correctness.md.
 """
 
 from __future__ import annotations
