@@ -130,8 +130,6 @@ VALUES = [
     Mistake(
         "+experiment=reinforce_pp module.grpo.scale=group_std", "scale=", "group_std", "global_std"
     ),
-    Mistake("+experiment=grpo module.grpo.num_minibatches=3", "minibatches=", "3", "batch_size=15"),
-    Mistake("+experiment=rloo module.grpo.baseline=loo", "baseline=", "'loo'", "leave_one_out"),
     Mistake("+experiment=ppo module.models.value_head=none", "value_head=", "'none'", "'stored'"),
     Mistake("+experiment=ppo lora=lora lora.r=0", "lora.r=", "0", "must be >= 1"),
     Mistake("+experiment=ppo lora=lora lora.quantization=int8", "quantization=", "'int8'", "nf4"),

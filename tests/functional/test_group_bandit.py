@@ -87,7 +87,9 @@ def distance(name: str, baseline: str, scale: str, kl: str, *, beta_factor: floa
         pytest.param("beta0.5", "mean", "group_std", "k1", id="grpo_with_k1"),
         pytest.param("beta0.5", "none", "global_std", "k1", id="reinforce_pp"),
         pytest.param("beta0.5", "leave_one_out", "none", "k2", id="rloo_with_k2"),
-        pytest.param("beta2.0", "leave_one_out", "none", "k2", id="rloo_with_k2_and_more_kl"),
+        pytest.param(
+            "beta2.0", "leave_one_out", "none", "k2", id="more_kl", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_k1_in_the_reward_and_k2_beside_unscaled_advantages_find_the_optimum(
