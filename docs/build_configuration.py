@@ -23,6 +23,7 @@ WHERE = {
     "sampling": "module.sampling",
     "sft": "module.sft",
     "reward": "module.reward",
+    "grpo": "module.grpo",
     "dpo": "module.dpo",
     "lora": "lora",
 }
@@ -31,6 +32,7 @@ TITLES = {
     "sampling": "Sampling of rollouts",
     "sft": "Supervised fine-tuning",
     "reward": "Reward model",
+    "grpo": "GRPO and its relatives",
     "dpo": "Direct preference optimization",
     "lora": "Adapters (`lora=lora`)",
 }
