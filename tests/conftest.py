@@ -46,6 +46,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 BEGUN_FIRST = (
     "test_trained_world.py",
     "test_train.py",
+    "test_study.py",
     "test_launching.py",
     "test_lost_ranks.py",
     "test_model_configs.py",

@@ -53,9 +53,9 @@ def test_the_objectives_publish_to_folders_of_their_own():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([], "5 iterations of 4 prompts x 3 responses = 12 rows; on each 1 x 2 minibatches of 6 "),
+        ([], "5 iterations of 4 prompts x 3 responses = 12 rows; on each 2 x 2 minibatches of 6 "),
         (["data.num_generations=1", "module.grpo.baseline=none", "module.grpo.scale=none"],
-         "5 iterations of 4 prompts; on each 1 x 2 minibatches of 2 rows"),
+         "5 iterations of 4 prompts; on each 2 x 2 minibatches of 2 rows"),
     ],
 )  # fmt: skip
 def test_the_start_says_prompts_times_responses(start, overrides, said):

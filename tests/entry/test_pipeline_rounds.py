@@ -130,6 +130,7 @@ def test_rounds_that_cannot_work_are_refused(overrides: list[str], message: str)
         check_pipeline(composed(*overrides))
 
 
+@pytest.mark.slow  # of the first round: tests/entry/test_pipeline.py
 def test_a_failed_gate_of_a_later_round_is_blamed_and_accepted_there(working_folder: Path) -> None:
     words = ["rounds=2", "experiments.base=null", "experiments.sft=null", "adversarial=false"]
     folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")

@@ -62,6 +62,7 @@ def test_a_plan_needs_no_weights_and_fits_8b_adapters_on_one_80_gib_device(capsy
     assert bf16_weights < found["total"] < 80 * GIB
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_whole_models_take_more_than_adapters():
     lora = plan_of(

@@ -41,8 +41,8 @@ TLDR = [
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(SENTIMENT, id="sentiment"),
-        pytest.param(GSM8K, id="a reward function"),
+        pytest.param(SENTIMENT, id="sentiment", marks=pytest.mark.slow),
+        pytest.param(GSM8K, id="a reward function", marks=pytest.mark.slow),
         pytest.param(TLDR, id="a data set a stage, adapters"),
     ],
 )

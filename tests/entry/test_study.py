@@ -48,6 +48,22 @@ def call(folder: Path, *words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.timeout(300)
+def test_a_study_names_what_failed_and_shows_what_was_measured(tmp_path, start):
+    written(tmp_path, start)
+    place = tmp_path / "outputs/studies/tiny"
+    told, _ = (done := call(tmp_path, "seeds=[1]")).communicate(timeout=280)
+    assert done.returncode == 1, told
+    assert "1 of 2 runs failed: bad seed 1" in told
+    page, table = (place / "study.html").read_text(), (place / "study.md").read_text()
+    assert "nowhere.py" in page.partition("</section>")[0]
+    (file,) = place.glob("runs/good/seed_1/*/*/summary.json")
+    gain = json.loads(file.read_text())["metrics"]["val/gold_win_rate"]
+    row = next(line for line in table.splitlines() if line.startswith("| good |  | 1 of 1 |"))
+    assert row.split("|")[4].startswith(f" {percent(gain)} (")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_study_that_was_stopped_goes_on_names_what_failed_and_shows_what_was_measured(
     tmp_path, start

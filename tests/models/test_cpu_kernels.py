@@ -63,6 +63,7 @@ def test_a_run_with_the_switch_off_does_not_need_the_folder(tmp_path):
     assert read_summary(RunFolder(tmp_path / "run")).status == "completed"
 
 
+@pytest.mark.slow  # shows that the test above could fail
 def test_a_run_with_the_switch_on_needs_it(tmp_path):
     assert "rlhf_lightning.models.cpu" in without_the_folder(tmp_path, "true").stderr
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from rlhf_lightning.hparams import SamplingHparams
-from rlhf_lightning.modules import ppo
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from tests.builders.models import PAD, VOCABULARY
 from tests.builders.stages import RecordedPPO, ppo_hparams, prompts, tiny_module, trainer
@@ -31,7 +31,7 @@ MICRO_BATCH = 1
 LONGEST = 40
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 generated: list[dict[str, int]] = []
-plainly_unsharded = ppo.unsharded
+plainly_unsharded = on_policy.unsharded
 
 
 class Counter(TorchDispatchMode):
@@ -90,7 +90,7 @@ def units(root: torch.nn.Module) -> list[Any]:
 
 def main(out: Path) -> None:
     torch.manual_seed(1)
-    ppo.unsharded = unsharded_and_counted  # type: ignore[assignment]
+    on_policy.unsharded = unsharded_and_counted  # type: ignore[assignment]
     module = tiny_module(
         "llama",
         cls=Counted,
