@@ -40,7 +40,7 @@ ppo sft reward: $(STAMP)
 	$(RUN) -m rlhf_lightning.train +experiment=$@ $(ARGS)
 
 .PHONY: test
-test: $(STAMP) ## run the test suite: about 9 minutes on 2 cores, no network
+test: $(STAMP) ## run the test suite: about 8 minutes on 2 cores, no network
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 .PHONY: test-all

@@ -65,6 +65,7 @@ def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Pat
     assert given("run", three / "ppo") in steps["round_3/evaluate"].overrides
 
 
+@pytest.mark.slow
 def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Path) -> None:
     for name in ("collect", "adversarial"):  # what a command line names has to be there
         (tmp_path / "round_2" / name / "data").mkdir(parents=True)
@@ -91,6 +92,7 @@ def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Pat
     assert evaluate.policy == str(tmp_path / "round_2/ppo/export")
 
 
+@pytest.mark.slow
 def test_words_for_one_round_reach_it_alone_and_come_last(tmp_path: Path) -> None:
     words = [
         "round_2/ppo:module.ppo.kl_coef=0.1",

@@ -47,7 +47,8 @@ def test_control_c_stops_the_run_and_says_how_to_continue(start, tmp_path):
     assert not (folder / "traceback.txt").exists()
 
 
-@pytest.mark.parametrize("kind", ["refused", pytest.param("silent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["refused", "silent"])
 def test_a_wandb_that_cannot_be_reached_is_recorded_offline(
     start, tmp_path, monkeypatch, caplog, kind
 ):

@@ -87,6 +87,7 @@ class TooLarge(torch.optim.SGD):
         raise MemoryError
 
 
+@pytest.mark.slow
 def test_what_runs_out_of_memory_after_training_is_told_the_settings_of_the_evaluation(start):
     more = ["evaluation.micro_batch_size=6", "evaluation.max_new_tokens=40"]
     settings = settings_for("sft", start, *more)

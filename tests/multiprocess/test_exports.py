@@ -55,7 +55,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 @pytest.mark.parametrize(
     ("stage", "lora", "world_size"),
     [
-        ("reward", "none", 2),
+        # Of FSDP2, in the fast set: tests/multiprocess/test_library.py
+        pytest.param("reward", "none", 2, marks=pytest.mark.slow),
         *(
             pytest.param(stage, lora, world_size, marks=pytest.mark.slow)
             for stage in STAGES

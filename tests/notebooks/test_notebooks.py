@@ -54,6 +54,7 @@ def run(text: Path, folder: Path) -> None:
     execute(notebook_of(text), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_cheapest_notebook_runs(tmp_path):
     run(FOLDER / f"{CHEAPEST}.py", tmp_path)
