@@ -221,13 +221,11 @@ class DPOHparams(Checked):
     max_skipped_steps: int = number(10, at_least=0)
     beta: float = number(0.1, above=0, usual=(0.01, 0.5))
     label_smoothing: float = number(0.0, at_least=0, below=0.5, usual=(0, 0.3))
-    kind: str = "sigmoid"
+    kind: str = choice("sigmoid", "ipo")
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check that they go together."""
         super().__post_init__()
-        if self.kind not in ("sigmoid", "ipo"):
-            raise ValueError(f"DPOHparams.kind={self.kind!r}: use sigmoid or ipo")
         if self.kind == "ipo" and self.label_smoothing:
             raise ValueError(
                 f"DPOHparams.label_smoothing={self.label_smoothing:g} is of kind=sigmoid alone: "
@@ -271,8 +269,8 @@ class OnPolicyHparams(Checked):
         learning_rate: of the policy, at the start of the schedule; None: by its size.
         kl_coef: weight of the KL penalty.
         kl_in: "reward", a k1 penalty in the token rewards, or "loss", in units of advantages.
-        kl_estimator: of a penalty in the loss: "k2", whose gradient is that of the KL, or "k3" as
-            TRL's GRPO has it, whose gradient is that of the reverse KL.
+        kl_estimator: of a penalty in the loss: "k2", whose gradient is that of the KL, or "k3" of
+            the GRPO paper, whose gradient is that of the reverse KL.
         kl_target: nats per response that an adaptive kl_coef aims at; None keeps it fixed.
         kl_horizon: episodes over which the adaptive controller moves.
         surrogate: "ppo" (clipped ratio of each token), "gspo" (of each sequence) or "cispo"
@@ -336,7 +334,7 @@ class OnPolicyHparams(Checked):
             warnings.warn(
                 f"{name}.kl_estimator=k3 holds the policy to another optimum than "
                 "the KL penalty of RLHF has (its gradient is that of the reverse KL): use k2, "
-                "unless it is to match TRL's GRPO",
+                "unless it is to match the GRPO paper (TRL: use_bias_correction_kl=False)",
                 UnusualHparamWarning,
                 stacklevel=3,
             )

@@ -17,14 +17,13 @@ from torchmetrics import SumMetric
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PreferenceBatch
-from rlhf_lightning.distributed.collectives import global_sum, shard
+from rlhf_lightning.distributed.collectives import agreed_max, global_sum
 from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import DPOHparams, LoraHparams
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.models.forward import micro_batches
+from rlhf_lightning.models.forward import by_micro_batch, micro_batches
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import load_states, save_states
 from rlhf_lightning.modules.metrics import Gaps
@@ -37,6 +36,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
+from rlhf_lightning.modules.placement import move_models, shard_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.reference_logprobs import SPLITS, ReferenceLogprobs, pair_logprobs
 from rlhf_lightning.modules.schedules import Schedule
@@ -160,20 +160,14 @@ class DPOModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
-        if self.policy is not None:
-            return
-        self.policy = self.build_policy()
-        release_freed_memory()
-        if self.device_mesh is not None:
-            place: Any = self.trainer.strategy
-            self.compute_dtype = self.compute_dtype or place.compute_dtype
-            shard(self.policy.root, place, frozen=False, compute_dtype=self.compute_dtype)
+        if self.policy is None:
+            self.policy = self.build_policy()
+            shard_models(self, [self.policy.root])
 
     def on_fit_start(self) -> None:
         """Refuse flags that would train something else; place the base of an adapter."""
         check_trainer(self.trainer)
-        if self.device_mesh is None:
-            self.policy.root.to(self.device)
+        move_models(self, [self.policy.root])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""
@@ -198,11 +192,19 @@ class DPOModule(L.LightningModule):
         )
         self.finish_iteration(measured | (norms or {}), num_pairs, time.perf_counter() - started)
 
-    def loss(
-        self, batch: PreferenceBatch, num_pairs: Tensor | float, split: str = "train"
-    ) -> tuple[Tensor, Measured]:
+    def loss(self, batch: PreferenceBatch, num_pairs: Tensor | float) -> tuple[Tensor, Measured]:
         """Return the sum of the pairs' losses over `num_pairs`, and measures over the same."""
-        chosen, rejected = pair_logprobs(self.policy, batch)
+        return self.compared(batch, *pair_logprobs(self.policy, batch), num_pairs, "train")
+
+    def compared(
+        self,
+        batch: PreferenceBatch,
+        chosen: Tensor,
+        rejected: Tensor,
+        num_pairs: Tensor | float,
+        split: str,
+    ) -> tuple[Tensor, Measured]:
+        """Return loss and measures of log-probabilities `[b]` against those of the reference."""
         result = dpo_loss(
             chosen,
             rejected,
@@ -244,7 +246,14 @@ class DPOModule(L.LightningModule):
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Add the held-out pairs to the measures."""
-        _, sums = self.loss(batch, 1.0, "validation")
+        # At the widths at which the reference was computed: rewards start at exactly 0.
+        chosen, rejected = by_micro_batch(
+            lambda rows: pair_logprobs(self.policy, batch[rows]),
+            batch.either_attention_mask,
+            self.dpo.micro_batch_size,
+            agree=agreed_max,
+        )
+        _, sums = self.compared(batch, chosen, rejected, 1.0, "validation")
         self.sums["pairs"].update(float(len(batch)))
         for name in MEASURES:
             self.sums[name].update(sums[f"dpo/{name}"])

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
@@ -31,6 +31,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
+from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.step_0 import Step0
@@ -66,6 +67,8 @@ class PolicyGradientModule(L.LightningModule):
     stage = "grpo"
     policy: PolicyModel | None
     reference: PolicyModel
+    trained_roots: tuple[nn.Module, ...]
+    frozen_models: tuple[nn.Module, ...]
     algorithm: GRPOHparams
     controls: Controls
     skipped: SkippedSteps
@@ -166,7 +169,7 @@ class PolicyGradientModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Refuse flags of the Trainer that would train something else; place frozen models."""
         check_trainer(self.trainer)
-        on_policy.move_models(self)
+        move_models(self, [*self.trained_roots, *self.frozen_models])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
-from rlhf_lightning.distributed.collectives import global_sum, shard, unsharded, world_size
+from rlhf_lightning.distributed.collectives import global_sum, unsharded, world_size
 from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels
-from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import Gaps, RunningMeans, ratio_counts, rollout_measures
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite, non_finite_in_rollout
@@ -35,6 +34,7 @@ from rlhf_lightning.modules.optimization import (
     clip_and_step,
     of_rows,
 )
+from rlhf_lightning.modules.placement import shard_models
 from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
@@ -78,19 +78,7 @@ def place_models(module: Any, models: PolicyModels) -> None:
     module.step_0.same_source = models.same_source
     object.__setattr__(module, "reference", models.reference)
     object.__setattr__(module, "frozen_models", frozen)
-    release_freed_memory()
-    if module.device_mesh is not None:
-        place = module.trainer.strategy
-        module.compute_dtype = module.compute_dtype or place.compute_dtype
-        for model in (*models.trained, *frozen):
-            shard(model, place, frozen=model in frozen, compute_dtype=module.compute_dtype)
-
-
-def move_models(module: Any) -> None:
-    """Move models that no strategy has placed to the device."""
-    if module.device_mesh is None:
-        for model in (*module.trained_roots, *module.frozen_models):
-            model.to(module.device)
+    shard_models(module, models.trained, frozen)
 
 
 def sample_rollout(

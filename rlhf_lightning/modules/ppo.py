@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
@@ -34,6 +34,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
+from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.step_0 import Step0
@@ -65,6 +66,8 @@ class PPOModule(L.LightningModule):
     stage = "ppo"
     policy: PolicyModel | None
     reference: PolicyModel
+    trained_roots: tuple[nn.Module, ...]
+    frozen_models: tuple[nn.Module, ...]
     algorithm: PPOHparams
     controls: Controls
     skipped: SkippedSteps
@@ -195,7 +198,7 @@ class PPOModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Refuse flags of the Trainer that would train something else; place frozen models."""
         check_trainer(self.trainer)
-        on_policy.move_models(self)
+        move_models(self, [*self.trained_roots, *self.frozen_models])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One optimizer, two groups: policy and value model."""

@@ -19,14 +19,13 @@ from torchmetrics.classification import BinaryCalibrationError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PreferenceBatch
-from rlhf_lightning.distributed.collectives import global_sum, shard
+from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import LoraHparams, RewardHparams
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import load_states, save_states
 from rlhf_lightning.modules.metrics import Gaps
@@ -38,6 +37,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
+from rlhf_lightning.modules.placement import move_models, shard_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.trainer_flags import check_trainer
@@ -149,20 +149,14 @@ class RewardModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
-        if self.model is not None:
-            return
-        self.model = self.build_model()
-        release_freed_memory()
-        if self.device_mesh is not None:
-            place: Any = self.trainer.strategy
-            self.compute_dtype = self.compute_dtype or place.compute_dtype
-            shard(self.model.root, place, frozen=False, compute_dtype=self.compute_dtype)
+        if self.model is None:
+            self.model = self.build_model()
+            shard_models(self, [self.model.root])
 
     def on_fit_start(self) -> None:
         """Refuse flags that would train something else; place the base of an adapter."""
         check_trainer(self.trainer)
-        if self.device_mesh is None:
-            self.model.root.to(self.device)
+        move_models(self, [self.model.root])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""

@@ -17,13 +17,12 @@ from torchmetrics import MeanMetric
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import SFTBatch
-from rlhf_lightning.distributed.collectives import global_sum, shard
+from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.hparams import LoraHparams, SFTHparams
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import micro_batches, pack_right
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import load_states, save_states
 from rlhf_lightning.modules.metrics import Gaps
@@ -35,6 +34,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
+from rlhf_lightning.modules.placement import move_models, shard_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.trainer_flags import check_trainer
@@ -140,20 +140,14 @@ class SFTModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
-        if self.policy is not None:
-            return
-        self.policy = self.build_policy()
-        release_freed_memory()
-        if self.device_mesh is not None:
-            place: Any = self.trainer.strategy
-            self.compute_dtype = self.compute_dtype or place.compute_dtype
-            shard(self.policy.root, place, frozen=False, compute_dtype=self.compute_dtype)
+        if self.policy is None:
+            self.policy = self.build_policy()
+            shard_models(self, [self.policy.root])
 
     def on_fit_start(self) -> None:
         """Refuse flags that would train something else; place the base of an adapter."""
         check_trainer(self.trainer)
-        if self.device_mesh is None:
-            self.policy.root.to(self.device)
+        move_models(self, [self.policy.root])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""

@@ -44,11 +44,11 @@ class RejectionSampler:
 
     Args:
         folder: of the run.
-        sampling: who answers the prompts, and how; n is its `per_prompt`.
+        sampling: policies and decoding; n is its `per_prompt`.
         score: of answers; those without a score are dropped.
         keep_unfinished: keep answers that were cut off at the token limit.
         gold: the true reward, where it is known; it chooses nothing.
-        say: is told what came of the candidates.
+        say: prints a line.
 
     Source: Dong et al. 2023, "RAFT"; Touvron et al. 2023, "Llama 2", section 3.2.3.
     """

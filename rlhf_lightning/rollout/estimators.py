@@ -29,7 +29,7 @@ class AdvantageEstimator(Protocol):
 
     @property
     def scale_free(self) -> bool:
-        """Whether the scale of a group's rewards is lost."""
+        """True if the scale of a group's rewards is lost."""
 
     def __call__(
         self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor

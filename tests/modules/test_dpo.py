@@ -19,6 +19,7 @@ from rlhf_lightning import (
     trainer_arguments,
 )
 from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.reference_logprobs import FILE, pair_logprobs
@@ -308,3 +309,19 @@ def test_a_validation_by_itself_has_the_measures_of_the_pairs(material, trained,
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(float(value), abs=1e-4), name
     assert metrics["val/accuracy_low"] <= metrics["val/accuracy"] <= metrics["val/accuracy_high"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_validation_before_any_training_earns_no_reward_to_the_bit(material, tmp_path, precision):
+    hparams = DPOHparams(micro_batch_size=3)
+    module = DPOModule.from_pretrained(material["policy"], dpo=hparams)
+    pairs = PreferenceFolder(material["pairs"], validation_fraction=0.5)
+    data = PreferenceDataModule(pairs, module.tokenizer, batch_size=8)
+    trainer = L.Trainer(
+        accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+    assert metrics["val/chosen_reward"] == 0
+    assert metrics["val/rejected_reward"] == 0
+    assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-7)

@@ -80,7 +80,7 @@ class BestOfSettings(Settings):
 
 
 class PrecisionSettings(Settings):
-    """Of both sides and the scorer of an evaluation."""
+    """The precision of both sides and of the scorer of an evaluation."""
 
     precision: Precision = "32-true"
 
