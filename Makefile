@@ -11,7 +11,8 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTHON ?=
 CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3.14 python3 python)
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
+# Hundreds of commands are started: each would compile the package anew without its bytecode.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 # A comma inside the arguments of $(call ...) has to be a variable.
 , := ,

@@ -45,8 +45,8 @@ def as_json(capsys, monkeypatch, *overrides: str) -> dict:
 
 
 def test_a_plan_is_printed_as_json(capsys, monkeypatch):
-    found = as_json(capsys, monkeypatch, "+experiment=ppo", "plan.device=cpu")
-    assert {"generate", "update"} <= set(found["phases"])
+    found = as_json(capsys, monkeypatch, "+experiment=sft", "plan.device=cpu")
+    assert {"update", "validate", "evaluate"} <= set(found["phases"])
     assert found["total"] > 0
 
 
