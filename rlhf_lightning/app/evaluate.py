@@ -96,6 +96,8 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     from rlhf_lightning.models.precision import in_precision
 
     quieten()
+    if settings.benchmark is not None:
+        return _benchmarked(settings, folder, summary)
     sides = build_sides(settings)
     print_start("evaluate", folder, _start_lines(settings, len(sides.records)))
     built = time.perf_counter()
@@ -135,6 +137,33 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
             "their verdict here"
         )
     return summary
+
+
+def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
+    from rlhf_lightning.app.benchmark import measured_benchmark
+    from rlhf_lightning.callbacks.console import print_start
+
+    started = time.perf_counter()
+    print_start("evaluate", folder, _benchmark_lines(settings))
+    metrics = measured_benchmark(settings)
+    summary = replace(
+        summary,
+        status="completed",
+        metrics=dict(sorted(metrics.items())),
+        gates=_gates(settings, metrics) if settings.gates else (),
+        seconds={"total": time.perf_counter() - started},
+    )
+    _tell(folder, summary)
+    return summary
+
+
+def _benchmark_lines(settings: EvaluateSettings) -> dict[str, object]:
+    assert settings.benchmark is not None
+    given = {key: value for key, value in settings.benchmark.arguments.items() if value is not None}
+    if "tasks" in given:
+        return {"policy": settings.policy, "baseline": settings.baseline, **given}
+    scorer = settings.scorer
+    return {"scorer": None if scorer is None else scorer.get("source") or scorer.path, **given}
 
 
 def _answers(sides: Sides) -> tuple[SideAnswers, SideAnswers]:

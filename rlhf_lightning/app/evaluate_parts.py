@@ -34,14 +34,19 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     """
     scorer, models = settings.scorer, settings.artifacts.models()
     sides = {"policy": settings.policy, "baseline": settings.baseline}
+    benchmark = settings.benchmark
+    if benchmark is not None and "tasks" not in benchmark.arguments:
+        sides = {}  # of a reward model
     for side, value in sides.items():
         if value not in models.values() and not is_available(value):
             raise ConfigError(f"{side}={value} does not exist: give a model folder or a hub name")
-    used = {*sides.values(), None if scorer is None else scorer.get("source")}
+    used: set[str | None] = set(sides.values())
+    if scorer is not None and (benchmark is None or not sides):
+        used.add(scorer.get("source"))
     kinds = [kind for kind in KINDS if models.get(kind) in used and kind in models]
     prepare_inputs(settings, overrides, kinds=kinds)
     if scorer is not None and "policy" in scorer.arguments:
-        return settings.updated({"scorer.policy": settings.policy})
+        return settings.updated({"scorer.policy": settings.policy if sides else None})
     return settings
 
 
@@ -76,7 +81,7 @@ def build_sides(settings: EvaluateSettings) -> Sides:
 
     source, judges, scorer = _judges(settings)
     held_out = _prompts(settings, source)
-    policy, baseline = _load(settings, settings.policy), _load(settings, settings.baseline)
+    policy, baseline = load_side(settings, settings.policy), load_side(settings, settings.baseline)
     same = _same_vocabulary(policy, baseline)
     reads_tokens = settings.scorer is not None and "policy" in settings.scorer.arguments
     if reads_tokens and not same:
@@ -182,7 +187,8 @@ def _drawn(
     return list({prompt_key(record): record for record in drawn}.values())
 
 
-def _load(settings: EvaluateSettings, source: str) -> LoadedPolicy:
+def load_side(settings: EvaluateSettings, source: str) -> LoadedPolicy:
+    """Return the policy of a folder or hub name."""
     from rlhf_lightning.preferences.candidates import load_candidate_policy
 
     model = settings.model

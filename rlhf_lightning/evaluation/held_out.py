@@ -237,11 +237,13 @@ def written_answers(
     """
     pad = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
     rows: list[tuple[EncodedPrompt, list[int]]] = []
+    texts: list[str] = []
     for record, completion in zip(records, completions, strict=True):
         row = encode_prompt(record, tokenizer, max_length=max_prompt_length)
         if row is not None:
             answer = answer_ids(record.prompt, completion, tokenizer, rendered=record.rendered)
             rows.append((row, answer))
+            texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     result = PolicyAnswers([], [], [], [], [], [], [])
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
@@ -257,5 +259,7 @@ def written_answers(
             finish_reason=torch.full((len(part),), FINISHED_BY_STOP),
         )
         answers = make_answers(prompts.to(device), generation.to(device), tokenizer)
-        result.extend(answers, scorer)
+        # As written: a word that the tokenizer does not know is missing in what it decodes.
+        written = tuple(texts[start : start + batch_size])
+        result.extend(replace(answers, completions=written), scorer)
     return result

@@ -171,7 +171,7 @@ QUANTITIES: dict[str, Quantity] = {
     "throughput/pairs_per_second": Quantity("pairs a second"),
 }
 
-PARTS = ("domain", "subset")
+PARTS = ("domain", "subset", "task")
 # Names that a run makes up: parts of a score, of gold. `*` stands for the rest of a name. What is
 # measured of a domain or a subset besides has the name of the whole in front; see `part_key`.
 FAMILIES = (
@@ -184,6 +184,7 @@ FAMILIES = (
     "val/*_tie_rate",
     "doctor/domain_score/*",
     "best_of/*",
+    "benchmark/*",
 )
 _BEST_OF = re.compile(r"best_of/(\d+)/(.+)")
 
@@ -253,6 +254,9 @@ def quantity(name: str) -> Quantity:
     if whole != name:
         about = quantity(whole)
         return Quantity(f"{about.label}: {name.split('/', 3)[3]}", about.unit, about.healthy)
+    if name.startswith("benchmark/"):
+        plain = name.removeprefix("benchmark/")
+        return Quantity(plain.replace("_", " "), "" if plain.startswith("num_") else "share")
     best_of = _BEST_OF.fullmatch(name)
     if best_of is not None:
         about = quantity(f"val/{best_of[2]}")

@@ -9,11 +9,14 @@ from typing import Literal
 
 from rlhf_lightning.runs.metric_catalog import (
     best_of_counts,
+    bound_keys,
     capitalized,
     duration,
     number,
     percent,
+    quantity,
     show,
+    whole_key,
 )
 from rlhf_lightning.runs.summary import Summary
 
@@ -266,7 +269,38 @@ def _pipeline(metrics: Metrics) -> Verdict:
     return _compared(metrics, "its baseline", "the last policy")
 
 
+def _benchmark(metrics: Metrics) -> Verdict:
+    """Return the verdict on a benchmark: pairs, RewardBench 2 or tasks of lm-eval."""
+    facts, changes = [], []
+    for name in metrics:
+        value = _get(metrics, name)
+        if value is None or whole_key(name).endswith(("_low", "_high")):
+            continue
+        low, high = (_get(metrics, key) for key in bound_keys(name))
+        note = "" if low is None or high is None else f"{percent(low)} to {percent(high)}"
+        facts.append(Fact(quantity(name).label, show(name, value), note))
+        if whole_key(name).endswith("_change"):
+            changes.append((low or 0.0) > 0 or (high or 0.0) < 0)
+    if changes:
+        sentence = f"{sum(changes)} of {len(changes)} changes from the baseline are shown."
+        return Verdict(sentence=sentence, facts=tuple(facts))
+    if (score := _get(metrics, "benchmark/score")) is not None:
+        caption = f"mean of {metrics['benchmark/num_subsets']:.0f} subsets of RewardBench 2"
+        return Verdict("neutral", percent(score), caption, facts=tuple(facts))
+    longer = _get(metrics, "benchmark/longer_wins_accuracy") or 0.0
+    known = "length alone" if longer > 0.5 else "chance"
+    sentences = (
+        f"It ranks answers better than {known} does.",
+        f"It ranks answers worse than {known} does.",
+        f"Undecided: it is not shown to rank answers better than {known} does.",
+    )
+    caption = "of pairs ranked as labelled"
+    return _judged(metrics, "benchmark/accuracy", max(0.5, longer), caption, sentences, facts)
+
+
 def _evaluate(metrics: Metrics) -> Verdict:
+    if any(name.startswith("benchmark/") for name in metrics):
+        return _benchmark(metrics)
     result = _best_of(metrics, _compared(metrics, "the baseline", "the policy"))
     others = [
         fact

@@ -105,6 +105,7 @@ class EvaluateSettings(RunSettings):
     human: Literal["none", "export", "import"] = "none"
     people: PeopleSettings
     best_of: BestOfSettings = BestOfSettings()
+    benchmark: Target | None = None
     trainer: PrecisionSettings
 
     @model_validator(mode="after")
@@ -113,6 +114,8 @@ class EvaluateSettings(RunSettings):
             raise ValueError("human=import needs people.run=FOLDER of the evaluation that exported")
         if self.evaluation.every_n_iterations is not None:
             raise ValueError("evaluation.every_n_iterations is for training: leave it out")
+        if self.benchmark is not None and (self.human != "none" or self.best_of.n):
+            raise ValueError("benchmark takes the place of the comparison: leave human and best_of")
         self._check_best_of()
         return self
 

@@ -1,0 +1,112 @@
+"""A benchmark of `rlhf-evaluate`: a reward model on pairs, or policy and baseline on tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_lightning.app.command_line import say
+from rlhf_lightning.app.config.commands import EvaluateSettings
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.targets import TargetError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf_lightning.data.records import PromptRecord
+    from rlhf_lightning.evaluation.benchmarks import Candidates, RewardBenchmark, Scored
+
+
+def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
+    """Return `benchmark/...`.
+
+    Args:
+        settings: of the command, with a benchmark.
+
+    Raises:
+        ConfigError: if files, tasks or scorer do not fit.
+    """
+    from rlhf_lightning.app.evaluate_parts import load_side
+    from rlhf_lightning.data.errors import BadRecordError
+    from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
+
+    assert settings.benchmark is not None
+    try:
+        settings.check_targets()
+        benchmark = settings.benchmark.build()
+        if isinstance(benchmark, LmEvalBenchmark):
+            sides = [load_side(settings, one) for one in (settings.policy, settings.baseline)]
+            return benchmark.measure(*sides, seed=settings.seed)
+        return benchmark.measure(_scored(settings, benchmark), seed=settings.seed)
+    except (TargetError, BadRecordError, OSError, ValueError, TypeError, ImportError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scored]:
+    """Return the scorer's scores of all answers."""
+    import torch
+
+    from rlhf_lightning.evaluation.benchmarks import Scored, offsets
+    from rlhf_lightning.evaluation.held_out import written_answers
+    from rlhf_lightning.models.tokenizers import load_tokenizer
+
+    if settings.scorer is None:
+        raise ConfigError(
+            "benchmark: there is nothing to measure: name a reward model, scorer=NAME"
+        )
+    source = settings.scorer.get("source") or settings.policy
+    tokenizer = load_tokenizer(
+        source, chat_template_arguments=settings.model.chat_template_arguments
+    )
+    candidates = benchmark.candidates(chat=bool(tokenizer.chat_template))
+    if not candidates:
+        raise ConfigError("benchmark: the file holds no rows")
+    scorer = settings.scorer.build()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for model in scorer.build():
+        model.to(device)
+    records = _records(candidates)
+    answers = written_answers(
+        records,
+        [answer for one in candidates for answer in one.answers],
+        tokenizer,
+        max_prompt_length=settings.prompts.max_length,
+        batch_size=settings.evaluation.batch_size,
+        device=device,
+        scorer=scorer,
+    )
+    if len(answers.scores) < len(records):
+        raise ConfigError(
+            f"benchmark: {len(records) - len(answers.scores)} of {len(records)} answers have a "
+            f"prompt of more than prompts.max_length={settings.prompts.max_length} tokens, or of "
+            "none: raise it. None is left out, or the figure would be of another set"
+        )
+    _tell_unknown(tokenizer, answers.token_ids)
+    lengths = answers.lengths
+    return [
+        Scored(one, answers.scores[begin:end], lengths[begin:end])
+        for one, (begin, end) in zip(candidates, offsets(candidates), strict=True)
+    ]
+
+
+def _records(candidates: Sequence[Candidates]) -> list[PromptRecord]:
+    """Return the prompt of each answer."""
+    from rlhf_lightning.data.records import PromptRecord
+
+    return [
+        PromptRecord(
+            one.prompt,
+            domain="" if one.record is None else one.record.domain,
+            rendered=one.record is not None and one.record.rendered,
+        )
+        for one in candidates
+        for _ in one.answers
+    ]
+
+
+def _tell_unknown(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]]) -> None:
+    """Say how many answers have words that the tokenizer does not know."""
+    unknown = tokenizer.unk_token_id
+    rows = 0 if unknown is None else sum(unknown in ids[:-1] for ids in token_ids)
+    if rows:
+        say(f"{rows} of {len(token_ids)} answers have words that the tokenizer does not know.")

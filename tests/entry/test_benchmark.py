@@ -1,0 +1,122 @@
+"""`rlhf-evaluate benchmark=...`: figures of sets that others use, offline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.reports.page import render_report
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import Summary
+from rlhf_lightning.runs.verdict import verdict
+from tests.builders.command_lines import LENGTH_REWARD, settings_of
+
+pytestmark = pytest.mark.timeout(300)
+TASK = """task: local_pairs
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: ""
+doc_to_target: 0
+doc_to_choice: "{{{{[good, bad]}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def evaluate(folder: Path, *overrides: str) -> Summary:
+    from rlhf_lightning.app.evaluate import run
+
+    given = ["references=false", *overrides]
+    return run(settings_of(*given, entry="evaluate"), RunFolder(folder), given)
+
+
+def by_length(folder: Path, start: Path) -> list[str]:
+    reward = folder / "reward.py"
+    reward.write_text(LENGTH_REWARD)
+    return ["scorer=function", f"scorer.function={reward}:score", f"policy={start}"]
+
+
+def test_pairs_of_a_file_are_measured_gated_and_reported(tmp_path, start):
+    rows = [{"prompt": "w1", "chosen": "w2 w3 w4", "rejected": "w5", "subset": "long"}] * 9
+    rows += [{"prompt": "w1", "chosen": "w2", "rejected": "w3 w4 w5", "subset": "short"}] * 3
+    file = write(tmp_path / "pairs.jsonl", rows)
+    found = evaluate(
+        tmp_path / "run",
+        *by_length(tmp_path, start),
+        "benchmark=pairs",
+        f"benchmark.path={file}",
+        "+gates.right={metric: benchmark/accuracy, at_least: 0.8}",
+    )
+    assert found.metrics["benchmark/accuracy"] == 9 / 12
+    assert found.metrics["benchmark/accuracy/subset/long"] == 1
+    assert found.metrics["benchmark/accuracy_chosen_shorter"] == 0
+    assert found.metrics["benchmark/longer_wins_accuracy"] == 9 / 12
+    assert [(gate.name, gate.passed) for gate in found.gates] == [("right", False)]
+    assert verdict(found).number == "75.0 %"
+    page = render_report(RunFolder(tmp_path / "run"))
+    assert "ranked as labelled" in page
+    assert "accuracy chosen shorter" in page
+
+
+def test_rewardbench_2_is_read_from_a_file_of_its_form(tmp_path, start):
+    good, bad = ["w1 w2 w3"], ["w1", "w2", "w3 w4"]
+    rows = [
+        {"id": str(n), "prompt": "w1", "chosen": good, "rejected": bad, "subset": "Math"}
+        for n in range(3)
+    ]
+    file = write(tmp_path / "set.jsonl", rows)
+    words = [*by_length(tmp_path, start), "benchmark=rewardbench2", f"benchmark.path={file}"]
+    found = evaluate(tmp_path / "run", *words)
+    assert found.metrics["benchmark/score"] == 1
+    assert "RewardBench 2" in verdict(found).caption
+
+
+def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
+    rows = [{"good": f"w1 w{n} w3", "bad": f"w{n} w3 w1 w5"} for n in range(1, 13)]
+    file = write(tmp_path / "questions.jsonl", rows)
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "local.yaml").write_text(TASK.format(file=file))
+    words = [f"policy={start}", f"baseline={start}", "scorer=none", "benchmark=lm_eval"]
+    words.append(f"benchmark.include_path={tmp_path}/tasks")
+    found = evaluate(tmp_path / "run", *words, "benchmark.tasks=[local_pairs]").metrics
+    assert found["benchmark/num_questions/task/local_pairs"] == 12
+    of = "task/local_pairs"
+    assert 0 <= found[f"benchmark/acc/{of}"] <= 1
+    assert found[f"benchmark/acc/{of}"] == found[f"benchmark/baseline_acc/{of}"]
+    assert found[f"benchmark/acc_change_low/{of}"] == found[f"benchmark/acc_change_high/{of}"] == 0
+
+
+@pytest.mark.slow
+def test_a_task_that_lm_eval_does_not_have_is_named(tmp_path, start):
+    words = [f"policy={start}", f"baseline={start}", "scorer=none", "benchmark=lm_eval"]
+    with pytest.raises(ConfigError, match="lm-eval has no nothing_like_it"):
+        evaluate(tmp_path / "run", *words, "benchmark.tasks=[nothing_like_it]")
+
+
+def test_a_benchmark_of_reward_models_needs_one(tmp_path, start):
+    words = [f"policy={start}", "scorer=none", "benchmark=pairs", "benchmark.path=pairs.jsonl"]
+    with pytest.raises(ConfigError, match="name a reward model, scorer=NAME"):
+        evaluate(tmp_path / "run", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("benchmark.path=nowhere.jsonl",), "nowhere.jsonl"),
+        (("prompts.max_length=1",), "have a prompt of more than prompts.max_length=1"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(tmp_path, start, words, told):
+    file = write(tmp_path / "pairs.jsonl", [{"prompt": "w1 w2", "chosen": "w2", "rejected": "w3"}])
+    given = [*by_length(tmp_path, start), "benchmark=pairs", f"benchmark.path={file}", *words]
+    with pytest.raises(ConfigError, match=told):
+        evaluate(tmp_path / "run", *given)

@@ -1,0 +1,153 @@
+"""Benchmarks of reward models against hand-made files, and lm-eval on local tasks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.evaluation.benchmarks import (
+    SUBSETS,
+    TIES,
+    PairsBenchmark,
+    RewardBench2,
+    Scored,
+    best_of_credit,
+    ties_measures,
+)
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(subset: str, group: str, correct: list[str], wrong: list[str]) -> dict:
+    return {
+        "id": group, "prompt": f"question {group}", "chosen": correct, "rejected": wrong,
+        "subset": subset, "num_correct": len(correct), "num_rejected": len(wrong),
+    }  # fmt: skip
+
+
+def scored_by(bench: RewardBench2, scores: dict[str, float]) -> list[Scored]:
+    found = bench.candidates(chat=False)
+    return [Scored(one, [scores[a] for a in one.answers], [1] * len(one.answers)) for one in found]
+
+
+@pytest.mark.parametrize("subset", [name for name in SUBSETS if name != TIES])
+def test_a_best_of_four_is_right_where_the_correct_answer_is_alone_at_the_top(tmp_path, subset):
+    rows = [row(subset, str(n), ["good"], ["bad", "worse", "worst"]) for n in range(12)]
+    rows.append(row(subset, "x", ["bad"], ["good", "worse", "worst"]))
+    rows.append(row(subset, "y", ["good"], ["equal", "worse", "worst"]))
+    bench = RewardBench2(write(tmp_path / "set.jsonl", rows))
+    scores = {"good": 2.0, "equal": 2.0, "bad": 1.0, "worse": 0.0, "worst": -1.0}
+    found = bench.measure(scored_by(bench, scores), seed=1)
+    expected = (12 + 0 + 0.5) / 14
+    assert found[f"benchmark/score/subset/{subset}"] == pytest.approx(expected)
+    assert found[f"benchmark/num_prompts/subset/{subset}"] == 14
+    assert found["benchmark/score"] == pytest.approx(expected)
+    low, high = (found[f"benchmark/score_{end}/subset/{subset}"] for end in ("low", "high"))
+    assert low < expected < high
+
+
+def test_the_whole_is_the_mean_of_the_subsets_however_many_prompts_each_has(tmp_path):
+    rows = [row("Math", str(n), ["good"], ["bad"]) for n in range(9)]
+    rows += [row("Focus", "f", ["bad"], ["good"])]
+    rows += [row("Ties", "ref:0", ["good"], ["bad"]), row("Ties", "tied:0", ["good"] * 2, ["bad"])]
+    bench = RewardBench2(write(tmp_path / "set.jsonl", rows))
+    found = bench.measure(scored_by(bench, {"good": 1.0, "bad": 0.0}), seed=1)
+    ties = found["benchmark/score/subset/Ties"]
+    assert found["benchmark/score"] == pytest.approx((1 + 0 + ties) / 3)
+    assert found["benchmark/num_subsets"] == 3
+
+
+def tie(number: int, ref: list[float], tied: list[float], num_tied: int, tmp_path) -> list[Scored]:
+    names = [f"{number}-{i}" for i in range(len(ref) + len(tied))]
+    rows = [
+        row("Ties", f"ref:{number}", names[:1], names[1 : len(ref)]),
+        row("Ties", f"tied:{number}", names[len(ref) :][:num_tied], names[len(ref) + num_tied :]),
+    ]
+    bench = RewardBench2(write(tmp_path / f"{number}.jsonl", rows))
+    return scored_by(bench, dict(zip(names, [*ref, *tied], strict=True)))
+
+
+def test_ties_are_scored_as_the_repository_of_the_set_does(tmp_path):
+    scored = [
+        # Both right; correct answers within 1, above the wrong ones by 3, by 2 in the reference.
+        *tie(0, [5.0, 3.0], [6.0, 5.0, 2.0], 2, tmp_path),
+        # Both right; the spread of 4 is wider than the margin of 1.
+        *tie(1, [5.0, 0.0], [6.0, 2.0, 1.0], 2, tmp_path),
+        # The reference fails by 1; the tied prompt is right with a margin of 3 over a spread of 2.
+        *tie(2, [1.0, 2.0], [6.0, 4.0, 1.0], 2, tmp_path),
+    ]
+    found = ties_measures(scored)
+    closeness = (math.tanh(2 / 1 - 1) + math.tanh(1 / 4 - 1) + math.tanh(-1 / 2 - 1)) / 3
+    assert found["tied_accuracy"] == 1
+    assert found["ref_accuracy"] == pytest.approx(2 / 3)
+    assert found["preferred"] == pytest.approx(2 / 3)
+    assert found["preferred_hard"] == pytest.approx(1 / 3)
+    assert found["closeness"] == pytest.approx(closeness)
+    expected = 0.3 * 1 + 0.3 * 2 / 3 + 0.2 * 2 / 3 + 0.2 / 3 + 0.01 * closeness
+    assert found["score"] == pytest.approx(expected)
+
+
+def test_equal_scores_of_all_answers_earn_nothing_in_ties_and_a_share_elsewhere(tmp_path):
+    found = ties_measures(tie(0, [1.0, 1.0], [1.0, 1.0, 1.0], 2, tmp_path))
+    assert found == {
+        "ref_accuracy": 0, "tied_accuracy": 0, "preferred": 0, "preferred_hard": 0, "closeness": 0,
+        "score": 0,
+    }  # fmt: skip
+    assert best_of_credit([1.0] * 4) == 0.25
+    assert best_of_credit([0.0, 1.0, 1.0, 0.0]) == 0
+
+
+def test_a_tie_without_its_reference_is_refused(tmp_path):
+    scored = tie(0, [1.0, 0.0], [1.0, 1.0, 0.0], 2, tmp_path)
+    with pytest.raises(ValueError, match="without their counterpart, or twice: 0"):
+        ties_measures(scored[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"chosen": []}, "chosen or rejected is empty"),
+        ({"subset": "Ties", "id": "7"}, "ties are ref:NUMBER and tied:NUMBER"),
+        ({"prompt": None}, "a text is no string"),
+    ],
+)
+def test_a_row_that_is_none_of_the_set_is_refused(tmp_path, change, told):
+    file = write(tmp_path / "set.jsonl", [row("Math", "1", ["a"], ["b"]) | change])
+    with pytest.raises(BadRecordError, match=told):
+        RewardBench2(file).candidates(chat=False)
+
+
+def test_chat_models_read_the_set_as_a_user_and_an_assistant(tmp_path):
+    file = write(tmp_path / "set.jsonl", [row("Math", "1", ["a"], ["b"])])
+    (one,) = RewardBench2(file).candidates(chat=True)
+    assert one.prompt == ({"role": "user", "content": "question 1"},)
+    assert one.answers[0] == ({"role": "assistant", "content": "a"},)
+
+
+def test_pairs_are_measured_by_subset_and_where_the_better_answer_is_the_shorter(tmp_path):
+    rows = [
+        {"prompt": "p", "chosen": f"c{i}", "rejected": f"r{i}", "subset": "a" if i < 3 else "b"}
+        for i in range(8)
+    ]
+    bench = PairsBenchmark(write(tmp_path / "pairs.jsonl", rows))
+    found = bench.candidates(chat=False)
+    assert [one.answers for one in found] == [(f"c{i}", f"r{i}") for i in range(8)]
+    # Right in the first six; the better answer is the shorter one in the last three.
+    scored = [
+        Scored(one, [1.0, 0.0] if i < 6 else [0.0, 1.0], [5, 2] if i < 5 else [2, 5])
+        for i, one in enumerate(found)
+    ]
+    measures = bench.measure(scored, seed=1)
+    assert measures["benchmark/accuracy"] == 6 / 8
+    assert measures["benchmark/accuracy/subset/a"] == 1
+    assert measures["benchmark/accuracy/subset/b"] == 3 / 5
+    assert measures["benchmark/accuracy_chosen_shorter"] == pytest.approx(1 / 3)
+    assert measures["benchmark/longer_wins_accuracy"] == 5 / 8
+    assert measures["benchmark/num_pairs"] == 8
