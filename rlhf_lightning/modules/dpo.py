@@ -239,9 +239,9 @@ class DPOModule(L.LightningModule):
         self.log_dict(self.gaps.filled(measures))
 
     def on_validation_start(self) -> None:
-        """Start the clock; a validation by itself looks up the reference."""
+        """Start the clock; a validation before or without training looks up the reference."""
         self.validation_started = time.perf_counter()
-        if self.trainer.state.fn != "fit":
+        if self.trainer.state.fn != "fit" or self.trainer.sanity_checking:
             self.references.prepare(self, ("validation",))
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:

@@ -311,6 +311,14 @@ def test_a_validation_by_itself_has_the_measures_of_the_pairs(material, trained,
     assert metrics["val/accuracy_low"] <= metrics["val/accuracy"] <= metrics["val/accuracy_high"]
 
 
+def test_lightnings_sanity_check_finds_the_references_that_training_then_uses(material, tmp_path):
+    changes = {"num_sanity_val_steps": 1, "max_iterations": 1, "callbacks": None}
+    pairs = PreferenceFolder(material["pairs"], validation_fraction=0.5)
+    module, _ = train(material | {"pairs": pairs}, tmp_path, **changes)
+    assert set(module.references.tables) == {"train", "validation"}
+    assert not module.references.tables["validation"].isnan().any()
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_validation_before_any_training_earns_no_reward_to_the_bit(material, tmp_path, precision):
     hparams = DPOHparams(micro_batch_size=3)
