@@ -23,6 +23,7 @@ from rlhf_lightning.models.activation_checkpointing import checkpoint_activation
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
+from rlhf_lightning.models.modes import drawing
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
 
@@ -80,9 +81,9 @@ def load_policy(
         raise ValueError("give exactly one of source and from_scratch to load_policy")
     if from_scratch is not None:
         config = set_dropout(AutoConfig.for_model(**from_scratch), dropout)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with drawing(seed):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.to(torch.get_default_device())
     else:
         assert source is not None  # or it is from scratch
         options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -211,9 +212,9 @@ def _new_scalar_model(
     model: Any = _load(AutoModelForCausalLM, source, dropout, options, not_read=outside_trunk)
     hidden_size = model.get_output_embeddings().in_features
     std = head_std(hidden_size, head)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return ScalarHeadModel(model.base_model, scalar_head(hidden_size, init_std=std))
+    with drawing(seed):
+        new_head = scalar_head(hidden_size, init_std=std)
+    return ScalarHeadModel(model.base_model, new_head.to(model.device))
 
 
 def _stored_scalar_model(

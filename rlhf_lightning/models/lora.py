@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from rlhf_lightning.models.heads import (
     check_head_split,
     scalar_head,
 )
-from rlhf_lightning.models.modes import in_eval_mode
+from rlhf_lightning.models.modes import drawing, in_eval_mode
 from rlhf_lightning.models.precision import computing, round_frozen_weights
 
 T = TypeVar("T")
@@ -92,10 +91,9 @@ class AdaptedBase(nn.Module):
             target_modules=self.targets,
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in self.model.modules()),
         )
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with drawing(seed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
             warnings.filterwarnings("ignore", message=".*having multiple adapters.*")
-            torch.manual_seed(seed)
             inject_adapter_in_model(config, self.model, adapter_name=name)
         self.adapters[name] = lora
         self.layers = {n: m for n, m in self.model.named_modules() if isinstance(m, LoraLayer)}
@@ -260,9 +258,9 @@ def add_scalar_model(
         seed: of adapter and head.
     """
     base.add_adapter(name, seed=seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        base.heads[name] = scalar_head(base.hidden_size, init_std=init_std)
+    with drawing(seed):
+        head = scalar_head(base.hidden_size, init_std=init_std)
+    base.heads[name] = head.to(base.model.device)
     return AdaptedScalarModel(base, name)
 
 
