@@ -67,10 +67,11 @@ class TokenScorer:
         return []
 
     def __call__(self, answers: Answers) -> Scores:
-        mask = answers.response_mask
-        bodies = answers.sequences[:, -mask.shape[1] :]
+        mask = answers.response_mask.cpu()
+        bodies = answers.sequences[:, -mask.shape[1] :].cpu()
         rows = zip(bodies, mask, answers.finished.tolist(), strict=True)
-        total = torch.tensor([float(self.function(ids[m], done)) for ids, m, done in rows])
+        values = [float(self.function(ids[m], done)) for ids, m, done in rows]
+        total = torch.tensor(values, device=answers.sequences.device)
         return Scores(total, {"tokens": total})
 
 

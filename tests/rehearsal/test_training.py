@@ -1,0 +1,158 @@
+"""Every stage on a second device gives the CPU's weights and metrics.
+
+Bits differ: on a CPU a few rows take kernels of its own, and here all layers are plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from rlhf_lightning import (
+    DPOModule,
+    LoraHparams,
+    PreferenceDataModule,
+    RewardModule,
+    SFTModule,
+)
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.ppo_models import ppo_models
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from tests.builders.mirror import on_mirror, recorded, trainer_options
+from tests.builders.models import tiny_policy, tiny_scalar_model
+from tests.builders.record_files import write_material
+from tests.builders.stages import (
+    group_prompts,
+    ppo_hparams,
+    preference_batch,
+    prompts,
+    sft_batch,
+    tiny_grpo,
+    tiny_module,
+    tiny_sft,
+    trainer,
+)
+
+LORA = LoraHparams(r=4, alpha=8)
+RATE = 0.05
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}  # in fp32, of weights that move by up to 0.1
+
+
+def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Adam would turn rounding into whole steps where a gradient is nearly 0."""
+    return torch.optim.SGD(groups)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A policy and files of records."""
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def few_prompts(iteration: int) -> PromptBatch:
+    return prompts(iteration, rows=8)
+
+
+def ppo(policy: Path, model_type: str = "llama") -> Any:
+    hparams = ppo_hparams(num_minibatches=2, micro_batch_size=6, learning_rate=RATE)
+    return tiny_module(model_type, ppo=hparams, optimizer=sgd)
+
+
+def ppo_of_a_reward_model(policy: Path) -> Any:
+    scorer = RewardModelScorer(lambda: tiny_scalar_model("llama", seed=5), micro_batch_size=5)
+    hparams = ppo_hparams(num_ppo_epochs=1, learning_rate=RATE)
+    return tiny_module("llama", ppo=hparams, scorer=scorer, optimizer=sgd)
+
+
+def ppo_with_adapters(policy: Path) -> Any:
+    models = partial(ppo_models, policy, None, lora=LORA, value_head="zero")
+    hparams = ppo_hparams(num_ppo_epochs=1, learning_rate=RATE)
+    return tiny_module(ppo=hparams, models=models, optimizer=sgd)
+
+
+# Module of a policy folder, and batches by number; DPO finds its reference by row of a file.
+STAGES: dict[str, tuple[Callable[[Path], Any], Callable[[int], Any] | None]] = {
+    "ppo": (ppo, few_prompts),
+    "ppo, gpt2": (partial(ppo, model_type="gpt2"), few_prompts),
+    "ppo, reward model": (ppo_of_a_reward_model, few_prompts),
+    "ppo, lora": (ppo_with_adapters, few_prompts),
+    "grpo": (lambda policy: tiny_grpo("llama", optimizer=sgd), group_prompts),
+    "sft": (lambda policy: tiny_sft("llama"), lambda seed: sft_batch(seed=seed)),
+    "sft, lora": (
+        lambda policy: SFTModule.from_pretrained(policy, lora=LORA),
+        lambda seed: sft_batch(seed=seed),
+    ),
+    "reward": (RewardModule.from_pretrained, lambda seed: preference_batch(seed=seed)),
+    "reward, lora": (
+        lambda policy: RewardModule.from_pretrained(policy, lora=LORA),
+        lambda seed: preference_batch(seed=seed),
+    ),
+    "dpo": (DPOModule.from_pretrained, None),
+}
+
+
+def trained(stage: str, device: str, material: dict[str, Path], folder: Path) -> dict[str, Any]:
+    """Return what two iterations of a stage end with."""
+    build, batch = STAGES[stage]
+    torch.manual_seed(0)
+    module = build(material["policy"])
+    if batch is not None:
+        data: Any = DataLoader([batch(0), batch(1)], batch_size=None)
+    else:
+        data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=8)
+    the_trainer = trainer(
+        **trainer_options(device), default_root_dir=folder / device, limit_train_batches=2
+    )
+    with recorded() as log:
+        the_trainer.fit(module, data)
+    measured = {name: float(value) for name, value in the_trainer.callback_metrics.items()}
+    return {
+        "kernels": sum(log.kernels.values()),
+        "weights": {name: weight.detach().cpu() for name, weight in module.state_dict().items()},
+        "metrics": {k: v for k, v in measured.items() if not k.startswith(("time", "throughput"))},
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_ends_with_the_weights_and_metrics_of_the_cpu(stage, material, tmp_path):
+    here = trained(stage, "cpu", material, tmp_path)
+    there = on_mirror(trained, stage, "mirror", material, tmp_path)
+    assert there["kernels"] > 1000
+    assert here["weights"], "nothing was trained"
+    torch.testing.assert_close(there["weights"], here["weights"], **TOLERANCE)
+    assert here["metrics"].keys() == there["metrics"].keys() != set()
+    for name, value in here["metrics"].items():
+        assert there["metrics"][name] == pytest.approx(value, rel=1e-2, abs=1e-3, nan_ok=True), name
+
+
+def new_weights(device: str, policy: Path) -> dict[str, Any]:
+    """Return weights that were drawn as Lightning makes a module, and a number drawn afterwards."""
+    with torch.device(device):
+        models = {
+            "policy": tiny_policy("llama", seed=4),
+            "adapter": load_policy(policy, lora=LORA, seed=4),
+            "head": load_scalar_model(policy, head="reward", seed=4),
+            "adapted head": load_scalar_model(policy, head="reward", lora=LORA, seed=4),
+        }
+        found = {name: list(model.parameters()) for name, model in models.items()}
+        places = {str(p.device.type) for parameters in found.values() for p in parameters}
+        found["drawn next"] = [torch.rand(3)]
+    weights = {name: [p.detach().cpu() for p in own] for name, own in found.items()}
+    return weights | {"places": places}
+
+
+def test_new_models_heads_and_adapters_have_the_same_bits_on_every_device(material):
+    torch.manual_seed(0)
+    here = new_weights("cpu", material["policy"])
+    there = on_mirror(new_weights, "mirror", material["policy"])
+    assert (here.pop("places"), there.pop("places")) == ({"cpu"}, {"mirror"})
+    # The device has numbers of its own, so that weights are alike for another reason.
+    assert not torch.equal(here.pop("drawn next")[0], there.pop("drawn next")[0])
+    torch.testing.assert_close(there, here, rtol=0, atol=0)
