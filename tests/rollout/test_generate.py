@@ -5,13 +5,14 @@ import torch
 from transformers import GenerationConfig
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP
+from rlhf_lightning.rollout import noise
 from rlhf_lightning.rollout.generators import base as generate
 from rlhf_lightning.rollout.generators.base import (
     CachedGenerator,
     TransformersGenerator,
     as_generation,
 )
-from rlhf_lightning.rollout.noise import RowNoise, sample
+from rlhf_lightning.rollout.noise import RowNoise, sample, sample_unchecked
 from tests.builders.models import (
     EOS,
     MODEL_TYPES,
@@ -113,9 +114,10 @@ def test_a_checkpoints_generation_config_changes_nothing(engine, monkeypatch):
 
     def recorded(logits, uniform, *, temperature):
         seen.append(logits.clone() / temperature)
-        return sample(logits, uniform, temperature=temperature)
+        return sample_unchecked(logits, uniform, temperature=temperature)
 
-    monkeypatch.setattr(generate, "sample", recorded)
+    for file in (generate, noise):  # the second is that of `sample`
+        monkeypatch.setattr(file, "sample_unchecked", recorded)
     model.generation_config = HIDDEN_SETTINGS
     assert responses(engine, model, prompts) == expected
     assert model.generation_config is HIDDEN_SETTINGS, "the model's own config is put back"

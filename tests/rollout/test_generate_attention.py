@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from rlhf_lightning.models.cpu.decode_attention import SUFFIX, one_token_attention
 from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import base as generate
-from rlhf_lightning.rollout.noise import sample
+from rlhf_lightning.rollout.noise import sample_unchecked
 from tests.builders.models import MODEL_TYPES, prompt_batch
 from tests.rollout.plain_generation import NOISE, ROWS, generated, other_model, tiny
 
@@ -67,9 +67,9 @@ def test_in_bf16_the_engine_is_as_close_to_float32_as_the_plain_forward(
 
     def recorded(logits, uniform, *, temperature):
         seen.append(logits.float())
-        return sample(logits, uniform, temperature=temperature)
+        return sample_unchecked(logits, uniform, temperature=temperature)
 
-    monkeypatch.setattr(generate, "sample", recorded)
+    monkeypatch.setattr(generate, "sample_unchecked", recorded)
     monkeypatch.setitem(engine_rows.WASTE, "cpu", 0)  # prompts of one token are read alone
     engine = generate.CachedGenerator([], 0)  # nobody stops, so rows keep their order
     with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.models.known_masks import masks_known
 from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
 
 
@@ -136,24 +137,25 @@ class RunningRows:
         return joined[prefill.prompts]
 
     def keep(self, going: Tensor, tokens: Tensor) -> Tensor:
-        """Drop the rows where `going` `[A]` is False; return the `tokens` `[A]` of the others.
+        """Drop the rows where `going` `[A]`, on the host, is False; return the others' `tokens`.
 
         The last rows move into the slots of those that left, so that a row that ends costs the
         copy of one row at most, whatever the size of the batch.
         """
-        going_here = going.cpu()
-        count = int(going_here.sum())
-        if count == len(going_here):
+        count = int(going.sum())
+        if count == len(going):
             return tokens
         slots = torch.arange(count)
-        free = (~going_here[:count]).nonzero().flatten()
-        moved = going_here[count:].nonzero().flatten() + count
+        free = (~going[:count]).nonzero().flatten()
+        moved = going[count:].nonzero().flatten() + count
         slots[free] = moved
         device = self.rows.device
         if count and len(moved):
-            self.cache.copy_rows(moved.to(device), free.to(device))
+            self.cache.copy_rows(
+                moved.to(device, non_blocking=True), free.to(device, non_blocking=True)
+            )
         self.lengths = self.lengths[slots]
-        slots = slots.to(device)
+        slots = slots.to(device, non_blocking=True)
         self.rows = self.rows[slots]
         return tokens[slots]
 
@@ -173,13 +175,14 @@ class RunningRows:
         if int(lengths.min()) < self.width - start:  # without padding attention needs no mask
             mask = (self.columns[start:end_after] >= first).long()
         model: Any = self.model
-        output = model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=(self.columns[end:end_after] - first).clamp(min=0),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with masks_known():
+            output = model(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=(self.columns[end:end_after] - first).clamp(min=0),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits: Tensor = output.logits[:, -1]
         return logits

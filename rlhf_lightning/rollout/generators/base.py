@@ -20,7 +20,7 @@ from rlhf_lightning.rollout.generators.prepared_weights import (
     linear_weights_prepared,
     weights_cast_once,
 )
-from rlhf_lightning.rollout.noise import RowNoise, sample
+from rlhf_lightning.rollout.noise import RowNoise, check_finite, sample, sample_unchecked
 
 
 class Generator(Protocol):
@@ -113,9 +113,15 @@ class CachedGenerator:
         logits = running.read_prompts()  # [A, V]
         for t in range(max_new_tokens):
             logits = self._truncated(logits, temperature)
-            tokens = sample(logits, uniform[running.rows, t], temperature=temperature)  # [A]
+            tokens, finite = sample_unchecked(
+                logits, uniform[running.rows, t], temperature=temperature
+            )  # [A]
             responses[running.rows, t] = tokens
-            tokens = running.keep(~torch.isin(tokens, stops), tokens)
+            # Not torch.isin: for many ids it sorts, and waits for the device.
+            going = (tokens.unsqueeze(-1) != stops).all(-1)
+            finite, going = torch.stack([finite, going]).cpu()  # the only wait of a token
+            check_finite(finite)
+            tokens = running.keep(going, tokens)
             if t + 1 == max_new_tokens or not len(tokens):
                 break
             logits = running.step(tokens, t)
