@@ -44,6 +44,7 @@ class TensorBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on `device`; Lightning calls this to move a batch."""
+        non_blocking |= torch.device(device).type != "cpu"  # the host need not wait for the copy
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
@@ -90,7 +91,7 @@ def _apply(value: Any, function: Any) -> Any:
 
 def _take(value: Any, index: Tensor) -> Any:
     if isinstance(value, Tensor):
-        return value[index.to(value.device)]
+        return value[index.to(value.device, non_blocking=True)]
     if isinstance(value, tuple):
         return tuple(value[i] for i in index.tolist())
     if isinstance(value, Mapping):

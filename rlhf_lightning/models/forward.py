@@ -66,40 +66,47 @@ def bucket_width(lengths: Tensor) -> Tensor:
     return (lengths + BUCKET - 1) // BUCKET * BUCKET
 
 
-def pack_right(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def pack_right(input_ids: Tensor, attention_mask: Tensor, width: int | None = None) -> Tensor:
     """Return `[b, W]` ids that start at column 0; what follows a row's tokens is id 0.
 
     Args:
         input_ids: `[b, T]`, each row's tokens contiguous.
         attention_mask: `[b, T]` bool.
+        width: W, where it is known; the host waits for the device otherwise.
     """
     lengths = attention_mask.sum(-1)  # [b]
     start = last_token_index(attention_mask) + 1 - lengths
-    columns = torch.arange(int(bucket_width(lengths).max()), device=input_ids.device)
+    width = width or int(bucket_width(lengths).max())
+    columns = torch.arange(width, device=input_ids.device)
     source = (start.unsqueeze(-1) + columns).clamp(max=input_ids.shape[1] - 1)  # [b, W]
     return torch.where(columns < lengths.unsqueeze(-1), input_ids.gather(1, source), 0)
 
 
 def pack(batch: Responses) -> Packed:
     """Re-pack a micro-batch; see `Packed`."""
-    response_mask = batch.response_mask  # [b, R]
-    input_ids = pack_right(batch.sequences, batch.attention_mask)
-    prompt_length = batch.attention_mask.sum(-1) - response_mask.sum(-1)
+    # The only wait of a forward: the lengths and the mask make shapes.
+    lengths = batch.attention_mask.sum(-1, keepdim=True)  # [b, 1]
+    lengths, response_mask = torch.cat([lengths, batch.response_mask], 1).cpu().tensor_split([1], 1)
+    width = int(bucket_width(lengths).max())
+    response_mask = response_mask.bool()  # [b, R], as what follows on the host
+    prompt_length = lengths.squeeze(1) - response_mask.sum(-1)
     index = response_state_index(prompt_length, response_mask.shape[1])  # [b, R]
-    rows = torch.arange(len(index), device=index.device).unsqueeze(-1)
-    positions = (index + rows * input_ids.shape[1])[response_mask]
+    rows = torch.arange(len(index)).unsqueeze(-1)
+    asked = torch.stack([(index + rows * width)[response_mask], *response_mask.nonzero().T])
+    positions, row, column = asked.to(batch.sequences.device, non_blocking=True)  # [N] each
     responses = batch.sequences[:, -response_mask.shape[1] :]
-    return Packed(input_ids, positions, responses[response_mask])
+    input_ids = pack_right(batch.sequences, batch.attention_mask, width)
+    return Packed(input_ids, positions, responses[row, column])
 
 
 def micro_batches(attention_mask: Tensor, micro_batch_size: int | None) -> list[Tensor]:
-    """Return row indices of micro-batches: rows of one bucket, at most `micro_batch_size`.
+    """Return row indices, on the host, of micro-batches of one bucket each.
 
     Args:
         attention_mask: `[B, T]` bool.
-        micro_batch_size: None puts all rows of a bucket together.
+        micro_batch_size: rows at most; None puts all rows of a bucket together.
     """
-    widths = bucket_width(attention_mask.sum(-1))
+    widths = bucket_width(attention_mask.sum(-1)).cpu()
     order = widths.argsort(descending=True, stable=True)
     sizes = torch.unique_consecutive(widths[order], return_counts=True)[1]
     groups = torch.split(order, sizes.tolist())
@@ -163,7 +170,7 @@ def by_micro_batch(
     """Apply `function` to the row indices of each micro-batch; return rows in their order.
 
     Args:
-        function: rows `[b]` -> tensors whose first dimension is b.
+        function: rows `[b]`, on the device -> tensors whose first dimension is b.
         attention_mask: `[B, T]` bool of all rows.
         micro_batch_size: see `micro_batches`.
         agree: returns the largest number of calls that a rank needs. Ranks that shard a model must
@@ -171,11 +178,12 @@ def by_micro_batch(
     """
     parts = micro_batches(attention_mask, micro_batch_size)
     # Agreed before the first call: between two calls of a rank that shards, others must be in one.
-    count = agree(len(parts), attention_mask.device) if agree else len(parts)
-    outputs = [function(rows) for rows in parts]
+    device = attention_mask.device
+    count = agree(len(parts), device) if agree else len(parts)
+    outputs = [function(rows.to(device, non_blocking=True)) for rows in parts]
     for _ in range(len(parts), count):
-        function(parts[0])
-    back = torch.cat(parts).argsort()
+        function(parts[0].to(device, non_blocking=True))
+    back = torch.cat(parts).argsort().to(device, non_blocking=True)
     return tuple(torch.cat(column)[back] for column in zip(*outputs, strict=True))
 
 

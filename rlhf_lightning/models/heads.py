@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
 from rlhf_lightning.models.cpu_kernels import prepare, weight_grad_adder
+from rlhf_lightning.models.known_masks import masks_known
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing
 
@@ -44,7 +45,8 @@ def hidden_states(trunk: nn.Module, input_ids: Tensor) -> Tensor:
         input_ids = input_ids.expand(2, -1)
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
     position_ids = position_ids.expand_as(input_ids)
-    output = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    with masks_known():
+        output = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     hidden: Tensor = output.last_hidden_state[:rows]  # [b, W, H]
     return hidden
 
