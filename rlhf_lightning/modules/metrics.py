@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ class RunningMeans:
     """Means over the optimizer steps of one iteration; of vectors, which are counts, the sums."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.counts: dict[str, int] = {}
+        self.values: dict[str, list[Tensor | float]] = {}
         self.totals: dict[str, Tensor] = {}
         self.num_steps = 0
 
@@ -33,13 +32,24 @@ class RunningMeans:
         for name, value in values.items():
             if isinstance(value, Tensor) and value.ndim:
                 self.totals[name] = self.totals.get(name, 0) + value.detach()
-                continue
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-            self.counts[name] = self.counts.get(name, 0) + 1
+            else:
+                self.values.setdefault(name, []).append(value)
 
     def means(self) -> dict[str, float]:
         """Return the mean of each value."""
-        return {name: total / self.counts[name] for name, total in self.sums.items()}
+        numbers = iter(read_numbers([value for own in self.values.values() for value in own]))
+        return {
+            name: sum(next(numbers) for _ in own) / len(own) for name, own in self.values.items()
+        }
+
+
+def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Return scalars as numbers; the host waits for the device once, not once for each."""
+    tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]
+    # Norms of weights that are offloaded are on the host already.
+    together = [tensor.to(tensors[0].device) for tensor in tensors]
+    read = iter(torch.stack(together).tolist() if together else ())
+    return [next(read) if isinstance(value, Tensor) else float(value) for value in values]
 
 
 @torch.no_grad()
@@ -66,12 +76,14 @@ class Gaps:
     def __init__(self) -> None:
         self.names: set[str] = set()
 
-    def filled(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Return the values, and NaN for every other name that was here before."""
-        numbers = dict.fromkeys(sorted(self.names), math.nan)
-        numbers |= {name: float(value) for name, value in values.items()}
+    def filled(self, values: Mapping[str, float]) -> dict[str, Tensor]:
+        """Return the values, and NaN for every other name that was here before.
+
+        They are tensors of the host: Lightning would copy each number to the device.
+        """
+        numbers = dict.fromkeys(sorted(self.names), math.nan) | dict(values)
         self.names = set(numbers)
-        return numbers
+        return {name: torch.tensor(float(value)) for name, value in numbers.items()}
 
 
 def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
@@ -94,15 +106,15 @@ def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
     of_all_ranks = [ids for own in gathered(responses) for ids in own]
     local = torch.stack(
         [
-            torch.tensor(float(len(rollout))),
-            mask.sum().float().cpu(),
-            rollout.scores.sum().float().cpu(),
-            kl.sum().float().cpu(),
-            finished.sum().float().cpu(),
-            rollout.entropy.sum().float().cpu(),
+            torch.full((), float(len(rollout)), device=mask.device),
+            mask.sum().float(),
+            rollout.scores.sum().float(),
+            kl.sum().float(),
+            finished.sum().float(),
+            rollout.entropy.sum().float(),
         ]
     )
-    rows, tokens, score, total_kl, stops, entropy = global_sum(local.to(mask.device)).tolist()
+    rows, tokens, score, total_kl, stops, entropy = global_sum(local).tolist()
     _, score_var = global_moments(rollout.scores, torch.ones_like(finished))
     measures = {
         "rollout/score": score / rows,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_lightning.batches import RolloutBatch, TensorBatch
 from rlhf_lightning.distributed.collectives import agreed_max, global_sum, rank
+from rlhf_lightning.modules.metrics import read_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +121,9 @@ class SkippedSteps:
 def non_finite_names(values: Mapping[str, Tensor | float]) -> list[str]:
     """Return `name=value` of each number that is not finite; vectors, which are counts, are not."""
     values = {k: v for k, v in values.items() if not (isinstance(v, Tensor) and v.ndim)}
-    if not values:
-        return []
-    tensors = [torch.as_tensor(value).detach().float() for value in values.values()]
-    numbers = torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
     return [
         f"{name}={value}"
-        for name, value in zip(values, numbers.tolist(), strict=True)
+        for name, value in zip(values, read_numbers(list(values.values())), strict=True)
         if not math.isfinite(value)
     ]
 
@@ -135,10 +132,11 @@ def non_finite_in_rollout(rollout: RolloutBatch) -> list[str]:
     """Return what of a rollout is not finite, counted over all ranks, in words."""
     mask = rollout.response_mask
     tokens = [name for name in _ROLLOUT_TOKENS if getattr(rollout, name) is not None]
-    parts = [getattr(rollout, name) for name in _ROLLOUT_SCALARS]
-    parts += [getattr(rollout, name)[mask] for name in tokens]
-    counts = torch.stack([(~part.isfinite()).sum() for part in parts])
-    sizes = counts.new_tensor([part.numel() for part in parts])
+    # A mask and not an index: how many there are would be read from the device.
+    parts = [(getattr(rollout, name), torch.ones_like(mask[:, 0])) for name in _ROLLOUT_SCALARS]
+    parts += [(getattr(rollout, name), mask) for name in tokens]
+    counts = torch.stack([(~part.isfinite() & of).sum() for part, of in parts])
+    sizes = torch.stack([of.sum() for _, of in parts])
     counts, sizes = global_sum(torch.stack([counts, sizes])).tolist()
     names = (*_ROLLOUT_SCALARS, *tokens)
     found = [
@@ -149,5 +147,5 @@ def non_finite_in_rollout(rollout: RolloutBatch) -> list[str]:
 
 def finite(values: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Return the numbers that are finite."""
-    numbers = {name: float(value) for name, value in values.items()}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    numbers = zip(values, read_numbers(list(values.values())), strict=True)
+    return {name: value for name, value in numbers if math.isfinite(value)}

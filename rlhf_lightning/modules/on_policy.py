@@ -158,10 +158,11 @@ def take_step(
     measured = accumulate_gradients(module, parts, [of_rows(t, minibatch, counts) for t in terms])
     module.step_0.check_ratio(measured, module)
     target = module.algorithm.target_approx_kl
-    approx_kl = float(measured.get(f"{module.stage}/approx_kl", 0.0))
-    if target is not None and target < approx_kl < math.inf:
-        module.optimizers().zero_grad()
-        return False
+    if target is not None:
+        approx_kl = float(measured.get(f"{module.stage}/approx_kl", 0.0))
+        if target < approx_kl < math.inf:
+            module.optimizers().zero_grad()
+            return False
     norms = clip_and_step(
         module,
         dict(models),

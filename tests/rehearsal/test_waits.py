@@ -1,0 +1,158 @@
+"""How often the host waits for the device, by phase: budgets that may only be lowered.
+
+A GPU stands still while Python reads a number and launches what follows. Each budget is the number
+of reads and of blocking copies to the device that a phase may take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.models.forward import response_statistics
+from rlhf_lightning.modules.ppo import PPOModule
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.noise import RowNoise
+from tests.builders.mirror import READ, WRITE, Log, on_mirror, recorded, trainer_options
+from tests.builders.models import PAD, VOCABULARY, prompt_batch, prompt_rows, tiny_policy
+from tests.builders.stages import fit, ppo_hparams, sft_batch, tiny_module, tiny_sft
+
+DEVICE = "mirror"
+NEVER = (VOCABULARY + 1,)  # a stop id that is never drawn
+
+
+class Waits(NamedTuple):
+    """Waits of a phase by kind, and where."""
+
+    reads: int
+    writes: int
+    lines: list[str]
+
+
+def waits(log: Log, less: Log | None = None, times: int = 1) -> Waits:
+    """Return the waits of `log` without those of `less`, which did the same `times` times less."""
+    if less is not None:
+        log.waits -= less.waits
+    counts = [log.count(kind=kind) / times for kind in (READ, WRITE)]
+    assert all(count == int(count) for count in counts), log.lines()
+    return Waits(*map(int, counts), log.lines())
+
+
+def counted(function: Callable[..., object], *args: Any) -> Log:
+    with recorded() as log:
+        function(*args)
+    return log
+
+
+def generating(prompt_lengths: tuple[int, ...], stops: tuple[int, ...]) -> Waits:
+    """Return the waits of one more token, all rows going on unless `stops` ends some."""
+    policy = tiny_policy("llama").to(DEVICE)
+    batch = prompt_batch(prompt_rows(prompt_lengths)).to(DEVICE)
+
+    def write(tokens: int) -> None:
+        with policy.generating() as model:
+            CachedGenerator(stops, PAD)(
+                model, batch, noise=RowNoise(1), temperature=1.0, max_new_tokens=tokens
+            )
+
+    few, more = counted(write, 4), counted(write, 8)
+    return waits(more, few, times=4)
+
+
+class CountedPPO(PPOModule):
+    """PPO that counts the waits of each optimizer step, and of a forward."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.logs: list[Log] = []
+        self.forwards: list[Log] = []
+
+    def update(self, minibatch: Any, *args: Any, **kwargs: Any) -> bool:
+        with recorded() as log:
+            goes_on = super().update(minibatch, *args, **kwargs)
+        self.logs.append(log)
+        part = minibatch[torch.arange(4)]
+        with torch.no_grad():
+            forward = counted(lambda: response_statistics(self.policy, part, temperature=1.0))
+        self.forwards.append(forward)
+        return goes_on
+
+
+def one_prompt_length(iteration: int = 0, rows: int = 8) -> Any:
+    """Return prompts whose answers all are of one micro-batch's width."""
+    return prompt_batch(prompt_rows([3] * rows, seed=iteration), first_row=iteration * rows)
+
+
+def run_ppo(iterations: int, rows: int = 8) -> CountedPPO:
+    """Run PPO on prompts and answers of one length, so that each iteration does the same."""
+    hparams = ppo_hparams(num_ppo_epochs=1, micro_batch_size=4)
+    module: CountedPPO = tiny_module(
+        "llama",
+        ppo=hparams,
+        generator=CachedGenerator(NEVER, PAD),
+        sampling=SamplingHparams(max_new_tokens=4),
+        cls=CountedPPO,
+    )
+    batches = [one_prompt_length(rows=rows)] * iterations
+    fit(module, batches, **trainer_options(DEVICE))
+    return module
+
+
+def updating() -> dict[str, Waits]:
+    """Return the waits of a forward, of a step on two micro-batches, and of two more of these.
+
+    Those of the second iteration: the first one is checked to start at ratio 1.
+    """
+    small, large = run_ppo(2), run_ppo(2, rows=16)
+    forward, step, more = waits(small.forwards[1]), waits(small.logs[1]), large.logs[1]
+    more.waits -= small.logs[1].waits
+    return {"forward": forward, "step": step, "two micro-batches more": waits(more)}
+
+
+def iterating(stage: str) -> Waits:
+    """Return the waits of one more iteration of a whole run."""
+
+    def run(iterations: int) -> None:
+        if stage == "ppo":
+            run_ppo(iterations)
+        else:
+            fit(tiny_sft("llama"), [sft_batch()] * iterations, **trainer_options(DEVICE))
+
+    few, more = counted(run, 2), counted(run, 3)
+    return waits(more, few)
+
+
+ROWS_END = tuple(range(2, 8))  # ids that end a random answer now and then
+TOKENS = {
+    "all go on": ((5, 5, 5), NEVER),
+    "padded": ((3, 5, 1), NEVER),
+    "rows end": ((5,) * 64, ROWS_END),
+}
+
+
+@pytest.mark.parametrize("rows", TOKENS)
+def test_a_token_waits_once(rows):
+    found = on_mirror(generating, *TOKENS[rows])
+    assert (found.reads, found.writes) == (1, 0), found.lines
+
+
+def test_a_micro_batch_waits_once_and_an_optimizer_step_twice():
+    found = on_mirror(updating)
+    forward, step, more = (found[name] for name in ("forward", "step", "two micro-batches more"))
+    assert (forward.reads, forward.writes) == (1, 0), forward.lines
+    # Policy and value model, two micro-batches each; the widths of rows, and one decision.
+    assert (step.reads, step.writes) == (4 * forward.reads + 2, 0), step.lines
+    assert (more.reads, more.writes) == (4 * forward.reads, 0), more.lines
+
+
+BUDGETS = {"ppo": (39, 5), "sft": (8, 0)}  # reads and writes
+
+
+@pytest.mark.parametrize("stage", BUDGETS)
+def test_an_iteration_stays_in_its_budget(stage):
+    found = on_mirror(iterating, stage)
+    assert (found.reads, found.writes) == BUDGETS[stage], found.lines
