@@ -318,10 +318,31 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict with every sharded tensor gathered, on the CPU."""
-    state = model.state_dict()
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu()
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    }
+    """Return the state dict on the CPU of rank 0, sharded tensors gathered; nothing elsewhere.
+
+    Every rank must call it. Tensors are gathered one at a time, each on the device of its mesh:
+    Lightning moves a model to the CPU after every `fit` and `validate`, and NCCL knows no CPU.
+    """
+    first = rank() == 0
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            continue
+        value = value.detach()
+        if isinstance(value, DTensor):
+            value = _on_device_of_mesh(value).full_tensor()
+        if first:
+            state[name] = value.cpu()
+    return state
+
+
+def _on_device_of_mesh(value: DTensor) -> DTensor:
+    mesh = value.device_mesh
+    return DTensor.from_local(
+        value.to_local().to(mesh.device_type),
+        mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
