@@ -210,7 +210,12 @@ def global_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shard(
-    model: nn.Module, strategy: Any, *, frozen: bool, compute_dtype: torch.dtype | None
+    model: nn.Module,
+    strategy: Any,
+    *,
+    frozen: bool,
+    compute_dtype: torch.dtype | None,
+    prepare: Callable[[nn.Module], None] = lambda unit: None,
 ) -> None:
     """Shard `model` in place with FSDP2: one unit a decoder layer or head, one for the rest.
 
@@ -222,6 +227,7 @@ def shard(
             model. With `cpu_offload` the shards stay in the memory of the machine.
         frozen: reshard the root after its forward too; its backward never runs.
         compute_dtype: dtype of gathered weights and activations; None keeps the parameters'.
+        prepare: called with each unit before it is sharded.
     """
     options: dict[str, Any] = {
         "mesh": strategy.mesh_of_shards,
@@ -231,12 +237,20 @@ def shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for layer in max(lists, key=len, default=[]):
+        prepare(layer)
         fully_shard(layer, **options)
     exact = options | {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for head in [m for m in model.modules() if getattr(m, "keeps_dtype", False)]:
+        prepare(head)
         fully_shard(head, **exact)
+    prepare(model)
     # A frozen root would otherwise stay gathered for ever: FSDP2 keeps a root for its backward.
     fully_shard(model, reshard_after_forward=True if frozen else None, **options)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether `shard` has been called with this model."""
+    return isinstance(model, FSDPModule)
 
 
 def mesh_in_groups(device_type: str, num_devices: int, shard_over: int) -> Any:

@@ -20,10 +20,10 @@ from transformers import (
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
+from rlhf_lightning.models.building import drawn, reads_weights
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
-from rlhf_lightning.models.modes import drawing
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
 
@@ -81,9 +81,10 @@ def load_policy(
         raise ValueError("give exactly one of source and from_scratch to load_policy")
     if from_scratch is not None:
         config = set_dropout(AutoConfig.for_model(**from_scratch), dropout)
-        with drawing(seed):
+        with drawn(seed):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.to(torch.get_default_device())
+        if reads_weights():
+            model.to(torch.get_default_device())
     else:
         assert source is not None  # or it is from scratch
         options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -212,7 +213,7 @@ def _new_scalar_model(
     model: Any = _load(AutoModelForCausalLM, source, dropout, options, not_read=outside_trunk)
     hidden_size = model.get_output_embeddings().in_features
     std = head_std(hidden_size, head)
-    with drawing(seed):
+    with drawn(seed):
         new_head = scalar_head(hidden_size, init_std=std)
     return ScalarHeadModel(model.base_model, new_head.to(model.device))
 
@@ -234,7 +235,8 @@ def _stored_scalar_model(
     )
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(no_head)
-    head = scalar_head(model.score.in_features, init_std=0.0)
+    with model.score.weight.device:
+        head = scalar_head(model.score.in_features, init_std=0.0)
     with torch.no_grad():
         head.weight.copy_(model.score.weight)
         head.bias.fill_(float(getattr(model.config, "reward_offset", 0.0)))

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
+from rlhf_lightning.models.building import drawn
 from rlhf_lightning.models.cpu_kernels import prepare
 from rlhf_lightning.models.heads import (
     PolicyModel,
@@ -31,7 +32,7 @@ from rlhf_lightning.models.heads import (
     check_head_split,
     scalar_head,
 )
-from rlhf_lightning.models.modes import drawing, in_eval_mode
+from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing, round_frozen_weights
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ class AdaptedBase(nn.Module):
             target_modules=self.targets,
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in self.model.modules()),
         )
-        with drawing(seed), warnings.catch_warnings():
+        with drawn(seed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")
             warnings.filterwarnings("ignore", message=".*having multiple adapters.*")
             inject_adapter_in_model(config, self.model, adapter_name=name)
@@ -258,7 +259,7 @@ def add_scalar_model(
         seed: of adapter and head.
     """
     base.add_adapter(name, seed=seed)
-    with drawing(seed):
+    with drawn(seed):
         head = scalar_head(base.hidden_size, init_std=init_std)
     base.heads[name] = head.to(base.model.device)
     return AdaptedScalarModel(base, name)

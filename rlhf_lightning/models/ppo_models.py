@@ -10,6 +10,7 @@ from torch import nn
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import load_policy_adapter, load_scalar_adapter
+from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.factory import frozen, load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy, add_scalar_model
@@ -84,11 +85,14 @@ def policy_models(
         )
     reference = frozen(load_policy(policy, **options))
     round_frozen_weights(reference.model, precision)
+    completed(reference, frozen=True)
     trained = policy if start is None else start
     # The revision is that of `policy`; what was trained from it is a folder.
     own = options if str(trained) == str(policy) else options | {"revision": None}
     return PolicyModels(
-        policy=load_policy(trained, **own, activation_checkpointing=activation_checkpointing),
+        policy=completed(
+            load_policy(trained, **own, activation_checkpointing=activation_checkpointing)
+        ),
         reference=reference,
         same_source=start is None,
     )
@@ -154,12 +158,14 @@ def ppo_models(
             values = load_scalar_adapter(found.base, Path(str(value)) / ADAPTER, "value")
     else:
         source = policy if value is None else value
-        values = load_scalar_model(
-            source,
-            head=value_head,
-            activation_checkpointing=activation_checkpointing,
-            revision=revision if str(source) == str(policy) else None,
-            trust_remote_code=trust_remote_code,
+        values = completed(
+            load_scalar_model(
+                source,
+                head=value_head,
+                activation_checkpointing=activation_checkpointing,
+                revision=revision if str(source) == str(policy) else None,
+                trust_remote_code=trust_remote_code,
+            )
         )
     return PPOModels(**vars(found), value=values)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from rlhf_lightning.models.building import reads_weights
 from rlhf_lightning.models.loading import naming_source
 from rlhf_lightning.runs.manifest import has_manifest, read_manifest
 
@@ -53,6 +54,8 @@ def load_whole(
             warning.
         ManifestError: if an artefact is not what its manifest says.
     """
+    if not reads_weights() and "quantization_config" not in extra:
+        return _without_weights(cls, source, dtype=dtype, options=options, **extra)
     ours = check_artifact(source)
     with naming_source(source):
         model, info = cls.from_pretrained(
@@ -84,6 +87,21 @@ def load_whole(
     if unexpected:
         _warn_of_unexpected(str(source), type(model).__name__, listed(unexpected))
     return model
+
+
+def _without_weights(
+    cls: Any,
+    source: str | Path,
+    *,
+    config: PretrainedConfig,
+    dtype: torch.dtype | str,
+    options: dict[str, Any],
+) -> Any:
+    """Return the model on the meta device; its dtypes are those of the rank that has read it."""
+    code = {"trust_remote_code": options["trust_remote_code"]}
+    with naming_source(source), torch.device("meta"):
+        held = torch.float32 if dtype == "auto" else dtype
+        return cls.from_config(config, dtype=held, **code)
 
 
 def check_artifact(source: str | Path) -> bool:

@@ -21,6 +21,7 @@ from rlhf_lightning.distributed.collectives import agreed_max, global_sum
 from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import DPOHparams, LoraHparams
+from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import by_micro_batch, micro_batches
 from rlhf_lightning.models.heads import PolicyModel
@@ -36,7 +37,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models, shard_models
+from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.reference_logprobs import SPLITS, ReferenceLogprobs, pair_logprobs
 from rlhf_lightning.modules.schedules import Schedule
@@ -161,8 +162,9 @@ class DPOModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
         if self.policy is None:
-            self.policy = self.build_policy()
-            shard_models(self, [self.policy.root])
+            with sharing_models(self):
+                self.policy = self.build_policy()
+                completed(self.policy.root)
 
     def on_fit_start(self) -> None:
         """Refuse flags that would train something else; place the base of an adapter."""

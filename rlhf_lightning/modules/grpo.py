@@ -31,7 +31,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models
+from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.step_0 import Step0
@@ -164,7 +164,8 @@ class PolicyGradientModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build policy, reference and scorer, and shard each if ranks share them."""
         if self.policy is None:
-            on_policy.place_models(self, self.build_models())
+            with sharing_models(self):
+                on_policy.place_models(self, self.build_models())
 
     def on_fit_start(self) -> None:
         """Refuse flags of the Trainer that would train something else; place frozen models."""

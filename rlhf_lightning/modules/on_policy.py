@@ -21,6 +21,7 @@ from rlhf_lightning.distributed.collectives import global_sum, unsharded, world_
 from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
+from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.modules.controls import Controls
@@ -34,7 +35,6 @@ from rlhf_lightning.modules.optimization import (
     clip_and_step,
     of_rows,
 )
-from rlhf_lightning.modules.placement import shard_models
 from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
@@ -78,7 +78,10 @@ def place_models(module: Any, models: PolicyModels) -> None:
     module.step_0.same_source = models.same_source
     object.__setattr__(module, "reference", models.reference)
     object.__setattr__(module, "frozen_models", frozen)
-    shard_models(module, models.trained, frozen)
+    for model in models.trained:
+        completed(model)
+    for model in frozen:
+        completed(model, frozen=True)
 
 
 def sample_rollout(

@@ -2,32 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from rlhf_lightning.distributed.collectives import shard
+from rlhf_lightning.distributed.collectives import gathered, is_sharded, rank, shard
+from rlhf_lightning.distributed.read_weights import ReadWeights
+from rlhf_lightning.models.building import building_for
 from rlhf_lightning.models.precision import release_freed_memory
 
+T = TypeVar("T")
 
-def shard_models(
-    module: Any, trained: Sequence[nn.Module], frozen: Sequence[nn.Module] = ()
-) -> None:
-    """Shard models that were just built, if ranks share them; `configure_model` calls it.
+
+@contextmanager
+def sharing_models(module: Any) -> Iterator[None]:
+    """Build the models of a module inside; `configure_model` does.
+
+    Where ranks share them, rank 0 alone reads weights, and every model is sharded as soon as a
+    factory says that it is `completed`: no rank but the first ever holds a whole one, and the first
+    holds one at a time. What fails on one rank fails on all.
 
     Args:
         module: the LightningModule; its `compute_dtype` becomes the strategy's where it has none.
-        trained: roots that hold trained parameters.
-        frozen: roots without.
     """
-    release_freed_memory()  # what loading left
     if module.device_mesh is None:
+        yield
+        release_freed_memory()  # what loading left
         return
     place = module.trainer.strategy
     module.compute_dtype = module.compute_dtype or place.compute_dtype
-    for model in (*trained, *frozen):
-        shard(model, place, frozen=model in frozen, compute_dtype=module.compute_dtype)
+    builders = _Builders(place, module.compute_dtype)
+    try:
+        with building_for(builders):
+            yield
+    except Exception as error:
+        builders.fail(error)
+        raise
+
+
+class _Builders:
+    """The ranks that build models together; see `models.building.Ranks`."""
+
+    def __init__(self, strategy: Any, compute_dtype: torch.dtype | None) -> None:
+        self.strategy = strategy
+        self.compute_dtype = compute_dtype
+        self.reads_weights = rank() == 0
+        self.apart = True  # from the other ranks, which wait where this one meets them next
+
+    def place(self, root: nn.Module, *, frozen: bool) -> None:
+        if is_sharded(root):
+            return
+        self._meet(None)
+        self.apart = False
+        weights = ReadWeights(root, torch.device(self.strategy.mesh_of_shards.device_type))
+        shard(
+            root,
+            self.strategy,
+            frozen=frozen,
+            compute_dtype=self.compute_dtype,
+            prepare=weights.give,
+        )
+        self.apart = True
+        release_freed_memory()
+
+    def decide(self, make: Callable[[], T]) -> T:
+        found: T = self._meet(make() if self.reads_weights else None)
+        return found
+
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks, if they can wait for this one."""
+        if self.apart:
+            self.apart = False
+            gathered((f"{type(error).__name__}: {error}", None))
+
+    def _meet(self, found: Any) -> Any:
+        told = gathered((None, found))
+        for number, (error, _) in enumerate(told):
+            if error is not None:
+                self.apart = False
+                raise RuntimeError(f"rank {number} could not build the models: {error}")
+        return told[0][1]
 
 
 def move_models(module: Any, models: Sequence[nn.Module]) -> None:

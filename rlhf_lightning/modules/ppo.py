@@ -34,7 +34,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models
+from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.step_0 import Step0
@@ -191,8 +191,9 @@ class PPOModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build policy, value model, reference and scorer, and shard each if ranks share them."""
         if self.policy is None:
-            models = self.build_models()
-            on_policy.place_models(self, models)
+            with sharing_models(self):
+                models = self.build_models()
+                on_policy.place_models(self, models)
             self.value = models.value
 
     def on_fit_start(self) -> None:

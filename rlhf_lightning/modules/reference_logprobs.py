@@ -28,14 +28,15 @@ from rlhf_lightning.distributed.collectives import (
     gathered,
     global_sum,
     rank,
-    shard,
     world_size,
 )
+from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import by_micro_batch, response_logprobs
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.lora import AdaptedPolicy
 from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.runs.atomic import replacing
 
 FILE = Path("cache", "reference_logprobs.safetensors")  # below the Trainer's folder
@@ -120,16 +121,9 @@ class ReferenceLogprobs:
         if isinstance(policy, AdaptedPolicy):
             reference: PolicyModel = frozen(AdaptedPolicy(policy.base, None))
         else:
-            reference = frozen(self.build())
-            if module.device_mesh is None:
-                reference.to(module.device)
-            else:
-                shard(
-                    reference,
-                    module.trainer.strategy,
-                    frozen=True,
-                    compute_dtype=module.compute_dtype,
-                )
+            with sharing_models(module):
+                reference = completed(frozen(self.build()), frozen=True)
+            move_models(module, [reference])
         with torch.no_grad(), module.trainer.strategy.precision_plugin.forward_context():
             for split, wanted in missing.items():
                 if wanted:

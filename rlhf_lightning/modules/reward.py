@@ -23,6 +23,7 @@ from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import LoraHparams, RewardHparams
+from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
@@ -37,7 +38,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models, shard_models
+from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.trainer_flags import check_trainer
@@ -150,8 +151,9 @@ class RewardModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
         if self.model is None:
-            self.model = self.build_model()
-            shard_models(self, [self.model.root])
+            with sharing_models(self):
+                self.model = self.build_model()
+                completed(self.model.root)
 
     def on_fit_start(self) -> None:
         """Refuse flags that would train something else; place the base of an adapter."""

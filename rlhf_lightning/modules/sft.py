@@ -20,6 +20,7 @@ from rlhf_lightning.batches import SFTBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.hparams import LoraHparams, SFTHparams
+from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import micro_batches, pack_right
 from rlhf_lightning.models.heads import PolicyModel
@@ -34,7 +35,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models, shard_models
+from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.trainer_flags import check_trainer
@@ -141,8 +142,9 @@ class SFTModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
         if self.policy is None:
-            self.policy = self.build_policy()
-            shard_models(self, [self.policy.root])
+            with sharing_models(self):
+                self.policy = self.build_policy()
+                completed(self.policy.root)
 
     def on_fit_start(self) -> None:
         """Refuse flags that would train something else; place the base of an adapter."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.models.building import drawn
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
-from rlhf_lightning.models.modes import drawing
 
 VOCABULARY = 48
 HIDDEN = 32
@@ -65,7 +65,7 @@ def tiny_scalar_model(
     model_type: str = "gpt2", *, seed: int = 1, init_std: float = 0.3, bias: float = 0.0
 ) -> ScalarHeadModel:
     trunk: Any = tiny_policy(model_type, seed=seed).model.base_model
-    with drawing(seed):
+    with drawn(seed):
         head = scalar_head(HIDDEN, init_std=init_std)
     head.to(trunk.device)
     torch.nn.init.constant_(head.bias, bias)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer
@@ -130,7 +131,7 @@ class RewardModelScorer:
         """Load the reward model, frozen."""
         if self.model is None:
             self.model = self.load()
-            self.model.eval().requires_grad_(False)
+            completed(self.model.eval().requires_grad_(False), frozen=True)
         return [self.model]
 
     @torch.no_grad()

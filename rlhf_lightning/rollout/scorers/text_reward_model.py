@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.models.building import completed, decided
 from rlhf_lightning.models.classifiers import (
     SequenceClassifier,
     eos_ids,
@@ -86,8 +88,8 @@ class TextRewardModelScorer:
             limit = longest_input(self.tokenizer, model, self.hparams.max_length)
             self.encode = self._encoder(model, limit)
             self.pad_id = padding(self.tokenizer, model)
-            self.pad_left = reads_padding_on_left(model, self.pad_id)
-            self.model = model
+            self.pad_left = decided(partial(reads_padding_on_left, model, self.pad_id))
+            self.model = completed(model, frozen=True)
         return [self.model]
 
     @torch.no_grad()

@@ -1,0 +1,75 @@
+"""Building of models that ranks share: one rank reads weights, a finished model is placed at once.
+
+Factories ask here. Outside of `building_for` every process reads weights and places nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol, TypeVar
+
+import torch
+from torch import nn
+
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class Ranks(Protocol):
+    """The ranks that build the same models together."""
+
+    reads_weights: bool  # of this rank; the others build on the meta device
+
+    def place(self, root: nn.Module, *, frozen: bool) -> None:
+        """Shard a model with the weights that were read."""
+
+    def decide(self, make: Callable[[], T]) -> T:
+        """Return on every rank what `make` returns on the one that has read weights."""
+
+
+_RANKS: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
+
+
+@contextmanager
+def building_for(ranks: Ranks) -> Iterator[None]:
+    """Build models inside for `ranks`."""
+    token = _RANKS.set(ranks)
+    try:
+        yield
+    finally:
+        _RANKS.reset(token)
+
+
+def reads_weights() -> bool:
+    """Return whether this process reads weights; another one builds on the meta device."""
+    ranks = _RANKS.get()
+    return ranks is None or ranks.reads_weights
+
+
+def completed(root: ModelT, *, frozen: bool = False) -> ModelT:
+    """Return `root`, sharded if ranks share it: nothing is added to it from here on."""
+    ranks = _RANKS.get()
+    if ranks is not None:
+        ranks.place(root, frozen=frozen)
+    return root
+
+
+def decided(make: Callable[[], T]) -> T:
+    """Return what `make` finds out from the numbers of a model, the same on every rank."""
+    ranks = _RANKS.get()
+    return make() if ranks is None else ranks.decide(make)
+
+
+@contextmanager
+def drawn(seed: int) -> Iterator[None]:
+    """Draw new weights inside from `seed`, the same on every device, or none where none are read.
+
+    Numbers come from the CPU's generator: those of a GPU are others.
+    """
+    place = torch.get_default_device() if reads_weights() else torch.device("meta")
+    place = place if place.type == "meta" else torch.device("cpu")
+    with torch.random.fork_rng(devices=[]), place:
+        torch.default_generator.manual_seed(seed)
+        yield
