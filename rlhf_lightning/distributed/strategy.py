@@ -23,7 +23,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard_over: neighbouring devices that share one copy of every model; each such group holds
             the whole, and gradients are averaged between groups.
         cpu_offload: shards, gradients and optimizer state are in the memory of the machine.
-        sharded_checkpoints: each rank writes its own share.
+        sharded_checkpoints: a folder to which each rank writes its share; False gathers everything
+            for one file, which the first rank writes while the others wait.
         timeout: how long a rank waits for the others.
         compute_dtype: of forwards and backwards, for modules that were given none; weights,
             gradients and optimizer stay in fp32.
@@ -35,7 +36,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         num_devices: int | None = None,
         shard_over: int | None = None,
         cpu_offload: bool = False,
-        sharded_checkpoints: bool = False,
+        sharded_checkpoints: bool = True,
         timeout: timedelta = timedelta(minutes=30),
         compute_dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
@@ -272,10 +273,9 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         ValueError: if it holds none: its module was not built by `from_pretrained`.
     """
     if Path(path).is_dir():
-        raise ValueError(
-            f"{path} is a sharded checkpoint: resume it with fit(..., ckpt_path=...), or export it"
-        )
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = read_full(Path(path))
+    else:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if not checkpoint.get(HYPER_PARAMETERS):
         raise ValueError(
             f"{path} holds no hyper-parameters, since its module was not built by "

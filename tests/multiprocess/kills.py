@@ -93,10 +93,11 @@ class Runs:
         self.folder = folder
         self.world_size = 1 if case.strategy == "single" else 2
         (folder / "ballast.py").write_text(BALLAST)
-        shards = ["strategy.checkpoint=sharded"] if case[:2] in SHARDED else []
+        whole = case.strategy == "fsdp" and case[:2] not in SHARDED
+        kind = ["strategy.checkpoint=full"] if whole else []
         self.arguments = [
             *("-m", "rlhf_lightning.train", *overrides_of(case.stage, start)),
-            *(*STAGES[case.stage], *STRATEGIES[case.strategy], *shards),
+            *(*STAGES[case.stage], *STRATEGIES[case.strategy], *kind),
             f"data.batch_size={4 * self.world_size}",
             f"trainer.limit_train_batches={ITERATIONS}",
             "trainer.accelerator=cpu",

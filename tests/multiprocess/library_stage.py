@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+from safetensors.torch import load_file
 
 from rlhf_lightning import (
     FSDP2Strategy,
@@ -40,6 +43,13 @@ def main() -> None:
     )  # fmt: skip
     trainer.fit(module, data)
     export_model(module, run / "export")
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    assert checkpoint.is_dir() == (devices > 1), "ranks write a folder together"
+    restored = PPOModule.load_from_checkpoint(checkpoint, reward=length)
+    if int(os.environ["RANK"]) == 0:
+        written = load_file(run / "export/model.safetensors")
+        state = restored.policy.model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in written.items())
     found = compare(
         module, module, material / "prompts.jsonl", reward=length, max_new_tokens=5, num_prompts=2
     )

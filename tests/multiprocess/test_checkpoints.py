@@ -150,7 +150,7 @@ def test_a_run_is_exported_from_its_shards(tmp_path):
     run_ranks(
         [
             *("-m", "rlhf_lightning.train", *overrides_of("sft", start), "trainer.accelerator=cpu"),
-            *("trainer.devices=2", "strategy=fsdp", "strategy.checkpoint=sharded"),
+            *("trainer.devices=2", "strategy=fsdp"),
             *(f"paths.outputs={tmp_path}/outputs", f"paths.artifacts={tmp_path}/artifacts"),
         ],
         world_size=2,

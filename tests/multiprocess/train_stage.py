@@ -68,6 +68,7 @@ def strategy_of(name: str, world_size: int) -> Any:
         return DDPStrategy(process_group_backend="gloo", timeout=timeout)
     # In fp32, or ranks would differ from one process by the rounding of bf16.
     options: Any = {"num_devices": world_size, "timeout": timeout, "compute_dtype": None}
+    options["sharded_checkpoints"] = False  # or an optimizer's state would not be gathered
     if name == "fsdp":
         return FSDP2Strategy(**options)
     if name == "hybrid":

@@ -212,7 +212,7 @@ class StrategySettings(Settings):
     name: Literal["auto", "ddp", "fsdp"] = "auto"
     compute_dtype: Literal["bfloat16", "float32"] | None = None
     timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
-    checkpoint: Literal["full", "sharded"] = "full"
+    checkpoint: Literal["full", "sharded"] = "sharded"
     shard_over: Positive | None = None
     cpu_offload: bool = False
 
