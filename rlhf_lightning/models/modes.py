@@ -1,4 +1,4 @@
-"""Contexts of a model: eval mode, which dropout follows."""
+"""Train and eval mode, which dropout follows."""
 
 from __future__ import annotations
 
