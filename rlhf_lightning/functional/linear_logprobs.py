@@ -10,7 +10,8 @@ on N x V. Few logits are kept in the compute dtype instead, which saves that wor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +19,42 @@ from torch import Tensor
 
 from rlhf_lightning.functional.masked import at_least_float32
 
-# Of a chunk's logits, counted in fp32: large enough for a matrix product at full speed.
-CHUNK_BYTES = 32 * 2**20
-# Of all chunks' logits together, up to which they are kept for the backward pass.
-KEEP_BYTES = 64 * 2**20
+
+class Sizes(NamedTuple):
+    """Bytes of logits: of a chunk, counted in fp32, and of all that are kept for the backward."""
+
+    chunk: int
+    kept: int
+
+
+# Large enough for a matrix product at full speed, small enough for what is held beside a model.
+ON_CPU = Sizes(chunk=32 * 2**20, kept=64 * 2**20)
+# Each chunk reads and writes the whole gradient of the head once more: 64 rows, of which 32 MiB are
+# at a vocabulary of 128k, spend nine tenths of their time on that, 2,000 less than a tenth. Of a
+# single chunk the backward pass holds the logits anyway.
+ON_GPU = Sizes(chunk=2**30, kept=2**30)
 # A CPU multiplies fewer rows than this by other kernels, whose rounding differs.
 ROWS_MULTIPLE = 16
 # Of logits that are widened to fp32 at a time, so that what follows finds them in the cache.
 CACHE_BYTES = 4 * 2**20
 
 Accumulate = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+_planned_for: str | None = None
+
+
+@contextmanager
+def sized_for(device_type: str) -> Iterator[None]:
+    """Cut heads inside as on such a device: for plans of its memory, made on tensors of a CPU."""
+    global _planned_for
+    before, _planned_for = _planned_for, device_type
+    try:
+        yield
+    finally:
+        _planned_for = before
+
+
+def _sizes(device: torch.device) -> Sizes:
+    return ON_CPU if (_planned_for or device.type) == "cpu" else ON_GPU
 
 
 class LinearLogprobs(NamedTuple):
@@ -60,7 +87,7 @@ def linear_token_logprobs(
         bias: `[V]` of the head.
         temperature: positive; divides the logits.
         with_entropy: also return the entropy of each distribution, with its gradient.
-        chunk_rows: C; None takes what fits in 32 MiB.
+        chunk_rows: C; None takes what fits in 32 MiB of a CPU, or in 1 GiB of a GPU.
         accumulate: takes `weight` and of each chunk the two factors `[C, V]` and `[C, H]` of its
             gradient, in the compute dtype; returns None if it has added their product, or the
             product for autograd. None is autograd's way.
@@ -75,7 +102,7 @@ def linear_token_logprobs(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if chunk_rows is None:
-        chunk_rows = _rows_within(CHUNK_BYTES, 4 * len(weight))
+        chunk_rows = _rows_within(_sizes(hidden.device).chunk, 4 * len(weight))
     with torch.autocast(device, enabled=False):
         logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden,
@@ -112,7 +139,7 @@ class _LinearLogprobs(torch.autograd.Function):
         head = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), temperature)
         inputs = hidden.to(dtype)
         chunks = _chunks(len(inputs), chunk_rows)
-        few = len(inputs) * len(weight) * dtype.itemsize <= KEEP_BYTES
+        few = len(inputs) * len(weight) * dtype.itemsize <= _sizes(hidden.device).kept
         keep = few and any(ctx.needs_input_grad[:3])
         parts, kept = [], []
         for rows in chunks:

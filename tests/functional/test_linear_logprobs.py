@@ -1,8 +1,9 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
+from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs, sized_for
 from rlhf_lightning.functional.logprobs import token_entropy, token_logprobs
 
 ROWS, HIDDEN, VOCABULARY = 70, 24, 301
@@ -131,6 +132,24 @@ def test_chunks_do_not_change_a_bit_of_the_values():
     )
     assert torch.equal(one.logprobs, many.logprobs)
     assert torch.equal(one.entropy, many.entropy)
+
+
+def test_a_gpu_takes_the_head_in_one_chunk_where_a_cpu_takes_many_with_the_same_gradient():
+    tokens = torch.arange(2048)
+
+    def products_and_gradient(device_type: str) -> tuple[int, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(2048, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(9_000, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        with FlopCounterMode(display=False) as counter, sized_for(device_type):
+            linear_token_logprobs(hidden, weight, tokens, temperature=1.0).logprobs.sum().backward()
+        one = 2 * 2048 * 4 * 9_000
+        return counter.get_total_flops() // one, weight.grad
+
+    # The logits are made, made again, and multiplied twice; a single chunk's are kept.
+    (on_cpu, expected), (on_gpu, got) = (products_and_gradient(kind) for kind in ("cpu", "cuda"))
+    assert (on_cpu, on_gpu) == (4, 3)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_no_position_gives_no_numbers():

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.app.memory_plan.passes import FEW, MORE, Peaks, extrapolated
 from rlhf_lightning.app.memory_plan.run import Run, Shape
+from rlhf_lightning.functional.linear_logprobs import sized_for
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.factory import frozen
@@ -63,7 +64,8 @@ class FakeModels:
             as_held: with weights as they are held, not as FSDP2 gathers them.
         """
         depth = self.shape_of(kind).num_layers
-        return extrapolated(lambda layers: measure(self._model(kind, layers, as_held)), depth)
+        with sized_for(self.run.device):
+            return extrapolated(lambda layers: measure(self._model(kind, layers, as_held)), depth)
 
     def weights(self, kind: str, *, base: bool = False) -> Counter[str]:
         """Return bytes and counts of the parameters of a model at its full depth.
