@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlhf_lightning.functional.masked import at_least_float32, zero_off_mask
 
@@ -201,6 +202,20 @@ def _advantages(
     gae_lambda: float | Tensor,
     bootstrap: Tensor | None,
 ) -> Tensor:
+    # A loop over columns is ten kernels for each: 5,000 launches on a GPU for 512 tokens.
+    by = _by_columns if values.device.type == "cpu" else _by_doubling
+    return by(rewards, values, mask, gamma, gae_lambda, bootstrap)
+
+
+def _by_columns(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    bootstrap: Tensor | None,
+) -> Tensor:
+    """Return the advantages `[B, R]`, the last column first."""
     next_advantage = torch.zeros_like(values[:, 0])  # [B]
     next_value = next_advantage if bootstrap is None else bootstrap.to(values.dtype)
     decay = gamma * gae_lambda
@@ -213,3 +228,35 @@ def _advantages(
         next_value = torch.where(valid, values[:, t], next_value)
         next_advantage = torch.where(valid, advantage, next_advantage)
     return advantages
+
+
+def _by_doubling(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    bootstrap: Tensor | None,
+) -> Tensor:
+    """Return the advantages `[B, R]` in log2(R) steps, each over twice as many tokens.
+
+    After the step of width s every column holds the sum of the s discounted TD errors from it on,
+    and the discount of what follows them. Sums are taken in another order than by columns.
+
+    Source: Hillis and Steele 1986, "Data parallel algorithms".
+    """
+    rows, columns = mask.shape
+    last = values.new_zeros(rows) if bootstrap is None else bootstrap.to(values.dtype)
+    states = torch.cat([values, last.unsqueeze(1)], 1)  # [B, R + 1]
+    index = torch.arange(columns, device=mask.device).expand_as(mask)
+    at_or_after = torch.where(mask, index, columns).flip(1).cummin(1).values.flip(1)
+    after = pad(at_or_after[:, 1:], (0, 1), value=columns)  # [B, R] the next valid column, or R
+    total = zero_off_mask(rewards + gamma * states.gather(1, after) - values, mask)
+    decay = torch.as_tensor(gamma * gae_lambda, dtype=values.dtype, device=values.device)
+    factor = torch.where(mask, decay.reshape(-1, 1), 1.0)
+    width = 1
+    while width < columns:
+        total = total + factor * pad(total[:, width:], (0, width))
+        factor = factor * pad(factor[:, width:], (0, width), value=1.0)
+        width *= 2
+    return zero_off_mask(total, mask)

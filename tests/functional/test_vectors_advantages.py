@@ -1,14 +1,17 @@
 import pytest
 import torch
 
+from rlhf_lightning.functional import advantages as gae
 from rlhf_lightning.functional.advantages import compute_gae
 from rlhf_lightning.functional.masked import masked_whiten
 from tests.vectors.cases import DTYPES, Case, assert_matches, case, cases
 
 
+@pytest.mark.parametrize("way", ["_by_columns", "_by_doubling"])
 @pytest.mark.parametrize("case", cases("gae"))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gae_matches_the_vectors(case: Case, dtype: torch.dtype):
+def test_gae_matches_the_vectors(case: Case, dtype: torch.dtype, way: str, monkeypatch):
+    monkeypatch.setattr(gae, "_by_columns", getattr(gae, way))  # what a CPU takes
     inputs, mask = case.inputs, case.mask()
     result = compute_gae(
         case.tensor("rewards", dtype),
@@ -26,6 +29,22 @@ def test_gae_matches_the_vectors(case: Case, dtype: torch.dtype):
     assert_matches(case, computed, dtype)
     assert (result.advantages[~mask] == 0).all()
     assert (result.returns[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 37, 64])
+def test_gae_of_a_gpu_is_that_of_a_cpu_with_holes_in_the_mask(columns: int):
+    generator = torch.Generator().manual_seed(columns)
+    rewards, values = torch.randn(2, 9, columns, generator=generator, dtype=torch.float64)
+    mask = torch.rand(9, columns, generator=generator) < 0.7
+    mask[0], mask[1] = False, True
+    rewards, values = (x.masked_fill(~mask, torch.nan) for x in (rewards, values))
+    bootstrap = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    for decay in (0.0, 0.95, 1.0, torch.linspace(0, 1, 9, dtype=torch.float64)):
+        arguments = (rewards, values, mask, 0.99, decay, bootstrap)
+        expected, got = gae._by_columns(*arguments), gae._by_doubling(*arguments)
+        assert expected.isfinite().all()
+        assert expected.abs().max() > 0.1
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_gae_ignores_rewards_and_values_after_eos():
