@@ -27,6 +27,7 @@ from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
 from rlhf_lightning.runs.resume import find_unfinished_run
@@ -62,7 +63,8 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     folder = _start(settings, folder)
     summary = new_summary("collect", seed=settings.seed, config_hash=settings.config_hash)
     kernels = cpu_kernels(settings.model.cpu_kernels)
-    with claim_run(folder.path, lambda: check_folder(settings, folder)), kernels:
+    together = micro_batching(settings.model.micro_batches)
+    with claim_run(folder.path, lambda: check_folder(settings, folder)), kernels, together:
         try:
             write_summary(folder, summary)
             return _collect(settings, folder, summary)

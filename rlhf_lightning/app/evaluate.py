@@ -35,6 +35,7 @@ from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.summary import (
@@ -75,7 +76,8 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     settings = prepare_sides(settings, overrides)
     summary = new_summary("evaluate", seed=settings.seed, config_hash=settings.config_hash)
     kernels = cpu_kernels(settings.model.cpu_kernels)
-    with claim_run(folder.path, lambda: check_folder(settings, folder)), kernels:
+    together = micro_batching(settings.model.micro_batches)
+    with claim_run(folder.path, lambda: check_folder(settings, folder)), kernels, together:
         try:
             write_summary(folder, summary)
             return _evaluate(settings, folder, summary)

@@ -49,6 +49,7 @@ from rlhf_lightning.distributed.launch import (
 )
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import (
@@ -100,7 +101,11 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     mine = (
         claim_run(folder.path, lambda: check_folder(settings, folder)) if first else nullcontext()
     )
-    with mine, cpu_kernels(settings.model.cpu_kernels):
+    with (
+        mine,
+        cpu_kernels(settings.model.cpu_kernels),
+        micro_batching(settings.model.micro_batches),
+    ):
         try:
             if first:
                 write_summary(folder, summary)

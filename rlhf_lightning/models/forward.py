@@ -1,8 +1,9 @@
 """Every full-sequence model call.
 
 Rows arrive as left-padded prompts followed by right-padded responses. Each is re-packed to start
-at column 0 and padded on the right to its length bucket, a function of the row alone. So padding
-cannot matter, a row is always evaluated at one width, and a ratio of 1 is exactly 1.
+at column 0 and padded on the right. On a CPU it is padded to its length bucket, a function of the
+row alone: a row is always evaluated at one width, and a ratio of 1 is exactly 1. On a GPU, whose
+kernels depend on the shape of a batch anyway, rows of similar lengths are padded to the longest.
 
 Legend: B rows, P prompt width, R response width, b rows of a micro-batch, W its bucket,
 N response tokens of a micro-batch.
@@ -10,7 +11,7 @@ N response tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,8 +24,12 @@ from rlhf_lightning.functional.sequences import (
     response_state_index,
 )
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
+from rlhf_lightning.models.micro_batching import in_buckets
 
 BUCKET = 16
+# Padding that costs what a further micro-batch of a GPU costs: weights are cast or gathered for it,
+# and gradients added or sent. By `benchmarks.roofline`, for models of 0.5 to 8 billion weights.
+WASTE = 1024
 
 
 class Responses(Protocol):
@@ -99,18 +104,57 @@ def pack(batch: Responses) -> Packed:
     return Packed(input_ids, positions, responses[row, column])
 
 
+def equal_widths(lengths: Sequence[int], *, waste: int, budget: int) -> list[range]:
+    """Cut ascending `lengths` into runs that are read in one forward each, the longest first.
+
+    Args:
+        lengths: tokens of each row, ascending.
+        waste: padding in one forward at most; as much as costs what another forward costs.
+        budget: tokens in one forward at most, padding included; bounds the memory.
+
+    Returns:
+        Ranges of indices that cover all rows, each once.
+    """
+    runs: list[range] = []
+    end = len(lengths)
+    while end:
+        width, start, padding = lengths[end - 1], end - 1, 0
+        while start:
+            padding += width - lengths[start - 1]
+            if padding > waste or (end - start + 1) * width > budget:
+                break
+            start -= 1
+        runs.append(range(start, end))
+        end = start
+    return runs
+
+
 def micro_batches(attention_mask: Tensor, micro_batch_size: int | None) -> list[Tensor]:
-    """Return row indices, on the host, of micro-batches of one bucket each.
+    """Return row indices, on the host, of micro-batches, the longest rows first.
+
+    By "buckets" a micro-batch has rows of one bucket, at most `micro_batch_size`. By "tokens" it
+    has rows of similar lengths, and at most the tokens of `micro_batch_size` rows of the width T,
+    padding included: more rows if they are short, for the same memory. `model.micro_batches` says
+    which; by default buckets on a CPU and tokens elsewhere.
 
     Args:
         attention_mask: `[B, T]` bool.
-        micro_batch_size: rows at most; None puts all rows of a bucket together.
+        micro_batch_size: None does not bound it.
     """
     widths = bucket_width(attention_mask.sum(-1)).cpu()
-    order = widths.argsort(descending=True, stable=True)
-    sizes = torch.unique_consecutive(widths[order], return_counts=True)[1]
-    groups = torch.split(order, sizes.tolist())
-    return [part for rows in groups for part in torch.split(rows, micro_batch_size or len(rows))]
+    if in_buckets(attention_mask.device.type):
+        order = widths.argsort(descending=True, stable=True)
+        sizes = torch.unique_consecutive(widths[order], return_counts=True)[1]
+        groups = torch.split(order, sizes.tolist())
+        return [
+            part for rows in groups for part in torch.split(rows, micro_batch_size or len(rows))
+        ]
+    order = widths.argsort(stable=True)
+    longest = -(-attention_mask.shape[1] // BUCKET) * BUCKET
+    runs = equal_widths(
+        widths[order].tolist(), waste=WASTE, budget=(micro_batch_size or len(order)) * longest
+    )
+    return [order[run.start : run.stop] for run in runs]
 
 
 def response_statistics(

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.masked import zero_off_mask
+from rlhf_lightning.models.micro_batching import in_buckets
 from rlhf_lightning.modules.optimization import Measured
 
 EXACT, ROUNDED = 1e-3, 1e-2  # nats a token on a GPU: in fp32, and in bf16
@@ -36,13 +37,13 @@ class Step0Error(RuntimeError):
 def rounding_tolerance(module: Any) -> float:
     """Return what rounding may make of a log-ratio of 0, as a mean of nats a token.
 
-    On a CPU a row is always evaluated at one width, so that the same bits come out; kernels of a
-    GPU depend on the shape of a batch.
+    On a CPU a row is evaluated at one width, so that the same bits come out, unless micro-batches
+    are made by tokens; kernels of a GPU depend on the shape of a batch.
 
     Args:
         module: that is trained, with its Trainer.
     """
-    if module.device.type == "cpu":
+    if module.device.type == "cpu" and in_buckets("cpu"):
         return 0.0
     dtype = module.compute_dtype
     full = str(module.trainer.precision).startswith("32") and dtype in (None, torch.float32)

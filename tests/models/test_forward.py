@@ -18,6 +18,7 @@ from rlhf_lightning.models.forward import (
     response_values,
     sequence_scores,
 )
+from rlhf_lightning.models.micro_batching import in_buckets, micro_batching
 from tests.builders.models import EOS, MODEL_TYPES, PAD, prompt_rows, tiny_policy, tiny_scalar_model
 
 TEMPERATURE = 0.7
@@ -176,6 +177,61 @@ def test_micro_batches_hold_every_row_once_and_only_rows_of_one_bucket(size):
         assert len(rows) <= (size or len(lengths))
     if size is None:
         assert len(parts) == bucket_width(lengths).unique().numel() > 2
+
+
+def log_normal_mask(rows: int, seed: int) -> Tensor:
+    """Rows of some 470 tokens on average, up to 1,024, as prompts and answers of a chat have."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def lengths(mean: float, std: float, least: int) -> Tensor:
+        return torch.empty(rows).log_normal_(mean, std, generator=generator).clamp(least, 512)
+
+    return torch.arange(1024) < (lengths(5.0, 0.6, 16) + lengths(5.6, 0.7, 8)).long()[:, None]
+
+
+@pytest.mark.parametrize("size", [None, 1, 4])
+def test_micro_batches_by_tokens_hold_every_row_once_and_no_more_than_so_many_longest_rows(size):
+    mask = log_normal_mask(64, seed=0)
+    with micro_batching("tokens"):
+        parts = micro_batches(mask, size)
+    assert sorted(torch.cat(parts).tolist()) == list(range(64))
+    widths = [int(bucket_width(mask[rows].sum(-1)).max()) for rows in parts]
+    assert widths == sorted(widths, reverse=True)
+    for rows, width in zip(parts, widths, strict=True):
+        padding = len(rows) * width - int(bucket_width(mask[rows].sum(-1)).sum())
+        assert padding <= 1024
+        assert len(rows) == 1 or len(rows) * width <= (size or 64) * 1024
+    if size == 4:
+        assert max(map(len, parts)) > 4, "short rows go together in greater numbers"
+
+
+def test_micro_batches_by_tokens_are_a_quarter_of_those_by_buckets():
+    # Of each of 8 ranks: an optimizer step of 8 rows, and the 32 rows of a rollout. Ranks that
+    # share a model run as many as the one that needs most.
+    def most(rows: int, way: str) -> float:
+        counts = []
+        for step in range(20):
+            masks = [log_normal_mask(rows, seed=8 * step + rank) for rank in range(8)]
+            with micro_batching(way):
+                counts.append(max(len(micro_batches(mask, 4)) for mask in masks))
+        return sum(counts) / len(counts)
+
+    assert 7.5 < most(8, "buckets") <= 8
+    assert most(8, "tokens") < 2.2
+    assert most(32, "buckets") > 20
+    assert most(32, "tokens") < 6
+
+
+def test_rows_share_a_forward_by_buckets_on_a_cpu_and_by_tokens_elsewhere_unless_told():
+    assert in_buckets("cpu")
+    assert not in_buckets("cuda")
+    with micro_batching("buckets"):
+        assert in_buckets("cuda")
+        with micro_batching("tokens"):
+            assert not in_buckets("cpu")
+        assert in_buckets("cuda")
+    with pytest.raises(ValueError, match=r"model.micro_batches='rows': use auto, buckets, tokens"):
+        micro_batching("rows").__enter__()
 
 
 @pytest.mark.parametrize("size", [None, 1, 2])

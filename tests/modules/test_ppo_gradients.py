@@ -10,7 +10,8 @@ import torch
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.sequences import response_mask
 from rlhf_lightning.hparams import UnusualHparamWarning
-from rlhf_lightning.models.forward import BUCKET, pack, response_statistics
+from rlhf_lightning.models.forward import BUCKET, micro_batches, pack, response_statistics
+from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.rollout.generators import base as generate
 from tests.builders.models import EOS, PAD, flat_gradients
 from tests.builders.stages import (
@@ -87,6 +88,22 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(
 ):
     got = loss_and_gradients(module, rollout, micro_batch_size=micro_batch_size)
     assert_same(got, expected)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_micro_batches_by_tokens_have_the_gradient_of_exact_buckets(micro_batch_size):
+    exact = built(tiny_module(ppo=ppo_hparams(entropy_coef=0.01, kl_in="loss"))).double()
+    rollout = after_some_training(rollout_of(exact))
+    expected = loss_and_gradients(exact, rollout, micro_batch_size=micro_batch_size)
+    with micro_batching("tokens"):
+        parts = micro_batches(rollout.attention_mask, micro_batch_size)
+        got = loss_and_gradients(exact, rollout, micro_batch_size=micro_batch_size)
+    lengths = (rollout.attention_mask.sum(-1) - 1) // BUCKET
+    assert any(len(lengths[rows].unique()) > 1 for rows in parts), "each is a bucket anyway"
+    for one, other in zip(got[1:], expected[1:], strict=True):
+        assert one.dtype == torch.float64
+        assert one.abs().max() > 1e-2
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 def test_a_mean_of_micro_batch_means_would_be_another_gradient(module, rollout, expected):

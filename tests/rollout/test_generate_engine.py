@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhf_lightning.models.forward import equal_widths
 from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import kv_cache as engine_cache
-from rlhf_lightning.rollout.generators.active_rows import Prefill, equal_widths
+from rlhf_lightning.rollout.generators.active_rows import Prefill
 from rlhf_lightning.rollout.generators.base import CachedGenerator, TransformersGenerator
 from tests.builders.models import MODEL_TYPES, PAD, prompt_batch
 from tests.rollout.plain_generation import (

@@ -324,6 +324,7 @@ class ModelSettings(Settings):
     trust_remote_code: bool = False
     activation_checkpointing: bool = False
     cpu_kernels: bool = True
+    micro_batches: Literal["auto", "buckets", "tokens"] = "auto"
     shape: dict[str, Any] | None = None
 
     @property

@@ -5,7 +5,6 @@ Legend: A rows still being written, P padded prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.models.forward import equal_widths
 from rlhf_lightning.models.known_masks import masks_known
 from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
 
@@ -48,31 +48,6 @@ class Prefill:
     def all_distinct(self) -> bool:
         """True if every row has a prompt of its own."""
         return len(self.lengths) == len(self.rows)
-
-
-def equal_widths(lengths: Sequence[int], *, waste: int, budget: int) -> list[range]:
-    """Cut ascending `lengths` into runs that are read in one forward each.
-
-    Args:
-        lengths: tokens of each prompt, ascending.
-        waste: padding in one forward at most; as much as costs what another forward costs.
-        budget: tokens in one forward at most, padding included; bounds the memory.
-
-    Returns:
-        Ranges of indices that cover all prompts, each once.
-    """
-    runs: list[range] = []
-    end = len(lengths)
-    while end:
-        width, start, padding = lengths[end - 1], end - 1, 0
-        while start:
-            padding += width - lengths[start - 1]
-            if padding > waste or (end - start + 1) * width > budget:
-                break
-            start -= 1
-        runs.append(range(start, end))
-        end = start
-    return runs
 
 
 # Padded prompt tokens that cost what one more forward costs: it reads all weights once more.

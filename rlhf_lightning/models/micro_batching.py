@@ -1,0 +1,37 @@
+"""The switch `model.micro_batches`: which rows share a forward.
+
+Must not import torch: commands read the switch before they load anything heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+WAYS = ("auto", "buckets", "tokens")
+_way = "auto"
+
+
+@contextmanager
+def micro_batching(way: str) -> Iterator[None]:
+    """Put rows together in this way inside: see `models.forward.micro_batches`.
+
+    Args:
+        way: "buckets", "tokens", or "auto": buckets on a CPU, tokens elsewhere.
+
+    Raises:
+        ValueError: for another one.
+    """
+    global _way
+    if way not in WAYS:
+        raise ValueError(f"model.micro_batches={way!r}: use {', '.join(WAYS)}")
+    before, _way = _way, way
+    try:
+        yield
+    finally:
+        _way = before
+
+
+def in_buckets(device_type: str) -> bool:
+    """Return whether a row is always evaluated at one width there, so that it has one result."""
+    return _way == "buckets" or (_way == "auto" and device_type == "cpu")
