@@ -9,12 +9,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from rlhf_lightning.distributed.collectives import SHARD, full_state, mesh_in_groups, shard
+from rlhf_lightning.distributed.collectives import (
+    SHARD,
+    full_state,
+    mesh_in_groups,
+    shard,
+    unsharded,
+)
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, add_scalar_model
-from tests.builders.models import VOCABULARY, tiny_policy, tiny_scalar_model
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.noise import RowNoise
+from tests.builders.models import (
+    PAD,
+    VOCABULARY,
+    flat_gradients,
+    prompt_batch,
+    prompt_rows,
+    tiny_policy,
+    tiny_scalar_model,
+)
 
 ROWS, WIDTH = 32, 16
 OFFSET = 9.0  # neighbouring numbers of bf16 are 1 / 16 apart there
@@ -85,3 +103,45 @@ def test_the_head_of_an_adapter_is_saved_as_it_was_trained_after_a_forward_too(o
     with torch.no_grad():
         scores(model)
     assert torch.equal(full_state(model)["head.weight"], trained)
+
+
+def generated(policy: Any) -> torch.Tensor:
+    prompts = prompt_batch(prompt_rows([3, 8, 5, 6]))
+    with torch.no_grad(), unsharded(policy.root), policy.generating() as model:
+        written = CachedGenerator([VOCABULARY - 1], PAD)(
+            model, prompts, noise=RowNoise(1), temperature=1.0, max_new_tokens=12
+        )
+    return written.sequences
+
+
+def test_generation_runs_none_of_fsdps_hooks_and_training_has_them_back(one_rank, monkeypatch):
+    hooks_run: list[str] = []
+
+    def counted(plain: Any) -> Any:
+        def hook(state: Any, *arguments: Any) -> Any:
+            hooks_run.append(plain.__name__)
+            return plain(state, *arguments)
+
+        return hook
+
+    for hook in (FSDPState._pre_forward, FSDPState._post_forward):
+        monkeypatch.setattr(FSDPState, hook.__name__, counted(hook))
+    whole, sharded = tiny_policy("llama"), tiny_policy("llama")
+    shard(sharded.root, one_rank, frozen=False, compute_dtype=None)
+    called: list[Any] = []
+    layer = sharded.model.model.layers[0]
+    layer.register_forward_pre_hook(lambda *_: called.append("before"))  # one of a user
+    units = [m for m in sharded.modules() if isinstance(m, FSDPModule)]
+    registered = [[list(m._forward_pre_hooks), list(m._forward_hooks)] for m in units]
+    assert torch.equal(generated(sharded), generated(whole))
+    assert hooks_run == []
+    assert called, "hooks of others run"
+    assert [[list(m._forward_pre_hooks), list(m._forward_hooks)] for m in units] == registered
+
+    ids = torch.arange(2, 18).view(1, -1)
+    for policy in (whole, sharded):
+        policy(ids, torch.arange(15), ids[0, 1:], 1.0, False).logprobs.sum().backward()
+    assert len(hooks_run) == 2 * len(units)
+    for parameter in sharded.parameters():
+        parameter.grad = parameter.grad.full_tensor()
+    torch.testing.assert_close(flat_gradients(sharded), flat_gradients(whole), rtol=0, atol=1e-6)
