@@ -223,11 +223,14 @@ class Generation(TensorBatch):
         sequences: `[B, P + R]` token ids.
         response_mask: `[B, R]` bool, True up to and including the first stop token.
         finish_reason: `[B]` int64, `FINISHED_BY_STOP` or `FINISHED_BY_LENGTH`.
+        logprobs: `[B, R]` of each token under the distribution that it was drawn from, nats; None
+            where the generator does not give them.
     """
 
     sequences: Tensor
     response_mask: Tensor
     finish_reason: Tensor
+    logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
@@ -238,6 +241,8 @@ class Generation(TensorBatch):
                 f"[{rows}, at least {response}]"
             )
         self._check({"finish_reason": (rows,)})
+        if self.logprobs is not None:
+            self._check({"logprobs": (rows, response)})
         self._check_mask("response_mask")
 
 
@@ -266,6 +271,8 @@ class RolloutBatch(TensorBatch):
             by default every row is a group.
         resampled: `[B]` bool, True on the rows of spare prompts; None where there are no spares.
         resampling_rounds: how often spare prompts were asked; None where there are none.
+        sampler_logprobs: `[B, R]` of each token under the distribution that it was drawn from; None
+            where the generator does not give them.
     """
 
     sequences: Tensor
@@ -287,6 +294,7 @@ class RolloutBatch(TensorBatch):
     group_ids: Tensor = None  # type: ignore[assignment]
     resampled: Tensor | None = None
     resampling_rounds: int | None = None
+    sampler_logprobs: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
@@ -294,7 +302,8 @@ class RolloutBatch(TensorBatch):
             object.__setattr__(self, "group_ids", self.row_ids)
         rows, response = self.response_mask.shape
         tokens = ["logprobs", "ref_logprobs", "rewards", "advantages", "entropy"]
-        tokens += [name for name in ("values", "returns") if getattr(self, name) is not None]
+        optional = ("values", "returns", "sampler_logprobs")
+        tokens += [name for name in optional if getattr(self, name) is not None]
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(tokens, (rows, response))
         shapes |= dict.fromkeys(("scores", "finish_reason", "row_ids", "group_ids"), (rows,))
         width = self.prompt_length + response

@@ -87,7 +87,8 @@ def collect_rollout(
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample, score and evaluate one batch of prompts.
 
-    Log-probabilities are recomputed by the training forward, never taken from the sampler.
+    Old log-probabilities are those of the training forward. The sampler's own, where it gives
+    them, stand beside them in `sampler_logprobs`.
 
     Args:
         parts: models and functions.
@@ -184,6 +185,7 @@ def assemble_rollout(
         domains=prompts.domains,
         score_components=dict(scores.components),
         group_ids=prompts.group_ids,
+        sampler_logprobs=answers.generation.logprobs,
     )
 
 

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -92,7 +92,23 @@ class RowNoise:
 _BLOCK = 256
 
 
-def sample(logits: Tensor, uniform: Tensor, *, temperature: float) -> Tensor:
+class Sampled(NamedTuple):
+    """One sampled token a row.
+
+    Args:
+        tokens: `[B]` int64.
+        logprobs: `[B]` float32, of each token under the distribution that it was drawn from,
+            `log softmax(logits / temperature)` of the logits as they were given, in nats. At
+            temperature 0 there is one possible token, and it is 0.
+        finite: `[B]` bool, False where the logits held a NaN and the row means nothing.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    finite: Tensor
+
+
+def sample(logits: Tensor, uniform: Tensor, *, temperature: float) -> Sampled:
     """Return one token a row by inverse-CDF sampling of softmax(logits / temperature).
 
     Args:
@@ -103,9 +119,9 @@ def sample(logits: Tensor, uniform: Tensor, *, temperature: float) -> Tensor:
     Raises:
         ValueError: if a row of logits holds a NaN, or the temperature is negative.
     """
-    tokens, finite = sample_unchecked(logits, uniform, temperature=temperature)
-    check_finite(finite)
-    return tokens
+    sampled = sample_unchecked(logits, uniform, temperature=temperature)
+    check_finite(sampled.finite)
+    return sampled
 
 
 def check_finite(finite: Tensor) -> None:
@@ -114,15 +130,14 @@ def check_finite(finite: Tensor) -> None:
         raise ValueError("the policy's logits are not finite: its weights have diverged")
 
 
-def sample_unchecked(
-    logits: Tensor, uniform: Tensor, *, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Return what `sample` returns, and `[B]` whether it means anything; never waits for a GPU."""
+def sample_unchecked(logits: Tensor, uniform: Tensor, *, temperature: float) -> Sampled:
+    """Return what `sample` returns without looking at `finite`; never waits for a GPU."""
     if temperature < 0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0 = most likely token)")
     top = logits.amax(-1, keepdim=True)  # [B, 1]
     if temperature == 0:
-        return logits.argmax(-1), top.squeeze(-1).isfinite()
+        certain = torch.zeros_like(top.squeeze(-1), dtype=torch.float32)
+        return Sampled(logits.argmax(-1), certain, top.squeeze(-1).isfinite())
     rows, vocabulary = logits.shape
     blocks = -(-vocabulary // _BLOCK)
     weights = logits.new_empty((rows, blocks * _BLOCK), dtype=torch.float32)
@@ -143,8 +158,11 @@ def sample_unchecked(
     inside_cdf = inside.double().cumsum(-1)
     rest = target - (cdf.gather(1, block) - sums.gather(1, block))
     rest = _below(rest.clamp(min=0.0), inside_cdf[:, -1:])
-    token = block * _BLOCK + torch.searchsorted(inside_cdf, rest, right=True)
-    return token.squeeze(-1).clamp(max=vocabulary - 1), total.squeeze(-1).isfinite()
+    place = torch.searchsorted(inside_cdf, rest, right=True)
+    token = (block * _BLOCK + place).clamp(max=vocabulary - 1)
+    weight = inside.gather(1, place.clamp(max=_BLOCK - 1)).double()
+    logprob = (weight / total).log().float()
+    return Sampled(token.squeeze(-1), logprob.squeeze(-1), total.squeeze(-1).isfinite())
 
 
 def _below(x: Tensor, bound: Tensor) -> Tensor:

@@ -94,4 +94,5 @@ def _padded(generation: Generation, width: int) -> Generation:
         generation,
         sequences=pad(generation.sequences, more),
         response_mask=pad(generation.response_mask, more),
+        logprobs=None if generation.logprobs is None else pad(generation.logprobs, more),
     )

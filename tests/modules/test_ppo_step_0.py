@@ -19,7 +19,6 @@ from rlhf_lightning.models.ppo_models import PPOModels
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.step_0 import Step0Error, rounding_tolerance
 from rlhf_lightning.rollout import collect
-from rlhf_lightning.rollout.noise import sample_unchecked
 from tests.builders.models import MODEL_TYPES, config_fields, tiny_policy
 from tests.builders.stages import (
     RecordedPPO,
@@ -111,26 +110,14 @@ def test_a_response_of_one_token_alone_in_its_micro_batch_has_a_ratio_of_exactly
 
 def test_logprobs_taken_from_generation_would_not_give_a_ratio_of_1_in_bf16(monkeypatch):
     # The mutation: what the sampler saw, in place of a forward of the training module.
-    sampled: list[torch.Tensor] = []
-
-    def sample_and_keep(logits, uniform, *, temperature):
-        tokens, finite = sample_unchecked(logits, uniform, temperature=temperature)
-        logprobs = (logits.float() / temperature).log_softmax(-1)
-        sampled.append(logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
-        return tokens, finite
-
     evaluate = collect.evaluate_answers
 
     def with_sampled_logprobs(parts, answers, *, temperature):
         _, entropy, reference, values = evaluate(parts, answers, temperature=temperature)
-        logprobs = torch.stack(sampled, 1)[:, : entropy.shape[1]]
-        return logprobs.masked_fill(~answers.response_mask, 0), entropy, reference, values
+        return answers.generation.logprobs, entropy, reference, values
 
-    monkeypatch.setattr("rlhf_lightning.rollout.generators.base.sample_unchecked", sample_and_keep)
     monkeypatch.setattr(collect, "evaluate_answers", with_sampled_logprobs)
-    # Nothing stops, so that no row leaves the batch and the columns above stay rows.
     module = tiny_module(cls=WithRatios, models=lambda: replace(tiny_models(), same_source=False))
-    module.generator.stop_ids = ()
     with pytest.raises(Step0Error, match="the ratio must start at 1"):
         fit(module, 1, precision="bf16-mixed")
     assert not module.num_optimizer_steps

@@ -41,8 +41,9 @@ def test_samples_follow_the_truncated_distribution() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(20_000, -1)
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     kept = truncate(logits, temperature=0.8, top_k=0, top_p=0.9)
-    tokens = sample(kept, uniform, temperature=0.8)
+    tokens, logprobs, _ = sample(kept, uniform, temperature=0.8)
     weights = torch.softmax(torch.tensor([2.0, 1.0]) / 0.8, -1)
+    torch.testing.assert_close(logprobs.exp(), weights[tokens], msg="those of what was drawn from")
     counts = torch.bincount(tokens, minlength=4) / 20_000
     assert counts[2:].sum() == 0
     assert counts[:2].tolist() == pytest.approx(weights.tolist(), abs=0.01)

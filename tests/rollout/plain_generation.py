@@ -75,7 +75,7 @@ def without_cache(model, rows, *, temperature: float = 0.9, max_new_tokens: int 
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
             uniform = NOISE.uniform(torch.tensor([row]), t)
-            ids.append(int(sample(logits, uniform, temperature=temperature)))
+            ids.append(int(sample(logits, uniform, temperature=temperature).tokens))
             if ids[-1] in STOPS:
                 break
         responses[row] = ids[len(prompt) :]

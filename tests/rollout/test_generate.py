@@ -12,6 +12,7 @@ from rlhf_lightning.rollout.generators.base import (
     TransformersGenerator,
     as_generation,
 )
+from rlhf_lightning.rollout.generators.cuda_graphs import CudaGraphsGenerator
 from rlhf_lightning.rollout.noise import RowNoise, sample, sample_unchecked
 from tests.builders.models import (
     EOS,
@@ -59,10 +60,32 @@ def test_both_engines_give_the_tokens_of_the_plain_model_one_row_at_a_time(model
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([ids])).logits[:, -1]
             uniform = NOISE.uniform(torch.tensor([row]), t)
-            ids.append(int(sample(logits, uniform, temperature=0.9)))
+            ids.append(int(sample(logits, uniform, temperature=0.9).tokens))
             if ids[-1] in STOPS:
                 break
         assert got[row] == ids[len(prompt) :], row
+
+
+def graph_steps(stop_ids, pad_token_id):
+    return CudaGraphsGenerator(stop_ids, pad_token_id, check_every=3, capture=False)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, graph_steps])
+def test_engines_give_the_log_probability_of_each_token_under_what_they_sampled_from(engine):
+    model, prompts = eval_model(), prompt_batch(ROWS)
+    result = engine(STOPS, PAD)(model, prompts, noise=NOISE, temperature=0.9, max_new_tokens=12)
+    body, mask = result.sequences[:, prompts.input_ids.shape[1] :], result.response_mask
+    assert mask.sum(-1).unique().numel() > 3, "rows leave the batch at different steps"
+    assert (result.logprobs[~mask] == 0).all()
+    for row, prompt in enumerate(ROWS):
+        ids = torch.tensor([[*prompt, *body[row][mask[row]].tolist()]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = (logits.double() / 0.9).log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
+        assert len(expected) < 3 or expected.std() > 0.1
+        torch.testing.assert_close(
+            result.logprobs[row][mask[row]].double(), expected.squeeze(-1), rtol=0, atol=2e-5
+        )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

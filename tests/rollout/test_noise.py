@@ -94,7 +94,7 @@ def test_tokens_follow_the_softmax_of_the_logits_over_the_temperature():
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -3.0, 0.5])
     uniform = RowNoise(seed=0).uniform(torch.arange(40_000), 0)
     for temperature in (0.5, 1.0, 2.0):
-        tokens = sample(logits.expand(len(uniform), -1), uniform, temperature=temperature)
+        tokens = sample(logits.expand(len(uniform), -1), uniform, temperature=temperature).tokens
         expected = (logits.double() / temperature).softmax(-1) * len(uniform)
         observed = torch.bincount(tokens, minlength=len(logits))
         assert stats.chisquare(observed.numpy(), expected.numpy()).pvalue > 1e-3
@@ -106,13 +106,28 @@ def test_a_token_is_the_one_whose_interval_of_the_cdf_holds_the_number():
     logits = torch.tensor([[0.25, 0.5, 0.25]]).log()
     for value, token in [(0.0, 0), (0.2499, 0), (0.25001, 1), (0.7499, 1), (0.75001, 2)]:
         uniform = torch.tensor([value], dtype=torch.float64)
-        assert sample(logits, uniform, temperature=1.0).item() == token
+        assert sample(logits, uniform, temperature=1.0).tokens.item() == token
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 1000])
+def test_the_log_probability_of_a_token_is_that_of_the_softmax_at_the_temperature(vocabulary):
+    logits = 4 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    uniform = torch.linspace(0, 1 - 1e-12, 301, dtype=torch.float64)
+    rows = logits.expand(len(uniform), -1)
+    for temperature in (0.5, 1.0, 2.0):
+        tokens, logprobs, _ = sample(rows, uniform, temperature=temperature)
+        expected = (logits.double() / temperature).log_softmax(-1)[tokens]
+        assert expected.unique().numel() >= 3
+        torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=2e-6)
+    certain = sample(rows, uniform, temperature=0)
+    assert torch.equal(certain.tokens, logits.argmax().expand(len(uniform)))
+    assert (certain.logprobs == 0).all(), "the only possible token has probability 1"
 
 
 def test_an_impossible_token_is_never_sampled():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     uniform = torch.linspace(0, 1 - 1e-12, 101, dtype=torch.float64)
-    tokens = sample(logits.expand(101, -1), uniform, temperature=1.0)
+    tokens = sample(logits.expand(101, -1), uniform, temperature=1.0).tokens
     assert set(tokens.tolist()) == {1, 3}
 
 

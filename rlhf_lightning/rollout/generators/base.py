@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Generation, PromptBatch
+from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.sequences import response_mask
 from rlhf_lightning.models.cpu_kernels import one_token_attention
 from rlhf_lightning.rollout.generators.active_rows import RunningRows
@@ -35,7 +36,11 @@ class Generator(Protocol):
         temperature: float,
         max_new_tokens: int,
     ) -> Generation:
-        """Return one response a prompt, sampled from softmax(logits / temperature)."""
+        """Return one response a prompt, sampled from softmax(logits / temperature).
+
+        Engines that know the log-probability of each token under the distribution that they drew
+        it from, temperature and truncation included, give it in `Generation.logprobs`.
+        """
 
 
 def neutral_generation_config(stop_ids: Sequence[int], pad_token_id: int) -> GenerationConfig:
@@ -102,30 +107,37 @@ class CachedGenerator:
                 prefill_tokens=self.prefill_tokens,
                 widened=widened,
             )
-            responses = self._write(running, uniform, temperature)
-        return as_generation(prompts.input_ids, responses, self.stop_ids, self.pad_token_id)
+            responses, logprobs = self._write(running, uniform, temperature)
+        return as_generation(
+            prompts.input_ids, responses, self.stop_ids, self.pad_token_id, logprobs
+        )
 
-    def _write(self, running: RunningRows, uniform: Tensor, temperature: float) -> Tensor:
-        """Return `[B, R]` tokens; what stands behind a row's first stop token means nothing."""
+    def _write(
+        self, running: RunningRows, uniform: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens and their log-probabilities `[B, R]`; behind a stop they mean nothing."""
         device, max_new_tokens = uniform.device, uniform.shape[1]
         responses = torch.full(uniform.shape, self.pad_token_id, device=device)
+        logprobs = torch.zeros(uniform.shape, device=device)
         stops = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         logits = running.read_prompts()  # [A, V]
         for t in range(max_new_tokens):
             logits = self._truncated(logits, temperature)
-            tokens, finite = sample_unchecked(
+            sampled = sample_unchecked(
                 logits, uniform[running.rows, t], temperature=temperature
-            )  # [A]
+            )  # [A] each
+            tokens = sampled.tokens
             responses[running.rows, t] = tokens
+            logprobs[running.rows, t] = sampled.logprobs
             # Not torch.isin: for many ids it sorts, and waits for the device.
             going = (tokens.unsqueeze(-1) != stops).all(-1)
-            finite, going = torch.stack([finite, going]).cpu()  # the only wait of a token
+            finite, going = torch.stack([sampled.finite, going]).cpu()  # the only wait of a token
             check_finite(finite)
             tokens = running.keep(going, tokens)
             if t + 1 == max_new_tokens or not len(tokens):
                 break
             logits = running.step(tokens, t)
-        return responses
+        return responses, logprobs
 
     def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
         """Return the logits as they are: only candidates for labelling may be truncated."""
@@ -170,7 +182,13 @@ class TransformersGenerator:
         finally:
             model.generation_config = own_config
         responses = sequences[:, prompts.input_ids.shape[1] :]
-        return as_generation(prompts.input_ids, responses, self.stop_ids, self.pad_token_id)
+        return as_generation(
+            prompts.input_ids,
+            responses,
+            self.stop_ids,
+            self.pad_token_id,
+            torch.stack(sampler.logprobs, 1),
+        )
 
 
 class _RowSampler(LogitsProcessor):
@@ -181,18 +199,27 @@ class _RowSampler(LogitsProcessor):
         self.prompt_length = prompts.input_ids.shape[1]
         self.noise = noise
         self.temperature = temperature
+        self.logprobs: list[Tensor] = []  # [B] each, of the tokens so far
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores `[B, V]` that are -inf but for the sampled token."""
         uniform = self.noise.uniform(self.row_ids, input_ids.shape[1] - self.prompt_length)
-        tokens = sample(scores, uniform, temperature=self.temperature).unsqueeze(-1)
-        return torch.full_like(scores, float("-inf")).scatter(1, tokens, 0.0)
+        sampled = sample(scores, uniform, temperature=self.temperature)
+        self.logprobs.append(sampled.logprobs)
+        return torch.full_like(scores, float("-inf")).scatter(1, sampled.tokens.unsqueeze(-1), 0.0)
 
 
 def as_generation(
-    prompt_ids: Tensor, responses: Tensor, stop_ids: Sequence[int], pad_token_id: int
+    prompt_ids: Tensor,
+    responses: Tensor,
+    stop_ids: Sequence[int],
+    pad_token_id: int,
+    logprobs: Tensor | None = None,
 ) -> Generation:
-    """Cut `responses` `[B, R]` after their first stop token, and to the longest of them."""
+    """Cut `responses` `[B, R]` after their first stop token, and to the longest of them.
+
+    `logprobs` `[B, R]` of the tokens, where the engine gives them, are cut alike.
+    """
     mask = response_mask(responses, stop_ids)
     width = max(int(mask.sum(-1).max()), 1)
     mask, responses = mask[:, :width], responses[:, :width]
@@ -202,4 +229,5 @@ def as_generation(
         sequences=torch.cat([prompt_ids, responses], 1),
         response_mask=mask,
         finish_reason=torch.where(stopped, FINISHED_BY_STOP, FINISHED_BY_LENGTH),
+        logprobs=None if logprobs is None else zero_off_mask(logprobs[:, :width].float(), mask),
     )

@@ -54,7 +54,9 @@ class CudaGraphsGenerator(CachedGenerator):
         self.check_every = check_every
         self.capture = capture
 
-    def _write(self, running: RunningRows, uniform: Tensor, temperature: float) -> Tensor:
+    def _write(
+        self, running: RunningRows, uniform: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         if self.capture and uniform.device.type != "cuda":
             raise ValueError(
                 f"rollout=cuda_graphs needs a CUDA device, the prompts are on {uniform.device}: "
@@ -81,7 +83,7 @@ class CudaGraphsGenerator(CachedGenerator):
             else:
                 replay()
         check_finite(step.finite)
-        return step.responses
+        return step.responses, step.logprobs
 
 
 class _StaticLayer(CacheLayerMixin):
@@ -138,6 +140,7 @@ class _Step:
         self.uniform, self.temperature = uniform, temperature
         self.stops = torch.tensor(stop_ids, dtype=torch.long, device=device)
         self.responses = torch.full(uniform.shape, pad_token_id, device=device)  # [B, R]
+        self.logprobs = torch.zeros(uniform.shape, device=device)  # [B, R]
         self.slots, self.columns = len(running.rows), 0
         self.rows = running.rows.clone()  # [B] row in each slot, as the others below
         self.first = (running.width - running.lengths).to(device)  # column of the first token
@@ -156,8 +159,9 @@ class _Step:
         self.t += 1
         rows = self.rows[:slots]
         uniform = self.uniform[rows, self.t]
-        tokens, finite = sample_unchecked(logits, uniform, temperature=self.temperature)
+        tokens, logprobs, finite = sample_unchecked(logits, uniform, temperature=self.temperature)
         self.responses[rows, self.t] = tokens
+        self.logprobs[rows, self.t] = logprobs
         self.tokens[:slots] = tokens
         # Not torch.isin: for many ids it sorts, and waits for the host.
         self.stopped[:slots] |= (tokens.unsqueeze(-1) == self.stops).any(-1)
