@@ -21,6 +21,7 @@ TESTED_BY = {
     "kl_bandit": "functional/test_vectors_kl.py",
     "kl_controller": "functional/test_vectors_kl.py",
     "masked_stats": "functional/test_vectors_masked.py",
+    "off_policy": "functional/test_vectors_off_policy.py",
     "policy_loss": "functional/test_vectors_losses.py",
     "ppo_pipeline": "functional/test_vectors_pipeline.py",
     "response_mask": "functional/test_vectors_sequences.py",
@@ -57,8 +58,8 @@ def test_unused_names_only_what_exists():
 
 
 def test_there_are_as_many_cases_as_were_delivered():
-    assert len(topics()) == 20
-    assert sum(len(load(topic)) for topic in topics()) == 119
+    assert len(topics()) == 21
+    assert sum(len(load(topic)) for topic in topics()) == 124
 
 
 def test_the_vectors_are_the_delivered_bytes():
