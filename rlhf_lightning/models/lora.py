@@ -102,6 +102,7 @@ class AdaptedBase(nn.Module):
             # autocast casts what it multiplies; a cast to the adapter's fp32 before would be undone
             layer.cast_input_dtype_enabled = False
         self.model.requires_grad_(False)  # peft turns other adapters on and off
+        self.model.train(self.model.training)  # peft's new layers are in train mode
         for parameter in (*trained, *self.adapter(name).float().parameters()):
             parameter.requires_grad_(True)
         self._switch(self.active)
