@@ -129,6 +129,12 @@ _USUAL_OF_SURROGATE = {
     "cispo": {"cliprange": (0.05, 1.0), "cliprange_high": (0.05, 10.0)},
 }
 
+_OFF_POLICY_BOUNDS = {
+    "off_policy_cap": "truncated",
+    "off_policy_low": "masked",
+    "off_policy_high": "masked",
+}
+
 
 @dataclass(frozen=True)
 class SamplingHparams(Checked):
@@ -293,6 +299,13 @@ class OnPolicyHparams(Checked):
         target_approx_kl: stop the updates of a rollout when a minibatch's approx_kl, reduced over
             ranks, is above this; None never stops.
         entropy_coef: weight of an entropy bonus.
+        off_policy: correction for tokens that were sampled by another distribution than the old
+            policy (an engine in another precision or with older weights): "none", "truncated"
+            (each token weighs min(ratio, off_policy_cap)) or "masked" (each response weighs its
+            ratio, and nothing outside off_policy_low .. off_policy_high).
+        off_policy_cap: largest weight of a token, with off_policy=truncated.
+        off_policy_low: smallest ratio of a response that counts, with off_policy=masked.
+        off_policy_high: largest one.
     """
 
     learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 1e-3))
@@ -315,6 +328,10 @@ class OnPolicyHparams(Checked):
     overlong_buffer: int | None = number(None, at_least=1)
     target_approx_kl: float | None = number(None, above=0, usual=(0.005, 0.5))
     entropy_coef: float = number(0.0, at_least=0, usual=(0, 0.05))
+    off_policy: str = choice("none", "truncated", "masked")
+    off_policy_cap: float = number(2.0, at_least=1, usual=(1, 10))
+    off_policy_low: float = number(0.5, at_least=0, at_most=1)
+    off_policy_high: float = number(2.0, at_least=1, usual=(1, 10))
 
     def __post_init__(self) -> None:
         """Check the values, and warn of an estimator with another fixed point."""
@@ -330,6 +347,13 @@ class OnPolicyHparams(Checked):
                 f"{name}.dual_clip={self.dual_clip:g} is of no use with surrogate=cispo, which "
                 "bounds the weight itself: use null, and a lower cliprange_high"
             )
+        for item in fields(self):
+            mode = _OFF_POLICY_BOUNDS.get(item.name, self.off_policy)
+            if mode != self.off_policy and getattr(self, item.name) != item.default:
+                raise ValueError(
+                    f"{name}.{item.name}={getattr(self, item.name):g} is of off_policy={mode}, and "
+                    f"off_policy={self.off_policy} here: leave it out, or use off_policy={mode}"
+                )
         if self.kl_in == "loss" and self.kl_estimator == "k3":
             warnings.warn(
                 f"{name}.kl_estimator=k3 holds the policy to another optimum than "

@@ -59,9 +59,12 @@ IMPOSSIBLE = [
     *[(cls, "target_approx_kl", [0.0], "> 0") for cls in ON_POLICY],
     (PPOHparams, "critic_warmup_iterations", [-1], ">= 0"),
     *[(cls, "entropy_coef", [-0.1], ">= 0") for cls in ON_POLICY],
+    *[(cls, "off_policy_cap", [0.9], ">= 1") for cls in ON_POLICY],
+    *[(cls, "off_policy_low", [-0.1, 1.1], ">= 0 and <= 1") for cls in ON_POLICY],
+    *[(cls, "off_policy_high", [0.9], ">= 1") for cls in ON_POLICY],
 ]
 UNLIMITED = {(RewardHparams, "use_margin"), (SamplingHparams, "top_k"), (SamplingHparams, "top_p")}
-NAMES = ("kl_in", "kl_estimator", "loss_reduction")
+NAMES = ("kl_in", "kl_estimator", "loss_reduction", "off_policy")
 NAMED = {
     *((cls, name) for cls in ON_POLICY for name in NAMES),
     (GRPOHparams, "baseline"),
@@ -117,6 +120,19 @@ def test_cispo_has_no_dual_clip(cls):
     with pytest.raises(ValueError, match=rf"^{cls.__name__}\.dual_clip=3 .*surrogate=cispo"):
         cls(surrogate="cispo", dual_clip=3.0)
     assert cls(surrogate="gspo", dual_clip=3.0).dual_clip == 3
+
+
+@pytest.mark.parametrize("cls", ON_POLICY)
+def test_bounds_of_a_correction_that_is_not_asked_for_are_an_error(cls):
+    for name, value, mode in (
+        ("off_policy_cap", 3.0, "truncated"),
+        ("off_policy_low", 0.2, "masked"),
+        ("off_policy_high", 3.0, "masked"),
+    ):
+        assert getattr(cls(off_policy=mode, **{name: value}), name) == value
+        for other in {"none", "truncated", "masked"} - {mode}:
+            with pytest.raises(ValueError, match=rf"{name}={value:g} is of off_policy={mode}, and"):
+                cls(off_policy=other, **{name: value})
 
 
 def test_a_groups_spread_needs_a_groups_baseline():

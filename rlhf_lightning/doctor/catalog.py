@@ -263,6 +263,24 @@ _ALL = (
         serious=True,
     ),
     DetectorSpec(
+        "engine_weights",
+        "The engine samples with other weights",
+        "mean |log-probability of the sampler less that of the policy|",
+        "nats a token",
+        "the weights of this iteration did not reach the engine, or not all of them (a tied head, "
+        "an adapter), or the engine computes in a lower precision",
+        "compare with rollout=cached, where only rounding is left; check the transfer of the "
+        "weights; off_policy=truncated or masked corrects for older weights, not for wrong ones",
+        Source(
+            "sampler_gap",
+            readings.latest,
+            begins=readings.from_first,
+            missing="the generator gives no log-probabilities",
+        ),
+        bounds("engine_weights", 0.05, 0.2, above=0),
+        serious=True,
+    ),
+    DetectorSpec(
         "safety",
         "Harmful requests are refused less often",
         "fall of the recent refusal rate on harmful prompts from its best",

@@ -13,7 +13,15 @@ from rlhf_lightning.distributed.collectives import gathered, global_moments, glo
 from rlhf_lightning.functional.advantages import informative_groups
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.functional.off_policy import (
+    MismatchSums,
+    mismatch,
+    mismatch_sums,
+    sequence_ratios,
+    truncated_weights,
+)
 from rlhf_lightning.functional.statistics import explained_variance
+from rlhf_lightning.hparams import OnPolicyHparams
 
 RATIO_BINS = 80  # of width 0.025 over [0, 2]
 
@@ -138,6 +146,46 @@ def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
     if len(components) > 1:
         for name, value in components.items():
             measures[f"rollout/score/{name}"] = float(global_sum(value.sum())) / rows
+    return measures
+
+
+def sampler_measures(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> dict[str, float]:
+    """Return how far the old policy is from what sampled the rollout, as `rollout/*` values.
+
+    Nothing where the generator gives no log-probabilities. `rollout/sampler_gap` is the mean of
+    |log-probability of the old policy less that of the sampler|, in nats a token, and
+    `rollout/sampler_gap_max` the largest; `rollout/sampler_kl_k1` and `_k3` estimate KL(sampler ||
+    policy); `rollout/effective_sample_size` is that of the responses, as a share of them. Of a
+    correction `rollout/truncated_tokens` is the share of tokens above the cap, and
+    `rollout/masked_responses` that of responses outside the band.
+    """
+    old, sampler, mask = rollout.logprobs, rollout.sampler_logprobs, rollout.response_mask
+    if sampler is None:
+        return {}
+    limited = 0.0
+    if algorithm.off_policy == "truncated":
+        above = truncated_weights(old, sampler, mask, cap=math.inf) > algorithm.off_policy_cap
+        limited = float(above.sum())
+    elif algorithm.off_policy == "masked":
+        ratios = sequence_ratios(old, sampler, mask)
+        inside = (ratios >= algorithm.off_policy_low) & (ratios <= algorithm.off_policy_high)
+        limited = float((mask.any(-1) & ~inside).sum())
+    ranks = gathered((tuple(mismatch_sums(old, sampler, mask)), limited))
+    sums = [MismatchSums(*own) for own, _ in ranks]
+    found, num_limited = mismatch(sums), sum(count for _, count in ranks)
+    if found is None:
+        return {}
+    measures = {
+        "rollout/sampler_gap": found.mean_abs,
+        "rollout/sampler_gap_max": found.max_abs,
+        "rollout/sampler_kl_k1": found.kl_k1,
+        "rollout/sampler_kl_k3": found.kl_k3,
+        "rollout/effective_sample_size": found.effective_sample_size,
+    }
+    if algorithm.off_policy == "truncated":
+        measures["rollout/truncated_tokens"] = num_limited / sum(own.tokens for own in sums)
+    elif algorithm.off_policy == "masked":
+        measures["rollout/masked_responses"] = num_limited / sum(own.rows for own in sums)
     return measures
 
 

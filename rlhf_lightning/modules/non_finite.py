@@ -18,7 +18,15 @@ logger = logging.getLogger(__name__)
 
 # In the order in which they are computed, so that the first one named is the cause.
 _ROLLOUT_SCALARS = ("scores",)
-_ROLLOUT_TOKENS = ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns")
+_ROLLOUT_TOKENS = (
+    "sampler_logprobs",
+    "logprobs",
+    "ref_logprobs",
+    "values",
+    "rewards",
+    "advantages",
+    "returns",
+)
 
 
 class NonFiniteError(RuntimeError):

@@ -20,12 +20,19 @@ from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import global_sum, unsharded, world_size
 from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
+from rlhf_lightning.functional.off_policy import masked_weights, truncated_weights
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.modules.controls import Controls
-from rlhf_lightning.modules.metrics import Gaps, RunningMeans, ratio_counts, rollout_measures
+from rlhf_lightning.modules.metrics import (
+    Gaps,
+    RunningMeans,
+    ratio_counts,
+    rollout_measures,
+    sampler_measures,
+)
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite, non_finite_in_rollout
 from rlhf_lightning.modules.optimization import (
     Measured,
@@ -93,7 +100,11 @@ def sample_rollout(
     *,
     max_resampling_rounds: int = 0,
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """Sample, evaluate and score; return the rollout and the seconds of its phases."""
+    """Sample, evaluate and score; return the rollout and the seconds of its phases.
+
+    Raises:
+        ValueError: if there is to be a correction, and the generator gives no log-probabilities.
+    """
     parts = RolloutParts(
         generator=module.generator,
         policy=module.policy,
@@ -104,7 +115,7 @@ def sample_rollout(
         unsharded=unsharded,
         micro_batch_size=module.algorithm.micro_batch_size,
     )
-    return collect_rollout(
+    rollout, seconds = collect_rollout(
         parts,
         prompts,
         noise=module.noise.at_iteration(iteration),
@@ -113,6 +124,14 @@ def sample_rollout(
         shaping=module.controls.shaping(module.algorithm, estimator),
         max_resampling_rounds=max_resampling_rounds,
     )
+    correction = module.algorithm.off_policy
+    if correction != "none" and rollout.sampler_logprobs is None:
+        raise ValueError(
+            f"module.{module.stage}.off_policy={correction} needs the log-probabilities of the "
+            f"sampler, and {type(module.generator).__name__} gives none: use rollout=cached, or "
+            "off_policy=none"
+        )
+    return rollout, seconds
 
 
 def usable_minibatches(
@@ -198,7 +217,7 @@ def surrogate_loss(
     result = POLICY_LOSSES[algorithm.surrogate](
         new.logprobs,
         micro_batch.logprobs,
-        micro_batch.advantages,
+        corrected_advantages(micro_batch, algorithm),
         mask,
         cliprange=algorithm.cliprange,
         cliprange_high=algorithm.cliprange_high,
@@ -230,12 +249,30 @@ def surrogate_loss(
     }
 
 
+def corrected_advantages(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> Tensor:
+    """Return `[B, R]` advantages times the importance weights, old policy over sampler.
+
+    Weights are not negative, so this weighs the loss of each token, whatever the surrogate. The
+    divisor of the loss stays the count of all tokens or responses, also of those that weigh 0.
+    """
+    old, sampler, mask = rollout.logprobs, rollout.sampler_logprobs, rollout.response_mask
+    if algorithm.off_policy == "none" or sampler is None:
+        return rollout.advantages
+    if algorithm.off_policy == "truncated":
+        weights = truncated_weights(old, sampler, mask, cap=algorithm.off_policy_cap)
+    else:
+        low, high = algorithm.off_policy_low, algorithm.off_policy_high
+        weights = masked_weights(old, sampler, mask, low=low, high=high)
+    return rollout.advantages * weights
+
+
 def finish_iteration(
     module: Any, rollout: RolloutBatch, steps: RunningMeans, seconds: Mapping[str, float]
 ) -> None:
     """Log the iteration, then adapt the KL coefficient and the learning rate."""
     stage = module.stage
-    measures = finite(rollout_measures(rollout, stage) | steps.means())
+    sampled = rollout_measures(rollout, stage) | sampler_measures(rollout, module.algorithm)
+    measures = finite(sampled | steps.means())
     measures[f"{stage}/skipped_steps"] = module.skipped.end_iteration()
     measures |= {
         f"{stage}/num_updates": steps.num_steps,

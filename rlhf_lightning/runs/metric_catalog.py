@@ -43,6 +43,13 @@ QUANTITIES: dict[str, Quantity] = {
         "prompts that took the place of others", "share", (0.0, 0.5)
     ),
     "rollout/resampling_rounds": Quantity("rounds of asking prompts in place of others"),
+    "rollout/sampler_gap": Quantity("gap of sampler and policy, per token", "nats", (0.0, 0.05)),
+    "rollout/sampler_gap_max": Quantity("largest gap of sampler and policy", "nats"),
+    "rollout/sampler_kl_k1": Quantity("KL of sampler and policy, k1", "nats", (-0.01, 0.01)),
+    "rollout/sampler_kl_k3": Quantity("KL of sampler and policy, k3", "nats", (0.0, 0.01)),
+    "rollout/effective_sample_size": Quantity("effective sample size", "share", (0.5, 1.0)),
+    "rollout/truncated_tokens": Quantity("tokens above the cap", "share", (0.0, 0.05)),
+    "rollout/masked_responses": Quantity("responses left out", "share", (0.0, 0.3)),
     "ppo/policy_loss": Quantity("policy loss"),
     "ppo/value_loss": Quantity("value loss"),
     "ppo/approx_kl": Quantity("KL of the update", "nats", (0.001, 0.05)),

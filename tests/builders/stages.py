@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from rlhf_lightning.batches import PreferenceBatch, PromptBatch, RolloutBatch, SFTBatch
+from rlhf_lightning.batches import (
+    Generation,
+    PreferenceBatch,
+    PromptBatch,
+    RolloutBatch,
+    SFTBatch,
+)
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import (
     DPOHparams,
@@ -119,6 +125,28 @@ class RecordedPPO(Recorded, PPOModule):
 
 class RecordedGRPO(Recorded, PolicyGradientModule):
     """PolicyGradientModule that can be looked into."""
+
+
+class OtherSampler(CachedGenerator):
+    """Says of each token another log-probability than it had, as an engine of its own would.
+
+    The difference, up to `gap` nats to either side, is a function of row and position.
+    """
+
+    def __init__(self, *arguments: Any, gap: float = 0.5) -> None:
+        super().__init__(*arguments)
+        self.gap = gap
+
+    def __call__(self, model: Any, prompts: PromptBatch, **options: Any) -> Generation:
+        generation = super().__call__(model, prompts, **options)
+        assert generation.logprobs is not None
+        noise = replace(options["noise"], purpose="best_of")
+        positions = torch.arange(generation.logprobs.shape[1])
+        shift = self.gap * (2 * noise.uniform(prompts.row_ids.unsqueeze(-1), positions) - 1)
+        # In one direction along a row, so that some ratios of responses leave any band.
+        shift = shift + self.gap * (2 * noise.uniform(prompts.row_ids, 99) - 1).unsqueeze(-1)
+        shift = torch.where(generation.response_mask, shift.float(), 0)
+        return replace(generation, logprobs=generation.logprobs + shift)
 
 
 def ppo_hparams(**changes: Any) -> PPOHparams:

@@ -9,9 +9,17 @@ import torch
 
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.modules import on_policy, optimization
-from tests.builders.models import flat_parameters
+from tests.builders.models import PAD, flat_parameters
 from tests.builders.ranks import SimulatedRanks
-from tests.builders.stages import ROWS, group_prompts, grpo_hparams, tiny_grpo, without_trainer
+from tests.builders.stages import (
+    ROWS,
+    STOPS,
+    OtherSampler,
+    group_prompts,
+    grpo_hparams,
+    tiny_grpo,
+    without_trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
 ITERATIONS = 2
@@ -32,6 +40,8 @@ HPARAMS: dict[str, dict[str, Any]] = {
         "kl_target": 2.0,
         "kl_horizon": 40,
     },
+    "truncated": {"off_policy": "truncated", "off_policy_cap": 1.2},
+    "masked": {"off_policy": "masked", "off_policy_low": 0.4, "off_policy_high": 3.0},
 }
 
 
@@ -46,7 +56,8 @@ def train(monkeypatch: pytest.MonkeyPatch, size: int, hparams: dict[str, Any]) -
 
     monkeypatch.setattr(on_policy, "clip_and_step", averaged_step)
     made = grpo_hparams(num_epochs=2, micro_batch_size=3, kl_coef=0.3, **hparams)
-    modules = [without_trainer(tiny_grpo(grpo=made)) for _ in range(size)]
+    sampler = {"generator": OtherSampler(STOPS, PAD)} if "off_policy" in hparams else {}
+    modules = [without_trainer(tiny_grpo(grpo=made, **sampler)) for _ in range(size)]
     share = 2 * ROWS // size
 
     def one(rank: int) -> None:
@@ -96,6 +107,17 @@ def test_ranks_take_the_same_steps_and_log_the_same_as_one(monkeypatch, one_rank
             for measure, value in theirs.items():
                 if not measure.startswith(("time/", "throughput/")):
                     assert ours[measure] == pytest.approx(value, rel=1e-3, abs=1e-5), measure
+
+
+@pytest.mark.parametrize("name", ["truncated", "masked"])
+def test_some_but_not_all_are_limited_where_ranks_are_compared(one_rank, name):
+    limited = {"truncated": "rollout/truncated_tokens", "masked": "rollout/masked_responses"}[name]
+    plain = flat_parameters(one_rank("grpo"))
+    for logged in one_rank(name).logged:
+        assert 0.1 < logged[limited] < 0.9
+        assert 0.2 < logged["rollout/sampler_gap"] < 0.5
+        assert 0.03 < logged["rollout/effective_sample_size"] < 0.9
+    assert (flat_parameters(one_rank(name)) - plain).abs().max() > 1e-3, "the weights matter"
 
 
 def test_a_loss_divided_by_the_counts_of_its_own_rank_would_take_other_steps(monkeypatch, one_rank):

@@ -132,7 +132,8 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trai
     assert 2 <= len(module.rollouts) < ITERATIONS
     last = whole.rollouts[-len(module.rollouts) :]
     for mine, other in zip(module.rollouts, last, strict=True):
-        for name in ("sequences", "logprobs", "ref_logprobs", "rewards", "advantages"):
+        names = ("sequences", "sampler_logprobs", "logprobs", "ref_logprobs", "rewards")
+        for name in (*names, "advantages"):
             assert torch.equal(getattr(mine, name), getattr(other, name)), name
 
 

@@ -192,6 +192,11 @@ MEASURES = {
     "rollout/response_length",
     "rollout/eos_fraction",
     "rollout/distinct_2",
+    "rollout/sampler_gap",
+    "rollout/sampler_gap_max",
+    "rollout/sampler_kl_k1",
+    "rollout/sampler_kl_k3",
+    "rollout/effective_sample_size",
     "ppo/policy_loss",
     "ppo/value_loss",
     "ppo/approx_kl",
@@ -225,6 +230,10 @@ def test_every_measure_is_logged_each_iteration_and_means_what_it_says():
         std = rollout.scores.std(unbiased=False).item()
         assert values["rollout/score_std"] == pytest.approx(std, rel=1e-4)
         assert values["rollout/response_length"] == pytest.approx(mask.sum() / 16)
+        gap = (rollout.logprobs - rollout.sampler_logprobs).abs()[mask]
+        assert values["rollout/sampler_gap"] == pytest.approx(gap.mean().item(), rel=1e-3)
+        assert values["rollout/sampler_gap_max"] == pytest.approx(gap.max().item(), rel=1e-3)
+        assert values["rollout/effective_sample_size"] == pytest.approx(1, abs=1e-6)
         finished = (rollout.finish_reason == 0).float().mean()
         assert values["rollout/eos_fraction"] == pytest.approx(finished)
         assert 0 < finished < 1
