@@ -306,6 +306,8 @@ class OnPolicyHparams(Checked):
         off_policy_cap: largest weight of a token, with off_policy=truncated.
         off_policy_low: smallest ratio of a response that counts, with off_policy=masked.
         off_policy_high: largest one.
+        rollout_lag: iterations between sampling and training: 0, or 1, with which the responses of
+            an iteration are sampled before the update of the one before.
     """
 
     learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 1e-3))
@@ -332,6 +334,7 @@ class OnPolicyHparams(Checked):
     off_policy_cap: float = number(2.0, at_least=1, usual=(1, 10))
     off_policy_low: float = number(0.5, at_least=0, at_most=1)
     off_policy_high: float = number(2.0, at_least=1, usual=(1, 10))
+    rollout_lag: int = number(0, at_least=0, at_most=1)
 
     def __post_init__(self) -> None:
         """Check the values, and warn of an estimator with another fixed point."""
@@ -354,6 +357,13 @@ class OnPolicyHparams(Checked):
                     f"{name}.{item.name}={getattr(self, item.name):g} is of off_policy={mode}, and "
                     f"off_policy={self.off_policy} here: leave it out, or use off_policy={mode}"
                 )
+        if self.rollout_lag and self.off_policy == "none":
+            warnings.warn(
+                f"{name}.rollout_lag=1 trains on samples of older weights, and off_policy=none "
+                "corrects for nothing: use off_policy=truncated",
+                UnusualHparamWarning,
+                stacklevel=3,
+            )
         if self.kl_in == "loss" and self.kl_estimator == "k3":
             warnings.warn(
                 f"{name}.kl_estimator=k3 holds the policy to another optimum than "
@@ -370,6 +380,11 @@ class OnPolicyHparams(Checked):
     def num_passes(self) -> int:
         """Passes over one rollout."""
         raise NotImplementedError
+
+    @property
+    def num_spare_batches(self) -> int:
+        """Following batches of prompts that an iteration is given besides its own."""
+        return self.rollout_lag
 
 
 @dataclass(frozen=True)
@@ -446,8 +461,19 @@ class GRPOHparams(OnPolicyHparams):
                 "baseline: without one responses of equal scores teach too; use baseline=mean, or "
                 "max_resampling_rounds=0"
             )
+        if self.rollout_lag and self.max_resampling_rounds:
+            raise ValueError(
+                f"GRPOHparams.max_resampling_rounds={self.max_resampling_rounds} and rollout_lag=1 "
+                "do not go together: prompts that take the place of others are sampled in the "
+                "iteration itself; use one of the two"
+            )
 
     @property
     def num_passes(self) -> int:
         """Passes over one rollout."""
         return self.num_epochs
+
+    @property
+    def num_spare_batches(self) -> int:
+        """Following batches of prompts that an iteration is given besides its own."""
+        return self.rollout_lag or self.max_resampling_rounds

@@ -105,7 +105,7 @@ class PromptDataModule(RecordDataModule):
     Held-out prompts keep the order of the source (a part of them if `max_validation_rows` is
     given), are asked once and numbered from 0, the same in every validation. Behind the prompts of
     an iteration stand, as spares, those of as many following ones as the module that is trained
-    asks for by `max_resampling_rounds`.
+    asks for by `max_resampling_rounds` or `rollout_lag`.
 
     Args:
         source: where the prompts come from; any record with a prompt will do.
@@ -169,9 +169,9 @@ class PromptDataModule(RecordDataModule):
 
     @property
     def num_spare_batches(self) -> int:  # type: ignore[override]
-        """Batches of the stream whose prompts may take the place of those of the one before."""
+        """Batches of the stream that an iteration is given besides its own."""
         module = getattr(self.trainer, "lightning_module", None)
-        return getattr(getattr(module, "algorithm", None), "max_resampling_rounds", 0)
+        return getattr(getattr(module, "algorithm", None), "num_spare_batches", 0)
 
     def _collator(self, pad_token_id: int, *, training: bool) -> PromptCollator:
         if not training:

@@ -38,6 +38,7 @@ from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.modules.trainer_flags import check_trainer
 from rlhf_lightning.rollout.estimators import GroupBaseline
 from rlhf_lightning.rollout.generators.base import Generator
+from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import Scorer
 
 
@@ -71,6 +72,7 @@ class PolicyGradientModule(L.LightningModule):
     frozen_models: tuple[nn.Module, ...]
     algorithm: GRPOHparams
     controls: Controls
+    pending: PendingGeneration
     skipped: SkippedSteps
     step_0: Step0
 
@@ -202,7 +204,8 @@ class PolicyGradientModule(L.LightningModule):
                 batch has another number of spare prompts than resampling needs.
         """
         rounds, num_spares = self.algorithm.max_resampling_rounds, int(prompts.spare.sum())
-        if num_spares != rounds * (len(prompts) - num_spares):
+        lagged = self.algorithm.rollout_lag
+        if not lagged and num_spares != rounds * (len(prompts) - num_spares):
             raise ValueError(
                 f"GRPOHparams.max_resampling_rounds={rounds} needs {rounds} spare rows for each "
                 f"other row, and the batch has {num_spares} spare of {len(prompts)} rows: give the "
@@ -230,7 +233,7 @@ class PolicyGradientModule(L.LightningModule):
 
     def stateful(self) -> dict[str, Stateful]:
         """Return what changes during a run and is no parameter, by its name in a checkpoint."""
-        return {"controls": self.controls, "skipped_steps": self.skipped}
+        return on_policy.stateful(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the controls and the skipped steps, and the fingerprint of the reference."""

@@ -10,13 +10,14 @@ Legend: B rows of a rank, R response.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import global_sum, unsharded, world_size
 from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
@@ -25,6 +26,7 @@ from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels
+from rlhf_lightning.modules.checkpoint_state import Stateful
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import (
     Gaps,
@@ -43,9 +45,10 @@ from rlhf_lightning.modules.optimization import (
     of_rows,
 )
 from rlhf_lightning.modules.step_0 import Step0
-from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout
+from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout, sample_responses
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.pending import PendingGeneration
 
 
 def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, seed: int) -> None:
@@ -68,6 +71,7 @@ def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, se
     module.controls = Controls.from_hparams(algorithm, sampling, key)
     module.gaps = Gaps()
     module.step_0 = Step0()
+    module.pending = PendingGeneration()
     module.skipped = SkippedSteps(algorithm.max_skipped_steps, f"{key}.max_skipped_steps")
     module.policy = None
     module.trained_roots = ()
@@ -102,6 +106,10 @@ def sample_rollout(
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample, evaluate and score; return the rollout and the seconds of its phases.
 
+    With `rollout_lag=1` the responses were sampled in the iteration before, and those of the next
+    one, whose prompts stand in `prompts` as spares, are sampled here: the weights that sample for
+    iteration i are those after the update of iteration i - 2.
+
     Raises:
         ValueError: if there is to be a correction, and the generator gives no log-probabilities.
     """
@@ -115,15 +123,25 @@ def sample_rollout(
         unsharded=unsharded,
         micro_batch_size=module.algorithm.micro_batch_size,
     )
+    common: dict[str, Any] = {
+        "temperature": module.controls.temperature,
+        "max_new_tokens": module.sampling.max_new_tokens,
+    }
+    own, following = (prompts, None) if not module.algorithm.rollout_lag else _lagged(prompts)
     rollout, seconds = collect_rollout(
         parts,
-        prompts,
+        own,
         noise=module.noise.at_iteration(iteration),
-        temperature=module.controls.temperature,
-        max_new_tokens=module.sampling.max_new_tokens,
         shaping=module.controls.shaping(module.algorithm, estimator),
         max_resampling_rounds=max_resampling_rounds,
+        generation=None if following is None else _sampled_before(module, own, iteration),
+        **common,
     )
+    if following is not None and iteration + 1 < int(module.trainer.estimated_stepping_batches):
+        started, noise = time.perf_counter(), module.noise.at_iteration(iteration + 1)
+        generation = sample_responses(parts, following, noise=noise, **common)
+        module.pending.put(iteration + 1, following, generation)
+        seconds["generate"] += time.perf_counter() - started
     correction = module.algorithm.off_policy
     if correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError(
@@ -132,6 +150,38 @@ def sample_rollout(
             "off_policy=none"
         )
     return rollout, seconds
+
+
+def _lagged(prompts: PromptBatch) -> tuple[PromptBatch, PromptBatch]:
+    """Return the prompts of the iteration, and those of the next one.
+
+    Raises:
+        ValueError: if there are not as many of the one as of the other.
+    """
+    own, following = prompts[~prompts.spare], prompts[prompts.spare]
+    if len(own) != len(following):
+        raise ValueError(
+            f"rollout_lag=1 needs the prompts of the next iteration as spare rows, and the batch "
+            f"has {len(following)} spare of {len(prompts)} rows: give the Trainer a "
+            "PromptDataModule, which adds them, by trainer.fit(module, datamodule=...), or use "
+            "rollout_lag=0"
+        )
+    return own, following
+
+
+def _sampled_before(module: Any, prompts: PromptBatch, iteration: int) -> Generation | None:
+    """Return the responses of the iteration; None for the first, which has none before it.
+
+    Raises:
+        RuntimeError: if those of a later iteration are missing.
+    """
+    found: Generation | None = module.pending.take(iteration, prompts)
+    if found is None and iteration > 0:
+        raise RuntimeError(
+            f"the responses of iteration {iteration + 1} were not sampled in the one before, and "
+            "rollout_lag=1 trains on no others: start anew with resume=never"
+        )
+    return found
 
 
 def usable_minibatches(
@@ -289,6 +339,12 @@ def finish_iteration(
         num_episodes=len(rollout) * world_size(),
     )
     module.lr_schedulers().step()
+
+
+def stateful(module: Any) -> dict[str, Stateful]:
+    """Return what changes during a run and is no parameter, by its name in a checkpoint."""
+    found: dict[str, Stateful] = {"controls": module.controls, "skipped_steps": module.skipped}
+    return found | ({"pending": module.pending} if module.algorithm.rollout_lag else {})
 
 
 @torch.no_grad()

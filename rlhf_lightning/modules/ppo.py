@@ -41,6 +41,7 @@ from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.modules.trainer_flags import check_trainer
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.generators.base import Generator
+from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
 
 
@@ -70,6 +71,7 @@ class PPOModule(L.LightningModule):
     frozen_models: tuple[nn.Module, ...]
     algorithm: PPOHparams
     controls: Controls
+    pending: PendingGeneration
     skipped: SkippedSteps
     step_0: Step0
 
@@ -263,7 +265,7 @@ class PPOModule(L.LightningModule):
 
     def stateful(self) -> dict[str, Stateful]:
         """Return what changes during a run and is no parameter, by its name in a checkpoint."""
-        return {"controls": self.controls, "skipped_steps": self.skipped}
+        return on_policy.stateful(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the controls and the skipped steps, and the fingerprint of the reference."""

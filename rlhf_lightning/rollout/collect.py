@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank
 from rlhf_lightning.functional.diversity import novel_ngram_shares
 from rlhf_lightning.functional.kl import kl_k1
@@ -84,6 +84,7 @@ def collect_rollout(
     max_new_tokens: int,
     shaping: RewardShaping,
     max_resampling_rounds: int = 0,
+    generation: Generation | None = None,
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """Sample, score and evaluate one batch of prompts.
 
@@ -99,6 +100,7 @@ def collect_rollout(
         shaping: coefficients from scores to advantages.
         max_resampling_rounds: how often spare prompts may take the place of others; see
             `resampling.resampled`.
+        generation: responses to `prompts` that were sampled before; None samples them now.
 
     Returns:
         The rollout, and the seconds of its phases: `generate`, `score` (all forwards included).
@@ -107,17 +109,15 @@ def collect_rollout(
 
     def answered(prompts: PromptBatch) -> tuple[Answers, Scores]:
         started = time.perf_counter()
-        with parts.unsharded(parts.policy.root), parts.policy.generating() as model:
-            generation = parts.generator(
-                model,
-                prompts,
-                noise=noise,
-                temperature=temperature,
-                max_new_tokens=max_new_tokens,
+        sampled = (
+            generation
+            if generation is not None
+            else sample_responses(
+                parts, prompts, noise=noise, temperature=temperature, max_new_tokens=max_new_tokens
             )
-        release_freed_memory()  # the engine's copies of the weights, before other sizes are needed
+        )
         generated = time.perf_counter()
-        answers = make_answers(prompts, generation, parts.tokenizer)
+        answers = make_answers(prompts, sampled, parts.tokenizer)
         scores = parts.scorer(answers)
         seconds["generate"] += generated - started
         seconds["score"] += time.perf_counter() - generated
@@ -142,6 +142,24 @@ def collect_rollout(
     release_freed_memory()
     seconds["score"] += time.perf_counter() - started
     return rollout, seconds
+
+
+@torch.no_grad()
+def sample_responses(
+    parts: RolloutParts,
+    prompts: PromptBatch,
+    *,
+    noise: RowNoise,
+    temperature: float,
+    max_new_tokens: int,
+) -> Generation:
+    """Sample one response a prompt from the policy as it is now; see `collect_rollout`."""
+    with parts.unsharded(parts.policy.root), parts.policy.generating() as model:
+        generation = parts.generator(
+            model, prompts, noise=noise, temperature=temperature, max_new_tokens=max_new_tokens
+        )
+    release_freed_memory()  # the engine's copies of the weights, before other sizes are needed
+    return generation
 
 
 def assemble_rollout(

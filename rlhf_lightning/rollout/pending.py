@@ -1,0 +1,88 @@
+"""Responses that were sampled one iteration before they are trained on.
+
+Legend: B rows, P padded prompt, R response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlhf_lightning.batches import Generation, PromptBatch
+from rlhf_lightning.distributed.collectives import gathered
+
+_PER_TOKEN = ("responses", "response_mask", "logprobs")
+
+
+class PendingGeneration:
+    """The responses to the prompts of the next iteration; empty before the first one.
+
+    Prompts are not kept: the loader gives them again, at another width.
+    """
+
+    def __init__(self) -> None:
+        self.iteration = -1
+        self.rows: dict[str, Tensor] = {}  # by name; all have the rows as first dimension
+
+    def put(self, iteration: int, prompts: PromptBatch, generation: Generation) -> None:
+        """Keep the responses to the prompts of an iteration, counted from 0."""
+        mask = generation.response_mask
+        self.iteration = iteration
+        self.rows = {
+            "row_ids": prompts.row_ids,
+            "responses": generation.sequences[:, -mask.shape[1] :],
+            "response_mask": mask,
+            "finish_reason": generation.finish_reason,
+        }
+        if generation.logprobs is not None:
+            self.rows["logprobs"] = generation.logprobs
+
+    def take(self, iteration: int, prompts: PromptBatch) -> Generation | None:
+        """Return the responses to these prompts; None if it has none of this iteration.
+
+        Raises:
+            ValueError: if it has those of the iteration, but not of these prompts.
+        """
+        if iteration != self.iteration:
+            return None
+        same = prompts.row_ids.unsqueeze(1) == self.rows["row_ids"].to(prompts.row_ids.device)
+        if not bool(same.any(1).all()):
+            raise ValueError(
+                f"iteration {iteration + 1} has other prompts than its responses were sampled for: "
+                "the data has changed since; start anew with resume=never"
+            )
+        index = same.int().argmax(1)
+        rows = {name: value.to(index.device)[index] for name, value in self.rows.items()}
+        width = max(int(rows["response_mask"].sum(-1).max()), 1)
+        rows |= {name: rows[name][:, :width] for name in _PER_TOKEN if name in rows}
+        return Generation(
+            sequences=torch.cat([prompts.input_ids, rows["responses"]], 1),
+            response_mask=rows["response_mask"],
+            finish_reason=rows["finish_reason"],
+            logprobs=rows.get("logprobs"),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return iteration and rows of all ranks for a checkpoint; every rank must call it."""
+        ranks = gathered({name: value.cpu() for name, value in self.rows.items()})
+        return {"iteration": self.iteration, "rows": _joined(ranks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the rows of a checkpoint; `take` then finds those of this rank."""
+        self.iteration, self.rows = int(state["iteration"]), dict(state["rows"])
+
+
+def _joined(ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the rows of all ranks one after the other, responses padded to one width."""
+    joined: dict[str, Tensor] = {}
+    for name in ranks[0]:
+        parts = [rank[name] for rank in ranks]
+        if name in _PER_TOKEN:
+            width = max(part.shape[1] for part in parts)
+            parts = [pad(part, (0, width - part.shape[1])) for part in parts]
+        joined[name] = torch.cat(parts)
+    return joined
