@@ -1,4 +1,4 @@
-"""A rank of GRPO from Python: MATERIAL, RUN, DEVICES, STRATEGY, [lora]."""
+"""A rank of GRPO from Python: MATERIAL, RUN, DEVICES, STRATEGY, [lora or lag]."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ def length(prompts: list[str], completions: list[str], **_: list[str]) -> list[f
     return [len(text) / 10 for text in completions]
 
 
-def main(material: Path, run: Path, devices: int, strategy: str, lora: str = "") -> None:
+def main(material: Path, run: Path, devices: int, strategy: str, variant: str = "") -> None:
+    lagged: dict[str, Any] = {"rollout_lag": 1, "off_policy": "truncated", "off_policy_cap": 1.1}
     module = PolicyGradientModule.from_pretrained(
         material / "policy",
         length,
-        grpo=GRPOHparams(learning_rate=1e-3, micro_batch_size=3, num_minibatches=2, num_epochs=2),
+        grpo=GRPOHparams(
+            learning_rate=1e-3,
+            micro_batch_size=3,
+            num_minibatches=2,
+            num_epochs=2,
+            **(lagged if variant == "lag" else {}),
+        ),
         sampling=SamplingHparams(max_new_tokens=6),
-        lora=LoraHparams(r=4) if lora else None,
+        lora=LoraHparams(r=4) if variant == "lora" else None,
     )
     data = PromptDataModule(
         material / "prompts.jsonl", module.tokenizer, batch_size=4, num_generations=3

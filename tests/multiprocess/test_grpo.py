@@ -27,16 +27,22 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     done: dict[str, Path] = {}
 
-    def of(lora: str) -> Path:
-        if lora not in done:
-            done[lora] = train(material, tmp_path_factory.mktemp("alone"), 1, "auto", lora)
-        return done[lora]
+    def of(variant: str) -> Path:
+        if variant not in done:
+            done[variant] = train(material, tmp_path_factory.mktemp("alone"), 1, "auto", variant)
+        return done[variant]
 
     return of
 
 
-def train(material: Path, folder: Path, devices: int, strategy: str, lora: str) -> Path:
-    words = [str(material), str(folder / "run"), str(devices), strategy, *([lora] if lora else [])]
+def train(material: Path, folder: Path, devices: int, strategy: str, variant: str) -> Path:
+    words = [
+        str(material),
+        str(folder / "run"),
+        str(devices),
+        strategy,
+        *([variant] if variant else []),
+    ]
     run_ranks(
         ["-m", "tests.multiprocess.grpo_stage", *words],
         world_size=devices,
@@ -47,12 +53,16 @@ def train(material: Path, folder: Path, devices: int, strategy: str, lora: str) 
     return folder / "run"
 
 
-@pytest.mark.parametrize(("strategy", "lora"), [("ddp", ""), ("fsdp", ""), ("fsdp", "lora")])
-def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strategy, lora):
-    one, two = alone(lora), train(material, tmp_path, 2, strategy, lora)
+@pytest.mark.parametrize(
+    ("strategy", "variant"),
+    [("ddp", ""), ("fsdp", ""), ("fsdp", "lora"), ("ddp", "lag"), ("fsdp", "lag")],
+)
+def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strategy, variant):
+    one, two = alone(variant), train(material, tmp_path, 2, strategy, variant)
     rows, expected = (read_metrics(run / "metrics.csv") for run in (two, one))
     assert rows[0]["rollout/kl_per_response"] == 0
     assert rows[-1]["rollout/kl_per_response"] != 0
+    assert (rows[-1]["rollout/sampler_gap"] > 1e-3) == (variant == "lag")
     for ours, theirs in zip(rows, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
