@@ -6,7 +6,7 @@ Legend: B rows, R response.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -78,6 +78,22 @@ class PolicyAnswers:
         self.token_ids += [responses[i][mask[i]].tolist() for i in rows]
         self.kl += [0.0] * len(prompts) if kl is None else kl
         self.scores += [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+
+    def rows(self, rows: Sequence[int]) -> PolicyAnswers:
+        """Return some of the answers."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return PolicyAnswers(
+            **{
+                name: [value[row] for row in rows] if isinstance(value, list) else value
+                for name, value in parts.items()
+            }
+        )
+
+    def append(self, other: PolicyAnswers) -> None:
+        """Add the answers of `other`."""
+        for one in fields(self):
+            if isinstance(value := getattr(self, one.name), list):
+                value.extend(getattr(other, one.name))
 
     @property
     def lengths(self) -> list[int]:

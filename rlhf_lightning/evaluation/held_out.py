@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.records import PromptRecord, Text
 from rlhf_lightning.data.tokens import answer_ids
+from rlhf_lightning.distributed.collectives import gathered, rank, world_size
 from rlhf_lightning.evaluation.generate import PolicyAnswers, Sampling, sample_answers
 from rlhf_lightning.evaluation.metrics import Judges, measure_sides
 from rlhf_lightning.models.heads import PolicyModel
@@ -50,7 +51,7 @@ class SideAnswers:
 
 @dataclass(frozen=True)
 class HeldOutComparison:
-    """Asks two policies the same and measures what they say.
+    """Asks two policies the same and measures what they say; ranks share the prompts.
 
     The two draw with different noise, each always with the same: asking the same policy again gives
     the same answers.
@@ -101,21 +102,50 @@ class HeldOutComparison:
 
     def _ask(self, model: PolicyModel, reference: PolicyModel | None, side: int) -> SideAnswers:
         noise = RowNoise(self.seed, "evaluation")
-        main = sample_answers(
-            model,
+        main = self._share(
             self.questions.batches,
-            self.sampling,
-            noise=noise.at_iteration(side),
-            reference=reference,
-            scorer=self.scorer,
-            answers_per_prompt=self.questions.answers_per_prompt,
+            lambda own: sample_answers(
+                model,
+                own,
+                self.sampling,
+                noise=noise.at_iteration(side),
+                reference=reference,
+                scorer=self.scorer,
+                answers_per_prompt=self.questions.answers_per_prompt,
+            ),
         )
         if not self.questions.safety:
             return SideAnswers(main)
-        noise = noise.at_iteration(2 + side)
+        unsafe = noise.at_iteration(2 + side)
         return SideAnswers(
-            main, sample_answers(model, self.questions.safety, self.sampling, noise=noise)
+            main,
+            self._share(
+                self.questions.safety,
+                lambda own: sample_answers(model, own, self.sampling, noise=unsafe),
+            ),
         )
+
+    def _share(
+        self, batches: Sequence[PromptBatch], ask: Callable[[Sequence[PromptBatch]], PolicyAnswers]
+    ) -> PolicyAnswers:
+        """Return the answers to all batches, in order, of which each rank has asked its part.
+
+        A rank with fewer batches asks one again, as all must run a sharded model equally often.
+        """
+        ranks = world_size()
+        if ranks == 1:
+            return ask(batches)
+        turns = -(-len(batches) // ranks)
+        numbers = [min(turn * ranks + rank(), len(batches) - 1) for turn in range(turns)]
+        answers = gathered(ask([batches[number] for number in numbers]))
+        # Batch `number` is the one of turn number // ranks of rank number % ranks.
+        starts = [0] * ranks
+        joined = answers[0].rows(range(0))
+        for number, batch in enumerate(batches):
+            start, of = starts[number % ranks], answers[number % ranks]
+            starts[number % ranks] = start + len(batch)
+            joined.append(of.rows(range(start, start + len(batch))))
+        return joined
 
 
 def repeated(batch: PromptBatch, times: int) -> list[PromptBatch]:

@@ -9,6 +9,8 @@ import torch
 
 from rlhf_lightning.evaluation.final_metrics import normalize_reward_model
 from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
+from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.models import (
@@ -72,3 +74,34 @@ def test_ranks_that_sample_other_answers_run_policy_and_reference_equally_often(
     assert len(set(calls.values())) == 1, calls
     assert min(calls.values()) > 1, "the lengths must differ for this test to say anything"
     assert all(len(values) == len(PROMPTS) for values in kl)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_share_the_held_out_prompts_and_all_know_every_answer(monkeypatch, size):
+    batches = [PROMPTS[slice(start, start + 2)] for start in range(0, 7, 2)]
+    batches.append(PROMPTS[slice(0, 1)])
+    questions = Questions(batches, safety=batches[:1])
+    policy, reference = tiny_policy(seed=1), tiny_policy(seed=2)
+    models = [copy.deepcopy((policy, reference)) for _ in range(size)]
+    asked = [0] * size
+
+    def answers(number: int, models: tuple[object, object]) -> object:
+        engine = sampling(EOS, *range(2, 5))
+
+        class Counted:
+            def __call__(self, model: object, prompts: object, **options: object) -> object:
+                asked[number] += 1
+                return engine.generator(model, prompts, **options)
+
+        counted = Sampling(Counted(), engine.tokenizer, 1.0, max_new_tokens=9)
+        comparison = HeldOutComparison(questions, counted, Judges(), seed=1)
+        return comparison.ask_policy(*models)
+
+    alone = answers(0, (policy, reference))
+    assert asked[0] == len(batches) + 1
+    asked[0] = 0
+    ranks = SimulatedRanks(monkeypatch, size)
+    together = ranks.run(lambda rank: answers(rank, models[rank]))
+    # A part of the batches each, as many on every rank, and one batch of safety prompts.
+    assert asked == [-(-len(batches) // size) + 1] * size
+    assert all(found == alone for found in together)
