@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rlhf_lightning.batches import PromptBatch, SFTBatch
-from rlhf_lightning.distributed.collectives import gathered, global_sum
-from rlhf_lightning.evaluation.generate import Sampling, sample_answers
+from rlhf_lightning.distributed.collectives import global_sum
+from rlhf_lightning.evaluation.generate import Sampling, sample_answers, shared_among_ranks
 from rlhf_lightning.functional.statistics import EQUAL_SCORES, all_equal
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.modes import in_eval_mode
@@ -83,7 +83,7 @@ def normalize_reward_model(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Fold mean 0 and std 1 over all ranks' samples of the SFT policy into the head.
+    """Fold mean 0 and std 1 over samples of the SFT policy into the head; ranks share the prompts.
 
     A model that gives all samples one score, or one that is not finite, is left as it is, and a
     warning says so: what it was trained to can still be looked at.
@@ -95,13 +95,13 @@ def normalize_reward_model(
     scorer = RewardModelScorer(lambda: model, micro_batch_size=sampling.micro_batch_size)
     scorer.model = model
     with in_eval_mode(model):
-        answers = sample_answers(
-            policy, batches, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
+        answers = shared_among_ranks(
+            list(batches),
+            lambda own: sample_answers(
+                policy, own, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
+            ),
         )
-    # Each rank folds them into its own share of the head: they must be the same on all.
-    scores = torch.tensor(
-        [score for scores in gathered(answers.scores) for score in scores], dtype=torch.float64
-    )
+    scores = torch.tensor(answers.scores, dtype=torch.float64)
     mean, std = float(scores.mean()), float(scores.std(correction=0))
     if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
         logger.warning(

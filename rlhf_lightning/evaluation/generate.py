@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from rlhf_lightning.batches import PromptBatch
-from rlhf_lightning.distributed.collectives import agreed_max, unsharded
+from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, unsharded, world_size
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
@@ -141,6 +141,31 @@ def sample_answers(
         result.extend(answers, scorer, kl)
         release_freed_memory()
     return result
+
+
+def shared_among_ranks(
+    batches: Sequence[PromptBatch], ask: Callable[[Sequence[PromptBatch]], PolicyAnswers]
+) -> PolicyAnswers:
+    """Return the answers to all batches, in order, of which each rank has asked its part.
+
+    A rank with fewer batches asks one again, as all must run a sharded model equally often.
+
+    Args:
+        batches: the same on every rank.
+        ask: batches -> their answers.
+    """
+    ranks = world_size()
+    if ranks == 1:
+        return ask(batches)
+    turns = -(-len(batches) // ranks)
+    numbers = [min(turn * ranks + rank(), len(batches) - 1) for turn in range(turns)]
+    answers = gathered(ask([batches[number] for number in numbers]))
+    joined, starts = answers[0].rows(()), [0] * ranks
+    for number, batch in enumerate(batches):  # asked by rank number % ranks
+        start, of = starts[number % ranks], answers[number % ranks]
+        starts[number % ranks] = start + len(batch)
+        joined.append(of.rows(range(start, start + len(batch))))
+    return joined
 
 
 def _sequence_kl(

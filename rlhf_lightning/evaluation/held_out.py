@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,8 +16,12 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.records import PromptRecord, Text
 from rlhf_lightning.data.tokens import answer_ids
-from rlhf_lightning.distributed.collectives import gathered, rank, world_size
-from rlhf_lightning.evaluation.generate import PolicyAnswers, Sampling, sample_answers
+from rlhf_lightning.evaluation.generate import (
+    PolicyAnswers,
+    Sampling,
+    sample_answers,
+    shared_among_ranks,
+)
 from rlhf_lightning.evaluation.metrics import Judges, measure_sides
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.noise import RowNoise
@@ -102,7 +106,7 @@ class HeldOutComparison:
 
     def _ask(self, model: PolicyModel, reference: PolicyModel | None, side: int) -> SideAnswers:
         noise = RowNoise(self.seed, "evaluation")
-        main = self._share(
+        main = shared_among_ranks(
             self.questions.batches,
             lambda own: sample_answers(
                 model,
@@ -119,33 +123,11 @@ class HeldOutComparison:
         unsafe = noise.at_iteration(2 + side)
         return SideAnswers(
             main,
-            self._share(
+            shared_among_ranks(
                 self.questions.safety,
                 lambda own: sample_answers(model, own, self.sampling, noise=unsafe),
             ),
         )
-
-    def _share(
-        self, batches: Sequence[PromptBatch], ask: Callable[[Sequence[PromptBatch]], PolicyAnswers]
-    ) -> PolicyAnswers:
-        """Return the answers to all batches, in order, of which each rank has asked its part.
-
-        A rank with fewer batches asks one again, as all must run a sharded model equally often.
-        """
-        ranks = world_size()
-        if ranks == 1:
-            return ask(batches)
-        turns = -(-len(batches) // ranks)
-        numbers = [min(turn * ranks + rank(), len(batches) - 1) for turn in range(turns)]
-        answers = gathered(ask([batches[number] for number in numbers]))
-        # Batch `number` is the one of turn number // ranks of rank number % ranks.
-        starts = [0] * ranks
-        joined = answers[0].rows(range(0))
-        for number, batch in enumerate(batches):
-            start, of = starts[number % ranks], answers[number % ranks]
-            starts[number % ranks] = start + len(batch)
-            joined.append(of.rows(range(start, start + len(batch))))
-        return joined
 
 
 def repeated(batch: PromptBatch, times: int) -> list[PromptBatch]:

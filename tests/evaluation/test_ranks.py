@@ -32,21 +32,20 @@ def sampling(*stops: int) -> Sampling:
     return Sampling(CachedGenerator(stops, PAD), tiny_tokenizer(), 1.0, max_new_tokens=40)
 
 
-def test_every_rank_normalizes_with_the_moments_of_all_ranks_samples(monkeypatch):
+def test_every_rank_normalizes_with_the_moments_of_the_samples_that_ranks_have_shared(monkeypatch):
     ranks = SimulatedRanks(monkeypatch, 2)
     policy, reward = tiny_policy(), tiny_scalar_model(bias=3.0)
     models = [copy.deepcopy(reward) for _ in range(2)]
-    alone = normalize_reward_model(reward, policy, [PROMPTS], sampling(EOS), seed=3)
+    batches = [PROMPTS[slice(0, 3)], PROMPTS[slice(3, 6)], PROMPTS[slice(6, 8)]]
+    alone = normalize_reward_model(reward, policy, batches, sampling(EOS), seed=3)
 
     def one(rank: int) -> dict[str, float]:
-        share = PROMPTS[slice(0, 3) if rank == 0 else slice(3, 8)]
-        return normalize_reward_model(
-            models[rank], copy.deepcopy(policy), [share], sampling(EOS), seed=3
-        )
+        own = copy.deepcopy(policy)
+        return normalize_reward_model(models[rank], own, batches, sampling(EOS), seed=3)
 
     measured = ranks.run(one)
     assert measured[0] == measured[1]
-    assert measured[0] == pytest.approx(alone, rel=1e-5)
+    assert measured[0] == alone
     for name, weight in models[0].head.state_dict().items():
         assert torch.equal(weight, models[1].head.state_dict()[name])
         torch.testing.assert_close(weight, reward.head.state_dict()[name], rtol=1e-5, atol=1e-6)
