@@ -80,10 +80,12 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
 def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> Summary:
     started = time.perf_counter()
     from rlhf_lightning.callbacks.console import print_verdict
+    from rlhf_lightning.models.precision import set_matmul_precision
     from rlhf_lightning.preferences.publishing import copy_collection
     from rlhf_lightning.reports.page import write_report
 
     quieten()
+    set_matmul_precision(settings.trainer.matmul_precision)
     made = _demonstrations if settings.records == "demonstrations" else _preferences
     metrics, told = made(settings, folder)
     if settings.artifacts.publish is not None:

@@ -41,7 +41,7 @@ def build_lab(settings: CollectSettings, folder: Path) -> Lab:
             budget=settings.budget.build(),
             hparams=LabHparams(**settings.lab.model_dump(), seed=settings.seed),
             score=None if settings.score is None else settings.score.build(),
-            worst=_worst(settings.adversarial),
+            worst=_worst(settings.adversarial, settings.trainer.precision),
         )
     except (TargetError, ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
@@ -65,7 +65,11 @@ def build_rejection_sampler(
         return RejectionSampler(
             folder=folder,
             sampling=_sampling(settings),
-            score=RewardModelAnnotator(str(settings.artifacts.reward), max_length=longest).scores,
+            score=RewardModelAnnotator(
+                str(settings.artifacts.reward),
+                max_length=longest,
+                precision=settings.trainer.precision,
+            ).scores,
             keep_unfinished=settings.lab.keep_unfinished,
             gold=None if gold is None else gold.build(),
             say=say,
@@ -81,7 +85,7 @@ def _sampling(settings: CollectSettings) -> Sampling:
     candidates = settings.candidates
     return Sampling(
         policies={
-            name: _policy(source, settings.model)
+            name: _policy(source, settings.model, settings.trainer.precision)
             for name, source in candidates.policies.items()
             if source is not None
         },
@@ -123,7 +127,7 @@ def _annotators(nodes: Sequence[Target | None]) -> list[Annotator]:
     return annotators
 
 
-def _worst(settings: AdversarialSettings) -> WorstSamples | None:
+def _worst(settings: AdversarialSettings, precision: str) -> WorstSamples | None:
     from rlhf_lightning.preferences.pairing import WorstSamples
     from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 
@@ -133,11 +137,13 @@ def _worst(settings: AdversarialSettings) -> WorstSamples | None:
         raise ConfigError(
             "adversarial.run needs the reward model that was misled: artifacts.reward=..."
         )
-    model = RewardModelAnnotator(settings.source, max_length=settings.max_length)
+    model = RewardModelAnnotator(
+        settings.source, max_length=settings.max_length, precision=precision
+    )
     return WorstSamples(Path(settings.run), model.scores, settings.num_pairs)
 
 
-def _policy(source: str, model: ModelSettings) -> Callable[[], LoadedPolicy]:
+def _policy(source: str, model: ModelSettings, precision: str) -> Callable[[], LoadedPolicy]:
     from rlhf_lightning.preferences.candidates import load_candidate_policy
 
     return partial(
@@ -146,4 +152,5 @@ def _policy(source: str, model: ModelSettings) -> Callable[[], LoadedPolicy]:
         chat_template_arguments=model.chat_template_arguments,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
+        precision=precision,
     )

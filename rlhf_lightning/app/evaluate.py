@@ -95,9 +95,10 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     from rlhf_lightning.callbacks.console import print_start
     from rlhf_lightning.evaluation.generate import side_by_side
     from rlhf_lightning.evaluation.human import labelling_command
-    from rlhf_lightning.models.precision import in_precision
+    from rlhf_lightning.models.precision import in_precision, set_matmul_precision
 
     quieten()
+    set_matmul_precision(settings.trainer.matmul_precision)
     if settings.benchmark is not None:
         return _benchmarked(settings, folder, summary)
     sides = build_sides(settings)

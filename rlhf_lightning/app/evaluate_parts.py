@@ -197,6 +197,7 @@ def load_side(settings: EvaluateSettings, source: str) -> LoadedPolicy:
         chat_template_arguments=model.chat_template_arguments,
         revision=None if Path(source).is_dir() else model.revision,
         trust_remote_code=model.trust_remote_code,
+        precision=settings.trainer.precision,
     )
 
 

@@ -195,7 +195,7 @@ def start_policy(settings: TrainSettings, trained: PolicyModel | ScalarHeadModel
     if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
         return frozen(AdaptedPolicy(trained.base, None))
     policy = frozen(load_policy(str(settings.start), **settings.model.origin))
-    round_frozen_weights(policy.model, settings.trainer.precision)
+    round_frozen_weights(policy.model, settings.compute_precision)
     return policy
 
 

@@ -144,8 +144,10 @@ def _train(
     from rlhf_lightning.app.fit import fit
     from rlhf_lightning.app.run_summary import start_settings
     from rlhf_lightning.callbacks.console import print_start, print_verdict
+    from rlhf_lightning.models.precision import set_matmul_precision
     from rlhf_lightning.reports.page import write_report
 
+    set_matmul_precision(settings.trainer.matmul_precision)
     L.seed_everything(settings.seed, workers=True, verbose=False)
     parts = assemble(settings, folder)
     settings = parts.settings  # with what was found out since

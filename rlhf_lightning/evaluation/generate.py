@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -81,13 +82,11 @@ class PolicyAnswers:
 
     def rows(self, rows: Sequence[int]) -> PolicyAnswers:
         """Return some of the answers."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return PolicyAnswers(
-            **{
-                name: [value[row] for row in rows] if isinstance(value, list) else value
-                for name, value in parts.items()
-            }
-        )
+        chosen: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in chosen.items():
+            if isinstance(value, list):
+                chosen[name] = [value[row] for row in rows]
+        return PolicyAnswers(**chosen)
 
     def append(self, other: PolicyAnswers) -> None:
         """Add the answers of `other`."""

@@ -41,6 +41,15 @@ def _malloc_trim() -> Any:
         return None
 
 
+def set_matmul_precision(level: str) -> None:
+    """Set how CUDA multiplies fp32 matrices: `highest` in fp32, `high` in TF32.
+
+    On a CPU nothing is set: `high` would let oneDNN round there too, and change bits.
+    """
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision(level)
+
+
 MIXED_BF16 = "bf16-mixed"
 PRECISIONS = ("32-true", MIXED_BF16)
 _ROUNDED = "_rounded_for_bf16_mixed"

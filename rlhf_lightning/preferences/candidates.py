@@ -24,6 +24,7 @@ from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.records import PromptRecord, text_key
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
 from rlhf_lightning.preferences.journal import Journal
@@ -52,13 +53,18 @@ def load_candidate_policy(
     chat_template_arguments: dict[str, Any] | None,
     revision: str | None,
     trust_remote_code: bool,
+    precision: str,
 ) -> LoadedPolicy:
-    """Return a frozen policy with its tokenizer and stop ids, on the GPU if there is one."""
+    """Return a frozen policy with its tokenizer and stop ids, on the GPU if there is one.
+
+    Under `bf16-mixed` its matrices are held in bf16, and it computes in it.
+    """
     origin: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if revision is not None and not Path(source).is_dir():
         origin["revision"] = revision
     tokenizer = load_tokenizer(source, chat_template_arguments=chat_template_arguments, **origin)
     policy = frozen(load_policy(source, **origin))
+    round_frozen_weights(policy.model, precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return LoadedPolicy(
         policy.to(device), tokenizer, stop_ids(tokenizer, source, revision=revision)

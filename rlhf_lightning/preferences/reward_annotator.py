@@ -36,6 +36,7 @@ class RewardModelAnnotator:
         batch_size: pairs that are scored, and whose labels reach the disk, together.
         micro_batch_size: answers in one forward.
         revision: branch, tag or commit of a hub name.
+        precision: `bf16-mixed` holds matrices in bf16 and computes in it.
 
     Raises:
         ValueError: for numbers that cannot be.
@@ -49,6 +50,7 @@ class RewardModelAnnotator:
     batch_size: int = 256
     micro_batch_size: int = 32
     revision: str | None = None
+    precision: str = "32-true"
     kind: AnnotatorKind = field(default="reward_model", init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +66,8 @@ class RewardModelAnnotator:
     def _loaded(self) -> tuple[Any, Any]:
         """Tokenizer and model."""
         tokenizer = load_tokenizer(self.source, revision=self.revision)
-        model = frozen(load_scalar_model(self.source, revision=self.revision))
+        model = load_scalar_model(self.source, revision=self.revision, precision=self.precision)
+        frozen(model)
         return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     def label(self, pairs: Sequence[Pair]) -> list[Label]:

@@ -139,7 +139,11 @@ def test_candidates_and_labels_come_from_no_damaged_model(tmp_path, start, rewar
     folder, message = damaged(start)
     with pytest.raises((ValueError, RuntimeError), match=message):
         load_candidate_policy(
-            str(folder), chat_template_arguments=None, revision=None, trust_remote_code=False
+            str(folder),
+            chat_template_arguments=None,
+            revision=None,
+            trust_remote_code=False,
+            precision="32-true",
         )
     folder, message = damaged(reward)
     with pytest.raises((ValueError, RuntimeError), match=message):

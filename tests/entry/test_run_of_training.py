@@ -208,3 +208,33 @@ def test_a_folder_without_settings_that_can_be_trusted_is_refused(
     with pytest.raises(ConfigError, match=rf"run={made.path}: .*{message}") as caught:
         settings_of(f"run={made.path}", entry="evaluate")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [
+        (["trainer.precision=32-true"], "32-true"),
+        (["trainer.precision=bf16-mixed"], "bf16-mixed"),
+        # FSDP2 computes in bf16 under 32-true; what is whole on a GPU is held and computed alike.
+        (["strategy=fsdp", "trainer.precision=32-true"], "bf16-mixed"),
+        (["strategy=fsdp", "strategy.compute_dtype=float32"], "32-true"),
+    ],
+)
+def test_evaluation_and_collection_compute_in_the_precision_that_the_run_computed_in(
+    tmp_path: Path, given: list[str], precision: str
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.parent.mkdir(parents=True)
+    trained = settings_of("+experiment=sft", *given)
+    write_settings(folder.config, trained)
+    for entry in ("evaluate", "collect"):
+        settings = settings_of(f"run={tmp_path}", entry=entry)
+        assert settings.trainer.precision == precision, entry
+        assert settings.trainer.matmul_precision == "high", entry
+    assert trained.compute_precision == precision
+
+
+def test_without_a_run_a_pretrained_model_is_evaluated_and_asked_in_bf16() -> None:
+    for entry in ("evaluate", "collect"):
+        assert settings_of("model=llama3_1_8b", entry=entry).trainer.precision == "bf16-mixed"
+        assert settings_of(entry=entry).trainer.precision == "32-true"

@@ -15,7 +15,7 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models import cpu
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.ppo_models import ppo_models
-from rlhf_lightning.models.precision import MIXED_BF16, in_precision
+from rlhf_lightning.models.precision import MIXED_BF16, in_precision, set_matmul_precision
 from tests.builders.models import prompt_batch
 from tests.models.test_architectures import hub_model
 from tests.rollout.plain_generation import ROWS, generated
@@ -98,3 +98,17 @@ def in_bf16(model: Any) -> Tensor:
 def test_a_precision_that_no_run_has_is_refused():
     with pytest.raises(ValueError, match="precision=16-mixed must be one of 32-true, bf16-mixed"):
         in_precision("16-mixed", CPU)
+
+
+def test_fp32_products_on_cuda_are_in_tf32_where_allowed_and_a_cpu_keeps_its_bits(monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    try:
+        set_matmul_precision("high")
+        assert torch.get_float32_matmul_precision() == before == "highest"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        set_matmul_precision("high")
+        assert torch.get_float32_matmul_precision() == "high"
+        set_matmul_precision("highest")
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.models.factory import frozen, load_policy
+from rlhf_lightning.models.export import save_hf_model
+from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.preferences.candidates import (
     DUPLICATE,
@@ -19,12 +22,14 @@ from rlhf_lightning.preferences.candidates import (
     LoadedPolicy,
     Sampling,
     candidate_journal,
+    load_candidate_policy,
     sample_candidates,
     units,
     usable,
 )
 from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.records import Candidate
+from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from tests.builders.runs import make_start
 
 PROMPTS = DemoSource(seed=1).records("prompts", "train")[:10]
@@ -154,3 +159,38 @@ def test_a_rendered_prompt_is_refused_where_its_pairs_would_lose_that(
     with pytest.raises(ValueError, match="prompt 1 is rendered and spells special tokens"):
         sample_candidates([marked], sampling, journal)
     assert sample_candidates([replace(PROMPTS[0], rendered=True)], sampling, journal)
+
+
+def test_in_bf16_policy_and_reward_model_hold_their_matrices_in_it_and_answer_as_under_autocast(
+    sampling: Sampling, tmp_path: Path
+) -> None:
+    start = make_start(tmp_path / "start")
+    model = load_scalar_model(start, head="reward")
+    save_hf_model(
+        model, load_tokenizer(start), tmp_path / "reward", model.state_dict(), stop_ids=[1]
+    )
+    kept: dict[str, Any] = {
+        "chat_template_arguments": None, "revision": None, "trust_remote_code": False
+    }  # fmt: skip
+    policies = [
+        load_candidate_policy(str(start), **kept, precision=precision)
+        for precision in ("32-true", "bf16-mixed")
+    ]
+    annotators = [
+        RewardModelAnnotator(tmp_path / "reward", precision=precision)
+        for precision in ("32-true", "bf16-mixed")
+    ]
+    found, scores = [], []
+    for policy, annotator, autocast in zip(policies, annotators, (True, False), strict=True):
+        settings = replace(sampling, policies={"tiny": lambda own=policy: own})
+        journal = candidate_journal(tmp_path / f"{autocast}.jsonl")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            made = sample_candidates(PROMPTS, settings, journal)
+            scores.append(annotator.scores([(c.prompt, c.response) for c in made]))
+        found.append([c.response for c in made])
+    assert found[0] == found[1]
+    assert scores[0] == scores[1]
+    assert len(set(scores[0])) > 1
+    for rounded in (policies[1].model.model, annotators[1]._loaded[1].trunk):
+        dtypes = {m.weight.dtype for m in rounded.modules() if type(m) is torch.nn.Linear}
+        assert torch.bfloat16 in dtypes

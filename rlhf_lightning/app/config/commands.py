@@ -24,6 +24,7 @@ from rlhf_lightning.app.config.groups import (
     FilePath,
     FolderName,
     Gates,
+    MatmulPrecision,
     ModelSettings,
     OptionalPath,
     PathsSettings,
@@ -80,9 +81,10 @@ class BestOfSettings(Settings):
 
 
 class PrecisionSettings(Settings):
-    """The precision of both sides and of the scorer of an evaluation."""
+    """The precision of models that answer and score, and are not trained."""
 
     precision: Precision = "32-true"
+    matmul_precision: MatmulPrecision = "high"
 
 
 class EvaluateSettings(RunSettings):
@@ -186,6 +188,7 @@ class CollectSettings(RunSettings):
     annotator: AnnotatorSettings
     judge: Target | None = None
     budget: Target
+    trainer: PrecisionSettings
     resume: Resume = "never"
     run: str | None = None
     records: Literal["preferences", "demonstrations"] = "preferences"

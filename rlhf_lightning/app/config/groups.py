@@ -62,6 +62,7 @@ FilePath = Annotated[Path, Field(strict=False)]
 OptionalPath = Annotated[Path | None, Field(strict=False)]
 # Trained weights in 16 bits lose the small updates of RLHF; fp16 would need a loss scaler.
 Precision = Literal["32-true", "bf16-mixed"]
+MatmulPrecision = Literal["highest", "high"]
 
 
 def hparams_of(cls: type[Checked]) -> Any:
@@ -196,6 +197,7 @@ class TrainerSettings(Settings):
     devices: Positive
     num_nodes: Positive = 1
     precision: Precision = "32-true"
+    matmul_precision: MatmulPrecision = "high"
     validations: AtLeast0 = 4
     limit_train_batches: Positive | None = None
     limit_val_batches: Positive | None = None

@@ -48,11 +48,14 @@ _SINGLE = {  # key of the training run -> key of the command
     "evaluate": {
         "data.max_prompt_length": "prompts.max_length",
         "trainer.precision": "trainer.precision",
+        "trainer.matmul_precision": "trainer.matmul_precision",
         "seed": "seed",
     },
     "collect": {
         "data.max_prompt_length": "candidates.max_prompt_length",
         "module.sampling.max_new_tokens": "candidates.max_new_tokens",
+        "trainer.precision": "trainer.precision",
+        "trainer.matmul_precision": "trainer.matmul_precision",
         "seed": "seed",
     },
 }
@@ -156,7 +159,9 @@ def take_over(
     known = ArtifactsSettings.model_fields
     moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in known}
     named = {f"artifacts.{k}": OmegaConf.select(cfg, f"artifacts.{k}") for k in _kinds(keys)}
-    resolved = trained.updated(moved | named).resolved
+    computed = {"trainer.precision": trained.compute_precision}  # of models that are not sharded
+    trained = trained.updated(moved | named | computed)
+    resolved = trained.resolved
     for group, kept in _GROUPS[entry].items():
         if group in keys or _stays(group, trained):
             continue

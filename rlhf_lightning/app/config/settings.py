@@ -30,6 +30,7 @@ from rlhf_lightning.app.config.groups import (
     ModelSettings,
     PathsSettings,
     PlanGroup,
+    Precision,
     Resume,
     Seed,
     Settings,
@@ -204,6 +205,12 @@ class TrainSettings(RunSettings):
     def all_hparams(self) -> dict[str, Any]:
         """All hyper-parameters of the module, by their keys below `module`."""
         return dict(self._hparams)
+
+    @property
+    def compute_precision(self) -> Precision:
+        """The precision of forwards: FSDP2 computes in a dtype of its own, under `32-true`."""
+        sharded = self.strategy.name == "fsdp" and self.strategy.compute_dtype == "bfloat16"
+        return "bf16-mixed" if sharded else self.trainer.precision
 
     @property
     def start(self) -> str | None:
