@@ -67,8 +67,7 @@ class AdaptedBase(nn.Module):
         self.adapters: dict[str, LoraHparams] = {}
         self.layers: dict[str, Any] = {}
         self.active: str | None = None
-        if activation_checkpointing:
-            checkpoint_activations(model, self._contexts)
+        self.activation_checkpointing = activation_checkpointing
 
     def add_adapter(self, name: str, *, seed: int, lora: LoraHparams | None = None) -> None:
         """Put a new adapter on every target; it starts as 0, so nothing changes yet.
@@ -105,6 +104,8 @@ class AdaptedBase(nn.Module):
         self.model.train(self.model.training)  # peft's new layers are in train mode
         for parameter in (*trained, *self.adapter(name).float().parameters()):
             parameter.requires_grad_(True)
+        if self.activation_checkpointing:  # once an adapter's dropout is known
+            checkpoint_activations(self.model, self._contexts)
         self._switch(self.active)
 
     def adapter(self, name: str) -> nn.ModuleDict:
