@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +20,7 @@ from rlhf_lightning.distributed.collectives import (
     unsharded,
     world_size,
 )
+from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.functional.masked import masked_mean, masked_var, masked_whiten
 from tests.builders.ranks import SimulatedRanks
 
@@ -148,3 +153,26 @@ def test_a_model_that_is_not_sharded_is_generated_from_as_it_is():
     model = nn.Linear(2, 2)
     with unsharded(model) as gathered:
         assert gathered is model
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="expandable segments need Linux")
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_cudas_memory_grows_in_segments_unless_the_user_has_said_otherwise(monkeypatch, name):
+    monkeypatch.setattr(os, "environ", {})
+    prepare_process()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"})
+    prepare_process()
+    assert os.environ[name] == "max_split_size_mb:64"
+    assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)) == 1
+
+
+def test_every_command_that_computes_prepares_its_process_before_torch_is_loaded():
+    code = (
+        "import sys, os; os.environ.pop('PYTORCH_ALLOC_CONF', None)\n"
+        "import rlhf_lightning.app.{command}\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert 'expandable' in os.environ['PYTORCH_ALLOC_CONF'] or sys.platform != 'linux'\n"
+    )
+    for command in ("train", "evaluate", "collect"):
+        subprocess.run([sys.executable, "-c", code.format(command=command)], check=True)

@@ -26,6 +26,10 @@ def prepare_process() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     if not sys.platform.startswith("linux"):
         return
+    # Phases of a PPO iteration allocate in other sizes: with fixed segments CUDA's memory breaks up
+    # between them. A torch before 2.9 knows the older name alone, and leaves it as it is.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
