@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from rlhf_lightning.app.command_line import run_command, say
@@ -27,10 +27,13 @@ def run(settings: PlanSettings) -> Report:
     """
     from rlhf_lightning.app.memory_plan.report import make_report
     from rlhf_lightning.app.memory_plan.request import device_bytes, read_run
+    from rlhf_lightning.app.memory_plan.simulation import simulate
 
     planned = read_run(settings, settings.plan)
     with cpu_kernels(settings.model.cpu_kernels):
-        return make_report(planned.run, device_bytes(planned.run, settings.plan), planned.notes)
+        report = make_report(planned.run, device_bytes(planned.run, settings.plan), planned.notes)
+        simulated = simulate(planned.run) if planned.run.sharded > 1 else None
+        return replace(report, simulated=simulated)
 
 
 def _show(settings: PlanSettings) -> None:

@@ -107,7 +107,7 @@ class FakeModels:
         key = (num_layers, dtype, *self._key(kind))
         if key not in _MADE:
             with cpu_kernels(self.run.device == "cpu"):  # fake tensors are on a CPU, always
-                model = self._build(kind, num_layers)
+                model = self.build(kind, num_layers)
             _make_fake(model.root, dtype)
             _MADE[key] = model
         return _MADE[key]
@@ -117,7 +117,7 @@ class FakeModels:
         dtype = self.run.scoring.dtype if kind == REWARD else None
         return kind, fields, self.run.style, dtype, self.run.device
 
-    def _build(self, kind: str, num_layers: int) -> Any:
+    def build(self, kind: str, num_layers: int) -> Any:
         """Return a model on the meta device, as `load_policy` and its siblings make it."""
         style, trained = self.run.style, kind in (POLICY, VALUE)
         config = self.shape_of(kind).config(num_layers)
@@ -153,7 +153,7 @@ class FakeModels:
         style = self.run.style
         nf4 = style.lora is not None and style.lora.quantization == "nf4"
         dtype = style.matmul_dtype
-        model = self._build(kind, num_layers)
+        model = self.build(kind, num_layers)
         model = model.root.model if base else model
         head = getattr(model, "get_output_embeddings", lambda: None)()
         matrices = {

@@ -20,11 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.app.memory_plan.run import Style
-from rlhf_lightning.app.memory_plan.tracker import CACHE, GRADIENTS, HEAD, Bytes, Tracker
+from rlhf_lightning.app.memory_plan.tracker import (
+    ACTIVATIONS,
+    CACHE,
+    GRADIENTS,
+    HEAD,
+    Bytes,
+    Tracker,
+)
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
 from rlhf_lightning.rollout.noise import sample_unchecked
@@ -42,16 +49,18 @@ class Rows:
     asked: int  # positions a row
 
 
-def extrapolated(measure: Callable[[int], Peaks], num_layers: int) -> dict[str, dict[str, int]]:
-    """Return `measure(num_layers)`, from counts with few layers."""
-    if num_layers <= MORE:
+def extrapolated(
+    measure: Callable[[int], Peaks], num_layers: int, *, few: int = FEW, more: int = MORE
+) -> dict[str, dict[str, int]]:
+    """Return `measure(num_layers)`, from counts with `few` and one more layers."""
+    if num_layers <= more:
         return {segment: dict(live) for segment, live in measure(num_layers).items()}
-    few, more = measure(FEW), measure(MORE)
+    small, larger = measure(few), measure(more)
     found: dict[str, dict[str, int]] = {}
-    for segment, live in few.items():
-        other = more[segment]
+    for segment, live in small.items():
+        other = larger[segment]
         a_layer = {name: other.get(name, 0) - live.get(name, 0) for name in {*live, *other}}
-        depth = num_layers - FEW
+        depth = num_layers - few
         found[segment] = {n: live.get(n, 0) + depth * size for n, size in a_layer.items()}
     return found
 
@@ -155,7 +164,9 @@ def autocast(style: Style) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Iterator[None]:
+def layers_marked(
+    model: PolicyModel | ScalarHeadModel, tracker: Tracker, prefix: str = ""
+) -> Iterator[None]:
     """Name the segments: before the layers, first and last layer, head; the same backwards."""
     # The longest list of modules, as for sharding.
     lists = [list(m) for m in model.root.modules() if isinstance(m, nn.ModuleList)]
@@ -165,7 +176,7 @@ def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Ite
 
     def begin(index: int) -> None:
         if not backward:
-            tracker.enter(f"layer {places[index]}")
+            tracker.enter(f"{prefix}layer {places[index]}")
 
     def end(index: int, output: Any) -> None:
         if backward:
@@ -174,12 +185,12 @@ def layers_marked(model: PolicyModel | ScalarHeadModel, tracker: Tracker) -> Ite
         if hidden.requires_grad:
             hidden.register_hook(lambda _: gradient(index))
         if index + 1 == len(layers):
-            tracker.enter("head", HEAD)
+            tracker.enter(f"{prefix}head", HEAD)
 
     def gradient(index: int) -> None:
         nonlocal backward
         backward = True
-        tracker.enter(f"backward of layer {places[index]}")
+        tracker.enter(f"{prefix}backward of layer {places[index]}")
 
     handles = []
     for index, layer in enumerate(layers):
@@ -222,31 +233,61 @@ def generation_peaks(
         style: precision and compute dtype.
         read_at_once: prompt tokens in one forward at most.
     """
-    together = min(max(read_at_once // prompt, 1), rows)
     with tracked(model.root) as tracker, torch.no_grad(), autocast(style):
         with model.generating() as network, _linears_cast(network, style, tracker):
-            length = prompt + new_tokens
-            cache = InPlaceCache(
-                network.config, slots=rows, prompt_columns=prompt, max_columns=length
-            )
-            cache.reserve(length)
-            _generation_step(network, cache, 1, past=0, length=1)  # makes the cache's room
-            for layer in cache.in_place:
-                tracker.relabel(layer.keys, CACHE)
-                tracker.relabel(layer.values, CACHE)
-            # All prompts but the last few are read already: their logits wait.
-            vocabulary = int(network.get_output_embeddings().weight.shape[0])  # type: ignore[operator,union-attr]
-            waiting = torch.empty(rows - together, vocabulary, dtype=style.matmul_dtype)
-            tracker.relabel(waiting, HEAD)
-            tracker.peaks.clear()
-            tracker.enter("prompts")
-            _generation_step(network, cache, together, past=0, length=prompt)
-            del waiting
-            tracker.enter("tokens")
-            logits = _generation_step(network, cache, rows, past=length - 1, length=1)
-            tracker.enter("sampling", HEAD)
-            sample_unchecked(logits, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
+
+            def enter(step: str) -> None:
+                if step == "prompts":
+                    tracker.peaks.clear()  # of making room
+                tracker.enter(step, HEAD if step == "sampling" else ACTIVATIONS)
+
+            sizes = (rows, prompt, new_tokens, style)
+            generate(network, *sizes, read_at_once=read_at_once, enter=enter, tracker=tracker)
         return dict(tracker.peaks)
+
+
+def generate(
+    network: PreTrainedModel,
+    rows: int,
+    prompt: int,
+    new_tokens: int,
+    style: Style,
+    *,
+    read_at_once: int,
+    enter: Callable[[str], None],
+    tracker: Tracker,
+) -> None:
+    """Take the steps of generation that hold most: the last prompts, the last token, its sampling.
+
+    Args:
+        network: a fake one.
+        rows: answered at once.
+        prompt: tokens of each prompt.
+        new_tokens: of each answer.
+        style: precision and compute dtype.
+        read_at_once: prompt tokens in one forward at most.
+        enter: called with the name of each step.
+        tracker: counts.
+    """
+    together = min(max(read_at_once // prompt, 1), rows)
+    length = prompt + new_tokens
+    cache = InPlaceCache(network.config, slots=rows, prompt_columns=prompt, max_columns=length)
+    cache.reserve(length)
+    _generation_step(network, cache, 1, past=0, length=1)  # makes the cache's room
+    for layer in cache.in_place:
+        tracker.relabel(layer.keys, CACHE)
+        tracker.relabel(layer.values, CACHE)
+    # All prompts but the last few are read already: their logits wait.
+    vocabulary = int(network.get_output_embeddings().weight.shape[0])  # type: ignore[operator,union-attr]
+    waiting = torch.empty(rows - together, vocabulary, dtype=style.matmul_dtype)
+    tracker.relabel(waiting, HEAD)
+    enter("prompts")
+    _generation_step(network, cache, together, past=0, length=prompt)
+    del waiting
+    enter("tokens")
+    logits = _generation_step(network, cache, rows, past=length - 1, length=1)
+    enter("sampling")
+    sample_unchecked(logits, torch.zeros(rows, dtype=torch.float64), temperature=1.0)
 
 
 def _generation_step(network: Any, cache: Any, rows: int, *, past: int, length: int) -> Tensor:

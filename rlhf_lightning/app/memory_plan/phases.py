@@ -170,15 +170,18 @@ class Parts:
         run = self.run
         together = min(run.micro_batch_size or run.rows, run.rows)
         rows = Rows(together, _padded(run.length), run.response_length)
+        siblings = (REFERENCE,) if run.style.lora is None else ()
         candidates = [
             self._forward(kind, rows, with_entropy=kind == POLICY)
-            for kind in (POLICY, VALUE, *((REFERENCE,) if run.style.lora is None else ()))
+            for kind in (POLICY, VALUE, *siblings)
         ]
         if run.scoring.kind == "model":
             together = min(run.scoring.micro_batch_size or run.rows, run.rows)
             length = _padded(run.scoring.max_length or run.length)
             candidates.append(self._forward(REWARD, Rows(together, length, 1)))
-        return _largest(candidates) + self._gathered(run.spec.trains, backward=False)
+            siblings = (*siblings, REWARD)
+        computing = _largest(candidates) + self._gathered(run.spec.trains, backward=False)
+        return _largest([computing, *(self._gathered_beside(kind) for kind in siblings)])
 
     def validation(self) -> Counter[str]:
         """Return what a validation batch holds."""
@@ -251,6 +254,18 @@ class Parts:
         layer = max(self.fake.layer_elements(kind) for kind in kinds)
         total = rest * (size + size * gradients)
         return Counter({GATHERED: total + layer * (3 * size + (size + 4) * gradients)})
+
+    def _gathered_beside(self, kind: str) -> Counter[str]:
+        """Return what is whole while a frozen model gathers what it has outside of its layers.
+
+        That is there twice, as it comes and cut into tensors; trained models keep theirs.
+        """
+        if self.run.sharded == 1:
+            return Counter()
+        size = self.run.style.matmul_dtype.itemsize
+        kept = sum(self._outside_layers(trained) for trained in self.run.spec.trains)
+        total = kept + 2 * self._outside_layers(kind) + 2 * self.fake.layer_elements(kind)
+        return Counter({GATHERED: size * total})
 
     def _end_of_backward(self, kind: str) -> Counter[str]:
         """Return what is whole when the last gradients, of embeddings and head, are sent."""

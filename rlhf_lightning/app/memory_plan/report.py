@@ -9,6 +9,7 @@ import torch
 
 from rlhf_lightning.app.memory_plan.phases import Phase, Plan, plan
 from rlhf_lightning.app.memory_plan.run import Run
+from rlhf_lightning.app.memory_plan.simulation import Simulation
 from rlhf_lightning.app.memory_plan.sizes import GIB
 from rlhf_lightning.hparams import LoraHparams
 
@@ -62,6 +63,7 @@ class Report:
         choices: what would change it, the least intrusive first.
         together: the first of them that are enough together, if one alone is not.
         notes: what was assumed.
+        simulated: one rank of a run whose models are sharded, where that was asked for.
     """
 
     about: Mapping[str, str]
@@ -77,6 +79,7 @@ class Report:
     choices: Sequence[Choice]
     together: Choice | None
     notes: Sequence[str]
+    simulated: Simulation | None = None
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         prompt_length=int(length),
         response_length=sampling.max_new_tokens if stage.rolls_out and sampling else 0,
         num_minibatches=settings.passes[1],
+        num_passes=settings.passes[0],
         with_entropy=getattr(hparams, "entropy_coef", 0) > 0,
         scoring=scoring,
         validation_rows=_validation_rows(settings),

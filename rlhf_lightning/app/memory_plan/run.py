@@ -157,6 +157,7 @@ class Run:
         prompt_length: longest prompt; for SFT and reward model the whole row.
         response_length: longest response of PPO; else 0.
         num_minibatches: optimizer steps of one pass over the rollout.
+        num_passes: over the rollout.
         with_entropy: PPO's loss has an entropy bonus.
         scoring: the reward model of PPO.
         validation_rows: of a validation batch on one device; 0 without validation.
@@ -177,6 +178,7 @@ class Run:
     prompt_length: int
     response_length: int
     num_minibatches: int = 1
+    num_passes: int = 1
     with_entropy: bool = False
     scoring: Scoring = field(default_factory=Scoring)
     validation_rows: int = 0

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rlhf_lightning.app.memory_plan import phases
 from rlhf_lightning.app.memory_plan.report import Report
+from rlhf_lightning.app.memory_plan.simulation import ITERATED, Simulation
 from rlhf_lightning.app.memory_plan.sizes import gib, readable
 from rlhf_lightning.app.memory_plan.tracker import ACTIVATIONS, CACHE, CASTS, GRADIENTS, HEAD
 
@@ -40,6 +41,8 @@ def print_report(report: Report, *, title: str, console: Console | None = None) 
     console = console or Console(highlight=False)
     console.print(_about(report, title))
     console.print(_parts(report))
+    if report.simulated is not None:
+        console.print(_simulated(report.simulated, report.num_devices))
     console.print(_verdict(report))
     if report.choices:
         console.print(_choices(report))
@@ -81,6 +84,23 @@ def _parts(report: Report) -> Table:
         for name, size in totals.items()
     ]
     table.add_row(Text("total (* the peak)", style="bold"), *cells)
+    return table
+
+
+def _simulated(found: Simulation, num_devices: int) -> Table:
+    title = f"GiB of one of {num_devices} ranks, simulated with FSDP2"
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column(title, no_wrap=True)
+    table.add_column("held at most", justify="right")
+    table.add_column("received in an iteration", justify="right")
+    for phase, peak in found.peaks.items():
+        once = "" if phase in ITERATED else " (once)"
+        table.add_row(f"{phase}{once}", gib(peak), gib(found.received[phase]))
+    table.add_section()
+    total = sum(found.received[phase] for phase in ITERATED if phase in found.received)
+    table.add_row("iteration", gib(max(found.peaks.values())), gib(total), style="bold")
+    host = f"memory of rank 0's machine, while it reads or exports a model: {gib(found.whole)}"
+    table.add_row(Text(host, style="dim"), "", "")
     return table
 
 
