@@ -29,6 +29,7 @@ def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
     from rlhf_lightning.app.evaluate_parts import load_side
     from rlhf_lightning.data.errors import BadRecordError
     from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
+    from rlhf_lightning.models.precision import in_precision
 
     assert settings.benchmark is not None
     try:
@@ -36,7 +37,8 @@ def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
         benchmark = settings.benchmark.build()
         if isinstance(benchmark, LmEvalBenchmark):
             sides = [load_side(settings, one) for one in (settings.policy, settings.baseline)]
-            return benchmark.measure(*sides, seed=settings.seed)
+            with in_precision(settings.trainer.precision, sides[0].model.device):
+                return benchmark.measure(*sides, seed=settings.seed)
         return benchmark.measure(_scored(settings, benchmark), seed=settings.seed)
     except (TargetError, BadRecordError, OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigError(str(error)) from error
@@ -48,6 +50,7 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
 
     from rlhf_lightning.evaluation.benchmarks import Scored, offsets
     from rlhf_lightning.evaluation.held_out import written_answers
+    from rlhf_lightning.models.precision import in_precision
     from rlhf_lightning.models.tokenizers import load_tokenizer
 
     if settings.scorer is None:
@@ -66,15 +69,16 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
     for model in scorer.build():
         model.to(device)
     records = _records(candidates)
-    answers = written_answers(
-        records,
-        [answer for one in candidates for answer in one.answers],
-        tokenizer,
-        max_prompt_length=settings.prompts.max_length,
-        batch_size=settings.evaluation.batch_size,
-        device=device,
-        scorer=scorer,
-    )
+    with in_precision(settings.trainer.precision, device):
+        answers = written_answers(
+            records,
+            [answer for one in candidates for answer in one.answers],
+            tokenizer,
+            max_prompt_length=settings.prompts.max_length,
+            batch_size=settings.evaluation.batch_size,
+            device=device,
+            scorer=scorer,
+        )
     if len(answers.scores) < len(records):
         raise ConfigError(
             f"benchmark: {len(records) - len(answers.scores)} of {len(records)} answers have a "
