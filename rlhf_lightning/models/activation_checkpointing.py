@@ -28,13 +28,15 @@ def checkpoint_activations(
 
     Source: Chen et al. 2016.
     """
-    model.activation_checkpointing_enable(
-        activation_checkpointing_kwargs={
-            "use_reentrant": False,
-            "preserve_rng_state": _has_dropout(model),
-            "context_fn": contexts or _nothing,
-        }
-    )
+    options = {
+        "use_reentrant": False,
+        "preserve_rng_state": _has_dropout(model),
+        "context_fn": contexts or _nothing,
+    }
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # its name before transformers 5.23
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def _has_dropout(model: PreTrainedModel) -> bool:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -174,7 +173,7 @@ def _in_place(layer: Any, *, widened: bool) -> Any:
         return InPlaceLayer(widened=widened)
     if type(layer) is DynamicSlidingWindowLayer:
         return InPlaceLayer(layer.sliding_window, widened=widened)
-    if type(layer) is DummyLayer:
+    if type(layer) is getattr(cache_utils, "DummyLayer", None):  # from transformers 5.23 on
         return layer
     raise TypeError(
         f"rollout=cached holds keys and values, but this model has a {type(layer).__name__}: "
