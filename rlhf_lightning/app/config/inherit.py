@@ -61,7 +61,7 @@ _SINGLE = {  # key of the training run -> key of the command
 }
 _ADAPTERS = ("RewardAdapterScorer",)  # scorers that hold no whole model
 # Keys whose values run code, or send prompts and secrets away.
-_TRUSTED_AGAIN = ("function", "url", "token_env", "trust_remote_code")
+_TRUSTED_AGAIN = ("function", "url", "token_env", "trust_remote_code", "python", "replicas")
 
 
 def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> Any:
