@@ -43,8 +43,10 @@ def save_hf_model(
         base_dtype: of the model at the root, which config.json then names.
     """
     if isinstance(model, PolicyModel):
-        export_policy(model, folder, state, dtype=dtype)
         generation = generation_settings(model, tokenizer, stop_ids)
+        # transformers before 5.23 would refuse to save the model with settings that need mending
+        model.model.generation_config = generation
+        export_policy(model, folder, state, dtype=dtype)
         generation.save_pretrained(folder)
         export_tokenizer(model, tokenizer, folder)
     else:
