@@ -260,23 +260,29 @@ def mesh_in_groups(device_type: str, num_devices: int, shard_over: int) -> Any:
 
 
 @contextmanager
-def unsharded(model: nn.Module) -> Iterator[nn.Module]:
+def unsharded(model: nn.Module, *, layers: bool = True) -> Iterator[nn.Module]:
     """Gather every unit of `model` once, for generation without a graph; free them at the end.
 
     What FSDP2 does before and after the forward of a unit is left out meanwhile: gathered weights
     need none of it, and for a single token the host would spend a third of its time there.
+
+    Without `layers` only the root is gathered, and a layer when its forward comes: what is inside
+    the root can then be called, by all ranks equally often.
     """
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not units:
         yield model
         return
+    root = units[0]
     # Generation calls what is inside the root. A layer whose forward comes before the root's would
     # take itself for a root, and FSDP2 has no public way to settle that beforehand.
-    units[0]._get_fsdp_state()._lazy_init()
-    for unit in units:
+    root._get_fsdp_state()._lazy_init()
+    for unit in units if layers else [root]:
         unit.unshard()
+    if not layers:
+        root.set_reshard_after_forward(False, recurse=False)
     try:
-        with _without_hooks(units):
+        with _without_hooks(units if layers else []):
             yield model
     finally:
         for unit in units:

@@ -19,7 +19,7 @@ from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import release_freed_memory
-from rlhf_lightning.rollout.generators.base import Generator
+from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Answers, Scorer, make_answers
 
@@ -126,7 +126,8 @@ def sample_answers(
     device = policy.device
     for cpu_prompts in batches:
         prompts = cpu_prompts.to(device)
-        with unsharded(policy.root), policy.generating() as model:
+        layers = gathers_layers(sampling.generator)
+        with unsharded(policy.root, layers=layers), policy.generating() as model:
             generation = sampling.generator(
                 model,
                 prompts,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from rlhf_lightning.modules.optimization import (
 from rlhf_lightning.modules.step_0 import Step0
 from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout, sample_responses
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
+from rlhf_lightning.rollout.generators.base import gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.pending import PendingGeneration
 
@@ -120,7 +122,7 @@ def sample_rollout(
         value_model=value_model,
         scorer=module.scorer,
         tokenizer=module.tokenizer,
-        unsharded=unsharded,
+        unsharded=partial(unsharded, layers=gathers_layers(module.generator)),
         micro_batch_size=module.algorithm.micro_batch_size,
     )
     common: dict[str, Any] = {

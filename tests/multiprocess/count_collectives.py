@@ -51,8 +51,8 @@ class Counter(TorchDispatchMode):
 
 
 @contextmanager
-def unsharded_and_counted(model: Any) -> Iterator[Any]:
-    with Counter() as counter, plainly_unsharded(model) as gathered:
+def unsharded_and_counted(model: Any, **options: Any) -> Iterator[Any]:
+    with Counter() as counter, plainly_unsharded(model, **options) as gathered:
         yield gathered
     generated.append(counter.counts)
 

@@ -43,6 +43,11 @@ class Generator(Protocol):
         """
 
 
+def gathers_layers(generator: Generator) -> bool:
+    """Return whether `generator` runs the policy itself, token by token, and needs it whole."""
+    return not getattr(generator, "sends_weights", False)
+
+
 def neutral_generation_config(stop_ids: Sequence[int], pad_token_id: int) -> GenerationConfig:
     """Return a config that hides nothing: no top-k, no top-p, no repetition penalty.
 

@@ -150,7 +150,9 @@ class VllmGenerator:
             RuntimeError: if they differ by more than `logprob_tolerance` on average.
         """
         gaps: list[Tensor] = []
-        for row, (tokens, theirs) in list(zip(rows, answers, strict=True))[: self.checked_rows]:
+        # Every rank runs the same number of forwards: one with fewer rows repeats some.
+        for number in range(self.checked_rows):
+            row, (tokens, theirs) = rows[number % len(rows)], answers[number % len(rows)]
             kept = tokens[:CHECKED_TOKENS]
             ids = torch.tensor([[*row, *kept]], device=model.device)
             logits = model(input_ids=ids).logits[:, len(row) - 1 : -1]

@@ -159,6 +159,8 @@ class VllmServerGenerator(VllmGenerator):
         ValueError: without replicas.
     """
 
+    sends_weights = True  # a layer at a time: see `gathers_layers`
+
     def __init__(
         self,
         stop_ids: Sequence[int],

@@ -30,13 +30,13 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, kind = name.partition(".base_layer.")
         if kind == "weight":
-            yield f"{path}.{kind}", _merged(model.get_submodule(path))
+            yield f"{path}.{kind}", _whole(_merged(model.get_submodule(path)))
         elif ".lora_" not in name:
-            weight = parameter.detach()
-            yield (
-                name.replace(".base_layer.", "."),
-                weight.full_tensor() if isinstance(weight, DTensor) else weight,
-            )
+            yield name.replace(".base_layer.", "."), _whole(parameter.detach())
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _merged(layer: Any) -> Tensor:

@@ -1,0 +1,66 @@
+"""One rank of a PPO run whose responses a server writes: `served_stage.py OUT STRATEGY`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from rlhf_lightning.rollout.generators.vllm_server import VllmServerGenerator
+from tests.builders.models import EOS, PAD
+from tests.builders.ranks import ROOT
+from tests.builders.stages import RecordedPPO, ppo_hparams, prompts, tiny_module, trainer
+from tests.multiprocess.train_stage import leave, strategy_of
+
+ROWS = 8  # of all ranks
+RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+STAND_IN = {"PYTHONPATH": ROOT / "tests/builders/vllm_stand_in", "OMP_NUM_THREADS": 1}
+
+
+class Watched(VllmServerGenerator):
+    """Notes how many weights of decoder layers are whole when responses are asked for."""
+
+    whole = 0
+
+    def answers(self, model: Any, *arguments: Any) -> Any:
+        weights = model.model.layers.parameters()
+        self.whole += sum(not isinstance(weight, DTensor) for weight in weights)
+        return super().answers(model, *arguments)
+
+
+def main(out: Path, strategy: str) -> None:
+    torch.manual_seed(1)
+    generator = Watched(
+        [EOS], PAD, python=sys.executable, replicas=[STAND_IN] * 2, logprob_tolerance=1e-4
+    )
+    module = tiny_module(
+        "llama",
+        cls=RecordedPPO,
+        ppo=ppo_hparams(num_ppo_epochs=1, num_minibatches=1, micro_batch_size=2),
+        generator=generator,
+    )
+    share = ROWS // WORLD_SIZE
+    batches = [prompts(i, rows=ROWS)[RANK * share : (RANK + 1) * share] for i in range(2)]
+    trainer(
+        devices=WORLD_SIZE,
+        strategy=strategy_of(strategy, WORLD_SIZE),
+        use_distributed_sampler=False,
+        default_root_dir=out,
+    ).fit(module, DataLoader(batches, batch_size=None))
+    rows = [
+        [row[mask].tolist() for row, mask in zip(r.response_tensors, r.response_mask, strict=True)]
+        for r in module.rollouts
+    ]
+    found = {"rows": rows, "whole": generator.whole, "servers": len(generator.servers)}
+    (out / f"rank_{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
+    leave()

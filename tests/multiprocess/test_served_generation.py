@@ -1,0 +1,40 @@
+"""Servers write the responses of two ranks: those of one process, and no rank gathers the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.builders.ranks import ROOT, run_ranks
+
+SCRIPT = str(Path(__file__).with_name("served_stage.py"))
+
+
+def rollouts(folder: Path, world_size: int, strategy: str) -> list[dict]:
+    run_ranks(
+        [SCRIPT, str(folder), strategy],
+        world_size=world_size,
+        folder=folder,
+        environment={"PYTHONPATH": str(ROOT)},
+    ).check()
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return rollouts(tmp_path_factory.mktemp("alone"), 1, "auto")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_get_the_responses_of_one_process_from_servers(alone, tmp_path, strategy):
+    ranks = rollouts(tmp_path, 2, strategy)
+    rows = [first + second for first, second in zip(*(rank["rows"] for rank in ranks), strict=True)]
+    assert len(rows) == 2
+    assert rows[0] != rows[1]
+    assert rows == alone["rows"]
+    assert [rank["servers"] for rank in ranks] == [2, 0], "rank 0 alone talks to them"
+    assert alone["whole"] > 0
+    assert all((rank["whole"] == 0) == (strategy == "fsdp") for rank in ranks)
