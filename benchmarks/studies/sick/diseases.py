@@ -102,6 +102,9 @@ DISEASES: dict[str, Disease] = {
         8,
         FEW_ITERATIONS,
     ),
+    "stale_engine": Disease(
+        (f"rollout._target_={PLANTED}.StaleGenerator",), ("engine_weights",), 8, FEW_ITERATIONS
+    ),
     "no_learning": Disease(("module.ppo.learning_rate=1.0e-7",), ("kl_low",), 12, FEW_ITERATIONS),
     "constant_reward": Disease(
         ("scorer=function", f"scorer.function={PLANTED}.constant"),

@@ -6,13 +6,16 @@ detectors are held against. The package refuses it as a second scorer.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores, load_function
@@ -96,6 +99,18 @@ class TopKGenerator(CachedGenerator):
     def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
         least = logits.topk(self.k).values[:, -1:]
         return logits.masked_fill(logits < least, -math.inf)
+
+
+class StaleGenerator(CachedGenerator):
+    """Keeps the weights of its first call, as an engine does that later ones do not reach."""
+
+    first: PreTrainedModel | None = None
+
+    def __call__(self, model: PreTrainedModel, prompts: PromptBatch, **options: Any) -> Generation:
+        """Return responses of the policy as it was at the first call."""
+        if self.first is None:
+            self.first = copy.deepcopy(model)
+        return super().__call__(self.first, prompts, **options)
 
 
 class PadStopGenerator(CachedGenerator):
