@@ -43,7 +43,7 @@ class RolloutParts:
         value_model: gives the old values; None where no value model is trained.
         scorer: scores the answers.
         tokenizer: turns responses into text for the scorer.
-        unsharded: gathers a sharded policy for generation.
+        unsharded: gathers a sharded model: to generate, and once for all its micro-batches.
         micro_batch_size: rows in one forward.
     """
 
@@ -265,11 +265,16 @@ def evaluate_answers(
         assert value_model is not None  # or it is not called
         return (response_values(value_model, answers.rows(rows)),)
 
-    functions = [policy, reference] if value_model is None else [policy, reference, values]
-    evaluated: list[Tensor] = []
-    for function in functions:
-        evaluated += by_micro_batch(
+    def of_rows(function: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        return by_micro_batch(
             function, answers.attention_mask, parts.micro_batch_size, agree=agreed_max
         )
+
+    evaluated: list[Tensor] = []
+    for model, function in ((parts.policy, policy), (parts.reference, reference)):
+        with parts.unsharded(model.root):  # there is room: the policy was gathered to generate
+            evaluated += of_rows(function)
+    if value_model is not None:
+        evaluated += of_rows(values)
     logprobs, entropy, ref_logprobs, *state_values = evaluated
     return logprobs, entropy, ref_logprobs, state_values[0] if state_values else None

@@ -180,7 +180,11 @@ class Parts:
             length = _padded(run.scoring.max_length or run.length)
             candidates.append(self._forward(REWARD, Rows(together, length, 1)))
             siblings = (*siblings, REWARD)
-        computing = _largest(candidates) + self._gathered(run.spec.trains, backward=False)
+        gathered = self._gathered(run.spec.trains, backward=False)
+        if run.sharded > 1:  # policy and reference are gathered as a whole, as for generation
+            whole = self.fake.total(POLICY) * run.style.matmul_dtype.itemsize
+            gathered[GATHERED] = max(gathered[GATHERED], whole)
+        computing = _largest(candidates) + gathered
         return _largest([computing, *(self._gathered_beside(kind) for kind in siblings)])
 
     def validation(self) -> Counter[str]:
