@@ -35,6 +35,7 @@ from benchmarks.gpu_phases import (
     seconds,
 )
 from rlhf_lightning.models.forward import micro_batches
+from rlhf_lightning.models.micro_batching import micro_batching
 
 TOKENS_APART = 128  # steps of a generation that are counted
 LLAMA = {"model_type": "llama", "vocab_size": 128256}
@@ -121,11 +122,12 @@ def iteration(name: str) -> dict[str, Any]:
     """Return seconds of the phases of a PPO iteration by GPU, and counts that explain them."""
     model = MODELS[name]
     ranks = rollouts(model)
-    scored = _together([rank.cut(model.micro_batch_size) for rank in ranks])
-    steps = [
-        _together([_cut(rank, model, step) for rank in ranks])
-        for step in range(model.num_minibatches)
-    ]
+    with micro_batching("tokens"):  # lengths are on a CPU
+        scored = _together([rank.cut(model.micro_batch_size) for rank in ranks])
+        steps = [
+            _together([_cut(rank, model, step) for rank in ranks])
+            for step in range(model.num_minibatches)
+        ]
     tokens, rows = list(_tokens(ranks[0])), len(ranks[0].prompts)
     prompt = int(ranks[0].prompts.sum()) // rows
     with fake_cuda():
