@@ -15,6 +15,7 @@ from rlhf_lightning.app.memory_plan.phases import plan
 from rlhf_lightning.app.memory_plan.run import Run, Scoring, Shape, Style
 from rlhf_lightning.app.memory_plan.simulation import Simulation, simulate
 
+pytestmark = pytest.mark.timeout(300)
 GB = 10**9
 LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 2048}
 TINY = LLAMA | {

@@ -132,16 +132,18 @@ class Parts:
         gradients = {kind: self._share(self.fake.weights(kind)[TRAINED]) for kind in kinds}
         everything = sum(gradients.values())
         for index, kind in enumerate(kinds):
-            parts = self._training(kind, accumulated=accumulated or sharded)
+            for segment, live in self._training(kind, accumulated or sharded).items():
+                parts = Counter(live)
+                if sharded:
+                    backward = segment.startswith("backward")
+                    parts += self._gathered((kind,), backward=backward)
+                if sharded or accumulated:
+                    parts[GRADIENTS] = everything
+                else:
+                    parts[GRADIENTS] += sum(gradients[done] for done in kinds[:index])
+                yield +parts
             if sharded:
-                parts[GRADIENTS] = everything
-                parts += self._gathered((kind,), backward=True)
                 yield Counter({GRADIENTS: everything}) + self._end_of_backward(kind)
-            elif accumulated:
-                parts[GRADIENTS] = everything
-            else:
-                parts[GRADIENTS] += sum(gradients[done] for done in kinds[:index])
-            yield parts
         step = sum(self.optimizer(kind)["step"] for kind in kinds)
         yield Counter({GRADIENTS: everything, STEP: step})
         if run.strategy == "ddp":
@@ -226,18 +228,20 @@ class Parts:
     def _share(self, size: int) -> int:
         return -(-size // self.run.sharded)
 
-    def _training(self, kind: str, *, accumulated: bool) -> Counter[str]:
+    def _training(self, kind: str, accumulated: bool) -> dict[str, dict[str, int]]:
         run = self.run
         answered = run.response_length if run.spec.rolls_out else run.length
         asked = answered if run.spec.trains_policy else 1
         rows = Rows(run.micro_rows, _padded(run.length), asked)
-        return self.fake.peak(
+        return self.fake.peaks(
             kind,
-            passes.training_peaks,
-            *(rows, run.style),
-            accumulated=accumulated,
-            in_place=run.device == "cpu" and run.sharded == 1,
-            with_entropy=run.with_entropy,
+            lambda model: passes.training_peaks(
+                model,
+                *(rows, run.style),
+                accumulated=accumulated,
+                in_place=run.device == "cpu" and run.sharded == 1,
+                with_entropy=run.with_entropy,
+            ),
         )
 
     def _forward(self, kind: str, rows: Rows, **options: bool) -> Counter[str]:
