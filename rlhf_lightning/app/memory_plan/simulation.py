@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -293,9 +293,14 @@ class _Rank:
         for kind, model in self.built.items():
             own = run.scoring.micro_batch_size if kind == REWARD else rows
             together = min(own or run.rows, run.rows)
-            tracker.times = -(-run.rows // together)
             asked = 1 if kind == REWARD else run.response_length
-            self._pass(f"{SCORE}:{kind}", model, Rows(together, self._width, asked))
+            # Policy and reference are gathered once for all their micro-batches.
+            at_once = kind in (POLICY, REFERENCE)
+            tracker.enter(f"{SCORE}:{kind} gather")
+            with torch.no_grad(), unsharded(model.root) if at_once else nullcontext():
+                tracker.times = -(-run.rows // together)
+                self._pass(f"{SCORE}:{kind}", model, Rows(together, self._width, asked))
+                tracker.times = 1
 
     def _update(self, optimizer: torch.optim.Optimizer, *, times: int) -> None:
         """Take one optimizer step; an iteration takes so many."""
