@@ -123,10 +123,10 @@ class _Strategy:
 def test_ddp_exchanges_nothing_by_itself_because_several_losses_are_taken_in_turn():
     strategy = _Strategy()
     for _ in range(3):
-        with accumulating(strategy):
+        with accumulating(strategy, nn.Module(), last=True):
             pass
     assert strategy.blocked == 3
-    with accumulating(object()):
+    with accumulating(object(), nn.Module(), last=True):
         pass
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from rlhf_lightning.distributed.collectives import (
     SHARD,
+    accumulating,
     full_state,
     mesh_in_groups,
     shard,
@@ -145,3 +146,26 @@ def test_generation_runs_none_of_fsdps_hooks_and_training_has_them_back(one_rank
     for parameter in sharded.parameters():
         parameter.grad = parameter.grad.full_tensor()
     torch.testing.assert_close(flat_gradients(sharded), flat_gradients(whole), rtol=0, atol=1e-6)
+
+
+def test_gradients_that_are_sent_once_a_step_are_the_sum_of_all_micro_batches(one_rank):
+    ids = torch.arange(2, 18).view(1, -1)
+
+    def gradients(sync: str) -> tuple[list[bool], torch.Tensor]:
+        policy = tiny_policy("llama")
+        shard(policy.root, one_rank, frozen=False, compute_dtype=torch.bfloat16)
+        strategy, sent = SimpleNamespace(gradient_sync=sync), []
+        for index in range(3):
+            with accumulating(strategy, policy, last=index == 2):
+                loss = policy(ids + index, torch.arange(15), ids[0, 1:], 1.0, False).logprobs.sum()
+                loss.backward()
+            sent.append(all(p.grad is not None for p in policy.parameters()))
+        for parameter in policy.parameters():
+            parameter.grad = parameter.grad.full_tensor()
+        return sent, flat_gradients(policy)
+
+    (every_time, expected), (once, got) = gradients("micro_batch"), gradients("step")
+    assert every_time == [True, True, True]
+    assert once == [False, False, True]
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)

@@ -312,14 +312,23 @@ def _without_hooks(units: Iterable[FSDPModule]) -> Iterator[None]:
             hooks.update(all_of_them)
 
 
-def accumulating(strategy: Any) -> AbstractContextManager[Any]:
-    """Run forwards and backwards whose gradients DDP does not exchange.
+def accumulating(strategy: Any, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    """Run forward and backward of a micro-batch, whose gradients DDP does not exchange.
 
     It expects one backward for all parameters, and several losses are taken in turn:
-    `average_gradients` follows the last one. FSDP2 exchanges the gradients of every backward. It
-    could wait for the last one, but would keep the others whole until then: four bytes for each
-    trained weight on every rank, which is what sharding is there to avoid.
+    `average_gradients` follows the last one. FSDP2 exchanges the gradients of every backward, or,
+    with `gradient_sync="step"`, those of all micro-batches at the last one: they are whole on
+    every rank until then, four bytes for each trained weight. Adapters are exchanged every time.
+
+    Args:
+        strategy: of the Trainer.
+        model: holds what is trained.
+        last: no micro-batch of this loss follows.
     """
+    if getattr(strategy, "gradient_sync", "micro_batch") == "step":
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_requires_gradient_sync(last, recurse=False)
     block: Callable[[], AbstractContextManager[Any]] = getattr(
         strategy, "block_backward_sync", nullcontext
     )

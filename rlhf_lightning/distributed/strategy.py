@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -25,6 +25,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         cpu_offload: shards, gradients and optimizer state are in the memory of the machine.
         sharded_checkpoints: a folder to which each rank writes its share; False gathers everything
             for one file, which the first rank writes while the others wait.
+        gradient_sync: when gradients are exchanged: after each "micro_batch", or once a "step",
+            until when they are whole on every rank, four bytes for each trained weight.
         timeout: how long a rank waits for the others.
         compute_dtype: of forwards and backwards, for modules that were given none; weights,
             gradients and optimizer stay in fp32.
@@ -37,6 +39,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard_over: int | None = None,
         cpu_offload: bool = False,
         sharded_checkpoints: bool = True,
+        gradient_sync: Literal["micro_batch", "step"] = "micro_batch",
         timeout: timedelta = timedelta(minutes=30),
         compute_dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:
@@ -53,6 +56,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.num_devices = num_devices
         self.shard_over = shard_over
         self.cpu_offload = cpu_offload
+        self.gradient_sync = gradient_sync
         self.compute_dtype = compute_dtype
 
     def setup_environment(self) -> None:
@@ -125,6 +129,7 @@ def make_strategy(settings: Mapping[str, Any], *, num_devices: int) -> Strategy 
         shard_over=settings.get("shard_over"),
         cpu_offload=bool(settings.get("cpu_offload")),
         sharded_checkpoints=settings.get("checkpoint") == "sharded",
+        gradient_sync=settings.get("gradient_sync") or "micro_batch",
         compute_dtype=None,  # the modules are given it
         timeout=timeout,
     )

@@ -65,7 +65,7 @@ def accumulate_gradients(
         for index in range(count):
             # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
             rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
-            with accumulating(module.trainer.strategy):
+            with accumulating(module.trainer.strategy, module, last=index + 1 == count):
                 loss, values = term(rows)
                 # Gradients are averaged over ranks, so the sum needs the world size back.
                 module.manual_backward(loss * (weight * world_size()))

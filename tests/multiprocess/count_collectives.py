@@ -1,4 +1,4 @@
-"""One rank of a PPO run under FSDP2 that counts what it sends: `count_collectives.py OUT`.
+"""One rank of a PPO run under FSDP2 that counts what it sends: `count_collectives.py OUT [SYNC]`.
 
 The answers of rank 0 end after one token, those of the others never end by themselves.
 """
@@ -30,7 +30,7 @@ ROWS = 4  # of each rank
 MICRO_BATCH = 1
 LONGEST = 40
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-generated: list[dict[str, int]] = []
+gathered: list[dict[str, int]] = []  # to generate, then of the policy and of the reference
 plainly_unsharded = on_policy.unsharded
 
 
@@ -52,9 +52,9 @@ class Counter(TorchDispatchMode):
 
 @contextmanager
 def unsharded_and_counted(model: Any, **options: Any) -> Iterator[Any]:
-    with Counter() as counter, plainly_unsharded(model, **options) as gathered:
-        yield gathered
-    generated.append(counter.counts)
+    with Counter() as counter, plainly_unsharded(model, **options) as whole:
+        yield whole
+    gathered.append(counter.counts)
 
 
 class Counted(RecordedPPO):
@@ -79,7 +79,11 @@ class Counted(RecordedPPO):
             for unit in units(root):
                 group = unit._get_fsdp_state()._fsdp_param_group
                 for parameter in group.fsdp_params:
-                    self.whole += parameter.unsharded_accumulated_grad is not None
+                    gradients = (
+                        parameter.unsharded_accumulated_grad,  # of another dtype than is sent
+                        parameter.unsharded_param.grad,
+                    )
+                    self.whole += any(gradient is not None for gradient in gradients)
         for parameter in self.parameters():
             assert parameter.grad is None or isinstance(parameter.grad, DTensor)
 
@@ -88,7 +92,7 @@ def units(root: torch.nn.Module) -> list[Any]:
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
-def main(out: Path) -> None:
+def main(out: Path, sync: str = "micro_batch") -> None:
     torch.manual_seed(1)
     on_policy.unsharded = unsharded_and_counted  # type: ignore[assignment]
     module = tiny_module(
@@ -99,24 +103,27 @@ def main(out: Path) -> None:
         generator=CachedGenerator(range(VOCABULARY) if RANK == 0 else (VOCABULARY - 1,), PAD),
     )
     batch = prompts(rows=ROWS * WORLD_SIZE)[RANK * ROWS : (RANK + 1) * ROWS]
+    strategy = strategy_of("fsdp", WORLD_SIZE)
+    strategy.gradient_sync = sync
     trainer(
         devices=WORLD_SIZE,
-        strategy=strategy_of("fsdp", WORLD_SIZE),
+        strategy=strategy,
         use_distributed_sampler=False,
         default_root_dir=out,
     ).fit(module, DataLoader([batch, batch], batch_size=None))
     found = {
         "lengths": [r.response_mask.sum(1).tolist() for r in module.rollouts],
-        "generated": generated,
+        "gathered": gathered,
         "updates": module.updates,
         "whole": module.whole,
         "backwards": module.backwards,
         "layers": len(module.policy.model.model.layers),
+        "weights": [p.full_tensor().sum().item() for p in module.parameters()],
         "units": [len(units(root)) for root in module.trained_roots],
     }
     (out / f"rank_{RANK}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
     leave()

@@ -13,13 +13,19 @@ from tests.builders.ranks import ROOT, run_ranks
 SCRIPT = str(Path(__file__).with_name("count_collectives.py"))
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("collectives")
+def counted(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     run_ranks(
-        [SCRIPT, str(folder)], world_size=2, folder=folder, environment={"PYTHONPATH": str(ROOT)}
+        [SCRIPT, str(folder), *arguments],
+        world_size=2,
+        folder=folder,
+        environment={"PYTHONPATH": str(ROOT)},
     ).check()
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return counted(tmp_path_factory.mktemp("collectives"))
 
 
 @pytest.mark.timeout(120)
@@ -28,9 +34,17 @@ def test_a_rollout_gathers_each_layer_once_however_long_the_answers_are(ranks):
     assert short == [1, 1]
     assert long == [40, 40], "the ranks must differ for this test to say anything"
     for rank in ranks:
-        assert len(rank["generated"]) == 2
-        for sent in rank["generated"]:
+        assert len(rank["gathered"]) == 2 * 3
+        for sent in rank["gathered"][::3]:
             assert sent == {"_allgather_base_": rank["layers"] + 1}, sent
+
+
+@pytest.mark.timeout(120)
+def test_scoring_gathers_policy_and_reference_once_for_all_micro_batches(ranks):
+    for rank in ranks:
+        for sent in rank["gathered"][1::3] + rank["gathered"][2::3]:
+            # One number more: of how many micro-batches the ranks have.
+            assert sent == {"_allgather_base_": rank["layers"] + 1, "allreduce_": 1}, sent
 
 
 @pytest.mark.timeout(120)
@@ -40,3 +54,12 @@ def test_gradients_of_every_micro_batch_are_scattered_and_none_stays_whole(ranks
         assert rank["whole"] == 0
         for sent in rank["updates"]:
             assert sent["_reduce_scatter_base_"] == 4 * sum(rank["units"])
+
+
+@pytest.mark.timeout(120)
+def test_gradients_that_are_sent_once_a_step_train_the_same_weights(ranks, tmp_path):
+    for rank, other in zip(counted(tmp_path, "step"), ranks, strict=True):
+        assert rank["whole"] > 0
+        for sent in rank["updates"]:
+            assert sent["_reduce_scatter_base_"] == sum(rank["units"])
+        assert rank["weights"] == pytest.approx(other["weights"], rel=0, abs=1e-5)

@@ -217,6 +217,7 @@ class StrategySettings(Settings):
     checkpoint: Literal["full", "sharded"] = "sharded"
     shard_over: Positive | None = None
     cpu_offload: bool = False
+    gradient_sync: Literal["micro_batch", "step"] | None = None
 
 
 class LoggerSettings(Settings):
