@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -36,7 +35,8 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(weight: Tensor) -> Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    gather: Callable[[], Tensor] | None = getattr(weight, "full_tensor", None)
+    return weight if gather is None else gather()
 
 
 def _merged(layer: Any) -> Tensor:
