@@ -16,7 +16,6 @@ from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.generators.cuda_graphs import CudaGraphsGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.mirror import READ, WRITE, Log, on_mirror, recorded, trainer_options
 from tests.builders.models import PAD, VOCABULARY, prompt_batch, prompt_rows, tiny_policy
@@ -49,18 +48,11 @@ def counted(function: Callable[..., object], *args: Any) -> Log:
     return log
 
 
-def generating(
-    prompt_lengths: tuple[int, ...], stops: tuple[int, ...], *, graphs: bool = False
-) -> Waits:
-    """Return the waits of one more token, all rows going on unless `stops` ends some.
-
-    With `graphs` it is the step that `rollout=cuda_graphs` captures, run one kernel at a time.
-    """
+def generating(prompt_lengths: tuple[int, ...], stops: tuple[int, ...]) -> Waits:
+    """Return the waits of one more token, all rows going on unless `stops` ends some."""
     policy = tiny_policy("llama").to(DEVICE)
     batch = prompt_batch(prompt_rows(prompt_lengths)).to(DEVICE)
     generator = CachedGenerator(stops, PAD)
-    if graphs:
-        generator = CudaGraphsGenerator(stops, PAD, capture=False)
 
     def write(tokens: int) -> None:
         with policy.generating() as model:
@@ -145,11 +137,6 @@ TOKENS = {
 def test_a_token_waits_once(rows):
     found = on_mirror(generating, *TOKENS[rows])
     assert (found.reads, found.writes) == (1, 0), found.lines
-
-
-def test_a_step_that_is_captured_never_waits_and_mixes_no_devices():
-    found = on_mirror(generating, (3, 5, 1), NEVER, graphs=True)
-    assert (found.reads, found.writes) == (0, 0), found.lines
 
 
 def test_a_micro_batch_waits_once_and_an_optimizer_step_twice():
