@@ -1,8 +1,7 @@
-"""One rank that builds sharded models: `start_stage.py equal|memory|failure|scores OUT`.
+"""One rank that builds sharded models: `start_stage.py equal|memory|failure OUT`.
 
 `equal` compares every parameter, buffer and tie of several families with a process by itself,
-`memory` says what this rank held at most, `scores` computes a reward model in bf16, `failure` lets
-rank 0 alone find a damaged file.
+`memory` says what this rank held at most, `failure` lets rank 0 alone find a damaged file.
 """
 
 from __future__ import annotations
@@ -116,28 +115,6 @@ def equal(out: Path, module: Any) -> dict[str, Any]:
     return found
 
 
-def scores(out: Path, module: Any) -> dict[str, Any]:
-    module.compute_dtype = torch.bfloat16
-    if dist.get_rank() == 0:
-        scalar = tiny_scalar_model("llama", bias=9.0)
-        export_scalar_model(scalar, out / "reward", scalar.state_dict(), pad_token_id=0)
-    dist.barrier()
-    alone = load_scalar_model(out / "reward")
-    with sharing_models(module):
-        models = [completed(frozen(load_scalar_model(out / "reward")), frozen=True)]
-        models.append(completed(load_scalar_model(out / "reward")))
-    ids = torch.randint(2, 48, (2048, 16), generator=torch.Generator().manual_seed(3))
-    last = torch.arange(2048) * 16 + 15
-    with torch.no_grad():
-        exact, *found = (model(ids, last) for model in (alone, *models))
-    return {
-        "distinct": [len(f.unique()) for f in found],
-        "in_bf16": len(exact.bfloat16().unique()),
-        "error": [float((f - exact).abs().max()) for f in found],
-        "spread": float(exact.std()),
-    }
-
-
 def held(field: str) -> int:
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if field in x)
     return int(line.split()[1]) * 1024
@@ -180,7 +157,7 @@ if __name__ == "__main__":
     strategy = SimpleNamespace(mesh_of_shards=mesh, compute_dtype=None)
     trainer = SimpleNamespace(strategy=strategy)
     shared = SimpleNamespace(device_mesh=mesh, trainer=trainer, compute_dtype=None)
-    do = {"equal": equal, "memory": memory, "failure": failure, "scores": scores}[what]
+    do = {"equal": equal, "memory": memory, "failure": failure}[what]
     text = json.dumps(do(folder, shared))
     (folder / f"rank_{dist.get_rank()}.json").write_text(text)
     dist.barrier()
