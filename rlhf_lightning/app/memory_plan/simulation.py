@@ -8,18 +8,16 @@ alike, what is alive at a given moment and what is exchanged grow by the same wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from transformers import masking_utils
 
 from rlhf_lightning.app.memory_plan.models import POLICY, REFERENCE, REWARD, VALUE, FakeModels
@@ -41,6 +39,7 @@ from rlhf_lightning.distributed.collectives import (
     shard,
     unsharded,
 )
+from rlhf_lightning.distributed.fake_ranks import fake_ranks, own_part
 from rlhf_lightning.distributed.read_weights import tensors_of
 from rlhf_lightning.models.forward import BUCKET
 from rlhf_lightning.models.heads import ScalarHeadModel
@@ -82,7 +81,7 @@ def simulate(run: Run, *, num_layers: int | None = None) -> Simulation:
     depth = run.shape.num_layers
 
     def measure(layers: int) -> dict[str, Counter[str]]:
-        with _fake_ranks(run.num_devices):
+        with fake_ranks(run.num_devices, rank=RANK):
             return _Rank(run, fake, layers).run_phases()
 
     if num_layers is None:
@@ -126,7 +125,7 @@ class ShardedTracker(Tracker):
 
     def count(self, tensor: Tensor, category: str) -> None:
         """Count a tensor, of a sharded one what this rank holds."""
-        super().count(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, category)
+        super().count(own_part(tensor), category)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage of another size than before."""
@@ -156,17 +155,6 @@ def _received(name: str, args: Any, result: Any) -> int:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-@contextmanager
-def _fake_ranks(count: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=RANK, world_size=count, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class _Rank:
