@@ -170,7 +170,10 @@ def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp
     ("words", "told"),
     [
         ("", "runs={} is no study: name one of conf/study, rlhf-study NAME"),
-        ("objective", "study=objective is none of objectives, objectives_tuning; did you mean objectives"),
+        (
+            "objective",
+            "study=objective is none of objectives, objectives_tuning; did you mean objectives",
+        ),
         ("+runs.a={experiment:ppoo}", "runs.a: experiment=ppoo is none of"),
         ("+runs.a={experiment:ppo,overrides:['nosuch=1']}", "runs.a: unknown"),
         ("+runs.a={}", "a row of train names an experiment"),

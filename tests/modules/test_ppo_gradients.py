@@ -65,6 +65,7 @@ def pad_columns(batch: RolloutBatch, left: int, right: int, fill: int) -> Rollou
         return torch.nn.functional.pad(x, (left, right), value=value)
 
     names = ("logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "entropy")
+    names += ("sampler_logprobs",)
     return replace(
         batch,
         sequences=widened(batch.sequences, left, fill),

@@ -143,7 +143,9 @@ def test_two_ranks_log_and_control_the_same(one_and_two):
         for ours, theirs in zip(rank.logged, one.logged, strict=True):
             for name, value in theirs.items():
                 if not name.startswith(("time/", "throughput/")):
-                    assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+                    assert float(ours[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), (
+                        name
+                    )
     assert two[0].controls == two[1].controls
 
 
