@@ -156,7 +156,10 @@ def test_settings_that_a_folder_cannot_spell_have_folders_of_their_own(tmp_path)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n == "objectives" else pytest.mark.slow) for n in choices("study")],
+    [
+        pytest.param(n, marks=() if n == "objectives" else pytest.mark.slow)
+        for n in choices("study")
+    ],
 )
 def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp_path):
     content = yaml.safe_load((conf_dir() / "study" / f"{name}.yaml").read_text())
