@@ -114,5 +114,7 @@ def test_ppo_of_8b_fits_eight_gpus_of_80_gb_in_every_phase():
 @pytest.mark.timeout(1200)
 def test_ppo_of_70b_on_64_gpus_fits_but_for_a_rollout_of_its_own():
     peaks = assert_plan_agrees(ppo(LARGER, 64))
-    assert peaks.pop("generate") > 141, "the whole policy in bf16"
+    # The whole policy in bf16, for a rollout and for the scoring pass that gathers as it does.
+    assert peaks.pop("generate") > 141
+    assert peaks.pop("score") > 141
     assert max(peaks.values()) < 80
