@@ -99,7 +99,7 @@ def test_few_layers_say_what_all_of_them_hold_and_receive(tiny):
 def assert_plan_agrees(run: Run) -> dict[str, float]:
     found, planned = simulate(run), {phase.name: phase.total for phase in plan(run).phases}
     for phase, total in planned.items():
-        assert 0.98 * found.peaks[phase] < total < 1.15 * found.peaks[phase], phase
+        assert 0.98 * found.peaks[phase] < total < 1.25 * found.peaks[phase], phase
     return {phase: peak / GB for phase, peak in found.peaks.items()}
 
 
