@@ -88,9 +88,10 @@ def _parts(report: Report) -> Table:
 
 
 def _simulated(found: Simulation, num_devices: int) -> Table:
-    title = f"GiB of one of {num_devices} ranks, simulated with FSDP2"
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column(title, no_wrap=True)
+    host = f"memory of rank 0's machine, while it reads or exports a model: {gib(found.whole)}"
+    caption = Text(host, style="dim")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, caption=caption, caption_justify="left")
+    table.add_column(f"GiB of one of {num_devices} ranks, by FSDP2", no_wrap=True)
     table.add_column("held at most", justify="right")
     table.add_column("received in an iteration", justify="right")
     for phase, peak in found.peaks.items():
@@ -99,8 +100,6 @@ def _simulated(found: Simulation, num_devices: int) -> Table:
     table.add_section()
     total = sum(found.received[phase] for phase in ITERATED if phase in found.received)
     table.add_row("iteration", gib(max(found.peaks.values())), gib(total), style="bold")
-    host = f"memory of rank 0's machine, while it reads or exports a model: {gib(found.whole)}"
-    table.add_row(Text(host, style="dim"), "", "")
     return table
 
 
