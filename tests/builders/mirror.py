@@ -331,9 +331,9 @@ class MirrorAccelerator(Accelerator):
 
 
 def trainer_options(device: str) -> dict[str, Any]:
-    """Return the arguments of a Trainer that runs on `device`, `cpu` or `mirror`."""
-    if device == "cpu":
-        return {"accelerator": "cpu"}
+    """Return the arguments of a Trainer that runs on `device`: `cpu`, `cuda` or `mirror`."""
+    if device != NAME:
+        return {"accelerator": device, "devices": 1}
     strategy = SingleDeviceStrategy(torch.device(NAME, 0))
     # In inference mode composite operations would arrive whole, and hide what they wait for.
     return {"accelerator": MirrorAccelerator(), "strategy": strategy, "inference_mode": False}

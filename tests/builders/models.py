@@ -49,6 +49,10 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "opt": _LAYERS | {"ffn_dim": 64, "word_embed_proj_dim": HIDDEN, "init_std": INIT_STD},
     "llama": _LAYERS
     | {"intermediate_size": 64, "num_key_value_heads": 1, "initializer_range": INIT_STD},
+    "qwen2": _LAYERS
+    | {"intermediate_size": 64, "num_key_value_heads": 1, "initializer_range": INIT_STD},
+    "qwen3": _LAYERS
+    | {"intermediate_size": 64, "num_key_value_heads": 1, "initializer_range": INIT_STD},
     "gpt_neox": _LAYERS | {"intermediate_size": 64, "initializer_range": INIT_STD},
 }
 
