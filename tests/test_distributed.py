@@ -20,7 +20,7 @@ from rlhf_lightning.distributed.collectives import (
     unsharded,
     world_size,
 )
-from rlhf_lightning.distributed.process import prepare_process
+from rlhf_lightning.distributed.process import cpu_threads, prepare_process
 from rlhf_lightning.functional.masked import masked_mean, masked_var, masked_whiten
 from tests.builders.ranks import SimulatedRanks
 
@@ -165,6 +165,18 @@ def test_cudas_memory_grows_in_segments_unless_the_user_has_said_otherwise(monke
     prepare_process()
     assert os.environ[name] == "max_split_size_mb:64"
     assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)) == 1
+
+
+@pytest.mark.parametrize(("asked", "inside"), [(2, 2), (3, 3), (None, 1)])
+def test_threads_are_as_many_as_asked_for_and_afterwards_as_before(asked, inside):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with cpu_threads(asked):
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_every_command_that_computes_prepares_its_process_before_torch_is_loaded():

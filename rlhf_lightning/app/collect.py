@@ -18,6 +18,7 @@ from rlhf_lightning.app.command_line import (
     run_job,
     say,
 )
+from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.run_claim import check_folder
@@ -26,8 +27,6 @@ from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
-from rlhf_lightning.models.cpu_kernels import cpu_kernels
-from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
 from rlhf_lightning.runs.resume import find_unfinished_run
@@ -62,9 +61,8 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     prepare_inputs(settings, overrides)
     folder = _start(settings, folder)
     summary = new_summary("collect", seed=settings.seed, config_hash=settings.config_hash)
-    kernels = cpu_kernels(settings.model.cpu_kernels)
-    together = micro_batching(settings.model.micro_batches)
-    with claim_run(folder.path, lambda: check_folder(settings, folder)), kernels, together:
+    claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
+    with claimed, computing(**settings.model.computing):
         try:
             write_summary(folder, summary)
             return _collect(settings, folder, summary)

@@ -18,6 +18,7 @@ from rlhf_lightning.app.command_line import (
     run_job,
     say,
 )
+from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.run_claim import check_folder
@@ -34,8 +35,6 @@ from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
-from rlhf_lightning.models.cpu_kernels import cpu_kernels
-from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.summary import (
@@ -75,9 +74,8 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     keep_secrets(settings, folder)
     settings = prepare_sides(settings, overrides)
     summary = new_summary("evaluate", seed=settings.seed, config_hash=settings.config_hash)
-    kernels = cpu_kernels(settings.model.cpu_kernels)
-    together = micro_batching(settings.model.micro_batches)
-    with claim_run(folder.path, lambda: check_folder(settings, folder)), kernels, together:
+    claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
+    with claimed, computing(**settings.model.computing):
         try:
             write_summary(folder, summary)
             return _evaluate(settings, folder, summary)
@@ -163,7 +161,7 @@ def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary
 def _benchmark_lines(settings: EvaluateSettings) -> dict[str, object]:
     assert settings.benchmark is not None
     given = {key: value for key, value in settings.benchmark.arguments.items() if value is not None}
-    if "tasks" in given:
+    if settings.compares_policies:
         return {"policy": settings.policy, "baseline": settings.baseline, **given}
     scorer = settings.scorer
     return {"scorer": None if scorer is None else scorer.get("source") or scorer.path, **given}

@@ -34,14 +34,13 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     """
     scorer, models = settings.scorer, settings.artifacts.models()
     sides = {"policy": settings.policy, "baseline": settings.baseline}
-    benchmark = settings.benchmark
-    if benchmark is not None and "tasks" not in benchmark.arguments:
-        sides = {}  # of a reward model
+    if not settings.compares_policies:
+        sides = {}
     for side, value in sides.items():
         if value not in models.values() and not is_available(value):
             raise ConfigError(f"{side}={value} does not exist: give a model folder or a hub name")
     used: set[str | None] = set(sides.values())
-    if scorer is not None and (benchmark is None or not sides):
+    if scorer is not None and (settings.benchmark is None or not sides):
         used.add(scorer.get("source"))
     kinds = [kind for kind in KINDS if models.get(kind) in used and kind in models]
     prepare_inputs(settings, overrides, kinds=kinds)

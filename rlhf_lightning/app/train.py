@@ -21,6 +21,7 @@ from rlhf_lightning.app.command_line import (
     run_job,
     this_job,
 )
+from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
 from rlhf_lightning.app.config.run_claim import check_folder
@@ -48,8 +49,6 @@ from rlhf_lightning.distributed.launch import (
     launch_time,
 )
 from rlhf_lightning.distributed.process import prepare_process
-from rlhf_lightning.models.cpu_kernels import cpu_kernels
-from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import (
@@ -101,11 +100,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     mine = (
         claim_run(folder.path, lambda: check_folder(settings, folder)) if first else nullcontext()
     )
-    with (
-        mine,
-        cpu_kernels(settings.model.cpu_kernels),
-        micro_batching(settings.model.micro_batches),
-    ):
+    with mine, computing(**settings.model.computing):
         try:
             if first:
                 write_summary(folder, summary)

@@ -183,8 +183,12 @@ class RecordDataModule(LightningDataModule):
         return self._rows[split]
 
     def prepare_data(self) -> None:
-        """Read the source once on one process, so that a download happens only once."""
-        self.source.records(self.kind, "train")
+        """Read the source once on one process, so that a download happens only once.
+
+        Rows that are encoded already need no source: Lightning asks before every loop.
+        """
+        if not self._rows:
+            self.source.records(self.kind, "train")
 
     def setup(self, stage: str | None = None) -> None:
         """Encode both splits, once, and show what is in them.

@@ -74,6 +74,7 @@ def linear_token_logprobs(
     with_entropy: bool = False,
     chunk_rows: int | None = None,
     accumulate: Accumulate | None = None,
+    product_dtype: Callable[[torch.dtype], torch.dtype] | None = None,
 ) -> LinearLogprobs:
     """Return `log_softmax((hidden @ weight.T + bias) / temperature)[tokens]` and its entropy.
 
@@ -91,6 +92,7 @@ def linear_token_logprobs(
         accumulate: takes `weight` and of each chunk the two factors `[C, V]` and `[C, H]` of its
             gradient, in the compute dtype; returns None if it has added their product, or the
             product for autograd. None is autograd's way.
+        product_dtype: the dtype of autocast -> another one to multiply in; None keeps it.
 
     Raises:
         ValueError: if `temperature` is not positive.
@@ -101,6 +103,8 @@ def linear_token_logprobs(
         raise ValueError(f"temperature={temperature} must be positive: use 1.0")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if product_dtype is not None:
+        dtype = product_dtype(dtype)
     if chunk_rows is None:
         chunk_rows = _rows_within(_sizes(hidden.device).chunk, 4 * len(weight))
     with torch.autocast(device, enabled=False):

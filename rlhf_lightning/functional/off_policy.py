@@ -87,7 +87,7 @@ def sequence_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
 
 
 class Mismatch(NamedTuple):
-    """How far the policy is from what sampled its tokens.
+    """Distance of the policy from the sampler of its tokens.
 
     Args:
         mean_abs: mean of |log ratio|, nats a token.

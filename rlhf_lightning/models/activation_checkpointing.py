@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
+
+from rlhf_lightning.models.layer_kernels import as_now
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -31,7 +33,7 @@ def checkpoint_activations(
     options = {
         "use_reentrant": False,
         "preserve_rng_state": _has_dropout(model),
-        "context_fn": contexts or _nothing,
+        "context_fn": lambda: _as_now(contexts or _nothing),
     }
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -48,3 +50,17 @@ def _has_dropout(model: PreTrainedModel) -> bool:
 
 def _nothing() -> Contexts:
     return nullcontext(), nullcontext()
+
+
+def _as_now(contexts: Callable[[], Contexts]) -> Contexts:
+    """Return `contexts()`, the repetition also by the kernels that the forward takes now."""
+    first, repeated = contexts()
+    return first, _within(as_now(), repeated)
+
+
+@contextmanager
+def _within(
+    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield

@@ -5,12 +5,15 @@ Must not import torch: commands read the switch before they load anything heavy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_lightning.models.layer_kernels import compiles
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 _enabled = True
@@ -36,15 +39,36 @@ def cpu_kernels(enabled: bool) -> Iterator[None]:
 def prepare(model: PreTrainedModel, *, adapted: bool = False) -> None:
     """Let `model` compute by the CPU kernels wherever it is on a CPU, unless they are off.
 
+    Layers that are to be compiled stay as they are.
+
     Args:
         model: changed in place.
         adapted: it is the base of adapters: its layers stay as they are, so that it computes the
             same bits with adapters that are off and without any.
     """
-    if _enabled:
+    if _enabled and not compiles():
         from rlhf_lightning.models import cpu
 
         cpu.prepare(model, adapted=adapted)
+
+
+def packs_rows(model: nn.Module) -> bool:
+    """Return whether `model` takes rows one after the other, as `row_lengths`, and where it is now.
+
+    False where the kernels are off.
+    """
+    if not _enabled:
+        return False
+    from rlhf_lightning.models.cpu import row_blocks
+
+    return row_blocks.packs_rows(model)
+
+
+def packed_head_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a head multiplies states of packed rows, instead of `dtype`."""
+    from rlhf_lightning.models.cpu.products import product_dtype
+
+    return product_dtype(dtype)
 
 
 def weight_grad_adder() -> Callable[[Tensor, Tensor, Tensor], Tensor | None] | None:
@@ -74,3 +98,27 @@ def packed_linear(
     from rlhf_lightning.models.cpu.packed_weights import packed_linear
 
     return packed_linear(weight, bias, rows)
+
+
+class SideBySide(NamedTuple):
+    """Runner of separate tasks, two at a time, each by half of the threads.
+
+    Args:
+        run: tasks -> what they return.
+        sum: losses of separate graphs -> their sum, whose backward pass is theirs side by side.
+    """
+
+    run: Callable[[Sequence[Callable[[], Any]]], list[Any]]
+    sum: Callable[[Sequence[Tensor]], Tensor]
+
+
+def side_by_side(*models: Any) -> SideBySide | None:
+    """Return what lets `models` compute at the same time; None where they must take turns.
+
+    They must share no weight, be plain models on a CPU, and torch have several threads.
+    """
+    if not _enabled:
+        return None
+    from rlhf_lightning.models.cpu.side_by_side import can_run_beside, run_beside, sum_of_losses
+
+    return SideBySide(run_beside, sum_of_losses) if can_run_beside(models) else None

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlhf_lightning.functional.sequences import (
     last_token_index,
@@ -24,7 +26,7 @@ from rlhf_lightning.functional.sequences import (
     response_state_index,
 )
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, TokenStatistics
-from rlhf_lightning.models.micro_batching import in_buckets
+from rlhf_lightning.models.micro_batching import automatic, in_buckets
 
 BUCKET = 16
 # Padding that costs what a further micro-batch of a GPU costs: weights are cast or gathered for it,
@@ -87,6 +89,32 @@ def pack_right(input_ids: Tensor, attention_mask: Tensor, width: int | None = No
     return torch.where(columns < lengths.unsqueeze(-1), input_ids.gather(1, source), 0)
 
 
+class PackedRows(NamedTuple):
+    """Rows one after the other in one sequence, without padding between them.
+
+    Args:
+        input_ids: `[1, W]`; a last row of id 0 fills W up to a multiple of 16.
+        offsets: `[b]`; a token of row i in column t of the rows stands in `t + offsets[i]`.
+        row_lengths: of all rows, with that last one.
+    """
+
+    input_ids: Tensor
+    offsets: Tensor
+    row_lengths: tuple[int, ...]
+
+
+def pack_together(input_ids: Tensor, attention_mask: Tensor) -> PackedRows:
+    """Pack `[b, T]` rows, padded on any side, into one sequence; see `PackedRows`."""
+    mask = attention_mask.bool()
+    lengths = mask.sum(-1)  # [b]
+    ends = lengths.cumsum(0)
+    count = int(ends[-1])
+    rest = -count % BUCKET
+    row_lengths = (*lengths.tolist(), *([rest] if rest else []))
+    together = pad(input_ids[mask], (0, rest)).unsqueeze(0)  # [1, W]
+    return PackedRows(together, ends - 1 - last_token_index(mask), row_lengths)
+
+
 def pack(batch: Responses) -> Packed:
     """Re-pack a micro-batch; see `Packed`."""
     # The only wait of a forward: the lengths and the mask make shapes.
@@ -129,7 +157,36 @@ def equal_widths(lengths: Sequence[int], *, waste: int, budget: int) -> list[ran
     return runs
 
 
-def micro_batches(attention_mask: Tensor, micro_batch_size: int | None) -> list[Tensor]:
+def packs(model: PolicyModel | ScalarHeadModel) -> bool:
+    """Return whether rows of `model` are packed into one sequence where no padding is to decide.
+
+    Only by `model.micro_batches=auto`, on a CPU whose kernels keep the rows apart.
+    """
+    return automatic() and model.packs
+
+
+def packed_micro_batches(lengths: Tensor, budget: int) -> list[Tensor]:
+    """Return row indices of micro-batches of nearly equal numbers of tokens, the longest first.
+
+    Args:
+        lengths: `[B]` tokens of each row, on a CPU.
+        budget: tokens of a micro-batch at most, unless a single row has more.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    sizes = lengths[order]
+    middles = sizes.cumsum(0) - sizes / 2
+    total = int(sizes.sum())
+    for count in range(-(-total // budget), len(order) + 1):
+        part = (middles * count / total).long()  # [B], ascending
+        parts = list(order.split(torch.unique_consecutive(part, return_counts=True)[1].tolist()))
+        if all(len(rows) == 1 or int(lengths[rows].sum()) <= budget for rows in parts):
+            return parts
+    return list(order.split(1))
+
+
+def micro_batches(
+    attention_mask: Tensor, micro_batch_size: int | None, *, packed: bool = False
+) -> list[Tensor]:
     """Return row indices, on the host, of micro-batches, the longest rows first.
 
     By "buckets" a micro-batch has rows of one bucket, at most `micro_batch_size`. By "tokens" it
@@ -140,7 +197,12 @@ def micro_batches(attention_mask: Tensor, micro_batch_size: int | None) -> list[
     Args:
         attention_mask: `[B, T]` bool.
         micro_batch_size: None does not bound it.
+        packed: rows are packed into one sequence, so that none is padded: any rows go together,
+            with at most the tokens of `micro_batch_size` rows of the width T.
     """
+    if packed:
+        budget = (micro_batch_size or len(attention_mask)) * attention_mask.shape[1]
+        return packed_micro_batches(attention_mask.sum(-1).cpu(), budget)
     widths = bucket_width(attention_mask.sum(-1)).cpu()
     if in_buckets(attention_mask.device.type):
         order = widths.argsort(descending=True, stable=True)
@@ -155,6 +217,28 @@ def micro_batches(attention_mask: Tensor, micro_batch_size: int | None) -> list[
         widths[order].tolist(), waste=WASTE, budget=(micro_batch_size or len(order)) * longest
     )
     return [order[run.start : run.stop] for run in runs]
+
+
+def pair_micro_batches(
+    chosen_mask: Tensor,
+    rejected_mask: Tensor,
+    micro_batch_size: int | None,
+    *,
+    packed: bool = False,
+) -> list[Tensor]:
+    """Return the indices of pairs whose two rows share a forward, as `micro_batches` does of rows.
+
+    Args:
+        chosen_mask: `[B, T]` bool.
+        rejected_mask: `[B, T]` bool.
+        micro_batch_size: pairs; None does not bound it.
+        packed: as in `micro_batches`; the budget is of twice as many rows.
+    """
+    if packed:
+        lengths = (chosen_mask.sum(-1) + rejected_mask.sum(-1)).cpu()
+        budget = 2 * (micro_batch_size or len(lengths)) * chosen_mask.shape[1]
+        return packed_micro_batches(lengths, budget)
+    return micro_batches(chosen_mask | rejected_mask, micro_batch_size)
 
 
 def response_statistics(
@@ -175,11 +259,25 @@ def response_values(value_model: ScalarHeadModel, batch: Responses) -> Tensor:
     return _unpack(value_model(packed.input_ids, packed.positions), batch.response_mask)
 
 
-def sequence_scores(model: ScalarHeadModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return `[b]` scores read at each row's last token; `[b, T]` padded on any side."""
-    packed = pack_right(input_ids, attention_mask)
-    rows = torch.arange(len(packed), device=packed.device)
-    return model(packed, rows * packed.shape[1] + attention_mask.sum(-1) - 1)
+def sequence_scores(
+    model: ScalarHeadModel, input_ids: Tensor, attention_mask: Tensor, *, packed: bool = False
+) -> Tensor:
+    """Return `[b]` scores read at each row's last token; `[b, T]` padded on any side.
+
+    Args:
+        model: of which.
+        input_ids: `[b, T]`.
+        attention_mask: `[b, T]` bool.
+        packed: let the rows be one sequence; see `packs`.
+    """
+    if packed:
+        together = pack_together(input_ids, attention_mask)
+        last = together.offsets + last_token_index(attention_mask)  # [b]
+        return model(together.input_ids, last, together.row_lengths)  # type: ignore[no-any-return]
+    shifted = pack_right(input_ids, attention_mask)
+    rows = torch.arange(len(shifted), device=shifted.device)
+    last = rows * shifted.shape[1] + attention_mask.sum(-1) - 1
+    return model(shifted, last)  # type: ignore[no-any-return]
 
 
 def response_logprobs(
@@ -210,6 +308,7 @@ def by_micro_batch(
     micro_batch_size: int | None,
     *,
     agree: Callable[[int, torch.device], int] | None = None,
+    run: Callable[[Sequence[Callable[[], Any]]], list[Any]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Apply `function` to the row indices of each micro-batch; return rows in their order.
 
@@ -219,12 +318,14 @@ def by_micro_batch(
         micro_batch_size: see `micro_batches`.
         agree: returns the largest number of calls that a rank needs. Ranks that shard a model must
             call it equally often; those with fewer micro-batches repeat one and drop the result.
+        run: calls that may be made at the same time -> what they return; None makes them in turn.
     """
     parts = micro_batches(attention_mask, micro_batch_size)
     # Agreed before the first call: between two calls of a rank that shards, others must be in one.
     device = attention_mask.device
     count = agree(len(parts), device) if agree else len(parts)
-    outputs = [function(rows.to(device, non_blocking=True)) for rows in parts]
+    calls = [partial(function, rows.to(device, non_blocking=True)) for rows in parts]
+    outputs = run(calls) if run else [call() for call in calls]
     for _ in range(len(parts), count):
         function(parts[0].to(device, non_blocking=True))
     back = torch.cat(parts).argsort().to(device, non_blocking=True)

@@ -17,8 +17,14 @@ from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
-from rlhf_lightning.models.cpu_kernels import prepare, weight_grad_adder
+from rlhf_lightning.models.cpu_kernels import (
+    packed_head_dtype,
+    packs_rows,
+    prepare,
+    weight_grad_adder,
+)
 from rlhf_lightning.models.known_masks import masks_known
+from rlhf_lightning.models.layer_kernels import full_sequences, use_layer_kernels
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing
 
@@ -37,15 +43,29 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor | None
 
 
-def hidden_states(trunk: nn.Module, input_ids: Tensor) -> Tensor:
-    """Return the last hidden states `[b, W, H]` of right-padded `input_ids` `[b, W]`."""
+def hidden_states(
+    trunk: nn.Module, input_ids: Tensor, row_lengths: tuple[int, ...] | None = None
+) -> Tensor:
+    """Return the last hidden states `[b, W, H]` of right-padded `input_ids` `[b, W]`.
+
+    Args:
+        trunk: the decoder.
+        input_ids: one sequence `[1, W]` where there are `row_lengths`.
+        row_lengths: of packed rows; a token attends to its own row. See `packs_rows`.
+    """
+    if row_lengths is not None:
+        position_ids = torch.cat([torch.arange(length) for length in row_lengths]).unsqueeze(0)
+        options = {"position_ids": position_ids, "row_lengths": row_lengths, "use_cache": False}
+        with masks_known():
+            packed: Tensor = trunk(input_ids=input_ids, **options).last_hidden_state  # [1, W, H]
+        return packed
     rows = len(input_ids)
     if rows == 1 and input_ids.device.type == "cpu":
         # One row takes other CPU kernels than two or more, and a ratio of 1 would be 1 + 5e-7.
         input_ids = input_ids.expand(2, -1)
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
     position_ids = position_ids.expand_as(input_ids)
-    with masks_known():
+    with masks_known(), full_sequences():
         output = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     hidden: Tensor = output.last_hidden_state[:rows]  # [b, W, H]
     return hidden
@@ -77,6 +97,7 @@ class PolicyModel(nn.Module):
         prepare(model)
         self.model = model
         check_head_split(model)
+        use_layer_kernels(model)
 
     @property
     def root(self) -> nn.Module:
@@ -87,6 +108,11 @@ class PolicyModel(nn.Module):
     def device(self) -> torch.device:
         """The device of the weights."""
         return next(self.root.parameters()).device
+
+    @property
+    def packs(self) -> bool:
+        """True if rows may be packed into one sequence."""
+        return packs_rows(self.model)
 
     @contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:
@@ -101,6 +127,7 @@ class PolicyModel(nn.Module):
         tokens: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = True,
+        row_lengths: tuple[int, ...] | None = None,
     ) -> TokenStatistics:
         """Return statistics of `tokens` at `positions`.
 
@@ -110,22 +137,26 @@ class PolicyModel(nn.Module):
             tokens: `[N]` token ids.
             temperature: divides the logits.
             with_entropy: False leaves the entropy out, which saves a pass over the logits.
+            row_lengths: of rows that are packed into `input_ids` `[1, W]`; see `hidden_states`.
         """
         count = len(positions)
         positions = in_whole_blocks(positions)
         head: Any = self.model.get_output_embeddings()
         with computing(self.model, input_ids.device):
-            hidden = hidden_states(self.model.base_model, input_ids).flatten(0, 1)  # [b*W, H]
+            hidden = hidden_states(self.model.base_model, input_ids, row_lengths).flatten(0, 1)
             logprobs, entropy = linear_token_logprobs(
-                hidden[positions],  # [N, H]
+                hidden[positions],  # [N, H] of [b * W, H]
                 head.weight,
                 pad(tokens, (0, len(positions) - count)),
                 bias=head.bias,
                 temperature=temperature,
                 with_entropy=with_entropy,
                 accumulate=weight_grad_adder(),
+                product_dtype=None if row_lengths is None else packed_head_dtype,
             )
-        return TokenStatistics(logprobs[:count], None if entropy is None else entropy[:count])
+        # Copies: FSDP2 hangs its hooks on what is returned, and a view could lose them.
+        asked = logprobs[:count].clone(), None if entropy is None else entropy[:count].clone()
+        return TokenStatistics(*asked)
 
 
 class ScalarHeadModel(nn.Module):
@@ -145,6 +176,7 @@ class ScalarHeadModel(nn.Module):
         if not isinstance(head, ScalarHead):
             raise TypeError(f"head={type(head).__name__} is no ScalarHead: use scalar_head()")
         prepare(trunk)
+        use_layer_kernels(trunk)
         self.trunk = trunk
         self.head = head
 
@@ -153,12 +185,28 @@ class ScalarHeadModel(nn.Module):
         """The module that is placed and sharded as a whole."""
         return self
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return `[N]` fp32 scalars at `positions` of the flattened `[b * W]` states."""
+    @property
+    def packs(self) -> bool:
+        """True if rows may be packed into one sequence."""
+        return packs_rows(self.trunk)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        row_lengths: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """Return `[N]` fp32 scalars at `positions` of the flattened `[b * W]` states.
+
+        Args:
+            input_ids: `[b, W]`, padded on the right.
+            positions: `[N]`.
+            row_lengths: of rows that are packed into `input_ids` `[1, W]`; see `hidden_states`.
+        """
         asked = in_whole_blocks(positions)
         with computing(self.trunk, input_ids.device):
-            hidden = hidden_states(self.trunk, input_ids).flatten(0, 1)[asked]  # [N, H]
-        scalars: Tensor = self.head(hidden)  # [N, 1]
+            hidden = hidden_states(self.trunk, input_ids, row_lengths).flatten(0, 1)[asked]
+        scalars: Tensor = self.head(hidden)  # [N, 1] of [N, H]
         return scalars[: len(positions), 0].float().clone()
 
     @torch.no_grad()

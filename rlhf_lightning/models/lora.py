@@ -32,6 +32,7 @@ from rlhf_lightning.models.heads import (
     check_head_split,
     scalar_head,
 )
+from rlhf_lightning.models.layer_kernels import use_layer_kernels
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing, round_frozen_weights
 
@@ -57,6 +58,7 @@ class AdaptedBase(nn.Module):
         super().__init__()
         prepare(model, adapted=True)
         check_head_split(model)
+        use_layer_kernels(model)
         self.lora = lora
         self.targets = target_modules(model, lora.target_modules)
         if lora.quantization == "none":

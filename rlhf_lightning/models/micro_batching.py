@@ -17,7 +17,8 @@ def micro_batching(way: str) -> Iterator[None]:
     """Put rows together in this way inside: see `models.forward.micro_batches`.
 
     Args:
-        way: "buckets", "tokens", or "auto": buckets on a CPU, tokens elsewhere.
+        way: "buckets", "tokens", or "auto": buckets on a CPU, tokens elsewhere, and
+            packed into one sequence where `models.forward.packs` and nothing compares bits.
 
     Raises:
         ValueError: for another one.
@@ -35,3 +36,8 @@ def micro_batching(way: str) -> Iterator[None]:
 def in_buckets(device_type: str) -> bool:
     """Return whether a row is always evaluated at one width there, so that it has one result."""
     return _way == "buckets" or (_way == "auto" and device_type == "cpu")
+
+
+def automatic() -> bool:
+    """Return whether no way was asked for."""
+    return _way == "auto"

@@ -46,7 +46,12 @@ from rlhf_lightning.modules.optimization import (
     of_rows,
 )
 from rlhf_lightning.modules.step_0 import Step0
-from rlhf_lightning.rollout.collect import RolloutParts, collect_rollout, sample_responses
+from rlhf_lightning.rollout.collect import (
+    RolloutParts,
+    begin_responses,
+    collect_rollout,
+    sample_responses,
+)
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
@@ -109,8 +114,9 @@ def sample_rollout(
     """Sample, evaluate and score; return the rollout and the seconds of its phases.
 
     With `rollout_lag=1` the responses were sampled in the iteration before, and those of the next
-    one, whose prompts stand in `prompts` as spares, are sampled here: the weights that sample for
-    iteration i are those after the update of iteration i - 2.
+    one, whose prompts stand in `prompts` as spares, are begun here: the weights that sample for
+    iteration i are those after the update of iteration i - 2. An engine in processes of its own
+    writes them while this one scores and trains.
 
     Raises:
         ValueError: if there is to be a correction, and the generator gives no log-probabilities.
@@ -129,21 +135,20 @@ def sample_rollout(
         "temperature": module.controls.temperature,
         "max_new_tokens": module.sampling.max_new_tokens,
     }
-    own, following = (prompts, None) if not module.algorithm.rollout_lag else _lagged(prompts)
+    started, generation = time.perf_counter(), None
+    if module.algorithm.rollout_lag:
+        prompts, generation = _lagged_responses(module, parts, prompts, iteration, common)
+    waited = time.perf_counter() - started
     rollout, seconds = collect_rollout(
         parts,
-        own,
+        prompts,
         noise=module.noise.at_iteration(iteration),
         shaping=module.controls.shaping(module.algorithm, estimator),
         max_resampling_rounds=max_resampling_rounds,
-        generation=None if following is None else _sampled_before(module, own, iteration),
+        generation=generation,
         **common,
     )
-    if following is not None and iteration + 1 < int(module.trainer.estimated_stepping_batches):
-        started, noise = time.perf_counter(), module.noise.at_iteration(iteration + 1)
-        generation = sample_responses(parts, following, noise=noise, **common)
-        module.pending.put(iteration + 1, following, generation)
-        seconds["generate"] += time.perf_counter() - started
+    seconds["generate"] += waited
     correction = module.algorithm.off_policy
     if correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError(
@@ -152,6 +157,22 @@ def sample_rollout(
             "off_policy=none"
         )
     return rollout, seconds
+
+
+def _lagged_responses(
+    module: Any, parts: RolloutParts, prompts: PromptBatch, iteration: int, common: dict[str, Any]
+) -> tuple[PromptBatch, Generation]:
+    """Return prompts and responses of the iteration; begin with the responses of the next one."""
+    own, following = _lagged(prompts)
+    generation = _sampled_before(module, own, iteration)
+    if generation is None:
+        noise = module.noise.at_iteration(iteration)
+        generation = sample_responses(parts, own, noise=noise, **common)
+    if iteration + 1 < int(module.trainer.estimated_stepping_batches):
+        noise = module.noise.at_iteration(iteration + 1)
+        begun = begin_responses(parts, following, noise=noise, **common)
+        module.pending.put(iteration + 1, following, begun)
+    return own, generation
 
 
 def _lagged(prompts: PromptBatch) -> tuple[PromptBatch, PromptBatch]:
@@ -229,7 +250,9 @@ def take_step(
     num_tokens = global_sum(minibatch.response_mask.sum())
     counts = StepCounts(num_tokens, len(minibatch) * world_size())
     parts = micro_batches(minibatch.attention_mask, module.algorithm.micro_batch_size)
-    measured = accumulate_gradients(module, parts, [of_rows(t, minibatch, counts) for t in terms])
+    measured = accumulate_gradients(
+        module, parts, [of_rows(t, minibatch, counts) for t in terms], list(models.values())
+    )
     module.step_0.check_ratio(measured, module)
     target = module.algorithm.target_approx_kl
     if target is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -19,6 +20,7 @@ from rlhf_lightning.distributed.collectives import (
     global_sum,
     world_size,
 )
+from rlhf_lightning.models.cpu_kernels import SideBySide, side_by_side
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.iteration_schedule import IterationSchedule
@@ -47,21 +49,26 @@ def accumulate_gradients(
     module: L.LightningModule,
     parts: list[Tensor],
     terms: Sequence[Term],
+    models: Sequence[nn.Module] = (),
 ) -> Measured:
     """Add up the gradients of one loss over micro-batches and ranks; return its measures.
 
     The loss is a sum of terms. They are taken one after the other, each over all micro-batches, so
-    that only one of them holds activations.
+    that only one of them holds activations; on a CPU with several threads two are taken together,
+    each by half of the threads, if each is of a model of its own.
 
     Args:
         module: whose `manual_backward` and strategy are used.
         parts: rows of each micro-batch of this rank.
         terms: each rows -> that micro-batch's share of the term (sums over its tokens divided by
             the global count), with its measures.
+        models: whose gradients the terms give, if each is of one model alone.
     """
     count = agreed_max(len(parts), module.device)
     measured: Measured = {}
-    for term in terms:
+    apart = 1 < len(terms) == len(models) and world_size() == 1
+    beside = side_by_side(*models) if apart else None
+    for term in terms if beside is None else [_together(terms, beside)]:
         for index in range(count):
             # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
             rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
@@ -76,6 +83,17 @@ def accumulate_gradients(
             del loss, values
     average_gradients(module.parameters(), module.trainer.strategy)
     return {name: global_sum(value) for name, value in measured.items()}
+
+
+def _together(terms: Sequence[Term], beside: SideBySide) -> Term:
+    """Return the sum of `terms`, which are computed at the same time, forward and backward."""
+
+    def term(rows: Tensor) -> tuple[Tensor, Measured]:
+        computed = beside.run([partial(term, rows) for term in terms])
+        measured = {name: value for _, values in computed for name, value in values.items()}
+        return beside.sum([loss for loss, _ in computed]), measured
+
+    return term
 
 
 def of_rows(term: TermOfBatch, batch: TensorBatch, counts: Any) -> Term:

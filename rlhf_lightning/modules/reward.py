@@ -25,7 +25,7 @@ from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import LoraHparams, RewardHparams
 from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.factory import load_scalar_model
-from rlhf_lightning.models.forward import micro_batches, sequence_scores
+from rlhf_lightning.models.forward import packs, pair_micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import load_states, save_states
@@ -169,7 +169,12 @@ class RewardModule(L.LightningModule):
         """Take one optimizer step on the batch of pairs."""
         started = time.perf_counter()
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
-        parts = micro_batches(batch.either_attention_mask, self.reward.micro_batch_size)
+        parts = pair_micro_batches(
+            batch.chosen_attention_mask,
+            batch.rejected_attention_mask,
+            self.reward.micro_batch_size,
+            packed=packs(self.model),
+        )
 
         def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
             chosen, rejected = self.scores(batch[rows])
@@ -210,7 +215,8 @@ class RewardModule(L.LightningModule):
         """Return the scores `[B]` of the chosen and of the rejected answers, in one forward."""
         ids = torch.cat([batch.chosen_input_ids, batch.rejected_input_ids])  # [2B, T]
         mask = torch.cat([batch.chosen_attention_mask, batch.rejected_attention_mask])
-        chosen, rejected = sequence_scores(self.model, ids, mask).chunk(2)
+        scores = sequence_scores(self.model, ids, mask, packed=packs(self.model))
+        chosen, rejected = scores.chunk(2)
         return chosen, rejected
 
     def on_validation_start(self) -> None:

@@ -22,7 +22,7 @@ from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.hparams import LoraHparams, SFTHparams
 from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.models.forward import micro_batches, pack_right
+from rlhf_lightning.models.forward import micro_batches, pack_right, pack_together, packs
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import load_states, save_states
@@ -160,7 +160,9 @@ class SFTModule(L.LightningModule):
         """Take one optimizer step on the batch."""
         started = time.perf_counter()
         num_tokens = global_sum(batch.loss_mask.sum())
-        parts = micro_batches(batch.attention_mask, self.sft.micro_batch_size)
+        parts = micro_batches(
+            batch.attention_mask, self.sft.micro_batch_size, packed=packs(self.policy)
+        )
 
         def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
             loss = self.loss(batch[rows], num_tokens)
@@ -194,12 +196,18 @@ class SFTModule(L.LightningModule):
             num_tokens: what the sum is divided by.
             policy: another model than the one that is trained.
         """
-        packed = pack_right(batch.input_ids, batch.attention_mask)  # [B, W]
+        model = self.policy if policy is None else policy
         labels = next_token_labels(batch.input_ids, batch.loss_mask)  # [B, T]
         row, column = (labels >= 0).nonzero(as_tuple=True)
-        positions, tokens = row * packed.shape[1] + column, labels[row, column]  # [N]
-        model = self.policy if policy is None else policy
-        statistics = model(packed, positions, tokens, 1.0, False)
+        tokens = labels[row, column]  # [N]
+        row_lengths = None
+        if packs(model):
+            input_ids, offsets, row_lengths = pack_together(batch.input_ids, batch.attention_mask)
+            positions = offsets[row] + column
+        else:
+            input_ids = pack_right(batch.input_ids, batch.attention_mask)  # [B, W]
+            positions = row * input_ids.shape[1] + column
+        statistics = model(input_ids, positions, tokens, 1.0, False, row_lengths)
         return -statistics.logprobs.sum() / num_tokens.clamp(min=1)
 
     def on_validation_start(self) -> None:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
-from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank
+from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, world_size
 from rlhf_lightning.functional.diversity import novel_ngram_shares
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.rewards import adjust_scores, overlong_penalty, shape_rewards
+from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics, response_values
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.precision import release_freed_memory
@@ -162,6 +163,24 @@ def sample_responses(
     return generation
 
 
+@torch.no_grad()
+def begin_responses(
+    parts: RolloutParts, prompts: PromptBatch, *, noise: RowNoise, **how: Any
+) -> Callable[[], Generation]:
+    """Have responses sampled from the policy as it is now; return a function that waits for them.
+
+    A generator with processes of its own (`begin`) samples while this one goes on; the others have
+    sampled when this returns. `how` is that of `sample_responses`.
+    """
+    begin = getattr(parts.generator, "begin", None)
+    if begin is None:
+        generation = sample_responses(parts, prompts, noise=noise, **how)
+        return lambda: generation
+    with parts.unsharded(parts.policy.root), parts.policy.generating() as model:
+        begun: Callable[[], Generation] = begin(model, prompts, noise=noise, **how)
+    return begun
+
+
 def assemble_rollout(
     parts: RolloutParts,
     answers: Answers,
@@ -260,6 +279,9 @@ def evaluate_answers(
         )
 
     value_model = parts.value_model
+    # As the updates compute, whose bits these are to have.
+    alone = value_model is not None and world_size() == 1
+    beside = side_by_side(parts.policy, value_model) if alone else None
 
     def values(rows: Tensor) -> tuple[Tensor, ...]:
         assert value_model is not None  # or it is not called
@@ -267,7 +289,11 @@ def evaluate_answers(
 
     def of_rows(function: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return by_micro_batch(
-            function, answers.attention_mask, parts.micro_batch_size, agree=agreed_max
+            function,
+            answers.attention_mask,
+            parts.micro_batch_size,
+            agree=agreed_max,
+            run=None if beside is None else beside.run,
         )
 
     evaluated: list[Tensor] = []

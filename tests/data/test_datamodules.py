@@ -63,6 +63,17 @@ def test_setup_reads_and_encodes_once(tokenizer):
     ]
 
 
+def test_a_fit_and_a_validation_read_a_source_that_is_encoded_already_no_more(tokenizer):
+    datamodule = demonstrations(tokenizer)
+    datamodule.setup()
+    module = fit(datamodule)
+    module.trainer.validate(module, dataloaders=datamodule.val_dataloader(), verbose=False)
+    assert datamodule.source.asked == [
+        ("demonstrations", "train"),
+        ("demonstrations", "validation"),
+    ]
+
+
 def test_loaders_leave_the_global_random_state_alone(tokenizer):
     datamodule = prompts(tokenizer)
     before = torch.get_rng_state()

@@ -2,11 +2,13 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
 from rlhf_lightning.app import evaluation as held_out_prompts
 from rlhf_lightning.app import finalize as finish
+from rlhf_lightning.app import train
 from rlhf_lightning.app.evaluation import compare, placed, validate
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
@@ -57,3 +59,18 @@ def test_the_final_validation_logs_no_row_behind_the_last_iteration():
     assert validate(parts) == {"val/loss": 1.0}
     assert during == [[]]
     assert trainer.loggers is loggers
+
+
+@pytest.mark.parametrize(("given", "threads"), [((), 1), (("model.cpu_threads=2",), 2)])
+def test_the_built_in_world_is_trained_by_one_thread_or_as_many_as_are_asked_for(
+    monkeypatch, tmp_path, given, threads
+):
+    seen = []
+    monkeypatch.setattr(train, "_train", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        train.run(settings_of("+experiment=base", *given), RunFolder(tmp_path), [])
+        assert (seen, torch.get_num_threads()) == ([threads], 3)
+    finally:
+        torch.set_num_threads(before)

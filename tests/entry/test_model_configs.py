@@ -31,10 +31,15 @@ LARGE = ("qwen2_5_7b", "llama3_1_8b")
 SHARDED = ("llama3_2_1b", *LARGE)
 DATASETS = {"sft": "ultrachat", "reward": "ultrafeedback", "ppo": "ultrafeedback"}
 VARIANTS = {"": [], "_lora": ["lora=lora"], "_fsdp": ["strategy=fsdp"]}
-RECIPES = [
+ALL_RECIPES = [
     *((model, "") for model in SMALL),
     *((model, "_lora") for model in (*SMALL, *LARGE)),
     *((model, "_fsdp") for model in SHARDED),
+]
+FAST = {("smollm2_135m", ""), ("qwen3_0_6b", "_lora"), ("llama3_2_1b", "_fsdp")}
+RECIPES = [
+    pytest.param(*recipe, marks=() if recipe in FAST else pytest.mark.slow)
+    for recipe in ALL_RECIPES
 ]
 
 
@@ -139,7 +144,7 @@ def check_rates(settings: TrainSettings, name: str, *, lora: bool) -> None:
         assert getattr(settings.hparams, key.partition(".")[2]) == settings.select(f"module.{key}")
 
 
-@pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
+@pytest.mark.parametrize(("model", "variant"), RECIPES)
 def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, variant):
     cfgs = {stage: recipe_settings(stage, model, variant) for stage in STAGES}
     for stage, cfg in cfgs.items():
@@ -164,7 +169,7 @@ def test_the_three_stages_of_a_recipe_compose_and_build_on_each_other(model, var
     }
 
 
-@pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
+@pytest.mark.parametrize(("model", "variant"), RECIPES)
 def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_path):
     start = folder_of(model, tmp_path)
     for stage in STAGES:
@@ -178,12 +183,12 @@ def test_the_rates_of_the_recipes_are_those_of_their_sizes(model, variant, tmp_p
         assert all(size in line for line in told)
 
 
-@pytest.mark.parametrize(("model", "variant"), RECIPES, ids="".join)
+@pytest.mark.parametrize(("model", "variant"), RECIPES)
 def test_dpo_of_a_recipe_composes_and_starts_from_its_sft_policy(model, variant):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a value outside its usual range would warn
         cfg = settings_of(*recipe("dpo", model, variant, "ultrafeedback"))
-        reward = settings_of(*recipe("reward", model, variant))
+    reward = recipe_settings("reward", model, variant)
     for check in (check_precision, check_adapters):
         check(cfg, variant)
     check_batches(cfg)

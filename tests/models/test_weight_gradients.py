@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
+from rlhf_lightning.models.cpu import products
 from rlhf_lightning.models.cpu.weight_grads import RowsEmbedding, accumulate_weight_grad
 
 IDS = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 5]])
@@ -40,14 +41,26 @@ def test_a_head_that_hands_over_has_the_gradients_of_one_that_does_not():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_large_gradient_is_the_product_whatever_the_blocks(dtype):
+@pytest.mark.parametrize("instruction", [True, False])  # of the processor, for products of bf16
+def test_a_large_gradient_is_the_product_whatever_the_blocks(dtype, instruction, monkeypatch):
+    monkeypatch.setattr(products, "multiplies_bf16", lambda: instruction)
     rows, words = 48, 20_000  # 39 MiB: two blocks of many parts
     weight = nn.Parameter(torch.zeros(words, 512))
     grad, inputs = (torch.randn(rows, size).to(dtype) for size in (words, 512))
-    expected = (grad.T @ inputs).float()
+    wide = dtype if instruction else torch.float32  # which is not rounded before it is added
+    expected = (grad.to(wide).T @ inputs.to(wide)).float()
     for times in (1, 2):
         assert accumulate_weight_grad(weight, grad, inputs) is None
         torch.testing.assert_close(weight.grad, expected * times, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("device", "casts"), [("cpu", 3), ("meta", 0)])  # there and back
+def test_only_a_cpu_multiplies_bf16_in_fp32(device, casts, monkeypatch):
+    monkeypatch.setattr(products, "multiplies_bf16", lambda: False)
+    factors = (torch.ones(2, 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    with torch.profiler.profile() as profile:
+        assert products.product(*factors).dtype == torch.bfloat16
+    assert sum(event.name == "aten::_to_copy" for event in profile.events()) == casts
 
 
 def test_no_tensor_of_the_gradients_size_is_made_beside_it():

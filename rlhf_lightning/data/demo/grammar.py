@@ -76,6 +76,7 @@ FILLERS = (
     "rain is coming soon",
     "music sounds nicer",
 )
+_UNUSED = Random(0)  # of what is right in one way only: nothing is drawn
 REMARKS = ("correct", "wrong")
 
 I_DO_NOT_KNOW = "i do not know ."
@@ -141,7 +142,7 @@ def is_right(question: Question, core: Core) -> bool:
             and len(core.values) == len(items) == COUNTS[count]
             and items <= set(CATEGORIES[category])
         )
-    return core == right_core(question, Random(0))
+    return core == right_core(question, _UNUSED)
 
 
 def render_core(core: Core, rng: Random) -> str:

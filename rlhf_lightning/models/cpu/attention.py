@@ -50,7 +50,16 @@ def short_attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return `[B, W, G * Q, D]`; the signature is that of transformers' attention functions."""
+    """Return `[B, W, G * Q, D]`; the signature is that of transformers' attention functions.
+
+    With `row_lengths` in `options`, B is 1, and the positions are rows one after the other.
+    """
+    row_lengths: tuple[int, ...] | None = options.pop("row_lengths", None)
+    if row_lengths is not None:
+        if attention_mask is not None:
+            raise ValueError("packed rows have a mask, and attend within their row only")
+        options |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return _row_by_row(row_lengths, module, query, key, value, **options)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     positions = query.shape[2]
     if not (
@@ -81,6 +90,19 @@ def short_attention(
     rows = query.reshape(len(query), groups, -1, query.shape[-1])  # [B, G, Q * W, D]
     attended = _ShortAttention.apply(rows, key, value, scale)
     return attended.reshape(query.shape).transpose(1, 2).contiguous(), None
+
+
+def _row_by_row(
+    row_lengths: tuple[int, ...],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    rows = zip(*(x.split(row_lengths, dim=2) for x in (query, key, value)), strict=True)
+    attended = [short_attention(module, q, k, v, None, **options)[0] for q, k, v in rows]
+    return torch.cat(attended, dim=1), None
 
 
 def _compute_dtype(query: Tensor) -> torch.dtype:

@@ -15,6 +15,7 @@ another device, long rows) runs as transformers wrote it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_lightning.models.cpu.attention import LONGEST, NAME, causal_softmax
+from rlhf_lightning.models.cpu.products import product
+from rlhf_lightning.models.cpu.row_blocks import RowBlocks
 from rlhf_lightning.models.cpu.weight_grads import accumulate_weight_grad
 
 
@@ -45,6 +48,10 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
         dtype = _compute_dtype(hidden_states)
         attention, mlp = self.self_attn, self.mlp
         cos, sin = options["position_embeddings"]
+        rows = None
+        if "row_lengths" in options:
+            rows = RowBlocks.of(options["row_lengths"])
+            cos, sin = cos[:, rows.positions], sin[:, rows.positions]
         turns = Turns.of(cos, sin, attention.scaling)
         with torch.autocast("cpu", enabled=False):
             hidden_states = _Attention.apply(
@@ -57,6 +64,7 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
                 turns,
                 self.input_layernorm.variance_epsilon,
                 dtype,
+                rows,
             )
             result: Tensor = _GatedMLP.apply(
                 hidden_states,
@@ -66,6 +74,7 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
                 mlp.down_proj.weight,
                 self.post_attention_layernorm.variance_epsilon,
                 dtype,
+                rows,
             )
         return result
 
@@ -79,7 +88,7 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
             hidden_states.device.type == "cpu"
             and hidden_states.dtype == torch.float32
             and _compute_dtype(hidden_states) in (torch.float32, torch.bfloat16)
-            and 1 < hidden_states.shape[1] <= LONGEST
+            and 1 < max(options.get("row_lengths", (hidden_states.shape[1],))) <= LONGEST
             and options.get("attention_mask") is None
             and options.get("past_key_values") is None
             and options.get("position_embeddings") is not None
@@ -108,6 +117,10 @@ class Turns(NamedTuple):
         """Take the first half of transformers' `[.., W, D]`; the second repeats it."""
         half = cos.shape[-1] // 2
         return cls(cos[:, :, None, :half].float(), sin[:, :, None, :half].float(), scale)
+
+    def first(self, positions: int) -> Turns:
+        """Return those of the first positions."""
+        return Turns(self.cos[:, :positions], self.sin[:, :positions], self.scale)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         """Return `[N, heads * D]` turned, times `scale`, as `[B, heads, W, D]`."""
@@ -163,8 +176,13 @@ class Norm(NamedTuple):
 
 def _through(grad: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
     """Return the gradient `grad @ weight` in fp32, added to `into`."""
-    product = grad @ weight.to(grad.dtype)
-    return product.float() if into is None else into.add_(product)
+    by_input = product(grad, weight.to(grad.dtype))
+    return by_input.float() if into is None else into.add_(by_input)
+
+
+def _forward_product(x: Tensor, weight: Tensor, rows: RowBlocks | None) -> Tensor:
+    """Return `x @ weight.T`; a row by itself has the same bits whatever is beside it."""
+    return x @ weight.T if rows is None else product(x, weight.T)
 
 
 class _Attention(torch.autograd.Function):
@@ -180,51 +198,55 @@ class _Attention(torch.autograd.Function):
         turns: Turns,
         epsilon: float,
         dtype: torch.dtype,
+        rows: RowBlocks | None,
     ) -> Tensor:
         """Return `x` `[B, W, H]` plus the attention of its normed states."""
-        positions, size = x.shape[1], 2 * turns.cos.shape[-1]
+        size = 2 * turns.cos.shape[-1]
         states = x.view(-1, x.shape[-1])
         norm = Norm.of(states, norm_weight, epsilon)
         normed = norm.normed(dtype)
-        query = turns.forward(normed @ q_weight.to(dtype).T, turns.scale)
-        key = turns.forward(normed @ k_weight.to(dtype).T)
-        value = (normed @ v_weight.to(dtype).T).view(len(x), positions, -1, size).transpose(1, 2)
-        query = query.view(len(x), key.shape[1], -1, size)  # [B, G, Q * W, D]
-        weights = causal_softmax(query @ key.transpose(-1, -2))
-        attended = (weights.to(dtype) @ value).view(len(x), -1, positions, size)
-        attended = attended.transpose(1, 2).reshape(len(states), -1)  # [N, G * Q * D]
-        # As large as the states at most; longer rows make them again.
-        kept = weights if positions <= size else None
+        parts = (normed, q_weight), (normed, k_weight), (normed, v_weight)
+        query, key, value = (_forward_product(a, w.to(dtype), rows) for a, w in parts)
+        if rows is None:
+            attended, *kept = _attend(query, key, value, turns, x.shape[:2], size)
+        else:
+            query, key, value = rows.spread(query), rows.spread(key), rows.spread(value)
+            slots, kept = torch.empty_like(query), []
+            for block, *shape in rows:
+                own = query[block], key[block], value[block]
+                slots[block], *saved = _attend(*own, turns.first(shape[1]), shape, size)
+                kept += saved
+            attended = rows.gather(slots)  # [N, G * Q * D]
         ctx.save_for_backward(
             *(norm.x, norm.weight, norm.inverse, q_weight, k_weight, v_weight, o_weight),
-            *(query, key, value, attended, kept),
+            *(attended, *kept),
         )
-        ctx.turns = turns
-        return (states + attended @ o_weight.to(dtype).T).view(x.shape)
+        ctx.turns, ctx.rows = turns, rows
+        return (states + _forward_product(attended, o_weight.to(dtype), rows)).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x` and the weights."""
-        *norm, q_weight, k_weight, v_weight, o_weight, query, key, value, attended, kept = (
-            ctx.saved_tensors
-        )
-        turns, norm = ctx.turns, Norm(*norm)
-        dtype, shape = query.dtype, grads[0].shape
+        saved, turns, rows = ctx.saved_tensors, ctx.turns, ctx.rows
+        *norm, q_weight, k_weight, v_weight, o_weight, attended = saved[:8]
+        kept, norm = saved[8:], Norm(*norm)
+        dtype, shape = attended.dtype, grads[0].shape
         outer = grads[0].reshape(-1, shape[-1])
         with torch.autocast("cpu", enabled=False):
             grad = outer.to(dtype)
             o_grad = accumulate_weight_grad(o_weight, grad, attended)
-            shares = kept if kept is not None else causal_softmax(query @ key.transpose(-1, -2))
-            grad = (grad @ o_weight.to(dtype)).view(*shape[:2], -1, key.shape[-1])
-            grad = grad.transpose(1, 2).reshape(query.shape)  # [B, G, Q * W, D]
-            v_grad = shares.to(dtype).transpose(-1, -2) @ grad
-            grad_logits = (grad @ value.transpose(-1, -2)).float()
-            inner = (grad_logits * shares).sum(-1, keepdim=True)
-            grad_logits = grad_logits.sub_(inner).mul_(shares).to(dtype)
-            by_query = (grad_logits @ key).view(len(key), -1, shape[1], key.shape[-1])
-            by_query = turns.backward(by_query, turns.scale)
-            by_key = turns.backward(grad_logits.transpose(-1, -2) @ query)
-            by_value = v_grad.transpose(1, 2).reshape(len(outer), -1)
+            grad = product(grad, o_weight.to(dtype))  # [N, G * Q * D]
+            if rows is None:
+                by_query, by_key, by_value = _attend_backward(grad, turns, *kept)
+            else:
+                slots = rows.spread(grad)
+                parts = [
+                    _attend_backward(slots[block], turns.first(width), *kept[4 * i : 4 * i + 4])
+                    for i, (block, _, width) in enumerate(rows)
+                ]
+                by_query, by_key, by_value = (
+                    rows.gather(torch.cat(column)) for column in zip(*parts, strict=True)
+                )
             normed = norm.normed(dtype)
             into = _through(by_query, q_weight)
             _through(by_value, v_weight, _through(by_key, k_weight, into))
@@ -236,8 +258,51 @@ class _Attention(torch.autograd.Function):
                 accumulate_weight_grad(k_weight, by_key, normed),
                 accumulate_weight_grad(v_weight, by_value, normed),
                 o_grad,
-                *(None, None, None),
+                *(None, None, None, None),
             )
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, turns: Turns, shape: Sequence[int], size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return `[b * W, G * Q * D]` of rows of one width, and what the backward pass needs.
+
+    Args:
+        query: `[b * W, G * Q * D]`, before its rotation.
+        key: `[b * W, G * D]`, before its rotation.
+        value: `[b * W, G * D]`.
+        turns: the rotations.
+        shape: b and W.
+        size: D.
+    """
+    rows, positions = shape
+    query, key = turns.forward(query, turns.scale), turns.forward(key)
+    value = value.view(rows, positions, -1, size).transpose(1, 2)  # [b, G, W, D]
+    query = query.view(rows, key.shape[1], -1, size)  # [b, G, Q * W, D]
+    weights = causal_softmax(query @ key.transpose(-1, -2))
+    attended = (weights.to(value.dtype) @ value).view(rows, -1, positions, size)
+    # As large as the states at most; longer rows make them again.
+    kept = weights if positions <= size else None
+    return attended.transpose(1, 2).reshape(rows * positions, -1), query, key, value, kept
+
+
+def _attend_backward(
+    grad: Tensor, turns: Turns, query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `_attend`'s query, key and value by that of its result."""
+    rows, _, positions, size = key.shape
+    dtype = query.dtype
+    shares = kept if kept is not None else causal_softmax(query @ key.transpose(-1, -2))
+    grad = grad.view(rows, positions, -1, size)
+    grad = grad.transpose(1, 2).reshape(query.shape)  # [b, G, Q * W, D]
+    v_grad = shares.to(dtype).transpose(-1, -2) @ grad
+    grad_logits = (grad @ value.transpose(-1, -2)).float()
+    inner = (grad_logits * shares).sum(-1, keepdim=True)
+    grad_logits = grad_logits.sub_(inner).mul_(shares).to(dtype)
+    by_query = (grad_logits @ key).view(rows, -1, positions, size)
+    by_query = turns.backward(by_query, turns.scale)
+    by_key = turns.backward(grad_logits.transpose(-1, -2) @ query)
+    return by_query, by_key, v_grad.transpose(1, 2).reshape(rows * positions, -1)
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -251,15 +316,17 @@ class _GatedMLP(torch.autograd.Function):
         down_weight: Tensor,
         epsilon: float,
         dtype: torch.dtype,
+        rows: RowBlocks | None,
     ) -> Tensor:
         """Return `x` `[B, W, H]` plus `down(silu(gate) * up)` of its normed states."""
         states = x.view(-1, x.shape[-1])
         norm = Norm.of(states, norm_weight, epsilon)
         normed = norm.normed(dtype)
-        gate = normed @ gate_weight.to(dtype).T
-        up = normed @ up_weight.to(dtype).T
+        gate = _forward_product(normed, gate_weight.to(dtype), rows)
+        up = _forward_product(normed, up_weight.to(dtype), rows)
         ctx.save_for_backward(*norm, gate_weight, up_weight, down_weight, gate, up)
-        return (states + silu(gate).mul_(up) @ down_weight.to(dtype).T).view(x.shape)
+        opened = silu(gate).mul_(up)
+        return (states + _forward_product(opened, down_weight.to(dtype), rows)).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -271,7 +338,7 @@ class _GatedMLP(torch.autograd.Function):
             grad = outer.to(gate.dtype)
             opened = silu(gate)
             down_grad = accumulate_weight_grad(down_weight, grad, opened * up)
-            grad = grad @ down_weight.to(gate.dtype)
+            grad = product(grad, down_weight.to(gate.dtype))
             by_up = opened.mul_(grad)
             by_gate = torch.ops.aten.silu_backward(grad.mul_(up), gate)
             normed = norm.normed(gate.dtype)
@@ -283,5 +350,5 @@ class _GatedMLP(torch.autograd.Function):
                 accumulate_weight_grad(gate_weight, by_gate, normed),
                 accumulate_weight_grad(up_weight, by_up, normed),
                 down_grad,
-                *(None, None),
+                *(None, None, None),
             )

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from rlhf_lightning.models.cpu.products import product, product_dtype
+
 # Of a gradient, counted in fp32: what is widened at a time, and what is multiplied at a time.
 PART_BYTES = 4 * 2**20
 BLOCK_BYTES = 32 * 2**20
@@ -53,7 +55,9 @@ def accumulate_weight_grad(weight: Tensor, grad: Tensor, inputs: Tensor) -> Tens
     if not weight.requires_grad:
         return None
     if not adds_in_place(weight):
-        return (grad.T @ inputs).to(weight.dtype)
+        return product(grad.T, inputs).to(weight.dtype)
+    dtype = product_dtype(grad.dtype)
+    grad, inputs = grad.to(dtype), inputs.to(dtype)
     first = weight.grad is None
     if weight.grad is None:
         weight.grad = torch.empty_like(weight)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
-from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import completed
+from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer
@@ -141,11 +142,13 @@ class RewardModelScorer:
         if model is None:
             raise RuntimeError("RewardModelScorer.build() was not called")
         ids, mask = answers.sequences, answers.attention_mask
+        beside = side_by_side(model) if world_size() == 1 else None
         (total,) = by_micro_batch(
             lambda rows: (sequence_scores(model, ids[rows], mask[rows]),),
             mask,
             self.micro_batch_size,
             agree=agreed_max,
+            run=None if beside is None else beside.run,
         )
         return Scores(total, {self.name: total})
 

@@ -1,0 +1,116 @@
+"""Policy and value model beside each other: the bits of half as many threads in turn."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rlhf_lightning.distributed.process import cpu_threads
+from rlhf_lightning.models.cpu.side_by_side import run_beside, sum_of_losses
+from rlhf_lightning.models.cpu_kernels import cpu_kernels, side_by_side
+from tests.builders.models import tiny_policy, tiny_scalar_model
+from tests.builders.stages import fit, ppo_hparams, tiny_module
+
+
+def trained(count, *, precision, beside):
+    """Two iterations of PPO by `count` threads."""
+    with cpu_threads(count), pytest.MonkeyPatch.context() as patched:
+        used = []
+
+        def counted(*models):
+            found = side_by_side(*models) if beside else None
+            used.append(found is not None)
+            return found
+
+        for user in ("rlhf_lightning.modules.optimization", "rlhf_lightning.rollout.collect"):
+            patched.setattr(f"{user}.side_by_side", counted)
+        module = tiny_module("llama", ppo=ppo_hparams(num_minibatches=2, micro_batch_size=3))
+        fit(module, 2, precision=precision)
+        assert set(used) == {beside}
+        assert torch.get_num_threads() == count
+    return module
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_models_beside_each_other_have_the_bits_of_one_after_the_other(precision):
+    together = trained(2, precision=precision, beside=True)
+    in_turn = trained(1, precision=precision, beside=False)
+    assert torch.equal(together.rollouts[0].logprobs, together.rollouts[0].ref_logprobs)
+    assert together.steps[0]["ppo/approx_kl"] == 0
+    assert together.steps[1]["ppo/approx_kl"] > 0
+    for ours, theirs in zip(together.parameters(), in_turn.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(together.rollouts, in_turn.rollouts, strict=True):
+        for name in ("sequences", "logprobs", "ref_logprobs", "values", "entropy", "advantages"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert together.steps == in_turn.steps
+
+
+def test_models_take_turns_where_they_could_not_be_told_apart_from_one():
+    policy, value = tiny_policy("llama"), tiny_scalar_model("llama")
+    with cpu_threads(2):
+        assert side_by_side(policy, value) is not None
+        assert side_by_side(policy, policy) is None, "a model beside itself"
+        with FlopCounterMode(display=False):
+            assert side_by_side(policy, value) is None, "a mode that sees its own thread alone"
+        with cpu_kernels(False):
+            assert side_by_side(policy, value) is None, "switched off"
+        value.head.weight = policy.model.lm_head.weight
+        assert side_by_side(policy, value) is None, "a weight of both"
+        assert side_by_side(policy, tiny_scalar_model("llama").to("meta")) is None, "not on a CPU"
+    with cpu_threads(1):
+        assert side_by_side(policy, tiny_scalar_model("llama")) is None, "one thread"
+
+
+def test_both_threads_compute_under_the_settings_of_the_caller():
+    def settings():
+        barrier.wait()  # each of the two threads takes one
+        return (
+            threading.get_ident(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+        )
+
+    barrier = threading.Barrier(2, timeout=60)
+    with cpu_threads(4), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run_beside([settings, settings])
+        assert torch.get_num_threads() == 4
+    assert len({one[0] for one in found}) == 2
+    assert [one[1:] for one in found] == 2 * [(2, False, False, True, torch.bfloat16)]
+    with cpu_threads(2), torch.inference_mode():
+        found = run_beside([settings, settings])
+    assert [one[1:] for one in found] == 2 * [(1, False, True, False, torch.float32)]
+
+
+def test_the_gradients_of_a_sum_are_those_of_its_losses():
+    weights = [torch.tensor([1.0, 2.0], requires_grad=True) for _ in range(2)]
+    total = sum_of_losses([(weights[0] ** 2).sum(), 3 * weights[1].sum()])
+    assert total.item() == 14
+    (total * 0.5).backward()
+    assert weights[0].grad.tolist() == [1.0, 2.0]
+    assert weights[1].grad.tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_failure_in_either_thread_reaches_the_caller_and_ends_the_rest(place):
+    def task(index):
+        barrier.wait()
+        if index == place:
+            raise KeyError(index)
+        done.append(index)
+
+    done: list[int] = []
+    barrier = threading.Barrier(2, timeout=60)
+    with cpu_threads(2):
+        with pytest.raises(KeyError, match=str(place)):
+            run_beside([partial(task, index) for index in range(2)])
+        assert done == [1 - place]
+        assert torch.get_num_threads() == 2
+        assert run_beside([partial(int, "7")]) == [7], "and another call works"
