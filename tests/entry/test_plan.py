@@ -89,6 +89,14 @@ def test_devices_are_planned_in_the_groups_that_share_a_copy():
         read(*four, "strategy.shard_over=3")
 
 
+def test_a_served_rollout_is_planned_without_a_gathered_policy():
+    words = ["+experiment=ppo", ULTRA, "model=smollm2_135m", "plan.device=cuda"]
+    run, notes = (found := read(*words, "rollout=vllm_server")).run, found.notes
+    assert run.served
+    assert "what the servers of rollout=vllm_server hold is not counted" in notes
+    assert not read(*words).run.served
+
+
 def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it_does():
     small = ["+experiment=ppo", "plan.device=cpu"]  # the built-in world's models
     after, during = (

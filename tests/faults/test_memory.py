@@ -18,6 +18,7 @@ from tests.builders.runs import settings_for
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.slow
 def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(tmp_path):
     overrides = [
         "+experiment=base",

@@ -25,7 +25,7 @@ RUNS = {
 SHORT = ["trainer.limit_train_batches=3", "evaluation.num_prompts=4"]
 
 
-def run(name: str, device: str, start: Path, folder: Path) -> dict[str, Any]:
+def run(name: str, device: str, start: Path, folder: Path, *more: str) -> dict[str, Any]:
     """Return the metrics of a finished run and the weights that it exported."""
     own, build = trainer_options(device), L.Trainer.__init__
 
@@ -36,7 +36,7 @@ def run(name: str, device: str, start: Path, folder: Path) -> dict[str, Any]:
     L.Trainer.__init__ = on_device  # type: ignore[method-assign]
     try:
         with recorded() as log:
-            made = completed(folder / device, stage, start, *SHORT, *overrides)
+            made = completed(folder / device, stage, start, *SHORT, *overrides, *more)
     finally:
         L.Trainer.__init__ = build  # type: ignore[method-assign]
     return {
@@ -47,13 +47,8 @@ def run(name: str, device: str, start: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_the_command_line_ends_as_on_a_cpu(name, start, tmp_path):
-    here = run(name, "cpu", start, tmp_path)
-    there = on_mirror(run, name, "mirror", start, tmp_path, timeout=500)
-    assert there["kernels"] > 1000
+def assert_alike(there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Compare finished runs on two devices."""
     for part in ("weights", "checkpoint"):
         assert here[part]
         torch.testing.assert_close(there[part], here[part], rtol=1e-2, atol=1e-4)
@@ -62,3 +57,23 @@ def test_a_run_of_the_command_line_ends_as_on_a_cpu(name, start, tmp_path):
         if not metric.startswith(("time/", "throughput/")):
             expected = pytest.approx(value, rel=2e-2, abs=2e-3, nan_ok=True)
             assert there["metrics"][metric] == expected, metric
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_the_command_line_ends_as_on_a_cpu(name, start, tmp_path):
+    here = run(name, "cpu", start, tmp_path)
+    there = on_mirror(run, name, "mirror", start, tmp_path, timeout=500)
+    assert there["kernels"] > 1000
+    assert_alike(there, here)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_the_command_line_on_cuda_ends_as_on_a_cpu(name, start, tmp_path):
+    here = run(name, "cpu", start, tmp_path)
+    # TF32, which the command allows, would round more than the comparison does.
+    there = run(name, "cuda", start, tmp_path, "trainer.matmul_precision=highest")
+    assert_alike(there, here)

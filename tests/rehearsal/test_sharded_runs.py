@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from rlhf_lightning.app.memory_plan.phases import plan
+from rlhf_lightning.app.memory_plan.report import make_report
 from rlhf_lightning.app.memory_plan.run import Run, Scoring, Shape, Style
 from rlhf_lightning.app.memory_plan.simulation import Simulation, simulate
 
-pytestmark = pytest.mark.timeout(300)
+# FSDP2 warns where a model returns a view, whose hooks an in-place operation would lose.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("error:FSDP2-wrapped")]
 GB = 10**9
 LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 2048}
 TINY = LLAMA | {
@@ -99,7 +101,7 @@ def test_few_layers_say_what_all_of_them_hold_and_receive(tiny):
 def assert_plan_agrees(run: Run) -> dict[str, float]:
     found, planned = simulate(run), {phase.name: phase.total for phase in plan(run).phases}
     for phase, total in planned.items():
-        assert 0.98 * found.peaks[phase] < total < 1.25 * found.peaks[phase], phase
+        assert 0.98 * found.peaks[phase] < total < 1.1 * found.peaks[phase], phase
     return {phase: peak / GB for phase, peak in found.peaks.items()}
 
 
@@ -118,3 +120,25 @@ def test_ppo_of_70b_on_64_gpus_fits_but_for_a_rollout_of_its_own():
     assert peaks.pop("generate") > 141
     assert peaks.pop("score") > 141
     assert max(peaks.values()) < 80
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ppo_of_70b_on_64_gpus_fits_in_every_phase_where_others_answer_the_prompts():
+    peaks = assert_plan_agrees(replace(ppo(LARGER, 64), served=True))
+    assert max(peaks.values()) < 80
+    best = make_report(ppo(LARGER, 64), 80 * GB, ()).choices[0]
+    assert (best.settings, best.fits) == (("rollout=vllm_server",), True)
+
+
+@pytest.mark.slow
+def test_weights_are_sent_to_servers_one_after_the_other():
+    run = replace(ppo(TINY, 8), batch_size=16, prompt_length=64, response_length=64, served=True)
+    found, elsewhere = simulate(run), simulate(replace(run, served=False))
+    vocabulary, layer = 2 * 1024 * 128 + 128, 3 * 128**2 + 3 * 128 * 256 + 2 * 128
+    # Layers in fp32, as their shards are; what is outside of them once, in bf16.
+    sent = 4 * 6 * layer + 2 * vocabulary
+    assert found.received["generate"] == pytest.approx(sent * 7 / 8, rel=0.01)
+    assert found.peaks["generate"] < elsewhere.peaks["generate"]
+    planned = {phase.name: phase.total for phase in plan(run).phases}
+    assert planned["generate"] == pytest.approx(found.peaks["generate"], rel=0.1)

@@ -132,18 +132,17 @@ class Parts:
         gradients = {kind: self._share(self.fake.weights(kind)[TRAINED]) for kind in kinds}
         everything = sum(gradients.values())
         for index, kind in enumerate(kinds):
-            for segment, live in self._training(kind, accumulated or sharded).items():
+            done = sum(gradients[other] for other in kinds[:index])
+            for segment, live in self._training(kind, accumulated).items():
                 parts = Counter(live)
+                own = self._share(parts.pop(GRADIENTS, 0))
                 if sharded:
                     backward = segment.startswith("backward")
                     parts += self._gathered((kind,), backward=backward)
-                if sharded or accumulated:
-                    parts[GRADIENTS] = everything
-                else:
-                    parts[GRADIENTS] += sum(gradients[done] for done in kinds[:index])
-                yield +parts
+                yield +parts + Counter({GRADIENTS: everything if accumulated else done + own})
             if sharded:
-                yield Counter({GRADIENTS: everything}) + self._end_of_backward(kind)
+                exchanged = everything if accumulated else done + gradients[kind]
+                yield Counter({GRADIENTS: exchanged}) + self._end_of_backward(kind)
         step = sum(self.optimizer(kind)["step"] for kind in kinds)
         yield Counter({GRADIENTS: everything, STEP: step})
         if run.strategy == "ddp":
@@ -152,8 +151,12 @@ class Parts:
             yield Counter({GRADIENTS: everything, STEP: exchanged})
 
     def generation(self, rows: int, new_tokens: int) -> Counter[str]:
-        """Return what answering `rows` prompts holds."""
+        """Return what answering `rows` prompts holds, or sending the weights to who answers."""
         run = self.run
+        if run.served:
+            size, whole = run.style.matmul_dtype.itemsize, self.fake.weights(POLICY)[LARGEST]
+            sent = self._outside_layers(POLICY) * size + whole * 4 if run.sharded > 1 else 0
+            return +Counter({GATHERED: sent})
         found = self.fake.peak(
             POLICY,
             passes.generation_peaks,
@@ -183,7 +186,7 @@ class Parts:
             candidates.append(self._forward(REWARD, Rows(together, length, 1)))
             siblings = (*siblings, REWARD)
         gathered = self._gathered(run.spec.trains, backward=False)
-        if run.sharded > 1:  # policy and reference are gathered as a whole, as for generation
+        if run.sharded > 1 and not run.served:  # policy and reference as a whole, as to generate
             whole = self.fake.total(POLICY) * run.style.matmul_dtype.itemsize
             gathered[GATHERED] = max(gathered[GATHERED], whole)
         computing = _largest(candidates) + gathered
@@ -266,12 +269,14 @@ class Parts:
     def _gathered_beside(self, kind: str) -> Counter[str]:
         """Return what is whole while a frozen model gathers what it has outside of its layers.
 
-        That is there twice, as it comes and cut into tensors; trained models keep theirs.
+        That is there twice, as it comes and cut into tensors. A trained model keeps its own, but
+        for the policy, which is freed when its pass ends.
         """
         if self.run.sharded == 1:
             return Counter()
         size = self.run.style.matmul_dtype.itemsize
-        kept = sum(self._outside_layers(trained) for trained in self.run.spec.trains)
+        keep = [trained for trained in self.run.spec.trains if trained != POLICY]
+        kept = sum(self._outside_layers(trained) for trained in keep)
         total = kept + 2 * self._outside_layers(kind) + 2 * self.fake.layer_elements(kind)
         return Counter({GATHERED: size * total})
 

@@ -17,8 +17,9 @@ from rlhf_lightning.hparams import LoraHparams
 CUDA_RUNTIME = GIB
 WORTH = 0.99  # of the peak: what saves less than one part in a hundred is not worth a line
 DEVICES = (2, 4, 8, 16, 32, 64)
-SPEED, RESULT, HARDWARE, TASK = (
+SPEED, SERVERS, RESULT, HARDWARE, TASK = (
     "slower, the same result",
+    "servers with memory of their own",
     "changes what is trained",
     "more devices",
     "changes the task",
@@ -239,6 +240,12 @@ def _rounded(run: Run, _: Plan) -> Iterator[Option]:
         yield Option(("trainer.precision=bf16-mixed",), "bf16 compute", changed)
 
 
+def _served(run: Run, planned: Plan) -> Iterator[Option]:
+    gathers = planned.peak.name in ("generate", "score", "evaluate")
+    if gathers and run.sharded > 1 and run.spec.rolls_out and not run.served:
+        yield Option(("rollout=vllm_server",), SERVERS, replace(run, served=True))
+
+
 def _adapted(run: Run, _: Plan) -> Iterator[Option]:
     own = run.scoring.kind == "model" and run.scoring.shape is None
     extra = ("scorer=reward_adapter",) if own else ()
@@ -282,6 +289,7 @@ STEPS: tuple[Callable[[Run, Plan], Iterator[Option]], ...] = (
     _later_batches,
     _recomputed,
     _rounded,
+    _served,
     _adapted,
     _sharded,
 )

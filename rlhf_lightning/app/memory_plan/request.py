@@ -74,12 +74,15 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         read_at_once=int(settings.rollout.get("prefill_tokens", Run.read_at_once)),
         optimizer=settings.optimizer.build(),
         shard_over=strategy.shard_over,
+        served=settings.rollout.class_name == "VllmServerGenerator",
     )
     if strategy.cpu_offload:
         notes.append("strategy.cpu_offload is counted as if nothing were offloaded")
     if strategy.gradient_sync == "step":
         notes.append("strategy.gradient_sync=step keeps 4 bytes a trained weight more in an update")
-    if settings.rollout.class_name != "CachedGenerator":
+    if run.served:
+        notes.append("what the servers of rollout=vllm_server hold is not counted")
+    elif settings.rollout.class_name != "CachedGenerator":
         notes.append("generation is counted as rollout=cached does it")
     return Request(run, tuple(notes))
 

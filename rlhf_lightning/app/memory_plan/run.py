@@ -165,6 +165,7 @@ class Run:
         read_at_once: prompt tokens that generation reads in one forward.
         optimizer: parameter groups -> optimizer.
         shard_over: devices that share one copy of every model under fsdp; None for all.
+        served: other processes answer the prompts; the policy's weights are sent to them.
     """
 
     stage: str
@@ -186,6 +187,7 @@ class Run:
     read_at_once: int = 16_384
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
     shard_over: int | None = None
+    served: bool = False
 
     @property
     def spec(self) -> StageSpec:

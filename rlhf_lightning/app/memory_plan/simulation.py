@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -44,6 +45,7 @@ from rlhf_lightning.distributed.read_weights import tensors_of
 from rlhf_lightning.models.forward import BUCKET
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, add_scalar_model
+from rlhf_lightning.rollout.generators.vllm_weights import named_weights
 
 FEW, MORE = 3, 4  # layers: FSDP2 gathers the next one while one computes and one is freed
 START, GENERATE, SCORE, UPDATE, EXPORT = "start", "generate", "score", "update", "export"
@@ -266,16 +268,21 @@ class _Rank:
     def _roll_out(self) -> None:
         run, tracker = self.run, self.tracker
         policy = self.built[POLICY]
+        gathered = partial(unsharded, layers=not run.served)
         tracker.enter(f"{GENERATE}:gather")
-        with torch.no_grad(), autocast(run.style), unsharded(policy.root):
+        with torch.no_grad(), autocast(run.style), gathered(policy.root):
             with policy.generating() as network:
-                generate(
-                    network,
-                    *(run.rows, run.prompt_length, run.response_length, run.style),
-                    read_at_once=run.read_at_once,
-                    enter=lambda step: tracker.enter(f"{GENERATE}:{step}"),
-                    tracker=tracker,
-                )
+                if run.served:
+                    for _ in named_weights(network):
+                        pass
+                else:
+                    generate(
+                        network,
+                        *(run.rows, run.prompt_length, run.response_length, run.style),
+                        read_at_once=run.read_at_once,
+                        enter=lambda step: tracker.enter(f"{GENERATE}:{step}"),
+                        tracker=tracker,
+                    )
             tracker.enter(f"{GENERATE}:end")
         rows = min(run.micro_batch_size or run.rows, run.rows)
         for kind, model in self.built.items():
@@ -285,7 +292,7 @@ class _Rank:
             # Policy and reference are gathered once for all their micro-batches.
             at_once = kind in (POLICY, REFERENCE)
             tracker.enter(f"{SCORE}:{kind} gather")
-            with torch.no_grad(), unsharded(model.root) if at_once else nullcontext():
+            with torch.no_grad(), gathered(model.root) if at_once else nullcontext():
                 tracker.times = -(-run.rows // together)
                 self._pass(f"{SCORE}:{kind}", model, Rows(together, self._width, asked))
                 tracker.times = 1
