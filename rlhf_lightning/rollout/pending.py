@@ -5,7 +5,7 @@ Legend: B rows, P padded prompt, R response.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,25 @@ class PendingGeneration:
     def __init__(self) -> None:
         self.iteration = -1
         self.rows: dict[str, Tensor] = {}  # by name; all have the rows as first dimension
+        self._waiting: tuple[PromptBatch, Callable[[], Generation]] | None = None
 
-    def put(self, iteration: int, prompts: PromptBatch, generation: Generation) -> None:
-        """Keep the responses to the prompts of an iteration, counted from 0."""
-        mask = generation.response_mask
+    def put(
+        self, iteration: int, prompts: PromptBatch, generation: Callable[[], Generation]
+    ) -> None:
+        """Keep the responses to the prompts of an iteration, counted from 0.
+
+        `generation` is called once, when they are needed; it may wait for them.
+        """
         self.iteration = iteration
+        self._waiting = prompts, generation
+
+    def _arrive(self) -> None:
+        if self._waiting is None:
+            return
+        prompts, wait = self._waiting
+        generation = wait()
+        self._waiting = None
+        mask = generation.response_mask
         self.rows = {
             "row_ids": prompts.row_ids,
             "responses": generation.sequences[:, -mask.shape[1] :],
@@ -49,6 +63,7 @@ class PendingGeneration:
         """
         if iteration != self.iteration:
             return None
+        self._arrive()
         same = prompts.row_ids.unsqueeze(1) == self.rows["row_ids"].to(prompts.row_ids.device)
         if not bool(same.any(1).all()):
             raise ValueError(
@@ -68,12 +83,14 @@ class PendingGeneration:
 
     def state_dict(self) -> dict[str, Any]:
         """Return iteration and rows of all ranks for a checkpoint; every rank must call it."""
+        self._arrive()
         ranks = gathered({name: value.cpu() for name, value in self.rows.items()})
         return {"iteration": self.iteration, "rows": _joined(ranks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the rows of a checkpoint; `take` then finds those of this rank."""
         self.iteration, self.rows = int(state["iteration"]), dict(state["rows"])
+        self._waiting = None
 
 
 def _joined(ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import GRPOHparams, PPOHparams, UnusualHparamWarning
 from rlhf_lightning.modules import on_policy, optimization
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.generators.vllm_server import VllmServerGenerator
 from rlhf_lightning.rollout.pending import PendingGeneration
 from tests.builders.models import PAD, flat_parameters, prompt_batch, prompt_rows
-from tests.builders.ranks import SimulatedRanks
+from tests.builders.ranks import ROOT, SimulatedRanks
 from tests.builders.stages import (
     STOPS,
     built,
@@ -27,6 +29,7 @@ from tests.builders.stages import (
     grpo_hparams,
     ppo_hparams,
     tiny_grpo,
+    tiny_models,
     tiny_module,
     without_trainer,
 )
@@ -153,6 +156,72 @@ def test_a_killed_run_with_a_lag_goes_on_bitwise(lagged, tmp_path: Path):
     for name, value in whole.state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name
     assert module.controls == whole.controls
+
+
+class AtOnce(VllmServerGenerator):
+    """Waits for the servers before it returns."""
+
+    begin = None  # type: ignore[assignment]
+
+
+def served(cls: type = VllmServerGenerator, **environment: Any) -> dict[str, Any]:
+    folder = ROOT / "tests/builders/vllm_stand_in"
+    replica = {"PYTHONPATH": folder, "OMP_NUM_THREADS": 1, **environment}
+    generator = cls(STOPS, PAD, python=sys.executable, replicas=[replica], logprob_tolerance=1e-4)
+    return LAGGED | {"models": lambda: tiny_models("llama"), "generator": generator}
+
+
+@pytest.fixture(scope="module")
+def served_at_once(tmp_path_factory) -> Any:
+    return run(tmp_path_factory.mktemp("served"), **served(AtOnce))[1]
+
+
+def assert_same_rollouts(module: Any, whole: Any) -> None:
+    for ours, theirs in zip(module.rollouts, whole.rollouts[-len(module.rollouts) :], strict=True):
+        for name in ("sequences", "response_mask", "sampler_logprobs", "logprobs", "rewards"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert module.steps == whole.steps[-len(module.steps) :]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+
+
+class Opened(L.Callback):
+    """Lets the engine write only when an iteration has begun with its updates."""
+
+    def __init__(self, gate: Path) -> None:
+        self.gate = gate
+        self.under_way: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, number: int) -> None:
+        updates, self.number = pl_module.update, number
+
+        def update(*arguments: Any, **options: Any) -> Any:
+            if len(self.under_way) == self.number:
+                self.under_way.append(not pl_module.generator.under_way.done())
+                self.gate.touch()
+            return updates(*arguments, **options)
+
+        if number == 0:
+            self.gate.touch()  # the responses of the first iteration have none to wait for
+            pl_module.update = update
+
+
+def test_servers_write_the_next_responses_while_the_policy_is_updated(served_at_once, tmp_path):
+    opened = Opened(tmp_path / "gate")
+    _, module, _ = run(tmp_path, callback=opened, **served(STAND_IN_GATE=opened.gate))
+    assert opened.under_way == [True] * (ITERATIONS - 1) + [False], "nothing after the last one"
+    assert len(module.rollouts) == ITERATIONS
+    assert_same_rollouts(module, served_at_once)
+
+
+def test_a_killed_run_whose_responses_servers_were_writing_goes_on_bitwise(
+    served_at_once, tmp_path
+):
+    with pytest.raises(KilledError):
+        run(tmp_path, die_at=3, **served())
+    _, module, _ = run(tmp_path, resume=True, **served())
+    assert len(module.rollouts) == ITERATIONS - 2
+    assert_same_rollouts(module, served_at_once)
 
 
 def test_a_checkpoint_without_what_is_pending_is_refused(tmp_path: Path):

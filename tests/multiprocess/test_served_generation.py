@@ -12,9 +12,9 @@ from tests.builders.ranks import ROOT, run_ranks
 SCRIPT = str(Path(__file__).with_name("served_stage.py"))
 
 
-def rollouts(folder: Path, world_size: int, strategy: str) -> list[dict]:
+def rollouts(folder: Path, world_size: int, strategy: str, lag: int) -> list[dict]:
     run_ranks(
-        [SCRIPT, str(folder), strategy],
+        [SCRIPT, str(folder), strategy, str(lag)],
         world_size=world_size,
         folder=folder,
         environment={"PYTHONPATH": str(ROOT)},
@@ -22,17 +22,18 @@ def rollouts(folder: Path, world_size: int, strategy: str) -> list[dict]:
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return rollouts(tmp_path_factory.mktemp("alone"), 1, "auto")[0]
+@pytest.fixture(scope="module", params=[0, 1], ids=["no lag", "lag"])
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    found = rollouts(tmp_path_factory.mktemp("alone"), 1, "auto", request.param)[0]
+    return found | {"lag": request.param}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_get_the_responses_of_one_process_from_servers(alone, tmp_path, strategy):
-    ranks = rollouts(tmp_path, 2, strategy)
+    ranks = rollouts(tmp_path, 2, strategy, alone["lag"])
     rows = [first + second for first, second in zip(*(rank["rows"] for rank in ranks), strict=True)]
-    assert len(rows) == 2
+    assert len(rows) == 3
     assert rows[0] != rows[1]
     assert rows == alone["rows"]
     assert [rank["servers"] for rank in ranks] == [2, 0], "rank 0 alone talks to them"

@@ -11,7 +11,7 @@ batch beyond rounding, but they are not the tokens of the other engines.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,27 @@ from rlhf_lightning.rollout.generators.vllm_weights import named_weights, weight
 from rlhf_lightning.rollout.noise import RowNoise
 
 CHECKED_ROWS, CHECKED_TOKENS = 4, 64  # whose log-probabilities are compared after each transfer
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Request(NamedTuple):
+    """Prompts of one rank as vLLM is asked.
+
+    Args:
+        rows: token ids of each prompt, without padding.
+        seeds: one a row.
+        settings: temperature, max_new_tokens and stop_ids.
+    """
+
+    rows: list[list[int]]
+    seeds: list[int]
+    settings: dict[str, Any]
+
+    def beginnings(self, num_rows: int, max_new_tokens: int) -> Request:
+        """Return the request for the first tokens of the first rows."""
+        settings = dict(self.settings)
+        settings["max_new_tokens"] = min(settings["max_new_tokens"], max_new_tokens)
+        return Request(self.rows[:num_rows], self.seeds[:num_rows], settings)
 
 
 class VllmGenerator:
@@ -38,6 +59,9 @@ class VllmGenerator:
             the policy's.
         engine: arguments of `vllm.LLM`, such as `gpu_memory_utilization`. `dtype: auto` is what
             the policy computes in.
+
+    Raises:
+        ValueError: for another dtype than vLLM's.
     """
 
     def __init__(
@@ -52,6 +76,10 @@ class VllmGenerator:
         self.pad_token_id = pad_token_id
         self.logprob_tolerance = logprob_tolerance
         self.options = {"dtype": "auto", **(engine or {})}
+        if self.options["dtype"] not in DTYPES:
+            raise ValueError(
+                f"rollout.engine.dtype={self.options['dtype']!r}: use {', '.join(DTYPES)}"
+            )
         self.engine: Engine | None = None
 
     @torch.no_grad()
@@ -70,6 +98,16 @@ class VllmGenerator:
             RuntimeError: if vLLM's log-probabilities are not the policy's, or a response ended
                 before its stop token or `max_new_tokens`.
         """
+        request = self.request(prompts, noise, temperature, max_new_tokens)
+        answers = self.answers(model, request)
+        generation = self.generation(prompts, request, answers)
+        self.check_logprobs(model, request, answers)
+        return generation
+
+    def request(
+        self, prompts: PromptBatch, noise: RowNoise, temperature: float, max_new_tokens: int
+    ) -> Request:
+        """Return what vLLM is asked for `prompts`."""
         pairs = zip(prompts.input_ids, prompts.attention_mask, strict=True)
         rows = [ids[mask].tolist() for ids, mask in pairs]
         seeds = (noise.uniform(prompts.row_ids, 0) * 2**53).long().tolist()
@@ -78,13 +116,21 @@ class VllmGenerator:
             "max_new_tokens": max_new_tokens,
             "stop_ids": list(self.stop_ids),
         }
-        answers = self.answers(model, rows, seeds, settings)
-        self._check_ends(answers, max_new_tokens)
-        self.check_logprobs(model, rows, answers, temperature=temperature)
-        device = prompts.input_ids.device
-        responses = _padded([ids for ids, _ in answers], max_new_tokens, self.pad_token_id)
-        logprobs = _padded([values for _, values in answers], max_new_tokens, 0.0)
-        if temperature == 0:
+        return Request(rows, seeds, settings)
+
+    def generation(
+        self, prompts: PromptBatch, request: Request, answers: Sequence[Answer]
+    ) -> Generation:
+        """Return the answers to `prompts` as tensors.
+
+        Raises:
+            RuntimeError: if one ended before its stop token or `max_new_tokens`.
+        """
+        width, device = request.settings["max_new_tokens"], prompts.input_ids.device
+        self._check_ends(answers, width)
+        responses = _padded([ids for ids, _ in answers], width, self.pad_token_id)
+        logprobs = _padded([values for _, values in answers], width, 0.0)
+        if request.settings["temperature"] == 0:
             logprobs.zero_()  # there is one possible token
         return as_generation(
             prompts.input_ids,
@@ -94,13 +140,7 @@ class VllmGenerator:
             logprobs.to(device),
         )
 
-    def answers(
-        self,
-        model: PreTrainedModel,
-        rows: list[list[int]],
-        seeds: list[int],
-        settings: dict[str, Any],
-    ) -> list[Answer]:
+    def answers(self, model: PreTrainedModel, request: Request) -> list[Answer]:
         """Send the weights of `model`, and return what vLLM writes with them.
 
         Raises:
@@ -124,7 +164,7 @@ class VllmGenerator:
                     f"rollout=vllm needs vLLM in this environment ({error}): pip install -e "
                     "'.[vllm]' in one of its own, or use rollout=vllm_server or rollout=cached"
                 ) from error
-        return self.engine.generate(rows, seeds, **settings)
+        return self.engine.generate(request.rows, request.seeds, **request.settings)
 
     def options_for(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`, with the dtype that `model` computes in."""
@@ -137,18 +177,14 @@ class VllmGenerator:
 
     @torch.no_grad()
     def check_logprobs(
-        self,
-        model: PreTrainedModel,
-        rows: Sequence[Sequence[int]],
-        answers: Sequence[Answer],
-        *,
-        temperature: float,
+        self, model: PreTrainedModel, request: Request, answers: Sequence[Answer]
     ) -> None:
         """Compare vLLM's log-probabilities of some responses with those of `model`.
 
         Raises:
             RuntimeError: if they differ by more than `logprob_tolerance` on average.
         """
+        rows, temperature = request.rows, request.settings["temperature"] or 1.0
         gaps: list[Tensor] = []
         # Every rank runs the same number of forwards: one with fewer rows repeats some.
         for number in range(self.checked_rows):
@@ -156,7 +192,7 @@ class VllmGenerator:
             kept = tokens[:CHECKED_TOKENS]
             ids = torch.tensor([[*row, *kept]], device=model.device)
             logits = model(input_ids=ids).logits[:, len(row) - 1 : -1]
-            ours = token_logprobs(logits, ids[:, len(row) :], temperature=temperature or 1.0)
+            ours = token_logprobs(logits, ids[:, len(row) :], temperature=temperature)
             gaps.append((ours[0].float().cpu() - torch.tensor(theirs[: len(kept)])).abs())
         gap = float(torch.cat(gaps).mean())
         if not gap <= self.logprob_tolerance:
@@ -168,7 +204,7 @@ class VllmGenerator:
 
     @property
     def checked_rows(self) -> int:
-        """How many rows of a rank's batch are compared after a transfer."""
+        """Number of rows of a rank's batch that are compared after a transfer."""
         return CHECKED_ROWS
 
     def _check_ends(self, answers: Sequence[Answer], max_new_tokens: int) -> None:

@@ -10,7 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
+import shutil
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -25,6 +30,8 @@ ENVIRONMENT = {
     # The engine's loop in this process: weights are handed over as tensors, and it ends with us.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+
+GRACE = 5.0  # seconds for a server to end in order when the other side is gone
 
 Answer = tuple[list[int], list[float]]  # tokens of a response and their log-probabilities
 
@@ -82,11 +89,15 @@ class Engine:
         temperature: float,
         max_new_tokens: int,
         stop_ids: Sequence[int],
+        stay_awake: bool = False,
     ) -> list[Answer]:
         """Return a response to each prompt of `rows`, its stop token included.
 
         The log-probabilities are those of softmax(logits / temperature), or of softmax(logits) at
         temperature 0.
+
+        Raises:
+            RuntimeError: if vLLM answers other prompts than it was asked.
         """
         shared = {
             "temperature": temperature,
@@ -101,27 +112,34 @@ class Engine:
         }
         settings = [self.vllm.SamplingParams(seed=seed, **shared) for seed in seeds]
         prompts = [self.vllm.TokensPrompt(prompt_token_ids=list(row)) for row in rows]
-        outputs = [o.outputs[0] for o in self.llm.generate(prompts, settings, use_tqdm=False)]
-        if self.sleeps:
+        outputs = self.llm.generate(prompts, settings, use_tqdm=False)
+        if self.sleeps and not stay_awake:
             self.llm.sleep(level=2)  # weights are sent again before they are needed
             self.asleep = True
+        # Prompts that were cut, or answers in another order, would be of other rows.
+        if [list(output.prompt_token_ids) for output in outputs] != [list(row) for row in rows]:
+            raise RuntimeError("vLLM answered other prompts than it was asked")
         return [_answer(output) for output in outputs]
 
 
 def _answer(output: Any) -> Answer:
-    tokens = list(output.token_ids)
-    pairs = zip(tokens, output.logprobs, strict=True)
+    (response,) = output.outputs
+    tokens = list(response.token_ids)
+    pairs = zip(tokens, response.logprobs, strict=True)
     return tokens, [entry[token].logprob for token, entry in pairs]
 
 
 def serve(connection: Connection) -> None:
-    """Answer requests `{method: arguments}` until the other side hangs up."""
+    """Answer requests `[number, method, arguments]` until the other side hangs up."""
     engine: Engine | None = None
+    folders = [""]  # of the weights
+    threading.Thread(target=_end_with, args=(connection, folders), daemon=True).start()
     while True:
         try:
-            ((method, arguments),) = json.loads(connection.recv_bytes()).items()
+            number, method, arguments = json.loads(connection.recv_bytes())
         except EOFError:
             return
+        folders[0] = arguments.get("folder") or arguments.get("weights_path") or folders[0]
         result: Any = None
         try:
             if method == "start":
@@ -132,7 +150,20 @@ def serve(connection: Connection) -> None:
         except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
-        connection.send_bytes(json.dumps(reply).encode())
+        connection.send_bytes(json.dumps([number, reply]).encode())
+
+
+def _end_with(connection: Connection, folders: Sequence[str]) -> None:
+    """Wait for the other side to hang up; then remove the weights, and end what is under way.
+
+    A process that was killed cannot remove its files, and a generation may take minutes.
+    """
+    watched = select.poll()
+    watched.register(connection.fileno(), 0)  # a hang-up is always told
+    watched.poll()
+    shutil.rmtree(folders[0], ignore_errors=True)
+    time.sleep(GRACE)
+    os.killpg(os.getpid(), signal.SIGKILL)  # a server leads its group, which its workers are in
 
 
 if __name__ == "__main__":

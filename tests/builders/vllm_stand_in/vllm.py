@@ -1,8 +1,9 @@
 """As much of vLLM's interface as our engine calls, around a Llama in numpy: it starts at once.
 
 Real weights give real log-probabilities in a real process. Variables of the process say what goes
-wrong: STAND_IN_VERSION, STAND_IN_START_SECONDS, STAND_IN_STALE (weights are not taken), and
-STAND_IN_CALLS (a file that gets a line a call).
+wrong: STAND_IN_VERSION, STAND_IN_START_SECONDS, STAND_IN_STALE (weights are not taken),
+STAND_IN_SWAPS (the answers come in another order), STAND_IN_CALLS (a file that gets a line a call),
+and STAND_IN_GATE (a file that a generation of more than four rows waits for, and removes).
 """
 
 from __future__ import annotations
@@ -54,8 +55,17 @@ class LLM:
 
     def generate(self, prompts, settings, use_tqdm):
         self._called(f"generate {len(prompts)}")
+        gate = os.environ.get("STAND_IN_GATE")
+        while gate and len(prompts) > 4 and not Path(gate).exists():
+            time.sleep(0.01)
+        if gate and len(prompts) > 4:
+            Path(gate).unlink()
         pairs = zip(prompts, settings, strict=True)
-        return [SimpleNamespace(outputs=[self._written(*pair)]) for pair in pairs]
+        outputs = [
+            SimpleNamespace(prompt_token_ids=pair[0].prompt_token_ids, outputs=[written])
+            for pair, written in ((pair, self._written(*pair)) for pair in pairs)
+        ]
+        return outputs[::-1] if "STAND_IN_SWAPS" in os.environ else outputs
 
     def _written(self, prompt, settings):
         drawn = np.random.default_rng(settings.seed)
