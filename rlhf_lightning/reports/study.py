@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -84,13 +84,28 @@ class Result:
 
 @dataclass(frozen=True)
 class Study:
-    """The results of a matrix: `measure` are columns, `at_kl` where objectives are compared."""
+    """The results of a matrix.
+
+    Args:
+        name, about: of the study.
+        results: of all runs.
+        measure: metrics that are columns.
+        at_kl: where objectives are compared.
+        published: metric -> what others report, by row.
+        source: of what is published.
+        protocol: of the source, line by line, and to each line what is done here.
+        expected: time and memory that were expected.
+    """
 
     name: str
     about: str
     results: Sequence[Result]
     measure: Sequence[str]
     at_kl: Sequence[float]
+    published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    source: str = ""
+    protocol: Mapping[str, str] = field(default_factory=dict)
+    expected: str = ""
 
     @property
     def same_prompts(self) -> bool:
@@ -127,7 +142,8 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     """Write `study.html` and `study.md` and return their paths."""
     ended = sum(result.completed for result in study.results)
     compared, verdicts = compared_table(study)
-    tables = [settings_table(study), curves_table(study), compared]
+    tables = [published_table(study), protocol_table(study)]
+    tables += [settings_table(study), curves_table(study), compared]
     tables += [budget_table(study, AnswerBudget()), budget_table(study, ProcessorBudget())]
     shown = [table for table in tables if table.rows]
     missing = [r for r in study.results if not r.completed]
@@ -148,6 +164,49 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     lines += [f"- {r.name}: {r.status}{f', {r.cause}' if r.cause else ''}" for r in missing]
     write_text(text, "\n".join([*lines, "", *(table.markdown() for table in shown)]))
     return page, text
+
+
+def published_table(study: Study) -> Table:
+    """Return what others report of a row beside its own mean, over settings where it has several.
+
+    The interval is Student's over settings, such as data sets of which each is held out once; of a
+    row with one setting it is that of its mean over seeds.
+    """
+    rows = []
+    for row, results in by(study.results, lambda r: r.row).items():
+        groups = [[r for r in group if r.completed] for group in _settings(results)]
+        for metric, theirs in study.published.get(row, {}).items():
+            show = quantity(metric).show
+            means = [mean for group in groups if (mean := _mean(study, group, metric))]
+            cells = ["not run", ""]
+            if means:
+                whole = means[0]
+                if len(groups) > 1:
+                    values = [Measured(0.0, mean.value) for mean in means]
+                    whole = over_seeds(values, same_prompts=False)
+                ours, _, interval = shown(metric, whole).partition(" (")
+                cells = [ours, interval.removesuffix(")")]
+            count = f"{sum(map(len, groups))} of {len(results)}"
+            rows.append([row, quantity(metric).label, show(theirs), *cells, count])
+    ended = [r for r in study.results if r.completed]
+    lead = f"Published: {study.source}"
+    if study.expected:
+        lead += f" Expected of a run: {study.expected}."
+    if ended:
+        lead += (
+            f" Found: at most {duration(max(r.seconds for r in ended))}, "
+            f"{duration(max(r.cpu_seconds for r in ended))} of processor time and "
+            f"{max(r.peak_mib for r in ended):.0f} MiB of resident memory a run."
+        )
+    header = ["row", "metric", "published", "ours", "95 % interval", "runs that ended"]
+    return Table("Published and ours", lead, header, rows)
+
+
+def protocol_table(study: Study) -> Table:
+    """Return the protocol of the source, line by line, and what is done here."""
+    lead = "Where the right column says something else, figures differ for that reason too."
+    rows = [[theirs, ours] for theirs, ours in study.protocol.items()]
+    return Table("Protocol", lead, ["published", "here"], rows)
 
 
 def settings_table(study: Study) -> Table:

@@ -15,10 +15,12 @@ from rlhf_lightning.reports.study import (
     compared_table,
     complete_curves,
     curves_table,
+    published_table,
     settings_table,
     write_study,
 )
 from rlhf_lightning.runs.folder import ITERATION
+from rlhf_lightning.runs.metric_catalog import quantity
 
 
 def metrics(gain: float, kl: float) -> dict[str, float | None]:
@@ -162,3 +164,43 @@ def test_a_study_without_a_result_has_a_page(tmp_path):
     none = [replace(r, status="not run", metrics={}, rows=()) for r in one.results]
     page, _ = write_study(replace(one, results=none), tmp_path)
     assert "0 of 12 runs have ended." in page.read_text()
+
+
+def reproduction(**changes) -> Study:
+    """Three held-out parts of a row whose accuracy others report."""
+    results = [
+        result("left_out", f"part={name}", seed, gain, 0.1)
+        for name, gain in (("a", 0.7), ("b", 0.8), ("c", 0.9))
+        for seed in (1, 2)
+    ]
+    plain = Study(
+        "mine", "", results, ("val/gold_win_rate",), (),
+        published={"left_out": {"val/gold_win_rate": 0.78}}, source="Their paper, table 2.",
+        protocol={"one part is held out": "the same", "ten epochs": "one epoch"}, expected="2 GiB",
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def test_published_figures_stand_beside_our_mean_over_what_was_held_out():
+    table = published_table(reproduction())
+    # 4.3027 * 0.1 / sqrt(3)
+    assert table.rows == [
+        ["left_out", quantity("val/gold_win_rate").label, "78.0 %", "80.0 %",
+         "55.2 to 100.0 %", "6 of 6"],
+    ]  # fmt: skip
+    assert "Their paper, table 2. Expected of a run: 2 GiB. Found: at most 0:10, 0:20" in table.lead
+
+
+def test_a_published_row_with_one_setting_has_the_interval_of_its_seeds():
+    one = reproduction(results=[result("left_out", "", s, 0.6 + s / 10, 0.1) for s in (1, 2, 3)])
+    assert published_table(one).rows[0][3:5] == ["80.0 %", "55.2 to 100.0 %"]
+
+
+def test_a_published_row_that_was_not_run_says_so(tmp_path):
+    one = reproduction()
+    none = [replace(r, status="not run", metrics={}, rows=()) for r in one.results]
+    table = published_table(replace(one, results=none))
+    assert table.rows[0][2:] == ["78.0 %", "not run", "", "0 of 6"]
+    assert "Found" not in table.lead
+    _, text = write_study(replace(one, results=none), tmp_path)
+    assert "| ten epochs | one epoch |" in text.read_text()

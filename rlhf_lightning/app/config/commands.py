@@ -137,6 +137,11 @@ class EvaluateSettings(RunSettings):
                 "best_of.n needs evaluation.temperature above 0: at 0 all answers are the same one"
             )
 
+    @property
+    def compares_policies(self) -> bool:
+        """True unless a benchmark measures a reward model: those of policies have tasks."""
+        return self.benchmark is None or "tasks" in self.benchmark.arguments
+
 
 class CandidatesSettings(Settings):
     """Answers that are sampled for labelling."""
@@ -253,12 +258,14 @@ class RowSettings(Settings):
         experiment: of `train`.
         overrides: words of the command line.
         vary: values of each key; every combination of them is a setting of its own.
+        published: what others report of this row, a mean over its settings, by metric.
     """
 
     command: Literal["train", "evaluate"] = "train"
     experiment: str | None = None
     overrides: list[str] = Field(default_factory=list)
     vary: dict[str, Annotated[list[Any], Filled]] = Field(default_factory=dict)
+    published: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -278,10 +285,19 @@ class WordsSettings(Settings):
 
 
 class StudySettings(RunSettings):
-    """Settings of `rlhf-study`: a matrix of runs and what is measured on them."""
+    """Settings of `rlhf-study`: a matrix of runs and what is measured on them.
+
+    Args:
+        source: of the rows' `published` figures.
+        protocol: of that source, line by line, and to each line what is done here.
+        expected: time and memory that a run was expected to take.
+    """
 
     jobs: Positive = 1
     about: str = ""
+    source: str = ""
+    protocol: dict[str, str] = Field(default_factory=dict)
+    expected: str = ""
     runs: dict[FolderName, RowSettings]
     seeds: Annotated[list[Seed], Filled]
     shared: WordsSettings = WordsSettings()
@@ -293,6 +309,8 @@ class StudySettings(RunSettings):
     def _has_runs(self) -> Self:
         if not self.runs:
             raise ValueError("runs={} is no study: name one of conf/study, rlhf-study NAME")
+        if not self.source and any(row.published for row in self.runs.values()):
+            raise ValueError("source='' says nothing: name where the published figures stand")
         return self
 
 

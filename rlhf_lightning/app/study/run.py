@@ -202,7 +202,15 @@ def _write_pages(settings: StudySettings, runs: Sequence[PlannedRun], folder: Pa
 
     results = tuple(result for planned in runs for result in _results(planned))
     study = Study(
-        settings.name, settings.about, results, tuple(settings.measure), tuple(settings.at_kl)
+        settings.name,
+        settings.about,
+        results,
+        tuple(settings.measure),
+        tuple(settings.at_kl),
+        published={name: row.published for name, row in settings.runs.items()},
+        source=settings.source,
+        protocol=settings.protocol,
+        expected=settings.expected,
     )
     for page in write_study(study, folder):
         say(str(page))
