@@ -139,9 +139,6 @@ def medians(taken: list[dict[str, Any]]) -> dict[str, float]:
         name: statistics.median(lap[name] for lap in laps)
         for name in ("seconds", "cpu_seconds", *PHASES)
     }
-    # Below 1 the process waited: for others on a busy machine, or for its own threads.
-    threads = taken[0]["threads"]
-    side["processor_share"] = side["cpu_seconds"] / side["seconds"] / threads
     side["measured"] = len(laps)
     side["slowest"] = max(lap["seconds"] for lap in laps)
     side["fastest"] = min(lap["seconds"] for lap in laps)
@@ -163,7 +160,7 @@ def render(result: dict[str, Any]) -> str:
                 f"{NAMES[who]} {precision}",
                 f"{side['seconds']:.2f} s",
                 f"{spread} ({side['measured']:.0f})",
-                f"{side['processor_share']:.0%}",
+                f"{side['cpu_seconds']:.1f} s",
                 *(f"{side[phase]:.2f}" for phase in PHASES),
                 gib(side["memory_peak"]),
                 gib(side["memory_peak"] - side["memory_imports"]),
@@ -174,7 +171,7 @@ def render(result: dict[str, Any]) -> str:
         "",
         "iteration",
         "range (count)",
-        "cores in use",
+        "processor time",
         *PHASES,
         "peak memory",
         "above imports",

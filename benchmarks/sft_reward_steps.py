@@ -23,11 +23,16 @@ from benchmarks.processes import Side, alternate
 from benchmarks.ragged import RAGGED
 
 # TRL's default takes rows in random order; "batch_rebalance" is its remedy against padding.
-SAMPLINGS = {"trl": "sequential", "trl rebalanced": "batch_rebalance"}
+SAMPLINGS = {
+    "trl": "sequential",
+    "trl rebalanced": "batch_rebalance",
+    "trl padding_free": "sequential",  # rows of a micro-batch in one sequence; of SFT alone
+}
 NAMES = {
     "ours": "rlhf_lightning",
     "trl": "TRL 1.16, rows as they come",
     "trl rebalanced": "TRL 1.16, `batch_rebalance`",
+    "trl padding_free": "TRL 1.16, `padding_free`",
 }
 
 
@@ -56,12 +61,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         sides = []
         for stage in options.stages:
             for who in options.sides:
+                if stage == "reward" and who == "trl padding_free":
+                    continue
                 own = task | {"stage": stage, "ragged": sizes[stage]}
                 name = f"{stage}, {who}"
                 if who == "ours":
                     sides.append(Side(name, "steps_ours", own))
                 else:
                     own["sampling"] = SAMPLINGS[who]
+                    own["padding_free"] = who == "trl padding_free"
                     sides.append(Side(name, "steps_trl", own, peer))
         runs = alternate(sides, options.repeats, lock=setting.lock)
     return finish(
@@ -86,7 +94,9 @@ def summarise(runs: dict[str, list[dict[str, Any]]], wanted: int) -> dict[str, A
         if steps != {wanted}:
             raise RuntimeError(f"{name} took {sorted(steps)} optimizer steps, wanted {wanted}")
         laps = [lap["seconds"] for run in taken for lap in run["iterations"]]
+        used = [lap["cpu_seconds"] for run in taken for lap in run["iterations"]]
         sides[name] = {
+            "cpu_seconds": statistics.median(used),
             "seconds": statistics.median(laps),
             "fastest": min(laps),
             "slowest": max(laps),
@@ -113,11 +123,13 @@ def render(result: dict[str, Any]) -> str:
                 NAMES[who],
                 f"{side['seconds']:.2f} s",
                 f"{side['fastest']:.2f} to {side['slowest']:.2f} ({side['measured']})",
+                f"{side['cpu_seconds']:.2f} s",
                 f"{ratio:.2f}x" if ratio else "",
                 gib(side["memory_peak"]),
             ]
         )
-    return table(["", "", "step", "range (count)", "ours is faster by", "peak memory"], rows)
+    head = ["", "", "step", "range (count)", "processor time", "ours is faster by", "peak memory"]
+    return table(head, rows)
 
 
 if __name__ == "__main__":

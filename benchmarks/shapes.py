@@ -42,11 +42,13 @@ def _llama(
     }
 
 
-# Fields of a Hugging Face config. "135m" is SmolLM2-135M, "1b" is Llama-3.2-1B.
+# Fields of a Hugging Face config. "135m" is SmolLM2-135M, "0.5b" is Qwen2.5-0.5B, "1b" is
+# Llama-3.2-1B.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _llama(32, 2, 2, 1, 64, 128, True),
     "10m": _llama(256, 6, 4, 4, 1024, 8192, False),
     "135m": _llama(576, 30, 9, 3, 1536, 49152, True),
+    "0.5b": _llama(896, 24, 14, 2, 4864, 151936, True) | {"model_type": "qwen2"},
     "1b": _llama(2048, 16, 32, 8, 8192, 128256, True),
 }
 

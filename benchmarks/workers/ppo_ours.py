@@ -20,6 +20,7 @@ from benchmarks.shapes import prompts as prompt_rows
 from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
+from rlhf_lightning.models.layer_kernels import layer_kernels
 from rlhf_lightning.modules.ppo import PPOModule
 
 
@@ -83,7 +84,8 @@ def run(task: Task) -> dict[str, Any]:
     module: Any = ppo_module(task, workload, tokenizer, cls=cls)
     watch = Watch(task["device"])
     trainer = bare_trainer(task, watch)
-    with cpu_kernels("model.cpu_kernels=false" not in task["overrides"]):
+    settings = training_settings("ppo", *task["overrides"]).model
+    with cpu_kernels(settings.cpu_kernels), layer_kernels(settings.kernels):
         trainer.fit(module, DataLoader(batches, batch_size=None))
     result: dict[str, Any] = {"iterations": watch.iterations[task["warmup"] :]}
     if profiled:

@@ -85,7 +85,7 @@ def sft_trainer(task: Task, ragged: Ragged, settings: dict[str, Any], watch: Wat
         model=AutoModelForCausalLM.from_pretrained(
             Path(task["folder"], "policy"), dtype=torch.float32
         ),
-        args=SFTConfig(completion_only_loss=True, **settings),
+        args=SFTConfig(completion_only_loss=True, padding_free=task["padding_free"], **settings),
         train_dataset=Dataset.from_dict(data),
         processing_class=AutoTokenizer.from_pretrained(Path(task["folder"], "tokenizer")),
         callbacks=[watch],

@@ -127,8 +127,9 @@ def test_a_table_without_a_result_says_so_and_a_result_without_a_table_is_an_err
     assert tables.MISSING in tables.filled(text, tmp_path)
     assert "stale" not in tables.filled(text, tmp_path)
     (tmp_path / "unheard_of.json").write_text("{}")
-    with pytest.raises(ValueError, match="unheard_of"):
-        tables.filled(text, tmp_path)
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises(SystemExit, match=r"no table for .*unheard_of"):
+        tables.main(["--documents", str(tmp_path / "page.md"), "--results", str(tmp_path)])
 
 
 def test_a_process_that_fails_says_what_it_said() -> None:

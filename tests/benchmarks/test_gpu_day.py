@@ -1,0 +1,171 @@
+"""The day on a GPU: its program with parts of a second, its wheels, and its rehearsal."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import carried_wheels, gpu_day, gpu_parts, tables
+from benchmarks.gpu_parts import Part
+from benchmarks.machine import ROOT
+
+WRITES = "import sys; open(sys.argv[-1], 'w').write('{}')"
+
+
+def script(folder: Path, name: str, text: str) -> tuple[str, ...]:
+    """Return what `python -m` runs of a module in `folder`."""
+    (folder / f"{name}.py").write_text(text)
+    return (name,)
+
+
+@pytest.fixture
+def day(tmp_path, monkeypatch):
+    """Run the program with some parts; return statuses by part, and what made it fail."""
+    monkeypatch.setattr(gpu_day, "STATE", tmp_path / "state")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(parts: list[Part], *options: str) -> tuple[dict[str, str], str]:
+        monkeypatch.setattr(gpu_day, "parts", lambda: tuple(parts))
+        results = ["--results", str(tmp_path / "results")]
+        outcomes: list[gpu_day.Outcome] = []
+        attempt = gpu_day._attempt
+
+        def noted(*arguments: Any, **named: Any) -> gpu_day.Outcome:
+            outcomes.append(attempt(*arguments, **named))
+            return outcomes[-1]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(gpu_day, "_attempt", noted)
+            try:
+                gpu_day.main(["--rehearse", *results, *options])
+                failure = ""
+            except SystemExit as error:
+                failure = str(error)
+        return {outcome.part.name: outcome.status for outcome in outcomes}, failure
+
+    return run
+
+
+def test_a_part_that_fails_or_hangs_is_named_and_the_rest_runs_and_is_not_run_again(day, tmp_path):
+    bad = script(tmp_path, "bad_part", "raise SystemExit(3)")
+    # Its child too is ended: it would write three seconds later.
+    late = (
+        "import subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(6);"
+        f' open({str(tmp_path / "late")!r}, "w")\'])\n'
+        "time.sleep(60)"
+    )
+    parts = [
+        Part("bad", "", (), bad, 60),
+        Part("hangs", "", (), script(tmp_path, "hanging_part", late), 1),
+        Part("no_result", "", (), script(tmp_path, "empty_part", ""), 60),
+        Part("absent", "", (), (), 60, not_rehearsed="no such thing here"),
+        Part("good", "", (), script(tmp_path, "good_part", WRITES), 60),
+    ]
+    started = time.monotonic()
+    statuses, failure = day(parts)
+    expected = {"bad": "failed", "hangs": "failed", "no_result": "failed", "absent": "skipped"}
+    assert statuses == {**expected, "good": "done"}
+    assert failure.startswith("failed: bad, hangs, no_result; logs in")
+    assert day(parts)[0] == {**expected, "good": "done before"}
+    time.sleep(max(0.0, 8 - (time.monotonic() - started)))
+    assert not (tmp_path / "late").exists()
+
+
+def test_what_has_no_time_left_is_no_failure_and_only_named_parts_run(day, tmp_path):
+    slow = Part("slow", "", (), script(tmp_path, "slow_part", "import time; time.sleep(60)"), 60)
+    good = Part("good", "", (), script(tmp_path, "good_part", WRITES), 60)
+    assert day([slow, good], "--minutes", "0.01") == (
+        {"slow": "not started", "good": "not started"},
+        "",
+    )
+    assert day([slow, good], "--only", "good") == ({"good": "done"}, "")
+
+
+def test_tests_are_counted_and_those_that_fail_or_do_not_run_leave_no_result(day, tmp_path):
+    skipped = "@pytest.mark.skip(reason='one GPU')\ndef test_two(): pass\n"
+    body = f"import pytest\ndef test_one(): pass\n{skipped}"
+    for name, more in {"passes": "", "fails": "def test_bad(): assert 0\n"}.items():
+        (tmp_path / f"test_{name}.py").write_text(body + more)
+    (tmp_path / "test_nothing.py").write_text(body.replace("def test_one", "def one"))
+    own = ("-c", "/dev/null", "--rootdir", str(tmp_path))
+
+    def tests(name: str) -> Part:
+        return Part(name, "", (), (*own, str(tmp_path / f"test_{name}.py")), 60, tests=True)
+
+    statuses, failure = day([tests("passes"), tests("fails"), tests("nothing")])
+    assert statuses == {"passes": "done", "fails": "failed", "nothing": "failed"}
+    assert failure.startswith("failed: fails, nothing;")
+    result = json.loads((tmp_path / "results/gpu_passes.json").read_text())
+    assert "| `test_one` | 1 | 0 |" in gpu_day.render(result)
+    assert "* skipped 1: one GPU" in gpu_day.render(result)
+
+
+def test_without_cuda_only_a_rehearsal_runs_and_its_results_are_no_results_of_cuda(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gpu_day, "device_count", lambda: 0)
+    monkeypatch.setattr(gpu_day, "install", lambda: None)
+    with pytest.raises(SystemExit, match=r"no CUDA device.*--rehearse"):
+        gpu_day.main(["--results", str(tmp_path)])
+    (tmp_path / "gpu_tests.json").write_text(json.dumps({"machine": {}}))
+    with pytest.raises(ValueError, match=r"gpu_tests.json was not measured on CUDA"):
+        tables.filled("<!-- table gpu_tests -->\n<!-- end -->", tmp_path)
+
+
+def test_every_part_has_a_place_and_a_row_in_the_document_and_files_that_exist():
+    text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    parts = gpu_parts.parts()
+    for part in parts:
+        assert f"<!-- table {Path(part.result).stem} -->" in text, part.name
+        assert f"| `{part.name}` | {part.shows} | {part.limit // 60} min |" in text, part.name
+        assert part.limit < 600
+        for word in (*part.command, *part.rehearsal):
+            assert not word.startswith("tests/") or (ROOT / word).is_file(), word
+    assert len({part.result for part in parts}) == len(parts)
+    assert "tests/rollout/test_generate_cuda_graphs.py" in gpu_parts.gpu_tests()
+
+
+def test_wheels_are_what_the_machine_lacks_or_has_too_old():
+    bare = carried_wheels.needed({}, "3.12")
+    pinned = carried_wheels.pinned((ROOT / "constraints.txt").read_text())
+    assert {"hydra-core", "omegaconf", "lightning", "antlr4-python3-runtime", "pytest"} <= set(bare)
+    assert not {"torch", "triton", "ruff", "trl"} & set(bare)
+    assert all(version == pinned.get(name, "") for name, version in bare.items())
+    have = {"transformers": "5.17.0", "pyyaml": bare["pyyaml"], "lightning": bare["lightning"]}
+    lacking = carried_wheels.needed(have, "3.12")
+    assert "transformers" in lacking
+    assert not {"pyyaml", "lightning"} & set(lacking)
+
+
+def test_carried_wheels_are_installed_once(tmp_path, monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr(carried_wheels.subprocess, "run", lambda *a, **k: calls.append(a[0]))
+    assert carried_wheels.install(tmp_path, tmp_path / "site") is None
+    (tmp_path / "one-1.0-py3-none-any.whl").touch()
+    assert carried_wheels.install(tmp_path, tmp_path / "site") == tmp_path / "site"
+    assert calls[0][:4] == [sys.executable, "-m", "pip", "install"]
+    assert "--no-index" in calls[0]
+    (tmp_path / "site").mkdir()
+    carried_wheels.install(tmp_path, tmp_path / "site")
+    assert len(calls) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_day_is_rehearsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_day, "STATE", tmp_path / "state")
+    outcomes = gpu_day.main(["--rehearse", "--results", str(tmp_path)])
+    assert {o.part.name for o in outcomes if o.status == "skipped"} == {"liger_0.5b"}
+    assert {o.status for o in outcomes} == {"done", "skipped"}
+    for outcome in outcomes:
+        if outcome.status == "done":
+            result = json.loads((tmp_path / outcome.part.result).read_text())
+            render = importlib.import_module(f"benchmarks.{result['benchmark']}").render
+            assert render(result).count("|") > 5
