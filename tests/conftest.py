@@ -18,16 +18,20 @@ os.environ.update(
 )
 
 import ipaddress
+import pickle
 import random
 import signal
 import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import omegaconf
 import pytest
 import torch
+from omegaconf import OmegaConf, grammar_parser
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -74,6 +78,29 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def files_read_once() -> Iterator[None]:
+    """Parse each file and each interpolation of a configuration once, and not in every test.
+
+    Hydra reads thirty files for a command line, in Python: two fifths of the time to compose it.
+    """
+    load, parse = OmegaConf.load, cache(grammar_parser.parse)
+    kept: dict[tuple[str, int], bytes] = {}
+
+    def load_once(file: Any) -> Any:
+        path = Path(file if isinstance(file, str | Path) else file.name)
+        key = str(path.absolute()), path.stat().st_mtime_ns
+        if key not in kept:
+            kept[key] = pickle.dumps(load(file))
+        return pickle.loads(kept[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OmegaConf, "load", staticmethod(load_once))
+        for module in (omegaconf.base, omegaconf._utils):
+            patch.setattr(module, "parse", parse)
+        yield
 
 
 @pytest.fixture(autouse=True)

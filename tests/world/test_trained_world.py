@@ -20,9 +20,7 @@ from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.processes import run_python
 
-pytestmark = pytest.mark.timeout(900)
-WHOLE = pytest.param("whole", marks=pytest.mark.slow)
-PART = ["+dataset.source.num_texts=4000", "+dataset.source.num_demonstrations=2000"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def train(folder, *arguments, timeout=600):
@@ -47,20 +45,10 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=["part", WHOLE])
-def world(request, tmp_path_factory):
-    """The same, and in less time from an eighth of the records."""
-    if request.param == "whole":
-        return request.getfixturevalue("trained")
-    folder = tmp_path_factory.mktemp("part")
-    train(folder, "+experiment=sft", *PART)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def sft_answers(world):
+def sft_answers(trained):
     """Sixteen answers and one more of the SFT policy to each of 128 held-out prompts, by gold."""
-    folder = world / "artifacts/demo_seed1/sft"
+    folder = trained / "artifacts/demo_seed1/sft"
     tokenizer = load_tokenizer(folder)
     data = PromptDataModule(
         DemoSource(seed=1),
@@ -87,8 +75,8 @@ def rate(ones: list[float], others: list[float]) -> float:
     return win_rate(torch.tensor(ones), torch.tensor(others), confidence=0.95).rate
 
 
-def test_sft_beats_base_in_more_than_seventy_percent_of_comparisons(world):
-    assert summary(world, "sft")["metrics"]["val/gold_win_rate"] > 0.7
+def test_sft_beats_base_in_more_than_seventy_percent_of_comparisons(trained):
+    assert summary(trained, "sft")["metrics"]["val/gold_win_rate"] > 0.7
 
 
 def test_the_best_of_sixteen_answers_wins_so_there_is_something_to_learn(sft_answers):
@@ -105,14 +93,12 @@ def test_another_sample_of_the_same_policy_wins_half_so_the_measure_is_fair(sft_
     assert rate(ones, others) == pytest.approx(0.5, abs=0.06)
 
 
-@pytest.mark.parametrize("world", [WHOLE], indirect=True)
 def test_always_saying_i_do_not_know_loses_to_the_sft_policy(sft_answers):
     prompts, draws = sft_answers
     evasive = gold_scores(prompts, [I_DO_NOT_KNOW] * len(prompts), [True] * len(prompts))
     assert rate(evasive, draws[0]) < 0.35
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_reward_model_and_policy_reach_what_the_readme_promises(tmp_path, seed):
     train(tmp_path, "+experiment=ppo", f"seed={seed}", timeout=850)
@@ -126,7 +112,6 @@ def test_reward_model_and_policy_reach_what_the_readme_promises(tmp_path, seed):
     assert ppo["val/num_prompts"] >= 400
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_without_a_kl_penalty_the_learnt_score_rises_while_gold_falls(tmp_path, trained):
     """Over-optimization, seen on a short and on a long run with the same noise and data."""
@@ -151,7 +136,6 @@ def test_without_a_kl_penalty_the_learnt_score_rises_while_gold_falls(tmp_path, 
     assert sum(scores[-10:]) / 10 > sum(scores[:10]) / 10 + 0.5
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_lab_labels_by_budget_and_its_records_train_a_reward_model(tmp_path, trained):
     """5,000 pairs of the base model and the SFT policy; people look at a third of them."""
