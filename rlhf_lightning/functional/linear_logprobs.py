@@ -71,6 +71,7 @@ def linear_token_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: float,
+    softcap: float | None = None,
     with_entropy: bool = False,
     chunk_rows: int | None = None,
     accumulate: Accumulate | None = None,
@@ -87,6 +88,8 @@ def linear_token_logprobs(
         tokens: `[N]` int64.
         bias: `[V]` of the head.
         temperature: positive; divides the logits.
+        softcap: c of models whose logits are c tanh(z / c) of the head's output z, before the
+            temperature divides them (Gemma 2); None leaves them as they are.
         with_entropy: also return the entropy of each distribution, with its gradient.
         chunk_rows: C; None takes what fits in 32 MiB of a CPU, or in 1 GiB of a GPU.
         accumulate: takes `weight` and of each chunk the two factors `[C, V]` and `[C, H]` of its
@@ -114,6 +117,7 @@ def linear_token_logprobs(
             bias,
             tokens,
             float(temperature),
+            softcap,
             dtype,
             chunk_rows,
             with_entropy,
@@ -135,12 +139,15 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         tokens: Tensor,
         temperature: float,
+        softcap: float | None,
         dtype: torch.dtype,
         chunk_rows: int,
         with_entropy: bool,
         accumulate: Accumulate | None,
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), temperature)
+        head = _Head(
+            weight.to(dtype), None if bias is None else bias.to(dtype), temperature, softcap
+        )
         inputs = hidden.to(dtype)
         chunks = _chunks(len(inputs), chunk_rows)
         few = len(inputs) * len(weight) * dtype.itemsize <= _sizes(hidden.device).kept
@@ -154,7 +161,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, entropies = (list(column) for column in zip(*parts, strict=True))
         entropy = torch.cat(entropies) if with_entropy else hidden.new_zeros(())
         ctx.save_for_backward(hidden, weight, bias, tokens, entropy, *kept)
-        ctx.settings = (temperature, dtype, chunks, with_entropy, accumulate)
+        ctx.settings = (temperature, softcap, dtype, chunks, with_entropy, accumulate)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
@@ -163,14 +170,17 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients, from d log p[token] / dz = onehot - p and dH / dz = -p (log p + H).
 
-        Without the entropy, the factor of a row is taken out of `[C, V]`.
+        Without the entropy, the factor of a row is taken out of `[C, V]`. With a soft cap, z is the
+        capped logit c tanh(y / c), and dz / dy = 1 - (z / c)^2.
         """
         grad_logprobs, grad_entropy = grad_outputs
         hidden, weight, bias, tokens, entropy, *kept = ctx.saved_tensors
-        temperature, dtype, chunks, with_entropy, accumulate = ctx.settings
+        temperature, softcap, dtype, chunks, with_entropy, accumulate = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with torch.autocast(hidden.device.type, enabled=False):
-            head = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), temperature)
+            head = _Head(
+                weight.to(dtype), None if bias is None else bias.to(dtype), temperature, softcap
+            )
             inputs = hidden.to(dtype)
             grad_logits = grad_logprobs / temperature  # [N], of the token's own logit
             wide = grad_logits.dtype
@@ -197,7 +207,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_hidden.to(hidden.dtype) if needs_hidden else None,
             grad_weight.total(),
             grad_bias.to(weight.dtype) if needs_bias else None,
-            *[None] * 6,
+            *[None] * 7,
         )
 
 
@@ -230,6 +240,7 @@ class _Head(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     temperature: float
+    softcap: float | None
 
     def logits(self, inputs: Tensor) -> Tensor:
         return torch.nn.functional.linear(inputs, self.weight, self.bias)
@@ -252,7 +263,8 @@ class _Head(NamedTuple):
         for rows in self._in_cache(logits):
             error = self._log_softmax(logits[rows]).exp_()
             own = tokens[rows, None]
-            spread[rows] = error.scatter_add_(1, own, error.new_full((1, 1), -1.0).expand_as(own))
+            error.scatter_add_(1, own, error.new_full((1, 1), -1.0).expand_as(own))
+            spread[rows] = self._uncapped(error, logits[rows])
         return spread
 
     def spread(
@@ -264,11 +276,21 @@ class _Head(NamedTuple):
             logprobs = self._log_softmax(logits[rows])
             outer = (logprobs + entropy[rows, None]).mul_(d_entropy[rows]).add_(factor[rows])
             mixed = logprobs.exp_().mul_(outer)
-            spread[rows] = mixed.scatter_add_(1, tokens[rows, None], -factor[rows])
+            mixed.scatter_add_(1, tokens[rows, None], -factor[rows])
+            spread[rows] = self._uncapped(mixed, logits[rows])
         return spread
+
+    def _uncapped(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Return the gradient of the head's output, from that of the capped logits."""
+        if self.softcap is None:
+            return grad
+        tanh = torch.tanh(at_least_float32(logits) / self.softcap)
+        return grad.mul_(1 - tanh.square_())
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         widened = at_least_float32(logits)
+        if self.softcap is not None:
+            widened = self.softcap * torch.tanh(widened / self.softcap)
         return torch.log_softmax(
             widened if self.temperature == 1 else widened / self.temperature, -1
         )

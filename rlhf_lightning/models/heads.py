@@ -89,7 +89,8 @@ class PolicyModel(nn.Module):
         model: any Hugging Face causal language model.
 
     Raises:
-        ValueError: if head(trunk(x)) are not the model's logits (soft-capping and the like).
+        ValueError: if head(trunk(x)), soft-capped where its config says so, are not the model's
+            logits (scaling and the like).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -150,6 +151,7 @@ class PolicyModel(nn.Module):
                 pad(tokens, (0, len(positions) - count)),
                 bias=head.bias,
                 temperature=temperature,
+                softcap=softcap_of(self.model),
                 with_entropy=with_entropy,
                 accumulate=weight_grad_adder(),
                 product_dtype=None if row_lengths is None else packed_head_dtype,
@@ -268,12 +270,18 @@ def scalar_head(hidden_size: int, *, init_std: float) -> ScalarHead:
     return head
 
 
+def softcap_of(model: PreTrainedModel) -> float | None:
+    """Return c of a model whose logits are c tanh(z / c) of its head's output z; None without."""
+    capped: float | None = getattr(model.config, "final_logit_softcapping", None)
+    return capped
+
+
 @torch.no_grad()
 def check_head_split(model: PreTrainedModel) -> None:
-    """Check that the head applied to the last hidden states gives the model's logits.
+    """Check that the head applied to the last hidden states, soft-capped, gives the model's logits.
 
     Raises:
-        ValueError: if not, as with soft-capping or scaled logits.
+        ValueError: if not, as with scaled logits.
     """
     if next(model.parameters()).is_meta:
         return
@@ -281,13 +289,14 @@ def check_head_split(model: PreTrainedModel) -> None:
     with in_eval_mode(model):
         expected = model(input_ids=input_ids, use_cache=False).logits
         got = model.get_output_embeddings()(hidden_states(model.base_model, input_ids))
-    # Where logits are still small, capping or scaling them hardly shows in the numbers.
-    config = getattr(model, "config", None)
-    capped = getattr(config, "final_logit_softcapping", None)
-    scaled = getattr(config, "logit_scale", 1) != 1
+    if (softcap := softcap_of(model)) is not None:
+        got = softcap * torch.tanh(got / softcap)
+    # Where logits are still small, scaling them hardly shows in the numbers.
+    scaled = getattr(model.config, "logit_scale", 1) != 1
     same = torch.allclose(got.float(), expected.float(), rtol=1e-3, atol=1e-3)
-    if capped or scaled or not same:
+    if scaled or not same:
         raise ValueError(
-            f"{type(model).__name__} does something to its logits after the head (soft-capping, "
-            "scaling): its log-probabilities cannot be computed from the head alone"
+            f"{type(model).__name__} does something to its logits after the head (scaling, or a "
+            "soft cap that is not final_logit_softcapping): its log-probabilities cannot be "
+            "computed from the head alone"
         )

@@ -19,8 +19,10 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Te
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_rows", [16, 32, None])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_values_and_gradients_are_those_of_all_logits_at_once(temperature, chunk_rows, with_bias):
+@pytest.mark.parametrize(("with_bias", "softcap"), [(True, None), (False, None), (False, 3.0)])
+def test_values_and_gradients_are_those_of_all_logits_at_once(
+    temperature, chunk_rows, with_bias, softcap
+):
     hidden, weight, bias, tokens = head()
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
     for leaf in leaves:
@@ -28,6 +30,8 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(temperature, chunk
     mix = torch.randn(2, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     logits = torch.nn.functional.linear(hidden, weight, bias if with_bias else None)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     logprobs = token_logprobs(logits, tokens, temperature=temperature)
     entropy = token_entropy(logits, temperature=temperature)
     expected = torch.autograd.grad((mix[0] * logprobs + mix[1] * entropy).sum(), leaves)
@@ -38,6 +42,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(temperature, chunk
         tokens,
         bias=bias if with_bias else None,
         temperature=temperature,
+        softcap=softcap,
         with_entropy=True,
         chunk_rows=chunk_rows,
     )
@@ -48,14 +53,19 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(temperature, chunk
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_without_entropy_the_gradient_is_that_of_the_log_probabilities_alone():
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_without_entropy_the_gradient_is_that_of_the_log_probabilities_alone(softcap):
     hidden, weight, _, tokens = head()
     hidden.requires_grad_()
     logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     (expected,) = torch.autograd.grad(
         token_logprobs(logits, tokens, temperature=1.0).sum(), [hidden]
     )
-    got = linear_token_logprobs(hidden, weight, tokens, temperature=1.0, chunk_rows=16)
+    got = linear_token_logprobs(
+        hidden, weight, tokens, temperature=1.0, softcap=softcap, chunk_rows=16
+    )
     assert got.entropy is None
     (gradient,) = torch.autograd.grad(got.logprobs.sum(), [hidden])
     torch.testing.assert_close(gradient, expected)

@@ -35,7 +35,7 @@ def test_the_policy_gives_the_models_own_log_probabilities_at_the_asked_position
 class _SoftCapped(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.inner = model
+        self.inner, self.config = model, model.config
         self.base_model = model.base_model
 
     def get_output_embeddings(self) -> nn.Module:
