@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
@@ -75,6 +79,30 @@ def test_a_page_is_held_out_whole_on_every_platform(path):
     assert 3 <= len(pages[1]) <= 16
     assert not pages[0] & pages[1]
     assert len(validation) == 6 * len(pages[1])
+
+
+def test_a_file_of_held_out_rows_takes_the_place_of_a_share(write_jsonl, path, tmp_path):
+    held_out = [row | {"task": f"{row['task']} again"} for row in command_rows(2)]
+    file = tmp_path / "test.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in held_out))
+    train, validation = both(make(path, validation_path=file, validation_fraction=0.5), "prompts")
+    assert len(train) == 240, "nothing of the train file is held out"
+    assert [r.columns["task"] for r in validation] == [row["task"] for row in held_out]
+    longest = len("tool0 --0 {{file}} osx")
+    source = make(path, validation_path=file, max_completion_chars=longest)
+    assert len(source.records("prompts", "validation")) == 6
+    assert source.left_out("prompts", "validation") == {TOO_LONG: 6}
+
+
+def test_a_folder_with_a_train_and_a_test_file_is_both_splits(tmp_path):
+    for name, count in (("train", 3), ("test", 1)):
+        rows = [{"question": f"{name} {i}?", "answer": f"#### {i}"} for i in range(count)]
+        file = tmp_path / f"{name}-00000-of-00001.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    source = TemplateSource(tmp_path, prompt="{question}", completion="{answer}")
+    train, validation = both(source, "prompts")
+    assert [r.columns["answer"] for r in train] == ["#### 0", "#### 1", "#### 2"]
+    assert [r.columns["question"] for r in validation] == ["test 0?"]
 
 
 def test_the_same_pages_are_held_out_for_every_kind_and_other_ones_with_another_seed(path):

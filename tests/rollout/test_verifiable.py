@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 
 import pytest
@@ -75,6 +76,55 @@ def test_the_last_number_counts_only_where_it_is_asked_for_and_no_marker_stands(
     assert NumberReward().extract(text) is None
 
 
+# What verl's pattern "#### (\\-?[0-9\\.\\,]+)" finds, commas taken out: first and last.
+STRICT = {
+    "so it is\n#### 72": ("72", "72"),
+    "#### 72<|im_end|>": ("72", "72"),
+    "#### 1,234,567": ("1234567", "1234567"),
+    "#### -5": ("-5", "-5"),
+    "#### 72 clips": ("72", "72"),
+    "#### 72.00": ("72.00", "72.00"),
+    "#### 72.": ("72.", "72."),
+    "#### ...": ("...", "..."),
+    "#### 0072": ("0072", "0072"),
+    "#### 5 #### 6": ("5", "6"),
+    "#### Final Answer: #### 72 minutes": ("72", "72"),
+    "#### 72\n#### so that is it": ("72", "72"),
+    "#### 1/2": ("1", "1"),
+    "#### 7,": ("7", "7"),
+    "##### 72": ("72", "72"),
+    "#### $72": None,
+    "#### $1,234.50": None,
+    "####72": None,
+    "####  72": None,
+    "####\n72": None,
+    "#### **72**": None,
+    "#### \u22125": None,
+    "#### .": (".", "."),
+    "### 72": None,
+    "72": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize(("text", "numbers"), STRICT.items())
+def test_the_strict_rule_reads_what_verl_reads(text, numbers):
+    first, last = numbers or (None, None)
+    assert NumberReward(strict="first").extract(text) == first
+    assert NumberReward(strict="last").extract(text) == last
+    found = [n.replace(",", "") for n in re.findall("#### (\\-?[0-9\\.\\,]+)", text)]
+    assert (found[:1], found[-1:]) == (([], []) if numbers is None else ([first], [last]))
+
+
+def test_the_strict_rule_compares_text_but_for_commas():
+    answers = ["#### 72", "#### 72.00", "#### 72.", "#### $72", "#### 1,072", "#### 1072"]
+    reward = NumberReward(strict="last")
+    assert reward(["p"] * 6, answers, answer=["so\n#### 72"] * 6) == [1, 0, 0, 0, 0, 0]
+    assert reward(["p"] * 6, answers, answer=["so\n#### 1,072"] * 6) == [0, 0, 0, 0, 1, 1]
+    assert reward(["p"] * 6, answers, answer=["1,072"] * 6) == [0, 0, 0, 0, 1, 1]
+    assert NumberReward()(["p"] * 4, answers[:4], answer=["#### 72"] * 4) == [1, 1, 1, 1]
+
+
 def test_right_wrong_and_missing_answers_are_worth_what_was_set():
     reward = NumberReward(right=2.0, wrong=-1.0, answered=0.25)
     completions = ["#### 1,000.0", "#### 999", "I do not know"]
@@ -91,6 +141,10 @@ def test_a_wrong_number_may_not_be_worth_as_much_as_the_right_one():
         NumberReward(right=1.0, wrong=0.5, answered=0.5)
     with pytest.raises(ValueError, match="fallback='first'"):
         NumberReward(fallback="first")
+    with pytest.raises(ValueError, match="strict='all' is unknown"):
+        NumberReward(strict="all")
+    with pytest.raises(ValueError, match="use fallback=none"):
+        NumberReward(strict="last", fallback="last_number")
     with pytest.raises(ValueError, match="marker is empty"):
         NumberReward(marker=" ")
 

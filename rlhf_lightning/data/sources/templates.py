@@ -29,7 +29,9 @@ class TemplateSource(FileSource):
     finished completion as the column "completion".
 
     Args:
-        path: a file that `read_rows` reads, e.g. `.jsonl.gz`.
+        path: a file that `read_rows` reads, e.g. `.jsonl.gz`, or a folder of split files.
+        validation_path: a file of held-out rows; without one, the validation (or test) file of the
+            folder, or else a share of the groups.
         prompt: template of the user's message.
         completion: template of the answer.
         system: template of a system message; None leaves it to the chat template.
@@ -37,7 +39,7 @@ class TemplateSource(FileSource):
             completion starts with a space.
         split_by: field whose rows all land on one side, e.g. a page of which there are several
             versions; None splits by prompt.
-        validation_fraction: share of the groups held out.
+        validation_fraction: share of the groups held out where there is no file of held-out rows.
         seed: of the split; not the run's, so that every stage holds out the same.
         domain: field that metrics are split by.
         remove: regular expression; what it matches is taken out of the completion.
@@ -55,6 +57,7 @@ class TemplateSource(FileSource):
         path: str | Path | None,
         *,
         prompt: str,
+        validation_path: str | Path | None = None,
         completion: str = "{completion}",
         system: str | None = None,
         chat: bool = True,
@@ -70,6 +73,7 @@ class TemplateSource(FileSource):
         """Check the arguments; nothing is read yet."""
         super().__init__(
             path,
+            validation_path=validation_path,
             validation_fraction=validation_fraction,
             seed=seed,
             on_bad_record=on_bad_record,

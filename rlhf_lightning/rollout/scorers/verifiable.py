@@ -28,8 +28,14 @@ class NumberReward:
     column named `column`, whose text holds the right number behind the same marker, or nothing but
     the number.
 
+    `strict` is verl's rule for GSM8K instead: a number is a run of digits, commas and points,
+    perhaps with a minus, one space behind the marker, and it is right if it is the same text but
+    for commas. So $72 is not read, and 72.00 or "72." at the end of a sentence is not 72.
+
     Args:
         marker: what stands before the number, such as GSM8K's "####".
+        strict: which of several such numbers counts: "first" (verl until June 2025) or "last"
+            (since); None is the rule above.
         fallback: what counts in an answer without the marker: "none" - nothing does; "last_number"
             - its last number. The latter rewards right answers in any form, so a policy has no
             reason to learn the form.
@@ -39,13 +45,15 @@ class NumberReward:
         column: of the right answers.
 
     Raises:
-        ValueError: if `marker` is empty, `fallback` unknown, or a wrong number would be worth as
-            much as the right one.
+        ValueError: if `marker` is empty, `strict` or `fallback` is unknown or both are given, or a
+            wrong number would be worth as much as the right one.
 
-    Source: Cobbe et al. 2021, "Training verifiers to solve math word problems", for the marker.
+    Source: Cobbe et al. 2021, "Training verifiers to solve math word problems", for the marker;
+    verl, `verl/utils/reward_score/gsm8k.py`, for `strict`.
     """
 
     marker: str = "####"
+    strict: Literal["first", "last"] | None = None
     fallback: Literal["none", "last_number"] = "none"
     right: float = 1.0
     wrong: float = 0.0
@@ -58,6 +66,12 @@ class NumberReward:
             raise ValueError("marker is empty: give what stands before the number, such as '####'")
         if self.fallback not in ("none", "last_number"):
             raise ValueError(f"fallback={self.fallback!r} is unknown: use 'none' or 'last_number'")
+        if self.strict not in ("first", "last", None):
+            raise ValueError(f"strict={self.strict!r} is unknown: use 'first', 'last' or null")
+        if self.strict is not None and self.fallback != "none":
+            raise ValueError(
+                f"strict={self.strict} reads numbers behind the marker alone: use fallback=none"
+            )
         if not self.right > self.wrong + max(self.answered, 0.0):
             raise ValueError(
                 f"right={self.right:g} must be more than wrong={self.wrong:g} plus "
@@ -79,8 +93,11 @@ class NumberReward:
             rewards.append(self.right if found == wanted else self.wrong + answered)
         return rewards
 
-    def extract(self, text: str) -> Decimal | None:
-        """Return the number that an answer gives, None if it gives none."""
+    def extract(self, text: str) -> Decimal | str | None:
+        """Return the number that an answer gives, None if it gives none; as text if `strict`."""
+        if self.strict is not None:
+            found = re.findall(f"{re.escape(self.marker)} (-?[0-9.,]+)", text)
+            return found[0 if self.strict == "first" else -1].replace(",", "") if found else None
         before, marker, after = text.partition(self.marker)
         if marker:
             match = NUMBER.match(after.lstrip())
@@ -90,7 +107,7 @@ class NumberReward:
         matches = list(NUMBER.finditer(before))
         return _value(matches[-1]) if matches else None
 
-    def references(self, columns: Mapping[str, Sequence[str]]) -> list[Decimal]:
+    def references(self, columns: Mapping[str, Sequence[str]]) -> list[Decimal | str]:
         """Return the right numbers.
 
         Raises:
@@ -101,14 +118,14 @@ class NumberReward:
                 f"the prompts have no column {self.column!r} with the right answers, only "
                 f"{sorted(columns)}: name it with column="
             )
-        numbers = []
+        numbers: list[Decimal | str] = []
         for text in columns[self.column]:
             number = self.extract(text)
             if number is None:
                 match = NUMBER.fullmatch(text.strip())
                 if match is None:
                     raise ValueError(f"the right answer {text!r} holds no number")
-                number = _value(match)
+                number = _value(match) if self.strict is None else match[0].replace(",", "")
             numbers.append(number)
         return numbers
 
