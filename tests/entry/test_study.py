@@ -16,10 +16,10 @@ import yaml
 from rlhf_lightning.app.config.commands import StudySettings
 from rlhf_lightning.app.config.compose import choices, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.study.plan import plan
+from rlhf_lightning.app.study.plan import in_order, plan
 from rlhf_lightning.app.study.run import main
 from rlhf_lightning.runs.metric_catalog import percent
-from tests.builders.command_lines import environment, overrides_of
+from tests.builders.command_lines import environment, overrides_of, settings_of
 from tests.builders.processes import run_python
 
 TINY = """
@@ -141,6 +141,48 @@ def test_settings_that_a_folder_cannot_spell_have_folders_of_their_own(tmp_path)
     assert len({run.place for run in plan(composed(row), tmp_path)}) == 2
 
 
+CHAIN = (
+    "+runs.sft={experiment:sft,overrides:['module.sft.learning_rate=1.0e-3']}",
+    "+runs.reward={experiment:reward,starts_from:{sft:sft}}",
+    "+runs.ppo={experiment:ppo,starts_from:{sft:sft,reward:reward},vary:{module.ppo.kl_coef:[0.1,0.2]}}",
+    "+runs.before={command:evaluate,starts_from:{sft:sft}}",
+)
+
+
+def test_a_row_starts_from_the_model_that_another_row_of_its_seed_publishes(tmp_path):
+    runs = {run.name: run for run in plan(composed(*CHAIN, "seeds=[2]"), tmp_path)}
+    sft, reward, before = (runs[f"{row} seed 2"] for row in ("sft", "reward", "before"))
+    for setting in ("kl_coef=0.1", "kl_coef=0.2"):
+        ppo = runs[f"ppo {setting} seed 2"]
+        assert ppo.settings.artifacts.sft == str(tmp_path / "rows" / sft.model)
+        assert ppo.settings.artifacts.reward == str(tmp_path / "rows" / reward.model)
+        assert not ppo.settings.publishes
+    assert before.settings.artifacts.sft == reward.settings.artifacts.sft
+    for maker in (sft, reward):
+        command = maker.command_line()
+        assert f"+paths.row='{tmp_path / 'rows' / maker.model}'" in command
+        assert {"paths.publish=true", "artifacts.publish=${paths.row}"} <= set(command)
+    assert len({run.model for run in runs.values()}) == len(runs)
+    order = [[run.row for run in group] for group in in_order([*runs.values()])]
+    assert order == [["sft"], ["reward", "before"], ["ppo", "ppo"]]
+    assert [run.row for group in in_order([before, sft]) for run in group] == ["sft", "before"]
+    # As the command itself composes it: the run is found again by this hash.
+    words = [word for word in sft.command_line()[3:] if not word.startswith("paths.outputs")]
+    read = settings_of(*words)
+    assert read.config_hash == sft.settings.config_hash
+    assert read.artifacts.publish == reward.settings.artifacts.sft
+
+
+def test_other_settings_of_a_row_make_another_model_and_another_place_changes_no_hash(tmp_path):
+    def models(folder: Path, *words: str) -> list[str]:
+        return [run.model for run in plan(composed(*CHAIN[:2], *words), folder)]
+
+    before = models(tmp_path / "a")
+    assert models(tmp_path / "b") == before
+    changed = "runs.sft.overrides=['module.sft.learning_rate=2.0e-3']"
+    assert not set(before) & set(models(tmp_path / "a", changed)), "all rows start from it"
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -163,12 +205,18 @@ def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp
     ("words", "told"),
     [
         ("", "runs={} is no study: name one of conf/study, rlhf-study NAME"),
-        (
-            "objective",
-            "study=objective is none of objectives, objectives_tuning; did you mean objectives",
-        ),
+        ("objective", "study=objective is none of "),
         ("+runs.a={experiment:ppoo}", "runs.a: experiment=ppoo is none of"),
         ("+runs.a={experiment:ppo,overrides:['nosuch=1']}", "runs.a: unknown"),
+        (
+            "+runs.a={experiment:ppo,starts_from:{sft:b}} +runs.b={experiment:sft}",
+            "runs.a.starts_from.sft=b is no row above it that trains one setting; above it: none",
+        ),
+        (
+            "+runs.a={experiment:sft,vary:{k:[1]}} +runs.b={experiment:ppo,starts_from:{sft:a}}",
+            "above it: a",
+        ),
+        ("+runs.a={experiment:ppo,starts_from:{sftt:b}}", "sft"),
         ("+runs.a={}", "a row of train names an experiment"),
         ("+runs.a={experiment:ppo,vary:{seed:[]}}", "runs.a.vary.seed=[] is empty"),
         ("+runs={a/b:{experiment:ppo}}", "use letters, digits"),

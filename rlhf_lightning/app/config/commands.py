@@ -108,10 +108,13 @@ class EvaluateSettings(RunSettings):
     people: PeopleSettings
     best_of: BestOfSettings = BestOfSettings()
     benchmark: Target | None = None
+    card: bool = False
     trainer: PrecisionSettings
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.card and self.benchmark is None:
+            raise ValueError("card=true adds the figures of a benchmark: choose benchmark=NAME")
         if self.human == "import" and self.people.run is None:
             raise ValueError("human=import needs people.run=FOLDER of the evaluation that exported")
         if self.evaluation.every_n_iterations is not None:
@@ -141,6 +144,13 @@ class EvaluateSettings(RunSettings):
     def compares_policies(self) -> bool:
         """True unless a benchmark measures a reward model: those of policies have tasks."""
         return self.benchmark is None or "tasks" in self.benchmark.arguments
+
+    @property
+    def measured_model(self) -> str | None:
+        """Folder or hub name of what a benchmark measures; None of a scorer that is no model."""
+        if self.compares_policies:
+            return self.policy
+        return None if self.scorer is None else self.scorer.get("source")
 
 
 class CandidatesSettings(Settings):
@@ -250,6 +260,20 @@ def _check_filled(values: list[Any]) -> list[Any]:
 Filled = AfterValidator(_check_filled)
 
 
+class RewardModelOf(Settings):
+    """The reward model that a row follows, where a study asks how over-optimisation depends on it.
+
+    Args:
+        parameters: weights without embeddings and head.
+        pairs: that it was trained on.
+        group: of rows that follow reward models of several sizes in one way.
+    """
+
+    parameters: Positive
+    pairs: Positive
+    group: str
+
+
 class RowSettings(Settings):
     """A row of a study: the command line of its runs, but for the seed.
 
@@ -257,14 +281,18 @@ class RowSettings(Settings):
         command: what is run.
         experiment: of `train`.
         overrides: words of the command line.
+        starts_from: key of `artifacts` -> a row above that trains that model, of the same seed.
         vary: values of each key; every combination of them is a setting of its own.
+        reward_model: that its policy follows.
         published: what others report of this row, a mean over its settings, by metric.
     """
 
     command: Literal["train", "evaluate"] = "train"
     experiment: str | None = None
     overrides: list[str] = Field(default_factory=list)
+    starts_from: dict[Literal["base", "sft", "reward", "ppo"], str] = Field(default_factory=dict)
     vary: dict[str, Annotated[list[Any], Filled]] = Field(default_factory=dict)
+    reward_model: RewardModelOf | None = None
     published: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -311,7 +339,38 @@ class StudySettings(RunSettings):
             raise ValueError("runs={} is no study: name one of conf/study, rlhf-study NAME")
         if not self.source and any(row.published for row in self.runs.values()):
             raise ValueError("source='' says nothing: name where the published figures stand")
+        above: dict[str, RowSettings] = {}
+        for name, row in self.runs.items():
+            for kind, other in row.starts_from.items():
+                maker = above.get(other)
+                if maker is None or maker.command != "train" or maker.vary:
+                    raise ValueError(
+                        f"runs.{name}.starts_from.{kind}={other} is no row above it that trains "
+                        f"one setting; above it: {', '.join(above) or 'none'}"
+                    )
+            above[name] = row
+        self._check_reward_models()
         return self
+
+    def _check_reward_models(self) -> None:
+        known: dict[tuple[str, int, int], str] = {}
+        commands: dict[str, str] = {}
+        for name, row in self.runs.items():
+            if (model := row.reward_model) is None:
+                continue
+            key = (model.group, model.pairs, model.parameters)
+            if key in known or commands.setdefault(model.group, row.command) != row.command:
+                other = known.get(key, "a row of another command")
+                raise ValueError(
+                    f"runs.{name}.reward_model.group={model.group} is that of {other}: rows of a "
+                    "group differ in parameters or pairs, and optimise in one way"
+                )
+            known[key] = name
+
+    @property
+    def makers(self) -> frozenset[str]:
+        """The rows that others start from."""
+        return frozenset(name for row in self.runs.values() for name in row.starts_from.values())
 
 
 class ExportSettings(CommandSettings):

@@ -7,8 +7,8 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_lightning.app.config.commands import EvaluateSettings, RowSettings, StudySettings
@@ -20,6 +20,7 @@ from rlhf_lightning.app.pipeline.steps import given
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.taken import summary_or_none
 
+_ROW = "+paths.row"  # folder of the model of a row that others start from
 _MAKING = ("model.from_scratch", "dataset.")  # words that change the models runs start from
 
 
@@ -35,6 +36,7 @@ class PlannedRun:
         words: its command line, without where it writes.
         place: of its folders: a run that begins anew has another one.
         settings: as the command reads them.
+        starts_from: the runs that make models it starts from, by key of `artifacts`.
     """
 
     row: str
@@ -44,11 +46,17 @@ class PlannedRun:
     words: tuple[str, ...]
     place: Path
     settings: TrainSettings | EvaluateSettings
+    starts_from: Mapping[str, PlannedRun]
 
     @property
     def name(self) -> str:
         """Such as `ppo kl_coef=0.02 seed 1`."""
         return " ".join(filter(None, (self.row, self.setting, f"seed {self.seed}")))
+
+    @property
+    def model(self) -> str:
+        """The name of the model that other rows start from: other settings, another name."""
+        return f"{self.row}_{self.settings.config_hash}"
 
     @property
     def answers(self) -> int:
@@ -90,12 +98,25 @@ def plan(settings: StudySettings, folder: Path) -> list[PlannedRun]:
     Raises:
         ConfigError: if a command line does not compose, with the row.
     """
-    return [
-        _planned(settings, folder, name, values, seed)
-        for seed in settings.seeds
-        for name, row in settings.runs.items()
-        for values in itertools.product(*(_choices(key, row) for key in row.vary))
-    ]
+    runs = []
+    for seed in settings.seeds:
+        of_row: dict[str, PlannedRun] = {}  # rows that others start from have one setting
+        for name, row in settings.runs.items():
+            for values in itertools.product(*(_choices(key, row) for key in row.vary)):
+                of_row[name] = _planned(settings, folder, name, values, seed, of_row)
+                runs.append(of_row[name])
+    return runs
+
+
+def in_order(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """Return runs in groups, each of which starts from models that the groups before it make."""
+
+    def depth(planned: PlannedRun) -> int:
+        return 1 + max(map(depth, planned.starts_from.values()), default=-1)
+
+    depths = [depth(planned) for planned in runs]
+    pairs = list(zip(runs, depths, strict=True))
+    return [[run for run, at in pairs if at == level] for level in sorted(set(depths))]
 
 
 def _choices(key: str, row: RowSettings) -> Iterator[str]:
@@ -103,7 +124,12 @@ def _choices(key: str, row: RowSettings) -> Iterator[str]:
 
 
 def _planned(
-    settings: StudySettings, folder: Path, name: str, values: tuple[str, ...], seed: int
+    settings: StudySettings,
+    folder: Path,
+    name: str,
+    values: tuple[str, ...],
+    seed: int,
+    of_row: Mapping[str, PlannedRun],
 ) -> PlannedRun:
     row = settings.runs[name]
     given_words = getattr(settings.overrides, row.command)
@@ -118,7 +144,12 @@ def _planned(
     if making:
         artifacts /= _digest(" ".join(making))
     head = [] if row.experiment is None else [f"+experiment={row.experiment}"]
-    tail = [given("paths.artifacts", artifacts), "paths.publish=false"]
+    starts_from: dict[str, PlannedRun] = {
+        kind: of_row[other] for kind, other in row.starts_from.items()
+    }
+    models = (folder / "rows").resolve()
+    makes = name in settings.makers
+    tail = [given("paths.artifacts", artifacts), *_model_words(starts_from, models, makes=makes)]
     words = _last_of_each([*head, f"seed={seed}", *written, *tail])
     setting = " ".join(map(_short, values))
     try:
@@ -132,7 +163,25 @@ def _planned(
     named = named if named == setting else f"{named}_{_digest(setting)}"
     parts = [part for part in (named, f"seed_{seed}") if part]
     place = folder.joinpath("runs", name, *parts)
-    return PlannedRun(name, setting, seed, row.command, tuple(words), place, read)
+    run = PlannedRun(name, setting, seed, row.command, tuple(words), place, read, starts_from)
+    if not makes:
+        return run
+    words = _last_of_each([*words, given(_ROW, models / run.model)])
+    return replace(run, words=tuple(words))
+
+
+def _model_words(starts_from: Mapping[str, PlannedRun], models: Path, *, makes: bool) -> list[str]:
+    """Return the words that say which models of other rows a run loads, and what it publishes.
+
+    The folders stand below `paths`, so that hashes do not depend on where the study is kept. That
+    of the run's own model has the run's hash in its name, so it is known later.
+    """
+    words = [f"paths.publish={str(makes).lower()}"]
+    if makes:
+        words += [given(_ROW, models), f"artifacts.publish=${{{_ROW.lstrip('+')}}}"]
+    if starts_from:
+        words.append(given("+paths.rows", models))
+    return words + [f"artifacts.{k}=${{paths.rows}}/{one.model}" for k, one in starts_from.items()]
 
 
 def _digest(text: str) -> str:
