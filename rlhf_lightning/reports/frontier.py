@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhf_lightning.reports.charts import NUM_COLOURS, Point, nice_ticks, svg
@@ -15,6 +15,7 @@ _WIDTH, _HEIGHT = 400, 250
 _LINES = 760, 400, 130  # width, height and room for names at the right
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 16, 40
 _AXIS_STEP, _AXES_TOP, _AXES_BOTTOM, _MARGIN = 190, 34, 250, 90
+KL_LABEL = "KL from SFT, nats a token"
 _OUTCOMES = (COST, "val/score_win_rate", "val/gold_win_rate", "val/accuracy", "val/loss")
 
 
@@ -59,17 +60,29 @@ class Line:
     points: Sequence[tuple[float, float, float, float]]
 
 
-def lines_chart(title: str, lines: Sequence[Line]) -> str:
+def lines_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    over: str = KL_LABEL,
+    show: Callable[[float], str] = percent,
+) -> str:
     """Return gain over KL as an `<svg>`, a line an objective, with the intervals of its settings.
 
     "" where nothing was measured. A bound that is not a number is not drawn.
+
+    Args:
+        title: of the chart.
+        lines: their points may be of another gain over another distance.
+        over: label of the distance.
+        show: a gain as text.
     """
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
     heights = [value for _, *values in points for value in values if math.isfinite(value)]
     plane = _Plane([point[0] for point in points], heights, *_LINES)
-    parts, below = plane.axes(), 0.0
+    parts, below = plane.axes(over, show), 0.0
     drawn = [(sorted(line.points), index) for index, line in enumerate(lines) if line.points]
     # Names stand in a column at the right, in the order of the ends of their lines.
     for settings, index in sorted(drawn, key=lambda item: plane.place(item[0][-1][:2])[1]):
@@ -115,19 +128,19 @@ class _Plane:
         share = (point[1] - self.low) / ((self.high - self.low) or 1)
         return round(x, 1), round(self.height - _BOTTOM - share * (self.height - _TOP - _BOTTOM), 1)
 
-    def axes(self) -> list[str]:
+    def axes(self, over: str = KL_LABEL, show: Callable[[float], str] = percent) -> list[str]:
         """Return grid and labels."""
         parts = []
         for tick in self.y_ticks:
             _, y = self.place((0, tick))
             end = self.width - self.right
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{end}" y1="{y}" y2="{y}"/>')
-            parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5}">{percent(tick)}</text>')
+            parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5}">{show(tick)}</text>')
         for tick in self.x_ticks:
             x, _ = self.place((tick, self.low))
             parts.append(_label(x, self.height - 22, number(tick, like=self.x_end)))
         middle = (_LEFT + self.width - self.right) / 2
-        return [*parts, _label(middle, self.height - 5, "KL from SFT, nats a token")]
+        return [*parts, _label(middle, self.height - 5, over)]
 
 
 def _dot_name(x: float, y: float, label: str, index: int) -> str:

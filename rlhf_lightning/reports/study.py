@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +24,9 @@ from rlhf_lightning.evaluation.trade_off import (
 )
 from rlhf_lightning.reports.frontier import Line, lines_chart
 from rlhf_lightning.reports.html import render
+from rlhf_lightning.reports.overoptimization import overoptimization
 from rlhf_lightning.reports.several import COST
+from rlhf_lightning.reports.study_results import Chart, Result, Study, Table, Values, by
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import (
@@ -37,105 +38,6 @@ from rlhf_lightning.runs.metric_catalog import (
 )
 
 GAIN = "val/gold_win_rate"
-Values = Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
-class Result:
-    """One run of the matrix, as it ended.
-
-    Args:
-        row, setting, seed: its place in the matrix.
-        status: of its summary, or "not run".
-        cause: why it has not completed.
-        data_set: whose held-out prompts it was asked; seeds may have their own.
-        answers: sampled by training, an iteration.
-        metrics: final values, none unless it completed.
-        rows: of metrics.csv, likewise.
-        seconds, cpu_seconds: wall clock, and user and system time of its processes.
-        peak_mib: largest resident memory of one of its processes, MiB.
-        times_are_whole: False where an attempt was not seen to end: they are lower bounds then.
-    """
-
-    row: str
-    setting: str
-    seed: int
-    status: str
-    cause: str | None
-    data_set: str
-    answers: int
-    metrics: Values
-    rows: Sequence[Mapping[str, float]]
-    seconds: float
-    cpu_seconds: float
-    peak_mib: float
-    times_are_whole: bool
-
-    @property
-    def name(self) -> str:
-        """Such as `ppo kl_coef=0.02 seed 1`."""
-        return " ".join(filter(None, (self.row, self.setting, f"seed {self.seed}")))
-
-    @property
-    def completed(self) -> bool:
-        """True if it counts."""
-        return self.status == "completed"
-
-
-@dataclass(frozen=True)
-class Study:
-    """The results of a matrix.
-
-    Args:
-        name, about: of the study.
-        results: of all runs.
-        measure: metrics that are columns.
-        at_kl: where objectives are compared.
-        published: metric -> what others report, by row.
-        source: of what is published.
-        protocol: of the source, line by line, and to each line what is done here.
-        expected: time and memory that were expected.
-    """
-
-    name: str
-    about: str
-    results: Sequence[Result]
-    measure: Sequence[str]
-    at_kl: Sequence[float]
-    published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    source: str = ""
-    protocol: Mapping[str, str] = field(default_factory=dict)
-    expected: str = ""
-
-    @property
-    def same_prompts(self) -> bool:
-        """True if seeds are asked the same prompts; a built-in world has its own."""
-        rows = by(self.results, lambda r: r.row).values()
-        return any(len({r.data_set for r in row}) < len({r.seed for r in row}) for row in rows)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the page: its cells are text."""
-
-    title: str
-    lead: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def markdown(self) -> str:
-        """Return it for docs."""
-        lines = [self.header, ["---"] * len(self.header), *self.rows]
-        cells = ("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
-        return "\n".join([f"## {self.title}", "", self.lead, "", *cells, ""])
-
-
-def by(results: Sequence[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
-    """Return the results in groups, in their order."""
-    found: dict[str, list[Result]] = {}
-    for result in results:
-        found.setdefault(key(result), []).append(result)
-    return found
 
 
 def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
@@ -143,7 +45,9 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     ended = sum(result.completed for result in study.results)
     compared, verdicts = compared_table(study)
     tables = [published_table(study), protocol_table(study)]
-    tables += [settings_table(study), curves_table(study), compared]
+    told, law_tables, law_charts = overoptimization(study.results, study.reward_models)
+    verdicts = [*told, *(verdicts if compared.rows or not told else [])]
+    tables += [*law_tables, settings_table(study), curves_table(study), compared]
     tables += [budget_table(study, AnswerBudget()), budget_table(study, ProcessorBudget())]
     shown = [table for table in tables if table.rows]
     missing = [r for r in study.results if not r.completed]
@@ -155,7 +59,7 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
         verdicts=verdicts,
         missing=missing,
         tables=shown,
-        chart=lines_chart("gold win rate over KL", _lines(study)),
+        charts=law_charts or _charts(study),
     )
     page, text = folder / "study.html", folder / "study.md"
     title = f"study {study.name}"
@@ -449,6 +353,16 @@ def _error(values: Values, name: str) -> float:
 
 def _total(result: Result) -> float:
     return result.rows[-1][ITERATION] if result.rows else 0.0
+
+
+def _charts(study: Study) -> list[Chart]:
+    title = "Gold win rate against KL"
+    lead = (
+        "Up and left is better. A dot is a setting, its mean over the seeds that ended; the bar is "
+        "its 95 % interval."
+    )
+    drawn = lines_chart(title, _lines(study))
+    return [Chart(title, lead, drawn)] if drawn else []
 
 
 def _lines(study: Study) -> list[Line]:

@@ -9,8 +9,6 @@ import pytest
 from rlhf_lightning.reports.study import (
     AnswerBudget,
     ProcessorBudget,
-    Result,
-    Study,
     budget_table,
     compared_table,
     complete_curves,
@@ -19,6 +17,7 @@ from rlhf_lightning.reports.study import (
     settings_table,
     write_study,
 )
+from rlhf_lightning.reports.study_results import Result, Study
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import quantity
 

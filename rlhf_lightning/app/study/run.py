@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from rlhf_lightning.app.config.save import keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.pipeline.steps import as_overrides, given
-from rlhf_lightning.app.prerequisites import prepare_inputs
-from rlhf_lightning.app.study.plan import PlannedRun, plan
+from rlhf_lightning.app.prerequisites import KINDS, prepare_inputs
+from rlhf_lightning.app.study.plan import PlannedRun, in_order, plan
 from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environment
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import claim_run, is_claimed
@@ -105,23 +106,38 @@ def _prepare(runs: Sequence[PlannedRun], folder: Path) -> None:
     for planned in runs:
         if isinstance(planned.settings, TrainSettings):
             words = [*planned.words, given("paths.outputs", folder / "prerequisites")]
-            prepare_inputs(planned.settings, words, say)
+            kinds = [kind for kind in KINDS if kind not in planned.starts_from]
+            prepare_inputs(planned.settings, words, say, kinds=kinds)
+
+
+def _has_its_models(planned: PlannedRun) -> bool:
+    """Return whether the runs that it starts from have ended as they should; say so if not."""
+    missing = [one.name for one in planned.starts_from.values() if not one.is_done()]
+    if missing:
+        say(f"{planned.name}: not run, because {' and '.join(missing)} has not completed")
+    return not missing
 
 
 def _run_all(runs: Sequence[PlannedRun], jobs: int) -> None:
-    """Run them, `jobs` at a time; a signal stops them, and they can be continued."""
+    """Run them, `jobs` at a time, those that others start from first.
+
+    A signal stops them, and they can be continued.
+    """
     threads = max(1, (os.cpu_count() or 1) // jobs)
     environment = own_environment() | {"OMP_NUM_THREADS": str(threads)}
     processes: dict[int, PlannedRun] = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ended = count(1)
     with ThreadPoolExecutor(jobs) as pool:
-        begun = {pool.submit(_attempt, one, environment, processes): one for one in runs}
         try:
-            for number, future in enumerate(as_completed(begun), start=1):
-                seconds = duration(future.result())
-                status, cause = outcome(begun[future])
-                told = f"{status}: {cause}" if cause else status
-                say(f"[{number}/{len(runs)}] {begun[future].name}: {told} ({seconds})")
+            for group in in_order(runs):
+                ready = [one for one in group if _has_its_models(one)]
+                begun = {pool.submit(_attempt, one, environment, processes): one for one in ready}
+                for future in as_completed(begun):
+                    seconds = duration(future.result())
+                    status, cause = outcome(begun[future])
+                    told = f"{status}: {cause}" if cause else status
+                    say(f"[{next(ended)}/{len(runs)}] {begun[future].name}: {told} ({seconds})")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(processes):
@@ -198,7 +214,8 @@ def outcome(planned: PlannedRun) -> tuple[str, str | None]:
 
 
 def _write_pages(settings: StudySettings, runs: Sequence[PlannedRun], folder: Path) -> None:
-    from rlhf_lightning.reports.study import Study, write_study
+    from rlhf_lightning.reports.study import write_study
+    from rlhf_lightning.reports.study_results import RewardModel, Study
 
     results = tuple(result for planned in runs for result in _results(planned))
     study = Study(
@@ -211,6 +228,11 @@ def _write_pages(settings: StudySettings, runs: Sequence[PlannedRun], folder: Pa
         source=settings.source,
         protocol=settings.protocol,
         expected=settings.expected,
+        reward_models={
+            name: RewardModel(**row.reward_model.model_dump())
+            for name, row in settings.runs.items()
+            if row.reward_model is not None
+        },
     )
     for page in write_study(study, folder):
         say(str(page))
@@ -221,20 +243,30 @@ def _results(planned: PlannedRun) -> list[Any]:
     result = _result(planned)
     sizes = sorted({int(found[1]) for name in result.metrics if (found := _BEST_OF.match(name))})
     return [
-        replace(result, setting=f"n={size}", metrics=_of_best(result.metrics, f"best_of/{size}/"))
+        replace(
+            result,
+            setting=_joined(result.setting, f"n={size}"),
+            metrics=_of_best(result.metrics, f"best_of/{size}/"),
+        )
         for size in sizes
         if size > 1  # the policy itself
     ] or [result]
 
 
+def _joined(*parts: str) -> str:
+    return " ".join(filter(None, parts))
+
+
 def _of_best(metrics: Mapping[str, Any], head: str) -> dict[str, Any]:
     """Return the metrics of the best of n by the names that those of a trained policy have."""
     found = {f"val/{k.removeprefix(head)}": v for k, v in metrics.items() if k.startswith(head)}
+    for name in ("gold", "score"):  # of the policy itself, over the same pool
+        found[f"val/baseline_{name}"] = metrics.get(f"best_of/1/{name}")
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _result(planned: PlannedRun) -> Any:
-    from rlhf_lightning.reports.study import Result
+    from rlhf_lightning.reports.study_results import Result
 
     folder, tries = planned.folder(), attempts(planned)
     status, cause = outcome(planned)

@@ -11,11 +11,10 @@ from typing import Any
 
 from scipy import stats
 
-from benchmarks.studies.overoptimisation.plan import ENSEMBLE_OF, ENSEMBLES, PAIRS, SIZES
+from benchmarks.studies.ensembles.plan import ENSEMBLES, SINGLE
 
 STEP = 0.25  # of sqrt(KL)
 LEAST = 1.0  # below it no run has moved far enough to differ
-SINGLE = "_".join(ENSEMBLE_OF)
 
 Point = tuple[float, float, float]  # sqrt(KL), proxy, gold
 
@@ -83,27 +82,6 @@ def t_interval(differences: Sequence[float]) -> tuple[float, float]:
     return mean - reach, mean + reach
 
 
-def grid_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a row a reward model: its accuracy, where gold was best, and the end of the run."""
-    lines = [
-        "| reward model | accuracy on held-out pairs | best gold, at sqrt(KL) "
-        "| at the end: sqrt(KL) | proxy | gold | proxy - gold |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for size in SIZES:
-        for pairs, (count, _) in PAIRS.items():
-            found = [r for r in results if r["condition"] == f"{size}_{pairs}" and r["seed"] == 1]
-            for result in found:
-                curve = list(binned(points(result)).values())
-                best, end = max(curve, key=lambda point: point[2]), curve[-1]
-                accuracy = next(iter(result["accuracy"].values()))
-                lines.append(
-                    f"| {size}, {count:,} pairs | {accuracy:.3f} | {best[2]:.2f} at {best[0]:.2f} "
-                    f"| {end[0]:.2f} | {end[1]:.2f} | {end[2]:.2f} | {end[1] - end[2]:.2f} |"
-                )
-    return lines
-
-
 def ensemble_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the differences in proxy - gold between ensembles and their single members."""
     by_name: dict[str, dict[int, list[Point]]] = {}
@@ -148,26 +126,8 @@ def with_interval(differences: Sequence[float]) -> str:
 def report(results: Sequence[Mapping[str, Any]], pictures: Path | None) -> str:
     """Return the tables as Markdown; write the pictures if a folder is given."""
     if pictures is not None:
-        draw_grid(results, pictures / "overoptimisation.png")
-        draw_ensembles(results, pictures / "overoptimisation_ensembles.png")
-    return "\n".join([*grid_table(results), "", *ensemble_table(results)])
-
-
-def draw_grid(results: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Draw gold and proxy over sqrt(KL), a panel a reward model."""
-    figure, axes = _figure(len(SIZES), len(PAIRS), (9, 6.4))
-    for row, size in enumerate(SIZES):
-        for column, (pairs, (count, _)) in enumerate(PAIRS.items()):
-            axis = axes[row][column]
-            for result in results:
-                if result["condition"] == f"{size}_{pairs}" and result["seed"] == 1:
-                    _draw_run(axis, points(result))
-                    accuracy = next(iter(result["accuracy"].values()))
-                    axis.set_title(f"{size}, {count:,} pairs, accuracy {accuracy:.3f}", fontsize=10)
-    drawn = [axis for axis in axes.flat if axis.get_legend_handles_labels()[0]]
-    for axis in drawn[:1]:
-        axis.legend(fontsize=9)
-    figure.savefig(out, dpi=110)
+        draw_ensembles(results, pictures / "ensembles.png")
+    return "\n".join(ensemble_table(results))
 
 
 def draw_ensembles(results: Sequence[Mapping[str, Any]], out: Path) -> None:

@@ -15,23 +15,10 @@ WORLD = "demo_seed1"
 ITERATIONS = 50
 ROWS = 96
 MEMBERS = (1, 2, 3, 4)  # of an ensemble
-SEEDS = tuple(range(1, 9))  # of runs; each has a single model of its own
+SEEDS = tuple(range(1, 9))  # of runs; each has a model of its own
+SINGLE = "single"
 
-# A decoder of this shape, trained on the world's texts first; the large one is the SFT model.
-SMALL_BASE = (
-    "+experiment=base",
-    "seed=1",
-    "logger=none",
-    "+dataset.source.num_texts=10000",
-    "model.from_scratch.hidden_size=32",
-    "model.from_scratch.num_hidden_layers=1",
-    "model.from_scratch.num_attention_heads=2",
-    "model.from_scratch.intermediate_size=96",
-)
-SIZES = ("small", "large")
-# Pairs, and passes over them: few pairs are read more often, as is usual.
-PAIRS = {"few": (500, 4), "many": (8000, 1)}
-ENSEMBLE_OF = ("large", "few")
+PAIRS, EPOCHS = 500, 4
 ENSEMBLES = ("mean_minus_std", "minimum")
 
 
@@ -50,19 +37,17 @@ class Condition:
     combine: str | None = None
 
 
-def reward_name(size: str, pairs: str, member: int) -> str:
+def reward_name(member: int) -> str:
     """Return the folder name of a reward model."""
-    return f"{size}_{pairs}_{member}"
+    return f"member_{member}"
 
 
-def reward_overrides(size: str, pairs: str, member: int, root: Path) -> tuple[str, ...]:
+def reward_overrides(member: int, root: Path) -> tuple[str, ...]:
     """Return the overrides that train a reward model; members differ in their seed alone.
 
     The seed draws the head and the order of the pairs. All are normalized over the same SFT policy.
     """
-    count, epochs = PAIRS[pairs]
     world = root / WORLD
-    start = "sft" if size == "large" else "base_small"
     return (
         "+experiment=reward",
         f"seed={member}",
@@ -71,36 +56,19 @@ def reward_overrides(size: str, pairs: str, member: int, root: Path) -> tuple[st
         "trainer.validations=1",
         "dataset.source.seed=1",
         f"dataset.name={WORLD}",
-        f"+dataset.source.num_preferences={count}",
+        f"+dataset.source.num_preferences={PAIRS}",
         "+dataset.source.num_validation_preferences=600",
-        f"data.num_epochs={epochs}",
-        f"module.model.source={world / start}",
-        f"artifacts.publish={world / reward_name(size, pairs, member)}",
+        f"data.num_epochs={EPOCHS}",
+        f"module.model.source={world / 'sft'}",
+        f"artifacts.publish={world / reward_name(member)}",
     )
 
 
-def reward_models() -> list[tuple[str, str, int]]:
-    """Return size, pairs and member of every reward model."""
-    cells = [(size, pairs, 1) for size in SIZES for pairs in PAIRS]
-    return cells + [(*ENSEMBLE_OF, seed) for seed in SEEDS if seed != 1]
-
-
 def conditions(seed: int) -> list[Condition]:
-    """Return the runs of a seed: the grid with seed 1, single models and ensembles with all.
-
-    Seed s of the single model is scored by model s, the ensembles by models 1 to 4.
-    """
-    found = []
-    if seed == 1:
-        found = [
-            Condition(f"{size}_{pairs}", (reward_name(size, pairs, 1),))
-            for size in SIZES
-            for pairs in PAIRS
-            if (size, pairs) != ENSEMBLE_OF
-        ]
-    members = tuple(reward_name(*ENSEMBLE_OF, member) for member in MEMBERS)
-    single = Condition("_".join(ENSEMBLE_OF), (reward_name(*ENSEMBLE_OF, seed),))
-    return [*found, single, *(Condition(how, members, how) for how in ENSEMBLES)]
+    """Return the runs of a seed: its own model alone, and the ensembles of models 1 to 4."""
+    members = tuple(map(reward_name, MEMBERS))
+    single = Condition(SINGLE, (reward_name(seed),))
+    return [single, *(Condition(how, members, how) for how in ENSEMBLES)]
 
 
 def ppo_overrides(condition: Condition, seed: int, root: Path) -> tuple[str, ...]:
@@ -125,7 +93,7 @@ def ppo_overrides(condition: Condition, seed: int, root: Path) -> tuple[str, ...
         f"data.batch_size={ROWS}",
         f"data.num_iterations={ITERATIONS}",
         "callbacks.samples.num_samples=2",
-        "doctor.second_scorer={_target_: benchmarks.studies.overoptimisation.plan.GoldScorer}",
+        "doctor.second_scorer={_target_: benchmarks.studies.ensembles.plan.GoldScorer}",
     )
     if condition.combine is None:
         return overrides

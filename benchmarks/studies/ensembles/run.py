@@ -1,7 +1,7 @@
 """Train the reward models, run PPO against them, and draw gold and proxy over KL.
 
-    python -m benchmarks.studies.overoptimisation.run --out FOLDER [--artifacts DIR] [--seeds 1-8]
-    python -m benchmarks.studies.overoptimisation.run --report --out FOLDER [--pictures docs/images]
+    python -m benchmarks.studies.ensembles.run --out FOLDER [--artifacts DIR] [--seeds 1-8]
+    python -m benchmarks.studies.ensembles.run --report --out FOLDER [--pictures docs/images]
 
 Existing results are kept, and a run that was killed continues. `--minutes N` starts nothing new
 after N.
@@ -20,15 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.overoptimisation.curves import report
-from benchmarks.studies.overoptimisation.plan import (
+from benchmarks.studies.ensembles.curves import report
+from benchmarks.studies.ensembles.plan import (
     SEEDS,
-    SMALL_BASE,
     WORLD,
     Condition,
     conditions,
     ppo_overrides,
-    reward_models,
     reward_name,
     reward_overrides,
 )
@@ -41,9 +39,8 @@ REFERENCE_BATCHES = 8
 def make_models(root: Path, until: float) -> bool:
     """Train what is missing; return False if time ran out first."""
     world = root / WORLD
-    wanted = [(world / "base_small", (*SMALL_BASE, f"artifacts.publish={world / 'base_small'}"))]
-    wanted += [(world / reward_name(*c), reward_overrides(*c, root)) for c in reward_models()]
-    for folder, overrides in wanted:
+    for member in SEEDS:
+        folder, overrides = world / reward_name(member), reward_overrides(member, root)
         if (folder / "config.json").is_file():
             continue
         if time.monotonic() > until:
@@ -67,15 +64,10 @@ def run_one(condition: Condition, seed: int, root: Path, runs: Path) -> dict[str
         "length": "rollout/response_length",
         "distinct_2": "rollout/distinct_2",
     }
-    accuracy = {
-        name: json.loads((root / WORLD / name / "manifest.json").read_text())["metrics"]
-        for name in condition.rewards
-    }
     return {
         "condition": condition.name,
         "seed": seed,
         "cpu_seconds": round(seconds, 1),
-        "accuracy": {name: found["val/accuracy"] for name, found in accuracy.items()},
         "sft": sft_scores(parts),
         "curve": [{key: row[name] for key, name in names.items()} for row in rows],
     }

@@ -1,0 +1,85 @@
+"""Fits of the over-optimisation law, on points whose coefficients are known."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from rlhf_lightning.evaluation.overoptimization import (
+    Law,
+    Point,
+    fit_law,
+    left_out,
+    over_sizes,
+)
+
+DISTANCES = np.linspace(0, 6, 25)
+
+
+def points(law: Law, noise: float = 0.0) -> list[Point]:
+    drawn = np.random.default_rng(0).normal(0, noise, len(DISTANCES))
+    return [Point(float(d), law.gain(float(d)) + e) for d, e in zip(DISTANCES, drawn, strict=True)]
+
+
+@pytest.mark.parametrize("way", ["rl", "best_of_n"])
+def test_a_fit_finds_the_coefficients_that_made_the_points(way):
+    made = Law(way, 1.2, 0.4)
+    found = fit_law(way, points(made))
+    assert (found.a, found.b, found.r2) == pytest.approx((1.2, 0.4, 1.0))
+    near = fit_law(way, points(made, noise=0.05))
+    assert near.a == pytest.approx(1.2, abs=0.1)
+    assert 0.5 < near.r2 < 1
+
+
+def test_r2_is_the_share_of_the_variance_about_the_mean():
+    # Gold of about 10 that the law cannot follow: of its squares the fit takes most, of its
+    # variance nothing.
+    found = fit_law("rl", [Point(1.0, 10.0), Point(2.0, 11.0), Point(4.0, 9.0), Point(6.0, 11.0)])
+    assert found.r2 < 0
+
+
+@pytest.mark.parametrize("way", ["rl", "best_of_n"])
+def test_a_fit_of_the_other_form_explains_less(way):
+    other = "best_of_n" if way == "rl" else "rl"
+    assert fit_law(other, points(Law(way, 1.2, 0.4))).r2 < 0.999
+
+
+@pytest.mark.parametrize("way", ["rl", "best_of_n"])
+def test_the_peak_is_where_gold_is_highest(way):
+    law = Law(way, 1.0, 0.6)
+    peak = law.peak
+    assert peak is not None
+    fine = np.linspace(0.01, 8, 80_000)
+    gains = [law.gain(d) for d in fine]
+    assert peak.gain == pytest.approx(max(gains), rel=1e-6)
+    assert peak.distance == pytest.approx(fine[int(np.argmax(gains))], rel=1e-3)
+
+
+def test_gold_that_only_rises_has_no_peak():
+    assert Law("rl", 1.0, -0.1).peak is None
+    assert Law("best_of_n", 1.0, 0.0).peak is None
+    assert Law("best_of_n", -1.0, 0.5).peak is None
+
+
+def test_two_points_are_no_law():
+    with pytest.raises(ValueError, match="2 points beyond distance 0"):
+        fit_law("rl", [Point(0, 0), Point(1, 1), Point(2, 1)])
+
+
+def test_a_size_left_out_is_predicted_from_the_others_alone():
+    sizes = [1_000, 10_000, 100_000, 1_000_000]
+    laws = {
+        size: [Law("rl", 0.2 * math.log10(size) + seed, 0.9 - 0.1 * math.log10(size))
+               for seed in (-0.1, 0.1)]
+        for size in sizes
+    }  # fmt: skip
+    assert over_sizes({s: fmean(law.a for law in laws[s]) for s in sizes}).per_decade == (
+        pytest.approx(0.2)
+    )
+    wrong = laws | {10_000: [Law("rl", 50.0, 50.0)]}
+    for known in (laws, wrong):
+        found = left_out(known, 10_000)
+        assert (found.a, found.b) == pytest.approx((0.8, 0.5))
