@@ -145,6 +145,7 @@ def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary
     from rlhf_lightning.callbacks.console import print_start
 
     started = time.perf_counter()
+    card = _card_folder(settings) if settings.card else None
     print_start("evaluate", folder, _benchmark_lines(settings))
     metrics = measured_benchmark(settings)
     summary = replace(
@@ -155,7 +156,40 @@ def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary
         seconds={"total": time.perf_counter() - started},
     )
     _tell(folder, summary)
+    if card is not None:
+        from rlhf_lightning.runs.model_card import add_figures
+        from rlhf_lightning.runs.public_config import without_folders
+
+        about = "; ".join(f"{key}: {value}" for key, value in _benchmark_lines(settings).items())
+        title = _benchmark_title(settings)
+        try:
+            say(f"added to {add_figures(card, title, without_folders(about), metrics)}")
+        except (OSError, UnicodeError) as error:
+            say(f"not added to the card of {card}: {error}")
     return summary
+
+
+def _benchmark_title(settings: EvaluateSettings) -> str:
+    """Return such as `Pairs held_out.jsonl` or `LmEval gsm8k, hellaswag`."""
+    assert settings.benchmark is not None
+    asked, file = settings.benchmark.get("tasks") or [], settings.benchmark.get("path")
+    of = ", ".join(asked) if asked else Path(file).name if file else ""
+    return f"{settings.benchmark.class_name.removesuffix('Benchmark')} {of}".strip()
+
+
+def _card_folder(settings: EvaluateSettings) -> Path:
+    """Return the folder of the model that is measured, before anything is.
+
+    Raises:
+        ConfigError: if it has no model card.
+    """
+    model = settings.measured_model
+    if model is None or not (Path(model) / "README.md").is_file():
+        raise ConfigError(
+            f"card=true: {model} is no folder with a model card (README.md): give an exported "
+            "folder, or leave card=true out"
+        )
+    return Path(model)
 
 
 def _benchmark_lines(settings: EvaluateSettings) -> dict[str, object]:

@@ -1,7 +1,8 @@
-"""The README.md of an exported model: its kind, origin, licence and final metrics."""
+"""The README.md of an exported model: its kind, origin, licence, final metrics and benchmarks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import UNKNOWN, Licence
+from rlhf_lightning.runs.metric_catalog import bound_keys
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import GateResult
 
@@ -95,6 +97,45 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
     return path
 
 
+def add_figures(folder: Path, name: str, about: str, figures: Mapping[str, float]) -> Path:
+    """Add what a benchmark measured of the model in `folder` to its card.
+
+    Args:
+        folder: of the model.
+        name: of the benchmark; what stood there under it before is replaced.
+        about: how it was measured, a line.
+        figures: by metric; the bounds of an interval stand beside theirs.
+
+    Raises:
+        OSError: if there is no `README.md`, or it cannot be written.
+        UnicodeError: if it is no text.
+    """
+    path = folder / "README.md"
+    text = path.read_text("utf-8")
+    begin, end = (f"<!-- {mark} benchmark {_cell(name)} -->" for mark in ("begin", "end"))
+    table = _TEMPLATES.get_template("card_figures.md").render(
+        name=name, about=about, rows=_rows(figures)
+    )
+    section = f"{begin}\n{table}{end}"
+    before = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
+    if before is None:
+        write_text(path, f"{text.rstrip()}\n\n{section}\n")
+    else:
+        write_text(path, text[: before.start()] + section + text[before.end() :])
+    return path
+
+
+def _rows(figures: Mapping[str, float]) -> list[tuple[str, float, str]]:
+    bounds = {key: bound_keys(key) for key in figures}
+    of_others = {bound for pair in bounds.values() for bound in pair}
+    rows = []
+    for key in sorted(figures.keys() - of_others):
+        low, high = (figures.get(bound) for bound in bounds[key])
+        interval = "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
+        rows.append((key, figures[key], interval))
+    return rows
+
+
 def _front_matter(facts: CardFacts, kind: _Kind) -> ModelCardData:
     return ModelCardData(
         library_name="peft" if facts.is_adapter else "transformers",
@@ -111,7 +152,7 @@ def _front_matter(facts: CardFacts, kind: _Kind) -> ModelCardData:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return " ".join(str(value).replace("|", "\\|").replace("<", "&lt;").splitlines())
 
 
 _TEMPLATES = Environment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,14 +86,27 @@ def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
     file = write(tmp_path / "questions.jsonl", rows)
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "local.yaml").write_text(TASK.format(file=file))
-    words = [f"policy={start}", f"baseline={start}", "scorer=none", "benchmark=lm_eval"]
-    words.append(f"benchmark.include_path={tmp_path}/tasks")
+    policy = shutil.copytree(start, tmp_path / "policy")
+    (policy / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
+    words = [f"policy={policy}", f"baseline={start}", "scorer=none", "benchmark=lm_eval"]
+    words += [f"benchmark.include_path={tmp_path}/tasks", "card=true"]
     found = evaluate(tmp_path / "run", *words, "benchmark.tasks=[local_pairs]").metrics
     assert found["benchmark/num_questions/task/local_pairs"] == 12
     of = "task/local_pairs"
     assert 0 <= found[f"benchmark/acc/{of}"] <= 1
     assert found[f"benchmark/acc/{of}"] == found[f"benchmark/baseline_acc/{of}"]
     assert found[f"benchmark/acc_change_low/{of}"] == found[f"benchmark/acc_change_high/{of}"] == 0
+    card = (policy / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---\n\n# Mine\n")
+    assert "## Benchmark: LmEval local_pairs" in card
+    assert f"| benchmark/acc_change/{of} | 0 | 0 to 0 |" in card
+
+
+def test_a_card_is_asked_for_before_anything_is_measured(tmp_path, start):
+    policy = shutil.copytree(start, tmp_path / "policy", ignore=shutil.ignore_patterns("*.md"))
+    words = [f"policy={policy}", f"baseline={start}", "scorer=none", "benchmark=lm_eval"]
+    with pytest.raises(ConfigError, match=r"is no folder with a model card \(README.md\)"):
+        evaluate(tmp_path / "run", *words, "benchmark.tasks=[nothing_like_it]", "card=true")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard, metadata_load
 
 from rlhf_lightning.runs.licence import Licence
-from rlhf_lightning.runs.model_card import CardFacts, write_model_card
+from rlhf_lightning.runs.model_card import CardFacts, add_figures, write_model_card
 from rlhf_lightning.runs.summary import GateResult
 
 NORMALIZED = "mean 0 and standard deviation 1"
@@ -96,3 +96,31 @@ def test_no_folder_of_the_machine_stands_in_the_card(tmp_path):
     text = write_model_card(tmp_path, facts(base="/home/someone/models/sft")).read_text()
     assert "/home" not in text
     assert "Trained from: .../sft" in text
+
+
+def test_the_figures_of_a_benchmark_replace_those_of_the_same_one_alone(tmp_path):
+    write_model_card(tmp_path, CardFacts("sft", "run_1", "base", "data"))
+    before = (tmp_path / "README.md").read_text()
+    add_figures(tmp_path, "one", "limit: 20", {"benchmark/acc": 0.5, "benchmark/acc_low": 0.25})
+    add_figures(tmp_path, "two", "all", {"benchmark/score": 0.75})
+    both = {"benchmark/acc": 0.625, "benchmark/acc_low": 0.5, "benchmark/acc_high": 0.75}
+    text = add_figures(tmp_path, "one", "all", both).read_text()
+    assert text.startswith(before.rstrip())
+    assert "limit: 20" not in text
+    assert "| benchmark/acc | 0.625 | 0.5 to 0.75 |" in text
+    assert "| benchmark/score | 0.75 |  |" in text
+    assert text.count("## Benchmark: one") == text.count("## Benchmark: two") == 1
+    assert add_figures(tmp_path, "one", "all", both).read_text() == text
+
+
+def test_a_folder_without_a_card_gets_none(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        add_figures(tmp_path, "one", "all", {"benchmark/acc": 0.5})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_section_whose_end_is_gone_is_left_as_it_stands(tmp_path):
+    (tmp_path / "README.md").write_text("# Mine\n\n<!-- begin benchmark one -->\nmy own text\n")
+    text = add_figures(tmp_path, "one", "all", {"benchmark/<b>|": 0.5}).read_text()
+    assert text.startswith("# Mine\n\n<!-- begin benchmark one -->\nmy own text\n")
+    assert "| benchmark/&lt;b>\\| | 0.5 |  |" in text
