@@ -26,7 +26,7 @@ from rlhf_lightning.evaluation.generate import (
     gold_scores,
 )
 from rlhf_lightning.evaluation.safety import SafetyCheck
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE, win_rate
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share, win_rate
 from rlhf_lightning.functional.diversity import (
     distinct_n,
     most_common_fraction,
@@ -97,7 +97,13 @@ def _gold_measures(
     metrics["val/baseline_gold"] = sum(their_gold) / len(their_gold)
     for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
         for name, value in gold_details(gold, answers).items():
-            metrics[f"{prefix}{name if name in OWN_DETAILS else f'gold/{name}'}"] = value
+            if name not in OWN_DETAILS:
+                metrics[f"{prefix}gold/{name}"] = value
+            elif answers.answers_per_prompt == 1 and 0 <= value <= 1:
+                count = len(answers.prompts)
+                metrics |= share(f"{prefix}{name}", value * count, count)
+            else:
+                metrics[f"{prefix}{name}"] = value
     return metrics
 
 

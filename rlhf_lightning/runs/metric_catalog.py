@@ -264,6 +264,9 @@ def quantity(name: str) -> Quantity:
     if name.startswith("benchmark/"):
         plain = name.removeprefix("benchmark/")
         return Quantity(plain.replace("_", " "), "" if plain.startswith("num_") else "share")
+    if (plain := name.replace("val/baseline_", "val/")) != name and plain in QUANTITIES:
+        about = QUANTITIES[plain]
+        return Quantity(f"{about.label}, baseline", about.unit)
     best_of = _BEST_OF.fullmatch(name)
     if best_of is not None:
         about = quantity(f"val/{best_of[2]}")

@@ -272,6 +272,7 @@ def generate(
     together = min(max(read_at_once // prompt, 1), rows)
     length = prompt + new_tokens
     cache = InPlaceCache(network.config, slots=rows, prompt_columns=prompt, max_columns=length)
+    cache.use(first_row=0, rows=rows, start=0, end=0)  # room is made for the rows in use
     cache.reserve(length)
     _generation_step(network, cache, 1, past=0, length=1)  # makes the cache's room
     for layer in cache.in_place:
