@@ -1,0 +1,179 @@
+"""The studies that repeat published figures, each to its end: tiny random models, made-up rows.
+
+Architectures, stages, rules and protocols are those of conf/study; weights, rows and the number of
+iterations are not, so the figures say nothing. `--basetemp FOLDER` keeps the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from rlhf_lightning.app.config.compose import conf_dir
+from rlhf_lightning.runs.metric_catalog import quantity
+from tests.builders.command_lines import environment
+from tests.builders.models import config_fields
+from tests.builders.tokenizers import CHATML, build_tokenizer, family_tokenizer
+
+GEMMA2 = {"model_type": "gemma2", "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 64}
+SMALL = ("data.batch_size=8", "trainer.limit_train_batches=2")
+
+
+def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> Path:
+    """Write a random model of an architecture, as one of the hub stands in the cache."""
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        **{**fields, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": 2048}
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_rows(folder: Path, **splits: list[dict[str, str]]) -> Path:
+    folder.mkdir(parents=True)
+    for name, rows in splits.items():
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def sums(name: str, count: int) -> list[dict[str, str]]:
+    """Rows of GSM8K's form."""
+    return [
+        {
+            "question": f"In {name} {i} there are {i} cats and 2 dogs. How many animals?",
+            "answer": f"Cats and dogs are {i}+2=<<{i}+2={i + 2}>>{i + 2}.\n#### {i + 2}",
+        }
+        for i in range(count)
+    ]
+
+
+def posts(name: str, count: int) -> list[dict[str, str]]:
+    """Rows of the form of trl-lib/tldr and, of pairs, trl-lib/tldr-preference."""
+    head = "SUBREDDIT: r/{0}\n\nTITLE: number {1}\n\nPOST: a long story {1}\n\nTL;DR:"
+    return [{"prompt": head.format(name, i), "completion": f" story {i}"} for i in range(count)]
+
+
+def pairs(name: str, count: int) -> list[dict[str, str]]:
+    return [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " nothing happened"}
+        for row in posts(name, count)
+    ]
+
+
+def rehearse(folder: Path, name: str, *words: str) -> tuple[dict[str, Any], str, str]:
+    """Run a study to its end; return its summary, its page, and what the command has said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_lightning.study", name, *words],
+        cwd=folder,
+        env=environment(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(folder / "cache")),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    place = folder / "outputs" / "studies" / name
+    (folder / "said.txt").write_text(done.stdout)
+    page = (place / "study.md").read_text()
+    return json.loads((place / "summary.json").read_text()), page, done.stdout
+
+
+def check_page(name: str, page: str, *, without: tuple[str, ...] = ()) -> None:
+    """All rows have ended; published, ours, interval and the protocol stand on the page."""
+    study = yaml.safe_load((conf_dir() / "study" / f"{name}.yaml").read_text())
+    rows = {row: content for row, content in study["runs"].items() if row not in without}
+    assert f"{len(rows)} of {len(rows)} runs have ended." in page
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    for row, content in rows.items():
+        for metric, theirs in content.get("published", {}).items():
+            about = quantity(metric)
+            (line,) = [cells for cells in lines if cells[:2] == [row, about.label]]
+            assert line[2] == about.show(theirs) == f"{100 * theirs:.1f} %"
+            assert line[3].endswith(" %")
+            low, _, high = line[4].partition(" to ")
+            assert float(low) <= float(line[3].split()[0]) <= float(high.split()[0])
+            assert line[5] == "1 of 1"
+    for theirs, ours in study["protocol"].items():
+        assert [theirs, ours] in lines
+    assert " ".join(study["source"].split()) in page
+    assert study["expected"] in page
+
+
+def gsm8k_words(folder: Path) -> list[str]:
+    """Questions of ours in the place of GSM8K's."""
+    write_rows(folder / "gsm8k" / "main", train=sums("town", 24), test=sums("village", 9))
+    return [f"train:{word}" for word in SMALL]
+
+
+@pytest.mark.slow
+def test_the_rule_of_the_figures_is_on_the_page_of_a_model_that_was_not_trained(tmp_path):
+    model = write_model(
+        tmp_path / "model", build_tokenizer(template=CHATML), config_fields("qwen2")
+    )
+    words = [f"evaluate:{side}={model}" for side in ("policy", "baseline")]
+    words += ["evaluate:evaluation.max_new_tokens=8", *gsm8k_words(tmp_path)]
+    left_out = ("ppo", "grpo_lora")
+    words += [f"~runs.{row}" for row in left_out]
+    summary, page, _ = rehearse(tmp_path, "gsm8k_qwen", *words)
+    assert summary["status"] == "completed"
+    check_page("gsm8k_qwen", page, without=left_out)
+    (file,) = tmp_path.glob("outputs/studies/gsm8k_qwen/runs/before/*/*/*/summary.json")
+    metrics = json.loads(file.read_text())["metrics"]
+    assert metrics["val/num_prompts"] == 9, "the test file and nothing else"
+    assert metrics["val/solved"] == metrics["val/baseline_solved"]
+    assert metrics["val/kl_per_token"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_gsm8k_with_qwen_by_ppo_and_by_grpo_with_lora(tmp_path):
+    model = write_model(
+        tmp_path / "model", build_tokenizer(template=CHATML), config_fields("qwen2")
+    )
+    words = [f"evaluate:{side}={model}" for side in ("policy", "baseline")]
+    words += [f"train:artifacts.sft={model}"]
+    summary, page, said = rehearse(tmp_path, "gsm8k_qwen", *gsm8k_words(tmp_path), *words)
+    assert summary["status"] == "completed"
+    assert "3 runs, 0 done before" in said
+    check_page("gsm8k_qwen", page)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_gsm8k_with_gemma_2_by_ppo_from_the_model_of_the_row_of_sft(tmp_path):
+    fields = config_fields("llama") | GEMMA2
+    model = write_model(tmp_path / "model", family_tokenizer("gemma"), fields)
+    words = [*gsm8k_words(tmp_path), f"train:artifacts.base={model}"]
+    summary, page, _ = rehearse(tmp_path, "gsm8k_gemma2", *words)
+    assert summary["status"] == "completed"
+    check_page("gsm8k_gemma2", page)
+    (start,) = (tmp_path / "outputs/studies/gsm8k_gemma2/rows").glob("sft_*/config.json")
+    assert json.loads(start.read_text())["final_logit_softcapping"] == 30.0
+    (run,) = tmp_path.glob("outputs/studies/gsm8k_gemma2/runs/ppo/*/*/*/.hydra/config.yaml")
+    assert start.parent.name in run.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tldr_with_pythia_by_sft_reward_model_and_ppo(tmp_path):
+    model = write_model(tmp_path / "model", build_tokenizer(), config_fields("gpt_neox"))
+    texts = write_rows(tmp_path / "posts", train=posts("town", 24), validation=posts("hill", 9))
+    both = write_rows(tmp_path / "pairs", train=pairs("town", 24), validation=pairs("hill", 9))
+    names = {"sft": texts, "reward": both, "ppo": texts}
+    words = [*SMALL, f"artifacts.base={model}"]
+    words += [f"dataset.hub_names.{stage}={folder}" for stage, folder in names.items()]
+    summary, page, said = rehearse(tmp_path, "tldr_pythia", *(f"train:{word}" for word in words))
+    assert summary["status"] == "completed"
+    assert said.index("] sft seed 1: completed") < said.index("] reward seed 1: completed")
+    check_page("tldr_pythia", page)
