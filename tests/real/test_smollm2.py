@@ -22,7 +22,7 @@ from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
-from rlhf_lightning.modules import ppo as ppo_file
+from rlhf_lightning.modules import on_policy
 from rlhf_lightning.modules.metrics import rollout_measures
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
@@ -116,12 +116,12 @@ def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
 ):
     module = make_module(tokenizer, precision)
     ratios, measured, rollouts = [], [], []
-    policy_loss, update = ppo_file.ppo_policy_loss, PPOModule.update
+    counted, update = on_policy.ratio_counts, PPOModule.update
     collect = PPOModule.collect_rollout
 
-    def watched_loss(logprobs, old_logprobs, advantages, mask, **coefficients):
-        ratios.append((logprobs.detach() - old_logprobs).exp()[mask])
-        return policy_loss(logprobs, old_logprobs, advantages, mask, **coefficients)
+    def watched_ratios(log_ratio, mask):
+        ratios.append(log_ratio.detach().exp()[mask])
+        return counted(log_ratio, mask)
 
     def first_update(self, minibatch, steps, *, iteration):
         update(self, minibatch, steps, iteration=iteration)
@@ -132,7 +132,7 @@ def test_ppo_on_smollm2_starts_with_ratio_one_and_kl_zero(
         rollouts.append(collect(self, *arguments))
         return rollouts[-1]
 
-    monkeypatch.setattr(ppo_file, "ppo_policy_loss", watched_loss)
+    monkeypatch.setattr(on_policy, "ratio_counts", watched_ratios)
     monkeypatch.setattr(PPOModule, "update", first_update)
     monkeypatch.setattr(PPOModule, "collect_rollout", watched_rollout)
     fit_one_iteration(module, prompts, precision, tmp_path)
