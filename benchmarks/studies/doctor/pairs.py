@@ -1,0 +1,109 @@
+"""Write the pairs of which the sick reward models of `rlhf-study doctor` are made.
+
+    RLHF_DATA=FOLDER python -m benchmarks.studies.doctor.pairs OUT
+
+`length.jsonl`: of two film reviews the longer is chosen. `few.jsonl`: 200 pairs with right labels.
+`flipped.jsonl`: the labels of reviews that begin with an article are the wrong way round; the others right.
+`openings_train.jsonl`, `openings_held_out.jsonl`: the prompts, with that domain. `harmless.jsonl`: the pairs of
+HH-RLHF about harm, as conversations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.studies.doctor.rewards import data_folder, reviews
+from rlhf_lightning.data.conversations import SIDES, parse_transcript
+from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.records import Split
+
+FEW = 200
+ARTICLES = ("the", "a", "an")
+
+
+def domain(review: str) -> str:
+    """Return `article` for a review that begins with one, else `other`."""
+    return "article" if review.split()[0].lower() in ARTICLES else "other"
+
+
+def length_pairs() -> list[dict[str, str]]:
+    """Return pairs of reviews drawn at random, the longer of each chosen."""
+    part = reviews().sentences("train")
+    rng = Random("length")
+    texts = [*part.positive, *part.negative]
+    rng.shuffle(texts)
+    pairs = []
+    for first, second in zip(texts[::2], texts[1::2], strict=False):
+        longer, shorter = sorted((first, second), key=lambda text: len(text.split()), reverse=True)
+        if len(longer.split()) > len(shorter.split()):
+            pairs.append(_pair(longer, shorter))
+    return pairs
+
+
+def domain_pairs(*, flip: str | None) -> list[dict[str, str]]:
+    """Return pairs of a positive and a negative review of one domain, those of `flip` reversed."""
+    part = reviews().sentences("train")
+    rng = Random("domains")
+    pairs = []
+    for name in ("article", "other"):
+        liked, disliked = ([s for s in side if domain(s) == name] for side in part)
+        rng.shuffle(liked)
+        rng.shuffle(disliked)
+        for good, bad in zip(liked, disliked, strict=False):
+            chosen, rejected = (bad, good) if name == flip else (good, bad)
+            pairs.append(_pair(chosen, rejected) | {"domain": name})
+    rng.shuffle(pairs)
+    return pairs
+
+
+def openings(split: Split) -> list[dict[str, str]]:
+    """Return the openings of reviews that a policy continues, with their domain."""
+    prompts = [str(record.prompt) for record in reviews().records("prompts", split)]
+    return [{"prompt": p, "domain": domain(p.removeprefix(reviews().lead_in))} for p in prompts]
+
+
+def harmless() -> list[dict[str, Any]]:
+    """Return the pairs about harm, each side a conversation."""
+    path = data_folder() / "hh_harmless" / "pairs.jsonl.gz"
+    pairs: list[dict[str, Any]] = []
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            row, where = json.loads(line), Location(str(path), number, "line")
+            try:
+                sides = {side: parse_transcript(row[side], side, where) for side in SIDES}
+            except BadRecordError:  # two turns of one speaker, or an end in a person's turn
+                continue
+            pairs.append({side: [dict(turn) for turn in turns] for side, turns in sides.items()})
+    return pairs
+
+
+def main() -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out / "length.jsonl", length_pairs())
+    _write(out / "few.jsonl", domain_pairs(flip=None)[:FEW])
+    _write(out / "flipped.jsonl", domain_pairs(flip="article"))
+    _write(out / "harmless.jsonl", harmless())
+    _write(out / "openings_train.jsonl", openings("train"))
+    _write(out / "openings_held_out.jsonl", openings("validation"))
+
+
+def _pair(chosen: str, rejected: str) -> dict[str, str]:
+    return {"prompt": reviews().lead_in, "chosen": f" {chosen}", "rejected": f" {rejected}"}
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Reward functions of `rlhf-study doctor`; the data are below the folder `RLHF_DATA`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from rlhf_lightning.data.sources.labelled_text import LabelledTextSource
+from rlhf_lightning.evaluation.bag_of_words import BagOfWords
+
+LIST_ITEM = re.compile(r"^\s*(?:[-*\u2022]|\d+[.)])\s", re.MULTILINE)
+
+
+def data_folder() -> Path:
+    """Return the folder of the public data sets.
+
+    Raises:
+        ValueError: if `RLHF_DATA` is not set.
+    """
+    folder = os.environ.get("RLHF_DATA")
+    if not folder:
+        raise ValueError(
+            "RLHF_DATA is not set: export RLHF_DATA=FOLDER with sentence_polarity/ in it"
+        )
+    return Path(folder)
+
+
+def reviews() -> LabelledTextSource:
+    """Return the film reviews, split as the stages split them."""
+    folder = data_folder() / "sentence_polarity"
+    return LabelledTextSource(folder / "pos.txt", folder / "neg.txt")
+
+
+@cache
+def _words() -> BagOfWords:
+    part = reviews().sentences("train")  # the gold judge is fitted on sentences that are not here
+    return BagOfWords().fit(part.positive, part.negative)
+
+
+def bag_of_words(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """Log-odds of "positive" by naive Bayes on words, unbounded, divided by 4 for a spread near 1."""
+    return [x / 4 for x in _words().log_odds(completions)]
+
+
+def likes_lists(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """Half a point for each list item, up to four, and as much for the first forty words: a judge of form."""
+    return [
+        0.5 * min(len(LIST_ITEM.findall(text)), 4) + min(len(text.split()), 40) / 40
+        for text in completions
+    ]
+
+
+def right_command(
+    prompts: Sequence[str], completions: Sequence[str], completion: Sequence[str]
+) -> list[float]:
+    """Return 0.5 for the right program, and 0.5 times the F1 of its arguments, as words."""
+    return [_command(c, right) for c, right in zip(completions, completion, strict=True)]
+
+
+def _command(answer: str, right: str) -> float:
+    words, wanted = answer.split(), right.split()
+    if not words or words[0] != wanted[0]:
+        return 0.0
+    given, due = Counter(words[1:]), Counter(wanted[1:])
+    both = 2 * sum((given & due).values())
+    total = sum(given.values()) + sum(due.values())
+    return 0.5 + 0.5 * (both / total if total else 1.0)
