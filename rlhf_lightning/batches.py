@@ -188,6 +188,8 @@ class PreferenceBatch(TensorBatch):
         margin: `[B]` float, 0 where the data has none.
         domains: "" where there is none.
         row_ids: `[B]` int64, the index of the row among those of its split.
+        answer_ids: a number of the chosen and one of the rejected answer; equal numbers are the
+            same answer to the same prompt. None: not known.
     """
 
     chosen_input_ids: Tensor
@@ -199,6 +201,7 @@ class PreferenceBatch(TensorBatch):
     margin: Tensor
     domains: tuple[str, ...]
     row_ids: Tensor
+    answer_ids: tuple[tuple[int, int], ...] | None = None
 
     @property
     def either_attention_mask(self) -> Tensor:

@@ -6,11 +6,13 @@ left, so that generation continues real tokens; all else on the right.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_lightning.batches import PreferenceBatch, PromptBatch, SFTBatch
@@ -68,7 +70,14 @@ class PreferenceCollator:
             margin=torch.tensor([row.margin for row in rows]),
             domains=tuple(row.domain for row in rows),
             row_ids=torch.tensor([row.row_id for row in rows], dtype=torch.int64),
+            answer_ids=tuple(
+                (_number(c), _number(r)) for c, r in zip(chosen, rejected, strict=True)
+            ),
         )
+
+
+def _number(ids: NDArray[np.int32]) -> int:
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "big")
 
 
 class PromptCollator:

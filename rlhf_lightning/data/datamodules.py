@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
-from rlhf_lightning.data.encode import OverLong
+from rlhf_lightning.data.encode import EncodedPreference, OverLong
 from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.sampler import stream_generator
 from rlhf_lightning.data.sources.base import (
     JoinedSource,
     PreferenceFolder,
@@ -42,6 +44,15 @@ class PreferenceDataModule(RecordDataModule):
     The arguments are those of `RecordDataModule`. `path` names a file or folder of preference
     records, such as `rlhf_lightning.collect` makes, that takes the place of the source; the records
     of the folders and files `also` are added, as later rounds add theirs.
+
+    With `group_by_prompt` pairs of a prompt come one after the other, so that a batch of many holds
+    few answers, each of which a `RewardModule` reads once: where all answers to a prompt were
+    compared with each other this saves nearly all of the work. It takes the place of
+    `group_by_length`.
+
+    With `balance_length` training pairs whose preferred answer is the shorter one (or the longer
+    one, if these are fewer) are repeated until both are equally many: length alone then says
+    nothing.
     """
 
     kinds = ("preferences",)
@@ -60,6 +71,8 @@ class PreferenceDataModule(RecordDataModule):
         num_iterations: int | None = None,
         over_long: OverLong = "drop",
         group_by_length: bool = True,
+        group_by_prompt: bool = False,
+        balance_length: bool = False,
         show_examples: int = 0,
         max_validation_rows: int | None = None,
         validation_batch_size: int | None = None,
@@ -77,24 +90,52 @@ class PreferenceDataModule(RecordDataModule):
             max_length=max_length,
             over_long=over_long,
             seed=seed,
-            group_by_length=group_by_length,
+            group_by_length=group_by_length and not group_by_prompt,
             show_examples=show_examples,
             max_validation_rows=max_validation_rows,
             validation_batch_size=validation_batch_size,
             num_workers=num_workers,
         )
+        self.group_by_prompt = group_by_prompt
+        self.balance_length = balance_length
 
     def setup(self, stage: str | None = None) -> None:
         """Encode both splits, once, and number the rows of each."""
         if self._rows:
             return
         super().setup(stage)
+        if self.balance_length:
+            self._rows["train"] = balanced_by_length(self._rows["train"], self.seed)
         for rows in self._rows.values():
             rows[:] = [replace(row, row_id=number) for number, row in enumerate(rows)]
+
+    def _groups(self, rows: Sequence[EncodedPreference]) -> list[int] | None:
+        if not self.group_by_prompt:
+            return None
+        prompts = [row.chosen_input_ids[: row.prompt_length].tobytes() for row in rows]
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        return [number[prompt] for prompt in prompts]
 
     def _collator(self, pad_token_id: int, *, training: bool) -> PreferenceCollator:
         del training
         return PreferenceCollator(pad_token_id)
+
+
+def balanced_by_length(rows: Sequence[EncodedPreference], seed: int) -> list[EncodedPreference]:
+    """Return the pairs, with repeats that make as many prefer the shorter as the longer answer.
+
+    Every pair of the rarer kind is repeated equally often, and a random part of them once more.
+    Pairs of equal lengths stand once. Where one kind is missing there is nothing to repeat.
+    """
+    longer = [len(row.chosen_input_ids) - len(row.rejected_input_ids) for row in rows]
+    kinds = [[r for r, n in zip(rows, longer, strict=True) if n * sign > 0] for sign in (1, -1)]
+    rare, common = sorted(kinds, key=len)
+    if not rare:
+        return list(rows)
+    repeats, rest = divmod(len(common) - len(rare), len(rare))
+    generator = stream_generator(seed, "balance by length", 0)
+    drawn = torch.randperm(len(rare), generator=generator)[:rest].tolist()
+    return [*rows, *rare * repeats, *(rare[i] for i in sorted(drawn))]
 
 
 class PromptDataModule(RecordDataModule):

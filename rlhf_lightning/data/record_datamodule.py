@@ -245,6 +245,7 @@ class RecordDataModule(LightningDataModule):
             num_iterations=self.num_iterations,
             seed=self.seed,
             lengths=[len(row) for row in rows] if self.group_by_length else None,
+            groups=self._groups(rows),
             rank=self._rank,
             world_size=self._world_size,
             with_row_ids=self._with_row_ids,
@@ -313,6 +314,10 @@ class RecordDataModule(LightningDataModule):
 
     def _collator(self, pad_token_id: int, *, training: bool) -> Callable[[Any], Any]:
         raise NotImplementedError
+
+    def _groups(self, rows: Sequence[Any]) -> list[int] | None:
+        """Return the group of each training row where rows of a group stay together."""
+        return None
 
     def _loader(self, rows: Dataset[Any], sampler: Any, *, training: bool) -> DataLoader[Any]:
         return DataLoader(

@@ -29,12 +29,16 @@ class StreamBatchSampler(Sampler[list[Any]]):
     the (permuted) batches are taken 16 at a time, their rows sorted by length and cut again, and
     the order of all batches of the pass is shuffled.
 
+    With `groups` the rows of a group follow each other in a pass, in an order drawn anew each pass,
+    as does the order of the groups.
+
     Args:
         num_rows: rows of the data.
         batch_size: rows of a global batch.
         num_iterations: batches of the whole stage; `len` is this number, also after a resume.
         seed: of the permutations.
         lengths: tokens of each row, to group by; None for no grouping.
+        groups: of each row, which group it belongs to; not with `lengths`.
         rank: takes the contiguous share `rank` of each global batch.
         world_size: number of shares; must divide `batch_size`.
         with_row_ids: yield (row, row id) pairs, where the row id is the position in the stream,
@@ -57,6 +61,7 @@ class StreamBatchSampler(Sampler[list[Any]]):
         num_iterations: int,
         seed: int,
         lengths: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
         rank: int = 0,
         world_size: int = 1,
         with_row_ids: bool = False,
@@ -81,11 +86,15 @@ class StreamBatchSampler(Sampler[list[Any]]):
             raise ValueError(f"rank={rank} must be in [0, {world_size})")
         if lengths is not None and len(lengths) != num_rows:
             raise ValueError(f"lengths has {len(lengths)} entries for {num_rows} rows")
+        if groups is not None and (lengths is not None or len(groups) != num_rows):
+            both = "" if lengths is None else ", and lengths are given too"
+            raise ValueError(f"groups has {len(groups)} entries for {num_rows} rows{both}")
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.num_iterations = num_iterations
         self.seed = seed
         self.lengths = None if lengths is None else list(lengths)
+        self.groups = None if groups is None else list(groups)
         self.rank = rank
         self.world_size = world_size
         self.with_row_ids = with_row_ids
@@ -151,7 +160,14 @@ class StreamBatchSampler(Sampler[list[Any]]):
 
     def _permutation(self, number: int) -> list[int]:
         generator = stream_generator(self.seed, "permutation", number)
-        return torch.randperm(self.num_rows, generator=generator).tolist()
+        rows: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
+        groups = self.groups
+        if groups is None:
+            return rows
+        names = sorted(set(groups))
+        order = torch.randperm(len(names), generator=generator).tolist()
+        place = dict(zip(names, order, strict=True))
+        return sorted(rows, key=lambda row: place[groups[row]])
 
     def _remember(self, what: str, number: int, make: Any) -> list[Any]:
         """Return `make(number)`, kept for this pass and the last only."""

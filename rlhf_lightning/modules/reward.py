@@ -169,12 +169,7 @@ class RewardModule(L.LightningModule):
         """Take one optimizer step on the batch of pairs."""
         started = time.perf_counter()
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
-        parts = pair_micro_batches(
-            batch.chosen_attention_mask,
-            batch.rejected_attention_mask,
-            self.reward.micro_batch_size,
-            packed=packs(self.model),
-        )
+        parts = self._micro_batches(batch)
 
         def loss_of_rows(rows: Tensor) -> tuple[Tensor, Measured]:
             chosen, rejected = self.scores(batch[rows])
@@ -211,11 +206,37 @@ class RewardModule(L.LightningModule):
         }
         self.log_dict(self.gaps.filled(measures))
 
+    def _micro_batches(self, batch: PreferenceBatch) -> list[Tensor]:
+        """Return the rows of each forward; without a bound all of those that share answers."""
+        numbers = answer_numbers(batch)
+        if self.reward.micro_batch_size is None and len(set(numbers)) < len(numbers):
+            return [torch.arange(len(batch))]
+        return pair_micro_batches(
+            batch.chosen_attention_mask,
+            batch.rejected_attention_mask,
+            self.reward.micro_batch_size,
+            packed=packs(self.model),
+        )
+
     def scores(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-        """Return the scores `[B]` of the chosen and of the rejected answers, in one forward."""
+        """Return the scores `[B]` of the chosen and of the rejected answers, in one forward.
+
+        An answer that stands in several of the pairs goes through the model once (Ouyang et al.
+        2022, section 3.5).
+        """
         ids = torch.cat([batch.chosen_input_ids, batch.rejected_input_ids])  # [2B, T]
         mask = torch.cat([batch.chosen_attention_mask, batch.rejected_attention_mask])
+        numbers = answer_numbers(batch)
+        place = {number: i for i, number in enumerate(dict.fromkeys(numbers))}
+        again = len(place) < len(numbers)
+        if again:
+            once = torch.tensor([numbers.index(number) for number in place])
+            once = once.to(ids.device, non_blocking=True)
+            ids, mask = ids[once], mask[once]
         scores = sequence_scores(self.model, ids, mask, packed=packs(self.model))
+        if again:
+            pairs = torch.tensor([place[number] for number in numbers])
+            scores = scores[pairs.to(ids.device, non_blocking=True)]
         chosen, rejected = scores.chunk(2)
         return chosen, rejected
 
@@ -276,3 +297,8 @@ class RewardModule(L.LightningModule):
             ValueError: if the model's source is another one than the checkpoint was trained with.
         """
         load_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
+
+
+def answer_numbers(batch: PreferenceBatch) -> list[int]:
+    """Return `[2B]` numbers of the chosen and then of the rejected answers; [] if not known."""
+    return [number for side in zip(*batch.answer_ids or (), strict=True) for number in side]

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlhf_lightning.batches import PreferenceBatch, PromptBatch, SFTBatch
-from tests.data.stages import STAGES, CountingSource, content, demonstrations, fit, prompts
+from rlhf_lightning.data.records import PreferenceRecord
+from tests.data.stages import (
+    STAGES,
+    CountingSource,
+    content,
+    demonstrations,
+    fit,
+    preferences,
+    prompts,
+)
 
 
 @pytest.mark.parametrize(
@@ -229,3 +239,56 @@ def test_held_out_prompts_are_asked_once_whatever_the_responses_to_a_training_pr
 def test_a_prompt_without_a_response_is_refused(tokenizer, value):
     with pytest.raises(ValueError, match=f"num_generations={value} must be positive"):
         prompts(tokenizer, num_generations=value)
+
+
+class Compared:
+    """All comparisons of four answers to three prompts each; mostly the longer one is chosen."""
+
+    def records(self, kind, split):
+        if split == "validation":
+            return []
+        pairs = []
+        for prompt in ("first", "second", "third"):
+            answers = [f"{prompt}" + " x" * n for n in range(1, 5)]
+            for i in range(4):
+                for j in range(i):
+                    chosen, rejected = (j, i) if (i, j) == (1, 0) else (i, j)
+                    pairs.append(PreferenceRecord(prompt, answers[chosen], answers[rejected]))
+        return pairs
+
+
+def compared(tokenizer, **options):
+    return preferences(
+        tokenizer, Compared(), batch_size=6, num_iterations=6, max_length=60, **options
+    )
+
+
+def test_pairs_of_a_prompt_share_a_batch_and_equal_answers_a_number(tokenizer):
+    for batch in compared(tokenizer, group_by_prompt=True).train_dataloader():
+        numbers = {n for pair in batch.answer_ids for n in pair}
+        assert len(numbers) == 4
+        sides = [batch.chosen_input_ids, batch.rejected_input_ids]
+        texts = {}
+        for side, ids in enumerate(sides):
+            for row, pair in zip(ids.tolist(), batch.answer_ids, strict=True):
+                texts.setdefault(pair[side], set()).add(tuple(row))
+        assert all(len(found) == 1 for found in texts.values())
+    mixed = compared(tokenizer, group_by_length=False).train_dataloader()
+    assert max(len({n for pair in batch.answer_ids for n in pair}) for batch in mixed) > 4
+
+
+def test_balance_by_length_repeats_the_rarer_kind_evenly(tokenizer):
+    plain, even = compared(tokenizer), compared(tokenizer, balance_length=True)
+    counts = []
+    for datamodule in (plain, even):
+        rows = datamodule.rows("train")
+        longer = [len(r.chosen_input_ids) > len(r.rejected_input_ids) for r in rows]
+        counts.append((sum(longer), len(longer) - sum(longer)))
+        assert [row.row_id for row in rows] == list(range(len(rows)))
+    assert counts == [(15, 3), (15, 15)]
+    short = Counter(
+        r.chosen_input_ids.tobytes()
+        for r in even.rows("train")
+        if len(r.chosen_input_ids) < len(r.rejected_input_ids)
+    )
+    assert sorted(short.values()) == [5, 5, 5]

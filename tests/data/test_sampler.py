@@ -149,3 +149,24 @@ def test_validation_with_fewer_rows_than_ranks_is_an_error_and_none_is_none():
     with pytest.raises(ValueError, match="1 validation rows cannot be dealt to 2 ranks"):
         SequentialBatchSampler(1, batch_size=2, world_size=2)
     assert list(SequentialBatchSampler(0, batch_size=2, world_size=2)) == []
+
+
+def test_rows_of_a_group_follow_each_other_in_an_order_of_each_pass():
+    groups = [row % 5 for row in range(37)]
+    stream = [row for batch in make(groups=groups, num_iterations=74) for row in batch]
+    passes = [stream[i : i + 37] for i in range(0, len(stream) - 36, 37)]
+    assert len(passes) == 8
+    for one in passes:
+        assert sorted(one) == list(range(37))
+        seen = [groups[row] for row in one]
+        changes = sum(a != b for a, b in pairwise(seen))
+        assert changes == 4, "a group was left and taken up again"
+    assert len({tuple(dict.fromkeys(groups[row] for row in one)) for one in passes}) > 3
+    assert len({tuple(row for row in one if groups[row] == 0) for one in passes}) > 3
+
+
+def test_groups_are_those_of_the_rows():
+    with pytest.raises(ValueError, match="groups has 3 entries for 37 rows"):
+        make(groups=[0, 1, 2])
+    with pytest.raises(ValueError, match="lengths are given too"):
+        make(groups=[0] * 37, grouped=True)

@@ -121,6 +121,47 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_padding(micro_batch_si
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
+def all_pairs(*, known: bool) -> PreferenceBatch:
+    """Return the 28 comparisons of 8 answers, with or without the answers' numbers."""
+    answers = preference_batch()
+    pairs = [(i, j) for i in range(8) for j in range(i)]
+    chosen, rejected = (torch.tensor(side) for side in zip(*pairs, strict=True))
+    ids, mask = answers.chosen_input_ids, answers.chosen_attention_mask
+    batch = replace(
+        answers[chosen],
+        rejected_input_ids=ids[rejected],
+        rejected_attention_mask=mask[rejected],
+        rejected_length=answers.chosen_length[rejected],
+        row_ids=torch.arange(len(pairs)),
+    )
+    return replace(batch, answer_ids=tuple(pairs)) if known else batch
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 5])
+def test_an_answer_of_many_pairs_is_read_once_and_its_gradient_is_the_sum(
+    monkeypatch, micro_batch_size
+):
+    rows_read = []
+
+    def counted(model, ids, mask, **kwargs):
+        rows_read.append(len(ids))
+        return sequence_scores(model, ids, mask, **kwargs)
+
+    monkeypatch.setattr(reward, "sequence_scores", counted)
+    found = {}
+    for known in (False, True):
+        rows_read.clear()
+        module = without_trainer(tiny_reward(micro_batch_size=micro_batch_size))
+        found[known] = (*step(module, all_pairs(known=known)), sum(rows_read))
+    (apart, gradient, read_apart), (together, same, read_together) = found[False], found[True]
+    assert read_apart == 56
+    assert read_together == 8 if micro_batch_size is None else 8 < read_together < 56
+    for name in ("reward/loss", "reward/accuracy", "reward/margin"):
+        assert together[name] == pytest.approx(apart[name], abs=1e-5)
+    assert gradient.abs().max() > 1e-2
+    torch.testing.assert_close(same, gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_two_ranks_take_the_same_steps_as_one(monkeypatch):
     batches = [preference_batch(seed=seed) for seed in range(3)]
     (one,) = whole = [without_trainer(tiny_reward(micro_batch_size=2))]
