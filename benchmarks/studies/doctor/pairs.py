@@ -3,9 +3,9 @@
     RLHF_DATA=FOLDER python -m benchmarks.studies.doctor.pairs OUT
 
 `length.jsonl`: of two film reviews the longer is chosen. `few.jsonl`: 200 pairs with right labels.
-`flipped.jsonl`: the labels of reviews that begin with an article are the wrong way round; the others right.
-`openings_train.jsonl`, `openings_held_out.jsonl`: the prompts, with that domain. `harmless.jsonl`: the pairs of
-HH-RLHF about harm, as conversations.
+`flipped.jsonl`: the labels of reviews that begin with an article are the wrong way round.
+`openings_train.jsonl`, `openings_held_out.jsonl`: the prompts, with that domain.
+`harmless.jsonl`: the pairs of HH-RLHF about harm, as conversations.
 """
 
 from __future__ import annotations

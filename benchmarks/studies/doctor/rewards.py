@@ -42,12 +42,12 @@ def _words() -> BagOfWords:
 
 
 def bag_of_words(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Log-odds of "positive" by naive Bayes on words, unbounded, divided by 4 for a spread near 1."""
+    """Return a quarter of the log-odds of "positive" by naive Bayes on words: unbounded."""
     return [x / 4 for x in _words().log_odds(completions)]
 
 
 def likes_lists(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Half a point for each list item, up to four, and as much for the first forty words: a judge of form."""
+    """Return half a point for each list item, up to four, and up to one for the length."""
     return [
         0.5 * min(len(LIST_ITEM.findall(text)), 4) + min(len(text.split()), 40) / 40
         for text in completions
