@@ -2,8 +2,8 @@
 
     RLHF_DATA=FOLDER python -m benchmarks.studies.doctor.pairs OUT
 
-`length.jsonl`: of two film reviews the longer is chosen. `few.jsonl`: 200 pairs with right labels.
-`flipped.jsonl`: the labels of reviews that begin with an article are the wrong way round.
+`length/`: of two film reviews the longer is chosen. `few/`: 200 pairs with right labels.
+`flipped/`: the labels of reviews that begin with an article are the wrong way round.
 `openings_train.jsonl`, `openings_held_out.jsonl`: the prompts, with that domain.
 `harmless.jsonl`: the pairs of HH-RLHF about harm, as conversations.
 """
@@ -32,9 +32,9 @@ def domain(review: str) -> str:
     return "article" if review.split()[0].lower() in ARTICLES else "other"
 
 
-def length_pairs() -> list[dict[str, str]]:
+def length_pairs(split: Split) -> list[dict[str, str]]:
     """Return pairs of reviews drawn at random, the longer of each chosen."""
-    part = reviews().sentences("train")
+    part = reviews().sentences(split)
     rng = Random("length")
     texts = [*part.positive, *part.negative]
     rng.shuffle(texts)
@@ -46,9 +46,9 @@ def length_pairs() -> list[dict[str, str]]:
     return pairs
 
 
-def domain_pairs(*, flip: str | None) -> list[dict[str, str]]:
+def domain_pairs(split: Split, *, flip: str | None) -> list[dict[str, str]]:
     """Return pairs of a positive and a negative review of one domain, those of `flip` reversed."""
-    part = reviews().sentences("train")
+    part = reviews().sentences(split)
     rng = Random("domains")
     pairs = []
     for name in ("article", "other"):
@@ -88,10 +88,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out / "length.jsonl", length_pairs())
-    _write(out / "few.jsonl", domain_pairs(flip=None)[:FEW])
-    _write(out / "flipped.jsonl", domain_pairs(flip="article"))
+    splits: tuple[Split, Split] = ("train", "validation")
+    for split in splits:
+        few = FEW if split == "train" else None
+        _write(out / "length" / f"{split}.jsonl", length_pairs(split))
+        _write(out / "few" / f"{split}.jsonl", domain_pairs(split, flip=None)[:few])
+        _write(out / "flipped" / f"{split}.jsonl", domain_pairs(split, flip="article"))
     _write(out / "harmless.jsonl", harmless())
     _write(out / "openings_train.jsonl", openings("train"))
     _write(out / "openings_held_out.jsonl", openings("validation"))
@@ -102,6 +104,7 @@ def _pair(chosen: str, rejected: str) -> dict[str, str]:
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -55,7 +55,10 @@ def likes_lists(prompts: Sequence[str], completions: Sequence[str]) -> list[floa
 
 
 def right_command(
-    prompts: Sequence[str], completions: Sequence[str], completion: Sequence[str]
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion: Sequence[str],
+    **columns: Sequence[str],
 ) -> list[float]:
     """Return 0.5 for the right program, and 0.5 times the F1 of its arguments, as words."""
     return [_command(c, right) for c, right in zip(completions, completion, strict=True)]
