@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.studies.doctor.rewards import data_folder, reviews
 from rlhf_lightning.data.conversations import SIDES, parse_transcript
 from rlhf_lightning.data.errors import BadRecordError, Location
-from rlhf_lightning.data.records import Split
+from rlhf_lightning.data.records import PromptRecord, Split
 
 FEW = 200
 ARTICLES = ("the", "a", "an")
@@ -64,7 +64,8 @@ def domain_pairs(split: Split, *, flip: str | None) -> list[dict[str, str]]:
 
 def openings(split: Split) -> list[dict[str, str]]:
     """Return the openings of reviews that a policy continues, with their domain."""
-    prompts = [str(record.prompt) for record in reviews().records("prompts", split)]
+    records = reviews().records("prompts", split)
+    prompts = [str(record.prompt) for record in records if isinstance(record, PromptRecord)]
     return [{"prompt": p, "domain": domain(p.removeprefix(reviews().lead_in))} for p in prompts]
 
 

@@ -64,7 +64,7 @@ def _said(first: Mapping[str, int]) -> str:
 
 
 def runs_of(study: Path) -> dict[str, list[dict[str, float]]]:
-    """Return the rows of `metrics.csv` of the newest attempt of each run of PPO and its relatives."""
+    """Return the metrics of the newest attempt of each run of PPO and its relatives."""
     found = {}
     for row in sorted(study.glob("runs/*")):
         if row.name.startswith(("healthy", "sick")):
