@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,7 +24,6 @@ from rlhf_lightning.runs.metric_catalog import number
 GOOD_R2 = 0.95
 NEAR = 0.15  # of a predicted peak
 _MEASURED = ("kl_per_response", "gold", "score", "baseline_gold", "baseline_score")
-_N = re.compile(r" ?n=\d+$")  # of a setting: the best of how many
 _STEP = 0.5  # of the distance, between the dots of a chart
 
 
@@ -62,8 +60,7 @@ def pursuits(results: Sequence[Result], models: Mapping[str, RewardModel]) -> li
         if result.row not in models or not result.completed:
             continue
         gold, proxy = _points(result.rows or [result.metrics])
-        setting = _N.sub("", result.setting)
-        key = result.row, setting, result.seed
+        key = result.run
         if (before := found.get(key)) is not None:  # of another n
             gold, proxy = [*before.gold, *gold], [*before.proxy, *proxy]
         way: Way = "rl" if result.rows else "best_of_n"
@@ -101,7 +98,7 @@ def overoptimization(
     results: Sequence[Result], models: Mapping[str, RewardModel]
 ) -> tuple[list[str], list[Table], list[Chart]]:
     """Return sentences, tables and charts; none where no row follows a named reward model."""
-    planned = {(r.row, _N.sub("", r.setting), r.seed) for r in results if r.row in models}
+    planned = {r.run for r in results if r.row in models}
     if not planned:
         return [], [], []
     found = pursuits(results, models)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -42,7 +43,7 @@ GAIN = "val/gold_win_rate"
 
 def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     """Write `study.html` and `study.md` and return their paths."""
-    ended = sum(result.completed for result in study.results)
+    runs = {result.run for result in study.results}
     compared, verdicts = compared_table(study)
     tables = [published_table(study), protocol_table(study)]
     told, law_tables, law_charts = overoptimization(study.results, study.reward_models)
@@ -50,8 +51,9 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     tables += [*law_tables, settings_table(study), curves_table(study), compared]
     tables += [budget_table(study, AnswerBudget()), budget_table(study, ProcessorBudget())]
     shown = [table for table in tables if table.rows]
-    missing = [r for r in study.results if not r.completed]
-    head = f"{ended} of {len(study.results)} runs have ended."
+    failed = {r.run: r for r in study.results if not r.completed}
+    missing = [replace(r, setting=setting) for (_, setting, _), r in failed.items()]
+    head = f"{len(runs) - len(missing)} of {len(runs)} runs have ended."
     body = render(
         "study.html",
         study=study,
@@ -268,8 +270,13 @@ class ProcessorBudget:
 
 def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
     """Return each setting where it had spent what the cheapest training run spent in all."""
-    # An evaluation has no course: it is in the table of settings alone.
-    spent = {id(r): budget.spent(r) for r in study.results if r.completed and r.rows}
+    # An evaluation has no course, and a model that others start from no KL and no gain: they are
+    # in the table of settings alone, and set no limit.
+    spent = {
+        id(r): budget.spent(r)
+        for r in study.results
+        if r.completed and r.rows and measured(r.metrics) is not None
+    }
     totals = [values[-1] for values in spent.values() if values and values[-1] > 0]
     limit = min(totals, default=0.0)
     rows = []

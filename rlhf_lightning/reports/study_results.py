@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Values = Mapping[str, float | None]
+
+
+BEST_OF = re.compile(r" ?n=\d+$")  # of a setting: the best of how many
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Result:
     def name(self) -> str:
         """Such as `ppo kl_coef=0.02 seed 1`."""
         return " ".join(filter(None, (self.row, self.setting, f"seed {self.seed}")))
+
+    @property
+    def run(self) -> tuple[str, str, int]:
+        """Of which run it is: an evaluation of the best of n has a result for each n."""
+        return self.row, BEST_OF.sub("", self.setting), self.seed
 
     @property
     def completed(self) -> bool:

@@ -149,6 +149,30 @@ def test_at_an_equal_budget_a_longer_run_is_measured_where_it_had_spent_as_much(
     assert table.rows[1][3:] == ["90.0 % (88.0 to 92.0 %)", "0.30", "end, 2.0 times as much"]
 
 
+def test_a_model_that_others_start_from_sets_no_budget():
+    runs = [result("a", "", 1, 0.6, 0.1), result("b", "", 1, 0.9, 0.3)]
+    sft = result("sft", "", 1, 0.6, 0.1, cpu_seconds=1.0, metrics={"val/loss": 2.0})
+    for budget in (AnswerBudget(), ProcessorBudget()):
+        alone = budget_table(Study("mine", "", runs, (), ()), budget)
+        beside = budget_table(Study("mine", "", [sft, *runs], (), ()), budget)
+        assert beside.rows == alone.rows
+        assert [row[-1] for row in beside.rows] == ["end", "end"]
+
+
+def test_an_evaluation_of_the_best_of_n_is_one_run_with_a_result_for_each_n(tmp_path):
+    best = [result("best", f"n={n}", seed, 0.7, 0.2) for seed in (1, 2) for n in (2, 4, 16)]
+    lost = [
+        replace(r, status="failed", cause="no room", metrics={}, rows=()) if r.seed == 2 else r
+        for r in best
+    ]
+    _, text = write_study(Study("mine", "", lost, ("val/gold_win_rate",), ()), tmp_path)
+    said = text.read_text()
+    assert "1 of 2 runs have ended." in said
+    assert said.count("failed, no room") == 1
+    assert "- best seed 2: failed, no room" in said
+    assert "| best | n=4 | 1 of 2 |" in said
+
+
 def test_both_pages_name_the_failed_run_with_its_reason_and_escape_it(tmp_path):
     page, text = (path.read_text() for path in write_study(failed(study()), tmp_path))
     assert "b c=0.2 seed 3" in page

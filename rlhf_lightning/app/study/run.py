@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
-from rlhf_lightning.app.config.commands import StudySettings
+from rlhf_lightning.app.config.commands import EvaluateSettings, StudySettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets
@@ -242,6 +242,8 @@ def _results(planned: PlannedRun) -> list[Any]:
     """Return the result of a run; of an evaluation of the best of n one for each n."""
     result = _result(planned)
     sizes = sorted({int(found[1]) for name in result.metrics if (found := _BEST_OF.match(name))})
+    if not result.completed and isinstance(planned.settings, EvaluateSettings):
+        sizes = sorted(planned.settings.best_of.n)  # each n lacks a seed
     return [
         replace(
             result,
