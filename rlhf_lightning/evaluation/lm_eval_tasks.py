@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_lightning.evaluation.comparisons import bootstrap_mean
+from rlhf_lightning.evaluation.comparisons import Interval, share_over_prompts
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.preferences.candidates import LoadedPolicy
 from rlhf_lightning.runs.metric_catalog import part_key
@@ -44,7 +44,7 @@ class LmEvalBenchmark:
 
         Names are `benchmark/<metric>/task/<task>`, `benchmark/baseline_<metric>/task/<task>` and
         `benchmark/<metric>_change/task/<task>` with the ends of an interval: a bootstrap over the
-        questions, each with both answers (95 %).
+        questions, each with both answers (95 %), or Wilson's where questions are few or agree.
 
         Raises:
             ValueError: if a task is unknown, or has no metric that is known here.
@@ -57,7 +57,10 @@ class LmEvalBenchmark:
                 if by_question.keys() != before.keys():
                     raise ValueError(f"task {task}: both sides were not asked the same questions")
                 both = np.array([(by_question[key], before[key]) for key in sorted(by_question)])
-                of = bootstrap_mean(both[:, 0] - both[:, 1], confidence=CONFIDENCE, seed=seed)
+                # Differences of values in [0, 1] as shares, so that the interval never has width 0.
+                shares = (both[:, 0] - both[:, 1] + 1) / 2
+                of = share_over_prompts(shares, confidence=CONFIDENCE, seed=seed)
+                of = Interval(*(2 * value - 1 for value in of))
                 measures = {
                     metric: float(both[:, 0].mean()),
                     f"baseline_{metric}": float(both[:, 1].mean()),

@@ -128,13 +128,18 @@ def comparable_rows(
 ) -> list[EncodedPreference]:
     """Return at most `count` training pairs, evenly spaced, on which to look for overfitting.
 
-    Pairs of a subset that no held-out pair belongs to, such as pairs made to be easy, are left out:
-    accuracy on them says nothing about the other ones.
+    A pair that stands there several times counts once. Pairs of a subset that no held-out pair
+    belongs to, such as pairs made to be easy, are left out: accuracy on them says nothing about the
+    other ones.
     """
     names = {name for row in held_out for name in row.subsets}
-    rows = [row for row in train if names.issuperset(row.subsets)]
-    step = max(len(rows) // max(count, 1), 1)
-    return rows[::step][:count]
+    once: dict[tuple[bytes, bytes], EncodedPreference] = {}
+    for row in train:
+        if names.issuperset(row.subsets):
+            once.setdefault((row.chosen_input_ids.tobytes(), row.rejected_input_ids.tobytes()), row)
+    rows = list(once.values())
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def share_right(pairs: Sequence[ScoredPair]) -> float:

@@ -95,11 +95,14 @@ def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
     of = "task/local_pairs"
     assert 0 <= found[f"benchmark/acc/{of}"] <= 1
     assert found[f"benchmark/acc/{of}"] == found[f"benchmark/baseline_acc/{of}"]
-    assert found[f"benchmark/acc_change_low/{of}"] == found[f"benchmark/acc_change_high/{of}"] == 0
+    assert found[f"benchmark/acc_change/{of}"] == 0
+    low, high = (found[f"benchmark/acc_change_{end}/{of}"] for end in ("low", "high"))
+    assert low == pytest.approx(-high)
+    assert 0.4 < high < 0.6, "twelve answers that agree say little of the next one"
     card = (policy / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n---\n\n# Mine\n")
     assert "## Benchmark: LmEval local_pairs" in card
-    assert f"| benchmark/acc_change/{of} | 0 | 0 to 0 |" in card
+    assert f"| benchmark/acc_change/{of} | 0 | {low:.4g} to {high:.4g} |" in card
 
 
 def test_a_card_is_asked_for_before_anything_is_measured(tmp_path, start):

@@ -37,3 +37,7 @@ def test_training_pairs_of_a_subset_that_is_never_held_out_are_not_compared() ->
     assert comparable_rows(rows, rows, count=100) == rows
     assert comparable_rows(rows, rows, count=4) == rows[::3]
     assert comparable_rows(rows, even, count=0) == []
+    assert comparable_rows([*rows, *rows[:5] * 9], rows, count=100) == rows, "repeats count once"
+    spread = comparable_rows(rows, rows, count=7)
+    assert len(spread) == 7
+    assert spread[-1] is rows[10], "7 of 12 are not the first 7"
