@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
@@ -46,9 +47,9 @@ class PreferenceDataModule(RecordDataModule):
     of the folders and files `also` are added, as later rounds add theirs.
 
     With `group_by_prompt` pairs of a prompt come one after the other, so that a batch of many holds
-    few answers, each of which a `RewardModule` reads once: where all answers to a prompt were
-    compared with each other this saves nearly all of the work. It takes the place of
-    `group_by_length`.
+    few answers. A `RewardModule` without `micro_batch_size` reads each of them once (with one, once
+    in each micro-batch): where all answers to a prompt were compared with each other this saves
+    nearly all of the work. DPO gains nothing. It takes the place of `group_by_length`.
 
     With `balance_length` training pairs whose preferred answer is the shorter one (or the longer
     one, if these are fewer) are repeated until both are equally many: length alone then says
@@ -105,9 +106,16 @@ class PreferenceDataModule(RecordDataModule):
             return
         super().setup(stage)
         if self.balance_length:
-            self._rows["train"] = balanced_by_length(self._rows["train"], self.seed)
+            balanced = balanced_by_length(self._rows["train"], self.seed)
+            repeats = len(balanced) - len(self._rows["train"])
+            rank_zero_info(f"balance_length: {repeats:,} repeats, {len(balanced):,} pairs in all")
+            self._rows["train"] = balanced
         for rows in self._rows.values():
             rows[:] = [replace(row, row_id=number) for number, row in enumerate(rows)]
+
+    def _identity(self, num_rows: int) -> dict[str, Any]:
+        order = {"group_by_prompt": self.group_by_prompt, "balance_length": self.balance_length}
+        return {**super()._identity(num_rows), **order}
 
     def _groups(self, rows: Sequence[EncodedPreference]) -> list[int] | None:
         if not self.group_by_prompt:

@@ -207,9 +207,10 @@ class RewardModule(L.LightningModule):
         self.log_dict(self.gaps.filled(measures))
 
     def _micro_batches(self, batch: PreferenceBatch) -> list[Tensor]:
-        """Return the rows of each forward; without a bound all of those that share answers."""
+        """Return the rows of each forward; without a bound all where half are saved or more."""
         numbers = answer_numbers(batch)
-        if self.reward.micro_batch_size is None and len(set(numbers)) < len(numbers):
+        # All at once are padded to the longest, so one answer that comes twice is no reason.
+        if self.reward.micro_batch_size is None and 0 < 2 * len(set(numbers)) <= len(numbers):
             return [torch.arange(len(batch))]
         return pair_micro_batches(
             batch.chosen_attention_mask,

@@ -292,3 +292,12 @@ def test_balance_by_length_repeats_the_rarer_kind_evenly(tokenizer):
         if len(r.chosen_input_ids) < len(r.rejected_input_ids)
     )
     assert sorted(short.values()) == [5, 5, 5]
+
+
+@pytest.mark.parametrize("option", ["group_by_prompt", "balance_length"])
+def test_a_resume_in_another_order_is_refused_by_its_name(tokenizer, option):
+    state = compared(tokenizer, **{option: True}).state_dict()
+    other = compared(tokenizer)
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match=rf"data (num_rows|{option})="):
+        other.train_dataloader()
