@@ -7,6 +7,7 @@ iterations are not, so the figures say nothing. `--basetemp FOLDER` keeps the pa
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +94,8 @@ def check_page(name: str, page: str, *, without: tuple[str, ...] = ()) -> None:
     """All rows have ended; published, ours, interval and the protocol stand on the page."""
     study = yaml.safe_load((conf_dir() / "study" / f"{name}.yaml").read_text())
     rows = {row: content for row, content in study["runs"].items() if row not in without}
-    assert f"{len(rows)} of {len(rows)} runs have ended." in page
+    runs = {name: len(study["seeds"]) * settings(content) for name, content in rows.items()}
+    assert f"{sum(runs.values())} of {sum(runs.values())} runs have ended." in page
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
     for row, content in rows.items():
         for metric, theirs in content.get("published", {}).items():
@@ -103,11 +105,16 @@ def check_page(name: str, page: str, *, without: tuple[str, ...] = ()) -> None:
             assert line[3].endswith(" %")
             low, _, high = line[4].partition(" to ")
             assert float(low) <= float(line[3].split()[0]) <= float(high.split()[0])
-            assert line[5] == "1 of 1"
+            assert line[5] == f"{runs[row]} of {runs[row]}"
     for theirs, ours in study["protocol"].items():
         assert [theirs, ours] in lines
     assert " ".join(study["source"].split()) in page
     assert study["expected"] in page
+
+
+def settings(row: dict[str, Any]) -> int:
+    """Return how many settings a row has."""
+    return math.prod(len(values) for values in row.get("vary", {}).values())
 
 
 def gsm8k_words(folder: Path) -> list[str]:
@@ -177,3 +184,72 @@ def test_tldr_with_pythia_by_sft_reward_model_and_ppo(tmp_path):
     assert summary["status"] == "completed"
     assert said.index("] sft seed 1: completed") < said.index("] reward seed 1: completed")
     check_page("tldr_pythia", page)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_reviews_by_ppo_grpo_dpo_and_best_of_n_from_one_sft_and_one_reward_model(tmp_path):
+    model = write_model(
+        tmp_path / "model", build_tokenizer(template=CHATML), config_fields("llama")
+    )
+    words = {"good": "a fine film that is", "bad": "a dull film that is"}
+    for name, start in words.items():
+        lines = [f"{start} {name} in scene {i} and so on to the end {i}" for i in range(90)]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+    files = [f"dataset.positive={tmp_path}/good.txt", f"dataset.negative={tmp_path}/bad.txt"]
+    said = [f"{command}:{word}" for command in ("train", "evaluate") for word in files]
+    small = ["trainer.limit_train_batches=2", f"artifacts.base={model}", "data.max_length=120"]
+    summary, page, _ = rehearse(
+        tmp_path,
+        "sentiment",
+        "seeds=[1]",
+        *said,
+        *(f"train:{word}" for word in small[:2]),
+    )
+    assert summary["status"] == "completed"
+    assert "12 of 12 runs have ended." in page
+    study = yaml.safe_load((conf_dir() / "study" / "sentiment.yaml").read_text())
+    assert all(theirs in page and ours in page for theirs, ours in study["protocol"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_arguments_with_each_debate_held_out_once(tmp_path):
+    model = write_model(tmp_path / "model", build_tokenizer(), config_fields("llama"))
+    study = yaml.safe_load((conf_dir() / "study" / "arguments.yaml").read_text())
+    held_out = study["runs"]["all_pairs"]["vary"]["dataset.source.held_out"]
+    write_arguments(tmp_path / "arguments", [names[0] for names in held_out])
+    words = [f"artifacts.sft={model}", f"dataset.path={tmp_path / 'arguments'}"]
+    words += ["trainer.limit_train_batches=2", "data.batch_size=16", "evaluation.max_new_tokens=8"]
+    summary, page, _ = rehearse(tmp_path, "arguments", *(f"train:{word}" for word in words))
+    assert summary["status"] == "completed"
+    check_page("arguments", page)
+
+
+def write_arguments(folder: Path, debates: list[str]) -> None:
+    """Write debates of one side and five arguments, all pairs judged by five people."""
+    folder.mkdir()
+    arguments, judged = [], []
+    for debate in debates:
+        topic = f"{debate}_yes"
+        texts = {f"{debate}-{i}": "because of it " * (i + 1) for i in range(5)}
+        arguments += [
+            {"id": name, "topic": topic, "stance": "Yes", "text": text}
+            for name, text in texts.items()
+        ]
+        judged += [
+            {
+                "topic": topic,
+                "title": debate,
+                "arg1": first,
+                "arg2": second,
+                "gold": "a2" if (i + j) % 3 else "a1",
+                "strict": True,
+                "votes": [[f"w{n}", "a2" if (i + j) % 3 else "a1", "why"] for n in range(5)],
+            }
+            for i, first in enumerate(texts)
+            for j, second in enumerate(texts)
+            if i < j
+        ]
+    for name, rows in (("arguments", arguments), ("pairs", judged)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
