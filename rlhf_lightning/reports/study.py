@@ -179,8 +179,8 @@ def curves_table(study: Study) -> Table:
 
 def compared_table(study: Study) -> tuple[Table, list[str]]:
     """Return the differences from the first row at equal KL, and what they show in sentences."""
-    curves = complete_curves(study)
-    first = study.results[0].row
+    curves = {k: v for k, v in complete_curves(study).items() if k not in study.starts}
+    first = next((r.row for r in study.results if r.row not in study.starts), "")
     theirs = curves.pop(first, {})
     rows: list[list[str]] = []
     shows: dict[str, list[str]] = {}
@@ -270,13 +270,10 @@ class ProcessorBudget:
 
 def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
     """Return each setting where it had spent what the cheapest training run spent in all."""
-    # An evaluation has no course, and a model that others start from no KL and no gain: they are
-    # in the table of settings alone, and set no limit.
-    spent = {
-        id(r): budget.spent(r)
-        for r in study.results
-        if r.completed and r.rows and measured(r.metrics) is not None
-    }
+    # An evaluation has no course, and a model that others start from sets no limit: both are in the
+    # table of settings alone.
+    compared = [r for r in study.results if r.completed and r.rows and r.row not in study.starts]
+    spent = {id(r): budget.spent(r) for r in compared}
     totals = [values[-1] for values in spent.values() if values and values[-1] > 0]
     limit = min(totals, default=0.0)
     rows = []

@@ -88,6 +88,7 @@ class Study:
         protocol: of the source, line by line, and to each line what is done here.
         expected: time and memory that were expected.
         reward_models: that rows follow, by row.
+        starts: rows whose models others start from; they are compared with none.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Study:
     protocol: Mapping[str, str] = field(default_factory=dict)
     expected: str = ""
     reward_models: Mapping[str, RewardModel] = field(default_factory=dict)
+    starts: frozenset[str] = frozenset()
 
     @property
     def same_prompts(self) -> bool:
