@@ -10,6 +10,7 @@ import json
 import math
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -189,22 +190,29 @@ def test_tldr_with_pythia_by_sft_reward_model_and_ppo(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_reviews_by_ppo_grpo_dpo_and_best_of_n_from_one_sft_and_one_reward_model(tmp_path):
-    model = write_model(
-        tmp_path / "model", build_tokenizer(template=CHATML), config_fields("llama")
-    )
-    words = {"good": "a fine film that is", "bad": "a dull film that is"}
-    for name, start in words.items():
-        lines = [f"{start} {name} in scene {i} and so on to the end {i}" for i in range(90)]
-        (tmp_path / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+    words = [
+        "Review:",
+        *(
+            f"\u0120{word}"
+            for word in ["film", "plot", "star", "was", "so", "good", "bad", "all", "day"]
+        ),
+    ]
+    merges = [(word[:i], word[i]) for word in words for i in range(1, len(word))]
+    tokenizer = build_tokenizer(template=CHATML, merges=merges)  # a word is a token
+    model = write_model(tmp_path / "model", tokenizer, config_fields("llama"))
+    openings = [" ".join(opening) for opening in product(["film", "plot", "star"], repeat=5)]
+    for name in ("good", "bad"):
+        reviews = [f"{opening} was so {name} all day" for opening in openings]
+        (tmp_path / f"{name}.txt").write_text("\n".join(reviews), encoding="utf-8")
     files = [f"dataset.positive={tmp_path}/good.txt", f"dataset.negative={tmp_path}/bad.txt"]
     said = [f"{command}:{word}" for command in ("train", "evaluate") for word in files]
-    small = ["trainer.limit_train_batches=2", f"artifacts.base={model}", "data.max_length=120"]
+    small = ["trainer.limit_train_batches=2", f"artifacts.base={model}"]
     summary, page, _ = rehearse(
         tmp_path,
         "sentiment",
         "seeds=[1]",
         *said,
-        *(f"train:{word}" for word in small[:2]),
+        *(f"train:{word}" for word in small),
     )
     assert summary["status"] == "completed"
     assert "12 of 12 runs have ended." in page
