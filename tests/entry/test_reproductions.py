@@ -190,13 +190,8 @@ def test_tldr_with_pythia_by_sft_reward_model_and_ppo(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_reviews_by_ppo_grpo_dpo_and_best_of_n_from_one_sft_and_one_reward_model(tmp_path):
-    words = [
-        "Review:",
-        *(
-            f"\u0120{word}"
-            for word in ["film", "plot", "star", "was", "so", "good", "bad", "all", "day"]
-        ),
-    ]
+    said = ["film", "plot", "star", "was", "so", "good", "bad", "all", "day"]
+    words = ["Review:", *(f"\u0120{word}" for word in said)]
     merges = [(word[:i], word[i]) for word in words for i in range(1, len(word))]
     tokenizer = build_tokenizer(template=CHATML, merges=merges)  # a word is a token
     model = write_model(tmp_path / "model", tokenizer, config_fields("llama"))
@@ -205,13 +200,13 @@ def test_reviews_by_ppo_grpo_dpo_and_best_of_n_from_one_sft_and_one_reward_model
         reviews = [f"{opening} was so {name} all day" for opening in openings]
         (tmp_path / f"{name}.txt").write_text("\n".join(reviews), encoding="utf-8")
     files = [f"dataset.positive={tmp_path}/good.txt", f"dataset.negative={tmp_path}/bad.txt"]
-    said = [f"{command}:{word}" for command in ("train", "evaluate") for word in files]
+    given = [f"{command}:{word}" for command in ("train", "evaluate") for word in files]
     small = ["trainer.limit_train_batches=2", f"artifacts.base={model}"]
     summary, page, _ = rehearse(
         tmp_path,
         "sentiment",
         "seeds=[1]",
-        *said,
+        *given,
         *(f"train:{word}" for word in small),
     )
     assert summary["status"] == "completed"
