@@ -3,7 +3,8 @@
     python -m benchmarks.studies.doctor.table outputs/studies/doctor [--set NAME=VALUE ...]
 
 Alerts are those of the detectors over each run's `metrics.csv`, so other thresholds can be tried;
-`--margins` prints how near each detector came to its warning.
+`--margins` prints how near each detector came to its warning. `--half 1` shows every second of the
+healthy and of the sick runs by name, on which thresholds may be set anew, `--half 2` the others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.studies.sick.replay import nearest, replay
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
@@ -74,16 +76,25 @@ def runs_of(study: Path) -> dict[str, list[dict[str, float]]]:
     return found
 
 
+def half(runs: Mapping[str, Any], number: int | None) -> dict[str, Any]:
+    """Return every second of the healthy and every second of the sick runs, or all."""
+    kinds = [[name for name in sorted(runs) if (name in DUE) == sick] for sick in (False, True)]
+    start = 0 if number is None else number - 1
+    step = 1 if number is None else 2
+    return {name: runs[name] for names in kinds for name in names[start::step]}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("study", type=Path)
     parser.add_argument("--set", nargs="*", default=[], metavar="THRESHOLD=VALUE")
     parser.add_argument("--margins", action="store_true")
+    parser.add_argument("--half", type=int, choices=(1, 2))
     options = parser.parse_args(arguments)
     pairs = (item.partition("=") for item in options.set)
     thresholds = DoctorThresholds(**{k: int(v) if v.isdigit() else float(v) for k, _, v in pairs})
-    runs = runs_of(options.study)
+    runs = half(runs_of(options.study), options.half)
     if options.margins:
         for name, rows in runs.items():
             found = nearest(rows, thresholds).items()
