@@ -16,8 +16,8 @@ import yaml
 from rlhf_lightning.app.config.commands import StudySettings
 from rlhf_lightning.app.config.compose import choices, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.study.plan import in_order, plan
-from rlhf_lightning.app.study.run import main
+from rlhf_lightning.app.study.plan import plan
+from rlhf_lightning.app.study.run import main, startable
 from rlhf_lightning.runs.metric_catalog import percent
 from tests.builders.command_lines import environment, overrides_of, settings_of
 from tests.builders.processes import run_python
@@ -163,14 +163,37 @@ def test_a_row_starts_from_the_model_that_another_row_of_its_seed_publishes(tmp_
         assert f"+paths.row='{tmp_path / 'rows' / maker.model}'" in command
         assert {"paths.publish=true", "artifacts.publish=${paths.row}"} <= set(command)
     assert len({run.model for run in runs.values()}) == len(runs)
-    order = [[run.row for run in group] for group in in_order([*runs.values()])]
-    assert order == [["sft"], ["reward", "before"], ["ppo", "ppo"]]
-    assert [run.row for group in in_order([before, sft]) for run in group] == ["sft", "before"]
     # As the command itself composes it: the run is found again by this hash.
     words = [word for word in sft.command_line()[3:] if not word.startswith("paths.outputs")]
     read = settings_of(*words)
     assert read.config_hash == sft.settings.config_hash
     assert read.artifacts.publish == reward.settings.artifacts.sft
+
+
+def test_a_run_may_start_as_soon_as_its_own_models_are_there(tmp_path):
+    alone = "+runs.alone={experiment:ppo}"
+    waiting = plan(composed(*CHAIN, alone, "seeds=[1,2]"), tmp_path)
+    begun = []
+
+    def begin(count: int) -> list[str]:
+        found = startable(waiting, begun)[:count]
+        for one in found:
+            waiting.remove(one)
+            begun.append(one)
+        return [f"{one.row} {one.seed}" for one in found]
+
+    def end(row: str) -> None:
+        begun.remove(next(one for one in begun if f"{one.row} {one.seed}" == row))
+
+    assert begin(2) == ["sft 1", "alone 1"]
+    assert begin(1) == ["sft 2"], "nothing of seed 1 can start"
+    end("sft 1")
+    assert begin(1) == ["reward 1"]
+    end("alone 1")
+    assert begin(1) == ["before 1"], "while the reward model is trained"
+    end("reward 1")
+    assert begin(2) == ["ppo 1", "ppo 1"]
+    assert begin(9) == ["alone 2"], "SFT of seed 2 is under way"
 
 
 def test_other_settings_of_a_row_make_another_model_and_another_place_changes_no_hash(tmp_path):

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,17 +106,6 @@ def plan(settings: StudySettings, folder: Path) -> list[PlannedRun]:
                 of_row[name] = _planned(settings, folder, name, values, seed, of_row)
                 runs.append(of_row[name])
     return runs
-
-
-def in_order(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """Return runs in groups, each of which starts from models that the groups before it make."""
-
-    def depth(planned: PlannedRun) -> int:
-        return 1 + max(map(depth, planned.starts_from.values()), default=-1)
-
-    depths = [depth(planned) for planned in runs]
-    pairs = list(zip(runs, depths, strict=True))
-    return [[run for run, at in pairs if at == level] for level in sorted(set(depths))]
 
 
 def _choices(key: str, row: RowSettings) -> Iterator[str]:

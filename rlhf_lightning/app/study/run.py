@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -31,7 +31,7 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.pipeline.steps import as_overrides, given
 from rlhf_lightning.app.prerequisites import KINDS, prepare_inputs
-from rlhf_lightning.app.study.plan import PlannedRun, in_order, plan
+from rlhf_lightning.app.study.plan import PlannedRun, plan
 from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environment
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import claim_run, is_claimed
@@ -119,31 +119,46 @@ def _has_its_models(planned: PlannedRun) -> bool:
 
 
 def _run_all(runs: Sequence[PlannedRun], jobs: int) -> None:
-    """Run them, `jobs` at a time, those that others start from first.
+    """Run them, `jobs` at a time, each as soon as the models that it starts from are there.
 
-    A signal stops them, and they can be continued.
+    Of those the first in the order of the plan, so that a study that is stopped has whole seeds. A
+    signal stops them, and they can be continued.
     """
     threads = max(1, (os.cpu_count() or 1) // jobs)
     environment = own_environment() | {"OMP_NUM_THREADS": str(threads)}
     processes: dict[int, PlannedRun] = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ended = count(1)
+    waiting = list(runs)
+    begun: dict[Future[float], PlannedRun] = {}
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            for group in in_order(runs):
-                ready = [one for one in group if _has_its_models(one)]
-                begun = {pool.submit(_attempt, one, environment, processes): one for one in ready}
-                for future in as_completed(begun):
-                    seconds = duration(future.result())
-                    status, cause = outcome(begun[future])
+            while waiting or begun:
+                for one in startable(waiting, begun.values())[: jobs - len(begun)]:
+                    waiting.remove(one)
+                    if _has_its_models(one):
+                        begun[pool.submit(_attempt, one, environment, processes)] = one
+                for future in wait(begun, return_when=FIRST_COMPLETED).done:
+                    one, seconds = begun.pop(future), duration(future.result())
+                    status, cause = outcome(one)
                     told = f"{status}: {cause}" if cause else status
-                    say(f"[{next(ended)}/{len(runs)}] {begun[future].name}: {told} ({seconds})")
+                    say(f"[{next(ended)}/{len(runs)}] {one.name}: {told} ({seconds})")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(processes):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGTERM)
             raise
+
+
+def startable(waiting: Sequence[PlannedRun], begun: Collection[PlannedRun]) -> list[PlannedRun]:
+    """Return the runs none of whose models another run is still to make."""
+    open_runs = {one.name for one in (*waiting, *begun)}
+    return [
+        one
+        for one in waiting
+        if open_runs.isdisjoint(maker.name for maker in one.starts_from.values())
+    ]
 
 
 def _attempt(
