@@ -10,6 +10,7 @@ healthy and of the sick runs by name, on which thresholds may be set anew, `--ha
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ def runs_of(study: Path) -> dict[str, list[dict[str, float]]]:
         if row.name.startswith(("healthy", "sick")):
             files = sorted(row.glob("**/metrics.csv"), key=lambda path: path.stat().st_mtime)
             if files:
-                found[row.name] = read_metrics(RunFolder(files[-1].parent).metrics)
+                folder = RunFolder(files[-1].parent)
+                found[row.name] = rows = read_metrics(folder.metrics)
+                end = json.loads(folder.summary.read_text())["metrics"].get("val/gold")
+                if rows and end is not None:  # the final evaluation, of more prompts
+                    rows[-1]["val/gold"] = end
     return found
 
 
