@@ -106,7 +106,7 @@ _ALL = (
             readings.recent_size,
             missing="within a domain, score or length does not vary",
         ),
-        bounds("length_bias", 0.6, 0.8, at_least=0, at_most=1),
+        bounds("length_bias", 0.5, 0.8, at_least=0, at_most=1),
     ),
     DetectorSpec(
         "length_drift",
