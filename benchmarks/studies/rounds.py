@@ -154,6 +154,7 @@ class Seed:
             chat_template_arguments=None,
             revision=None,
             trust_remote_code=False,
+            precision="32-true",
         ).model
         found: dict[str, Any] = {"iterations": self.iterations, "kl_per_token": {}, "gold": {}}
         # Both are asked as the policy is: with the same noise, which pairs their answers.
