@@ -8,7 +8,7 @@ in a text that a chat template has written.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -123,6 +123,27 @@ def kind_of(record: Record) -> RecordKind:
         names = [cls.__name__ for cls in _KINDS]
         raise TypeError(f"{type(record).__name__} is not a record, expected one of {names}")
     return kind
+
+
+def asked_columns(reward: object, rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return the prompt columns that a gold reward's `columns` names, "" where a prompt lacks one.
+
+    Args:
+        reward: asks for none without that attribute.
+        rows: columns of each prompt.
+
+    Raises:
+        ValueError: if no prompt has one of them.
+    """
+    names: Sequence[str] = getattr(reward, "columns", ())
+    known = sorted({name for row in rows for name in row})
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"the gold reward asks for the prompt column {name!r}, the prompts have {known}: "
+                "give the records that column, or another gold reward"
+            )
+    return {name: [row.get(name, "") for row in rows] for name in names}
 
 
 _KINDS: dict[type, RecordKind] = {

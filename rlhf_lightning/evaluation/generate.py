@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, rank, unsharded, world_size
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import kl_k1
@@ -193,7 +194,7 @@ def gold_scores(gold: GoldReward, answers: PolicyAnswers) -> list[float]:
     """Return the gold reward of each answer."""
     # Copies, which the function may change.
     texts = list(answers.prompts), list(answers.completions), list(answers.finished)
-    return gold(*texts, **gold_columns(gold, answers))
+    return gold(*texts, **asked_columns(gold, answers.columns))
 
 
 def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
@@ -201,26 +202,9 @@ def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
     measure = getattr(gold, "details", None)
     if measure is None:
         return {}
-    columns = gold_columns(gold, answers)
+    columns = asked_columns(gold, answers.columns)
     details = measure(answers.prompts, answers.completions, answers.finished, **columns)
     return {name: sum(values) / len(values) for name, values in details.items()}
-
-
-def gold_columns(gold: GoldReward, answers: PolicyAnswers) -> dict[str, list[str]]:
-    """Return the prompt columns that a gold reward asks for, "" where a prompt lacks one.
-
-    Raises:
-        ValueError: if no prompt has one of them.
-    """
-    names: Sequence[str] = getattr(gold, "columns", ())
-    known = sorted({name for row in answers.columns for name in row})
-    for name in names:
-        if name not in known:
-            raise ValueError(
-                f"the gold reward asks for the prompt column {name!r}, the prompts have {known}: "
-                "give the records that column, or another gold reward"
-            )
-    return {name: [row.get(name, "") for row in answers.columns] for name in names}
 
 
 def describe_answers(answers: PolicyAnswers, prefix: str) -> dict[str, float]:

@@ -10,13 +10,15 @@ from random import Random
 from typing import Protocol
 
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
+from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side, readable
 from rlhf_lightning.preferences.rules import Rule
 
-# (prompts, completions, finished) -> scores, as evaluation's gold rewards are.
-Gold = Callable[[Sequence[str], Sequence[str], Sequence[bool]], list[float]]
+# (prompts, completions, finished) -> scores, as evaluation's gold rewards are; by name also the
+# prompt columns that its `columns` names.
+Gold = Callable[..., list[float]]
 
 
 class AnnotationError(RuntimeError):
@@ -146,11 +148,16 @@ class SimulatedPerson:
 
 
 def gold_scores(pairs: Sequence[Pair], gold: Gold) -> list[tuple[float, float]]:
-    """Return the gold reward of the first and of the second answer of every pair."""
+    """Return the gold reward of the first and of the second answer of every pair.
+
+    Raises:
+        ValueError: if the gold reward asks for a column that no prompt has.
+    """
     prompts = [readable(pair.prompt) for pair in pairs]
     finished = [True] * len(pairs)
-    first = gold(prompts, [pair.first for pair in pairs], finished)
-    second = gold(prompts, [pair.second for pair in pairs], finished)
+    columns = asked_columns(gold, [pair.columns for pair in pairs])
+    first = gold(prompts, [pair.first for pair in pairs], finished, **columns)
+    second = gold(prompts, [pair.second for pair in pairs], finished, **columns)
     return list(zip(first, second, strict=True))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.data.records import PromptRecord, Text
+from rlhf_lightning.data.records import PromptRecord, Text, asked_columns
 from rlhf_lightning.preferences.aggregate import completion_of
 from rlhf_lightning.preferences.annotators import Gold
 from rlhf_lightning.preferences.candidates import (
@@ -97,6 +97,7 @@ class RejectionSampler:
             [readable(c.prompt) for c in answers],
             [c.response for c in answers],
             [c.finished is not False for c in answers],
+            **asked_columns(gold, [c.columns for c in answers]),
         )
 
 

@@ -289,8 +289,10 @@ def _candidates(
         "seed": sampling.seed,
     }
     for number, text, end in done.answers:
-        prompt, domain = prompts[number].prompt, prompts[number].domain
-        yield Candidate.make(prompt, text, domain=domain, finished=end, **same)
+        asked = prompts[number]
+        yield Candidate.make(
+            asked.prompt, text, domain=asked.domain, finished=end, columns=asked.columns, **same
+        )
 
 
 # Reason -> the name of its metric.

@@ -99,6 +99,7 @@ def place_couple(couple: Couple, seed: int) -> Pair:
         domain=a.domain,
         first_source=a.source,
         second_source=b.source,
+        columns=a.columns,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -44,6 +44,7 @@ class Candidate:
         seed: of the sampling noise.
         response_id: `response_name` of prompt and answer.
         finished: whether the answer ended by itself; None where not known.
+        columns: further text columns of the prompt, such as the right answer, for gold rewards.
     """
 
     prompt_id: str
@@ -55,6 +56,7 @@ class Candidate:
     seed: int
     response_id: str
     finished: bool | None = None
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -69,6 +71,7 @@ class Candidate:
             raise _wrong(self, "seed", "a whole number")
         if self.finished is not None and not isinstance(self.finished, bool):
             raise _wrong(self, "finished", "true, false or null")
+        _check_columns(self)
 
     @classmethod
     def make(
@@ -81,10 +84,12 @@ class Candidate:
         seed: int,
         domain: str = "",
         finished: bool | None = None,
+        columns: Mapping[str, str] | None = None,
     ) -> Candidate:
         """Return the candidate with its two names made from what it says."""
         own, name = prompt_name(prompt), response_name(prompt, response)
-        return cls(own, prompt, domain, response, model, dict(settings), seed, name, finished)
+        how, known = (model, dict(settings), seed), dict(columns or {})
+        return cls(own, prompt, domain, response, *how, name, finished, known)
 
     @property
     def source(self) -> str:
@@ -107,6 +112,7 @@ class Pair:
         first_source: who wrote it, such as `Candidate.source`; "" where not known.
         second_source: the same of the other one.
         gold: the choice that is known to be right, for questions that test an annotator.
+        columns: further text columns of the prompt, such as the right answer, for gold rewards.
     """
 
     pair_id: str
@@ -118,6 +124,7 @@ class Pair:
     first_source: str = ""
     second_source: str = ""
     gold: Choice | None = None
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -128,6 +135,7 @@ class Pair:
             raise LabError("Pair.first and Pair.second are the same text: leave the pair out")
         if self.gold is not None and self.gold not in CHOICES[:4]:
             raise _wrong(self, "gold", f"null or one of {', '.join(CHOICES[:4])}")
+        _check_columns(self)
 
     @classmethod
     def make(
@@ -140,10 +148,12 @@ class Pair:
         first_source: str = "",
         second_source: str = "",
         gold: Choice | None = None,
+        columns: Mapping[str, str] | None = None,
     ) -> Pair:
         """Return the pair with its names made from what it says."""
         names = pair_name(prompt, first, second), prompt_name(prompt)
-        return cls(*names, prompt, domain, first, second, first_source, second_source, gold)
+        sources, known = (first_source, second_source), dict(columns or {})
+        return cls(*names, prompt, domain, first, second, *sources, gold, known)
 
 
 @dataclass(frozen=True)
@@ -261,6 +271,14 @@ def _check_texts(record: LabRecord, *keys: str, filled: bool = False) -> None:
             raise _wrong(record, key, "text that is not empty" if filled else "text")
 
 
+def _check_columns(record: Candidate | Pair) -> None:
+    columns = record.columns
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(text, str) for item in columns.items() for text in item
+    ):
+        raise _wrong(record, "columns", "an object of texts")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -274,8 +292,11 @@ RecordT = TypeVar("RecordT", Candidate, Pair, Label)
 
 
 def to_row(record: LabRecord) -> dict[str, Any]:
-    """Return the record as plain JSON values; keys that hold None are left out."""
-    return {key: value for key, value in asdict(record).items() if value is not None}
+    """Return the record as plain JSON values, without keys that hold None and empty `columns`."""
+    row = {key: value for key, value in asdict(record).items() if value is not None}
+    if not row.get("columns", True):
+        del row["columns"]
+    return row
 
 
 def from_row(cls: type[RecordT], row: Mapping[str, Any], where: Location) -> RecordT:
@@ -291,7 +312,7 @@ def from_row(cls: type[RecordT], row: Mapping[str, Any], where: Location) -> Rec
             meant = f"did you mean {hint!r}" if hint else "leave it out"
             raise BadRecordError(where, f"{cls.__name__} has no key {key!r}", meant)
     for key, item in known.items():
-        if key not in row and item.default is MISSING:
+        if key not in row and item.default is MISSING and item.default_factory is MISSING:
             found = f"{cls.__name__} lacks the key {key!r}"
             raise BadRecordError(where, found, f"its keys are {', '.join(known)}")
     try:

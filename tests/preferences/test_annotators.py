@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
 from rlhf_lightning.data.demo.gold import gold_scores
+from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold
 from rlhf_lightning.preferences.agreement import position_bias
 from rlhf_lightning.preferences.annotators import (
     AnnotationError,
@@ -127,6 +128,15 @@ def test_a_liking_for_length_is_that_of_the_built_in_world() -> None:
     person = SimulatedPerson(wordy, gold_scores, seed=1)
     pair = Pair.make("what is 1 plus 1 ?", "it is 2 .", "it is 2 . " + "time flies . " * 3)
     assert person.label([pair])[0].choice == "second"
+
+
+def test_gold_that_holds_answers_against_the_right_one_is_given_it() -> None:
+    sure = SimulatedPerson(SURE, ExactMatchGold(), seed=1)
+    pair = Pair.make("list files", "cd", "ls", columns={"completion": "ls"})
+    other = Pair.make("list files", "cd", "ls", columns={"completion": "cd"})
+    assert [label.choice for label in sure.label([pair, other])] == ["second", "first"]
+    with pytest.raises(ValueError, match="asks for the prompt column 'completion'"):
+        sure.label([Pair.make("list files", "cd", "ls")])
 
 
 class Flaky:

@@ -52,6 +52,7 @@ def label(**changes) -> Label:
         candidate(finished=True),
         Candidate.make(CHAT, "vier \u2028 \U0001f600", model="m", settings={}, seed=0),
         Pair.make("q", "a", "b", domain="d", first_source="sft seed=1", gold="second"),
+        Pair.make("q", "a", "b", columns={"answer": "b"}),
         Pair.make(CHAT, "a", ""),
         label(),
         label(choice="tie", seconds=1.25, reason="both fine", margin=0.0, kind="judge"),
