@@ -86,8 +86,9 @@ def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> 
     set_matmul_precision(settings.trainer.matmul_precision)
     made = _demonstrations if settings.records == "demonstrations" else _preferences
     metrics, told = made(settings, folder)
-    if settings.artifacts.publish is not None:
-        target = Path(settings.artifacts.publish)
+    published = settings.artifacts.publish if settings.paths.publish else None
+    if published is not None:
+        target = Path(published)
         with artifact_lock(target):
             copy_collection(folder.path / DATA, target)
     summary = replace(
@@ -101,7 +102,7 @@ def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> 
     print_verdict(summary, folder)
     for line in told:
         say(line)
-    say(f"records: {settings.artifacts.publish or folder.path / DATA}")
+    say(f"records: {published or folder.path / DATA}")
     return summary
 
 

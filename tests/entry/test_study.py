@@ -170,6 +170,24 @@ def test_a_row_starts_from_the_model_that_another_row_of_its_seed_publishes(tmp_
     assert read.artifacts.publish == reward.settings.artifacts.sft
 
 
+def test_a_row_may_collect_what_others_train_on_and_any_key_may_name_a_row(tmp_path):
+    rows = [
+        "+runs.pairs={command:collect,starts_from:{sft:sft}}",
+        "+runs.reward_of_pairs={experiment:reward,starts_from:{sft:sft,data.path:pairs}}",
+        "+runs.last={command:evaluate,starts_from:{policy:sft}}",
+    ]
+    runs = {run.row: run for run in plan(composed(*CHAIN[:2], *rows), tmp_path)}
+    pairs, reward, last = (runs[row] for row in ("pairs", "reward_of_pairs", "last"))
+    assert pairs.settings.artifacts.sft == str(tmp_path / "rows" / runs["sft"].model)
+    assert reward.settings.select("data.path") == str(tmp_path / "rows" / pairs.model)
+    assert last.settings.policy == pairs.settings.artifacts.sft
+    assert "resume=auto" in pairs.command_line()
+    words = [word for word in pairs.command_line()[3:] if not word.startswith("paths.outputs")]
+    read = settings_of(*words, entry="collect")
+    assert read.config_hash == pairs.settings.config_hash
+    assert read.artifacts.publish == reward.settings.select("data.path")
+
+
 def test_a_run_may_start_as_soon_as_its_own_models_are_there(tmp_path):
     alone = "+runs.alone={experiment:ppo}"
     waiting = plan(composed(*CHAIN, alone, "seeds=[1,2]"), tmp_path)
@@ -213,7 +231,9 @@ def test_other_settings_of_a_row_make_another_model_and_another_place_changes_no
         for n in choices("study")
     ],
 )
-def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp_path):
+def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp_path, monkeypatch):
+    for folder in ("RLHF_DATA", "DOCTOR_PAIRS", "SMOLLM2"):  # composed, not read
+        monkeypatch.setenv(folder, folder.lower())
     content = yaml.safe_load((conf_dir() / "study" / f"{name}.yaml").read_text())
     known = [
         r for r, row in content["runs"].items() if row.get("experiment") in choices("experiment")
@@ -233,7 +253,8 @@ def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp
         ("+runs.a={experiment:ppo,overrides:['nosuch=1']}", "runs.a: unknown"),
         (
             "+runs.a={experiment:ppo,starts_from:{sft:b}} +runs.b={experiment:sft}",
-            "runs.a.starts_from.sft=b is no row above it that trains one setting; above it: none",
+            "runs.a.starts_from.sft=b is no row above it that trains or collects in one "
+            "setting; above it: none",
         ),
         (
             "+runs.a={experiment:sft,vary:{k:[1]}} +runs.b={experiment:ppo,starts_from:{sft:a}}",

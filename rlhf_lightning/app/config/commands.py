@@ -281,16 +281,17 @@ class RowSettings(Settings):
         command: what is run.
         experiment: of `train`.
         overrides: words of the command line.
-        starts_from: key of `artifacts` -> a row above that trains that model, of the same seed.
+        starts_from: key of `artifacts`, or another key of the command such as `data.path` or
+            `policy` -> a row above that makes that model or those records, of the same seed.
         vary: values of each key; every combination of them is a setting of its own.
         reward_model: that its policy follows.
         published: what others report of this row, a mean over its settings, by metric.
     """
 
-    command: Literal["train", "evaluate"] = "train"
+    command: Literal["train", "collect", "evaluate"] = "train"
     experiment: str | None = None
     overrides: list[str] = Field(default_factory=list)
-    starts_from: dict[Literal["base", "sft", "reward", "ppo"], str] = Field(default_factory=dict)
+    starts_from: dict[str, str] = Field(default_factory=dict)
     vary: dict[str, Annotated[list[Any], Filled]] = Field(default_factory=dict)
     reward_model: RewardModelOf | None = None
     published: dict[str, float] = Field(default_factory=dict)
@@ -300,7 +301,7 @@ class RowSettings(Settings):
         if (self.command == "train") != (self.experiment is not None):
             raise ValueError(
                 f".experiment={self.experiment} and command={self.command}: a row of train names an"
-                " experiment, a row of evaluate none"
+                " experiment, others none"
             )
         return self
 
@@ -309,6 +310,7 @@ class WordsSettings(Settings):
     """Words of the command lines of all runs, by their command."""
 
     train: list[str] = Field(default_factory=list)
+    collect: list[str] = Field(default_factory=list)
     evaluate: list[str] = Field(default_factory=list)
 
 
@@ -343,10 +345,10 @@ class StudySettings(RunSettings):
         for name, row in self.runs.items():
             for kind, other in row.starts_from.items():
                 maker = above.get(other)
-                if maker is None or maker.command != "train" or maker.vary:
+                if maker is None or maker.command == "evaluate" or maker.vary:
                     raise ValueError(
-                        f"runs.{name}.starts_from.{kind}={other} is no row above it that trains "
-                        f"one setting; above it: {', '.join(above) or 'none'}"
+                        f"runs.{name}.starts_from.{kind}={other} is no row above it that trains or "
+                        f"collects in one setting; above it: {', '.join(above) or 'none'}"
                     )
             above[name] = row
         self._check_reward_models()

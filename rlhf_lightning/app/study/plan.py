@@ -11,16 +11,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlhf_lightning.app.config.commands import EvaluateSettings, RowSettings, StudySettings
+from rlhf_lightning.app.config.commands import (
+    CollectSettings,
+    EvaluateSettings,
+    RowSettings,
+    StudySettings,
+)
 from rlhf_lightning.app.config.compose import ConfigError, composed
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.pipeline.steps import given
+from rlhf_lightning.app.prerequisites import KINDS
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.taken import summary_or_none
 
-_ROW = "+paths.row"  # folder of the model of a row that others start from
+_ROW = "+paths.row"  # folder of what a row makes that others start from
 _MAKING = ("model.from_scratch", "dataset.")  # words that change the models runs start from
 
 
@@ -32,11 +38,11 @@ class PlannedRun:
         row: of the study.
         setting: what varies within the row, "" where nothing does.
         seed: of the run.
-        command: `train` or `evaluate`.
+        command: `train`, `collect` or `evaluate`.
         words: its command line, without where it writes.
         place: of its folders: a run that begins anew has another one.
         settings: as the command reads them.
-        starts_from: the runs that make models it starts from, by key of `artifacts`.
+        starts_from: the runs that make what it starts from, by key as in `RowSettings`.
     """
 
     row: str
@@ -45,7 +51,7 @@ class PlannedRun:
     command: str
     words: tuple[str, ...]
     place: Path
-    settings: TrainSettings | EvaluateSettings
+    settings: TrainSettings | CollectSettings | EvaluateSettings
     starts_from: Mapping[str, PlannedRun]
 
     @property
@@ -55,7 +61,7 @@ class PlannedRun:
 
     @property
     def model(self) -> str:
-        """The name of the model that other rows start from: other settings, another name."""
+        """The name of what other rows start from: other settings, another name."""
         return f"{self.row}_{self.settings.config_hash}"
 
     @property
@@ -83,7 +89,7 @@ class PlannedRun:
 
     def command_line(self) -> list[str]:
         """Return the command that runs it, or goes on with it."""
-        again = ["resume=auto"] if self.command == "train" else []
+        again = ["resume=auto"] if self.command != "evaluate" else []
         placed = [*again, given("paths.outputs", self.place)]
         return [sys.executable, "-m", f"rlhf_lightning.{self.command}", *self.words, *placed]
 
@@ -147,7 +153,7 @@ def _planned(
         raise ConfigError(f"runs.{name}: {explain(error, words, row.command)}") from error
     except ConfigError as error:
         raise ConfigError(f"runs.{name}: {error}") from error
-    assert isinstance(read, TrainSettings | EvaluateSettings)
+    assert isinstance(read, TrainSettings | CollectSettings | EvaluateSettings)
     named = re.sub(r"[^\w.=+-]", "_", setting)
     named = named if named == setting else f"{named}_{_digest(setting)}"
     parts = [part for part in (named, f"seed_{seed}") if part]
@@ -160,17 +166,18 @@ def _planned(
 
 
 def _model_words(starts_from: Mapping[str, PlannedRun], models: Path, *, makes: bool) -> list[str]:
-    """Return the words that say which models of other rows a run loads, and what it publishes.
+    """Return the words that say what of other rows a run loads, and what it publishes.
 
-    The folders stand below `paths`, so that hashes do not depend on where the study is kept. That
-    of the run's own model has the run's hash in its name, so it is known later.
+    The folders stand below `paths`, so that hashes do not depend on where the study is kept. The
+    run's own has the run's hash in its name, so it is known later.
     """
     words = [f"paths.publish={str(makes).lower()}"]
     if makes:
         words += [given(_ROW, models), f"artifacts.publish=${{{_ROW.lstrip('+')}}}"]
     if starts_from:
         words.append(given("+paths.rows", models))
-    return words + [f"artifacts.{k}=${{paths.rows}}/{one.model}" for k, one in starts_from.items()]
+    keys = {kind: f"artifacts.{kind}" if kind in KINDS else kind for kind in starts_from}
+    return words + [f"{keys[k]}=${{paths.rows}}/{one.model}" for k, one in starts_from.items()]
 
 
 def _digest(text: str) -> str:

@@ -101,7 +101,7 @@ def _check_not_under_way(runs: Sequence[PlannedRun]) -> None:
 def _prepare(runs: Sequence[PlannedRun], folder: Path) -> None:
     """Train the models that runs start from and that are missing, each once.
 
-    Evaluations make their own: their policy tells what they need.
+    Collections and evaluations make their own: their policies tell what they need.
     """
     for planned in runs:
         if isinstance(planned.settings, TrainSettings):
