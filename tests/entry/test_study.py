@@ -181,6 +181,8 @@ def test_a_row_may_collect_what_others_train_on_and_any_key_may_name_a_row(tmp_p
     assert pairs.settings.artifacts.sft == str(tmp_path / "rows" / runs["sft"].model)
     assert reward.settings.select("data.path") == str(tmp_path / "rows" / pairs.model)
     assert last.settings.policy == pairs.settings.artifacts.sft
+    study = composed(*CHAIN[:1], rows[2])
+    assert (study.makers, study.begun_from) == ({"sft"}, set()), "what is only measured competes"
     assert "resume=auto" in pairs.command_line()
     words = [word for word in pairs.command_line()[3:] if not word.startswith("paths.outputs")]
     read = settings_of(*words, entry="collect")

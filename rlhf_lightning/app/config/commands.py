@@ -374,6 +374,12 @@ class StudySettings(RunSettings):
         """The rows that others start from."""
         return frozenset(name for row in self.runs.values() for name in row.starts_from.values())
 
+    @property
+    def begun_from(self) -> frozenset[str]:
+        """The rows that others but evaluations start from: they compete with none."""
+        others = (row for row in self.runs.values() if row.command != "evaluate")
+        return frozenset(name for row in others for name in row.starts_from.values())
+
 
 class ExportSettings(CommandSettings):
     """Settings of `rlhf-export`: a run's model as a Hugging Face folder.

@@ -248,7 +248,7 @@ def _write_pages(settings: StudySettings, runs: Sequence[PlannedRun], folder: Pa
             for name, row in settings.runs.items()
             if row.reward_model is not None
         },
-        starts=frozenset(one for row in settings.runs.values() for one in row.starts_from.values()),
+        starts=settings.begun_from,
     )
     for page in write_study(study, folder):
         say(str(page))
