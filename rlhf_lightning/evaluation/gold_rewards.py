@@ -1,4 +1,4 @@
-"""Judges that hold an answer against a known right one: the same text, or the same number.
+"""Judges that hold an answer against a known right one: the same text, number or command.
 
 Each names the prompt columns it reads in `columns`; `gold_scores` hands them over by name.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlhf_lightning.data.sources.templates import REFERENCE, normalized
-from rlhf_lightning.rollout.scorers.verifiable import NumberReward
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward, command_reward
 
 
 class ExactMatchGold:
@@ -86,3 +86,24 @@ class NumberGold:
             "solved": self(prompts, completions, finished, **columns),
             "answered": [float(self.reward.extract(text) is not None) for text in completions],
         }
+
+
+class CommandGold:
+    """How right a shell command is, from 0 to 1: `command_reward`.
+
+    Args:
+        column: of the right commands.
+    """
+
+    def __init__(self, *, column: str = REFERENCE) -> None:
+        self.columns = (column,)
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        finished: Sequence[bool],
+        **columns: Sequence[str],
+    ) -> list[float]:
+        """Return the share a row."""
+        return command_reward(prompts, completions, completion=columns[self.columns[0]])

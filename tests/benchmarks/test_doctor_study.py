@@ -15,13 +15,6 @@ from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 
-def test_the_command_reward_pays_the_program_and_the_share_of_its_arguments():
-    right = ["tar -x -f {{file}}"] * 4 + ["ls"]
-    answers = ["tar -x -f {{file}}", "tar -x", "zip -x", "", "ls"]
-    found = rewards.right_command(["p"] * 5, answers, right, platform=["linux"] * 5)
-    assert found == [1.0, pytest.approx(0.5 + 0.5 * 2 / 4), 0.0, 0.0, 1.0]
-
-
 def test_the_judge_of_form_pays_for_items_and_length_alone():
     short, items, long = rewards.likes_lists(["p"] * 3, ["a", "- a\n- b\n3. c", "a " * 80])
     assert short == pytest.approx(1 / 40)

@@ -1,4 +1,4 @@
-"""The studies that repeat published figures, each to its end: tiny random models, made-up rows.
+"""The studies that need a real model, each to its end: tiny random models, made-up rows.
 
 Architectures, stages, rules and protocols are those of conf/study; weights, rows and the number of
 iterations are not, so the figures say nothing. `--basetemp FOLDER` keeps the pages.
@@ -6,6 +6,7 @@ iterations are not, so the figures say nothing. `--basetemp FOLDER` keeps the pa
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import subprocess
@@ -19,6 +20,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from benchmarks.studies.commands import main as blimp
 from rlhf_lightning.app.config.compose import conf_dir
 from rlhf_lightning.runs.metric_catalog import quantity
 from tests.builders.command_lines import environment
@@ -72,12 +74,15 @@ def pairs(name: str, count: int) -> list[dict[str, str]]:
     ]
 
 
-def rehearse(folder: Path, name: str, *words: str) -> tuple[dict[str, Any], str, str]:
+def rehearse(
+    folder: Path, name: str, *words: str, **variables: object
+) -> tuple[dict[str, Any], str, str]:
     """Run a study to its end; return its summary, its page, and what the command has said."""
     done = subprocess.run(
         [sys.executable, "-m", "rlhf_lightning.study", name, *words],
         cwd=folder,
-        env=environment(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(folder / "cache")),
+        env=environment(HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(folder / "cache"))
+        | {key: str(value) for key, value in variables.items()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -227,6 +232,48 @@ def test_arguments_with_each_debate_held_out_once(tmp_path):
     summary, page, _ = rehearse(tmp_path, "arguments", *(f"train:{word}" for word in words))
     assert summary["status"] == "completed"
     check_page("arguments", page)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_commands_from_examples_over_labels_to_ppo_grpo_and_a_task_of_lm_eval(tmp_path):
+    commands = {
+        f"{name} -{letter} now" for name in ("tar", "zip", "cat") for letter in "abcdefghij"
+    }
+    said = (
+        "Write one shell command. Platform: linux Program: Task: tar zip cat system user assistant"
+    )
+    written = [mark + word for word in said.split() for mark in ("", "\u0120")]
+    merges = [(word[:i], word[i]) for word in written for i in range(1, len(word))]
+    tokenizer = build_tokenizer(template=CHATML, merges=merges)
+    rows = [
+        {"platform": "linux", "page": c.split()[0] + c[-5], "about": "A.", "prompt": c[-5],
+         "completion": c}
+        for c in sorted(commands)
+    ]  # fmt: skip
+    (tmp_path / "tldr_pages").mkdir()
+    with gzip.open(tmp_path / "tldr_pages/examples.jsonl.gz", "wt") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    sentences = [{"chosen": f"tar {c}", "rejected": f"zip {c} {c}"} for c in "abcdefgh"]
+    write_rows(tmp_path / "blimp", pairs=sentences)
+    blimp([str(tmp_path / "blimp/pairs.jsonl"), str(tmp_path / "tasks"), "--every=2"])
+    words = [f"train:{word}" for word in ("trainer.limit_train_batches=2", "data.batch_size=12")]
+    words += ["collect:lab.keep_unfinished=true", "train:dataset.source.validation_fraction=0.2"]
+    summary, page, said = rehearse(
+        tmp_path,
+        "commands",
+        *words,
+        RLHF_DATA=tmp_path,
+        SMOLLM2=write_model(tmp_path / "model", tokenizer, config_fields("llama")),
+        BLIMP=tmp_path / "tasks",
+    )
+    assert summary["status"] == "completed", said
+    assert "11 of 11 runs have ended." in page
+    (labels,) = tmp_path.glob("outputs/studies/commands/rows/labels_*")
+    assert (labels / "train.jsonl").stat().st_size
+    places = tmp_path.glob("outputs/studies/commands/runs/language_after_grpo/*/*/*/summary.json")
+    (found,) = [json.loads(file.read_text())["metrics"] for file in places]
+    assert found["benchmark/num_questions/task/blimp_pairs"] == 4
 
 
 def write_arguments(folder: Path, debates: list[str]) -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from rlhf_lightning.evaluation.generate import Sampling, sample_answers
-from rlhf_lightning.evaluation.gold_rewards import ExactMatchGold, NumberGold
+from rlhf_lightning.evaluation.gold_rewards import CommandGold, ExactMatchGold, NumberGold
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
 from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.verifiable import NumberReward
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward, command_reward
 from tests.builders.models import EOS, PAD, prompt_batch, prompt_rows, tiny_policy, tiny_tokenizer
 
 
@@ -54,6 +54,15 @@ def test_a_right_number_is_worth_1_whatever_the_reward_pays():
     assert gold(["p"] * 3, completions, [True] * 3, **answers) == [1.0, 0.0, 0.0]
     details = gold.details(["p"] * 3, completions, [False] * 3, **answers)
     assert details == {"solved": [1.0, 0.0, 0.0], "answered": [1.0, 1.0, 0.0]}
+
+
+def test_a_command_is_worth_its_program_and_the_share_of_its_arguments():
+    right = ["tar -x -f {{file}}"] * 4 + ["ls"]
+    answers = ["tar -x -f {{file}}", "tar -x", "zip -x", "", "ls"]
+    worth = [1.0, pytest.approx(0.5 + 0.5 * 2 / 4), 0.0, 0.0, 1.0]
+    assert CommandGold()(["p"] * 5, answers, [False] * 5, completion=right) == worth
+    columns = {"completion": right, "platform": ["linux"] * 5}
+    assert command_reward(["p"] * 5, answers, **columns) == worth
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -52,23 +51,3 @@ def likes_lists(prompts: Sequence[str], completions: Sequence[str]) -> list[floa
         0.5 * min(len(LIST_ITEM.findall(text)), 4) + min(len(text.split()), 40) / 40
         for text in completions
     ]
-
-
-def right_command(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    completion: Sequence[str],
-    **columns: Sequence[str],
-) -> list[float]:
-    """Return 0.5 for the right program, and 0.5 times the F1 of its arguments, as words."""
-    return [_command(c, right) for c, right in zip(completions, completion, strict=True)]
-
-
-def _command(answer: str, right: str) -> float:
-    words, wanted = answer.split(), right.split()
-    if not words or words[0] != wanted[0]:
-        return 0.0
-    given, due = Counter(words[1:]), Counter(wanted[1:])
-    both = 2 * sum((given & due).values())
-    total = sum(given.values()) + sum(due.values())
-    return 0.5 + 0.5 * (both / total if total else 1.0)

@@ -1,8 +1,9 @@
-"""Rewards that can be checked: the number that an answer ends with, against the right one."""
+"""Rewards that can be checked: the number that an answer ends with, or a shell command."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -135,6 +136,29 @@ def number_reward(
 ) -> list[float]:
     """Return 1.0 for each completion whose number after "####" is that of the column `answer`."""
     return NumberReward()(prompts, completions, **columns)
+
+
+def command_reward(
+    prompts: Sequence[str], completions: Sequence[str], *, completion: Sequence[str], **_: object
+) -> list[float]:
+    """Return 0.5 for the right program, and 0.5 times the F1 of its arguments, as words.
+
+    Args:
+        prompts: are not read.
+        completions: commands of one line.
+        completion: the right ones, such as those of `dataset=shell_commands`.
+    """
+    return [_right_share(*both) for both in zip(completions, completion, strict=True)]
+
+
+def _right_share(answer: str, right: str) -> float:
+    words, wanted = answer.split(), right.split()
+    if not words or words[0] != wanted[0]:
+        return 0.0
+    given, due = Counter(words[1:]), Counter(wanted[1:])
+    both = 2 * sum((given & due).values())
+    total = sum(given.values()) + sum(due.values())
+    return 0.5 + 0.5 * (both / total if total else 1.0)
 
 
 def _value(match: re.Match[str]) -> Decimal:
