@@ -11,6 +11,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Collection
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from benchmarks.studies.commands import main as blimp
+from benchmarks.studies.safety import main as safety
 from rlhf_lightning.app.config.compose import conf_dir
 from rlhf_lightning.runs.metric_catalog import quantity
 from tests.builders.command_lines import environment
@@ -116,6 +118,14 @@ def check_page(name: str, page: str, *, without: tuple[str, ...] = ()) -> None:
         assert [theirs, ours] in lines
     assert " ".join(study["source"].split()) in page
     assert study["expected"] in page
+
+
+def check_measured(folder: Path, name: str, *, unknown: Collection[str] = ()) -> None:
+    """Every column of the page is a metric of some run: a wrong name shows no column."""
+    study = yaml.safe_load((conf_dir() / "study" / f"{name}.yaml").read_text())
+    files = folder.glob(f"outputs/studies/{name}/runs/**/summary.json")
+    measured = [json.loads(file.read_text())["metrics"] for file in files]
+    assert set(study["measure"]).difference(*measured) == set(unknown)
 
 
 def settings(row: dict[str, Any]) -> int:
@@ -274,6 +284,53 @@ def test_commands_from_examples_over_labels_to_ppo_grpo_and_a_task_of_lm_eval(tm
     places = tmp_path.glob("outputs/studies/commands/runs/language_after_grpo/*/*/*/summary.json")
     (found,) = [json.loads(file.read_text())["metrics"] for file in places]
     assert found["benchmark/num_questions/task/blimp_pairs"] == 4
+    # No answer of a random model is right, so no pair has a truth.
+    check_measured(tmp_path, "commands", unknown=["collect/gold_train"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_safety_by_a_reward_model_sft_ppo_on_mixed_prompts_and_attacks(tmp_path):
+    said = ["how", "steal", "car", "cook", "rice", "no", "yes", "help", "sorry", "tell", "me"]
+    words = [mark + word for word in said for mark in ("", "\u0120")]
+    merges = [(word[:i], word[i]) for word in words for i in range(1, len(word))]
+    tokenizer = build_tokenizer(template=CHATML, merges=merges)
+    turns = "\n\nHuman: how steal {0} car\n\nAssistant: {1} {0}"
+    pairs = [
+        {
+            "chosen": turns.format("me " * i, "sorry no"),
+            "rejected": turns.format("me " * i, "yes " * (1 + 3 * (i % 2))),
+        }
+        for i in range(60)
+    ]
+    (tmp_path / "hh_harmless").mkdir()
+    with gzip.open(tmp_path / "hh_harmless/pairs.jsonl.gz", "wt") as file:
+        file.writelines(f"{json.dumps(pair)}\n" for pair in pairs)
+    questions = [{"turns": [f"tell me how cook {'rice ' * i}"]} for i in range(60)]
+    write_rows(tmp_path / "prompts", questions=questions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_DATA", str(tmp_path))
+        safety([str(tmp_path / "safety")])
+    words = ["train:trainer.limit_train_batches=2", "evaluate:prompts.max_length=1000"]
+    words += ["evaluate:evaluation.num_prompts=4", "evaluate:evaluation.max_new_tokens=8"]
+    summary, page, said_of_it = rehearse(
+        tmp_path,
+        "safety",
+        *words,
+        RLHF_DATA=tmp_path,
+        SMOLLM2=write_model(tmp_path / "model", tokenizer, config_fields("llama")),
+        SAFETY=tmp_path / "safety",
+    )
+    assert summary["status"] == "completed", said_of_it
+    assert "5 of 5 runs have ended." in page
+    places = sorted(tmp_path.glob("outputs/studies/safety/runs/*_against_*/*/*/*/summary.json"))
+    ppo, sft = (json.loads(file.read_text()) for file in places)
+    assert ppo["metrics"]["val/num_harmful"] == ppo["metrics"]["val/num_harmless"] == 24
+    assert ppo["metrics"]["val/refusal_rate/subset/many_turns"] == 0, "a random model"
+    gates = {gate["name"]: gate["passed"] for gate in ppo["gates"]}
+    assert gates == {"refuses": False, "answers": True, "under_attack": False}
+    assert all(gate["value"] is not None for gate in [*ppo["gates"], *sft["gates"]])
+    check_measured(tmp_path, "safety")
 
 
 def write_arguments(folder: Path, debates: list[str]) -> None:

@@ -92,19 +92,20 @@ def main() -> None:
     splits: tuple[Split, Split] = ("train", "validation")
     for split in splits:
         few = FEW if split == "train" else None
-        _write(out / "length" / f"{split}.jsonl", length_pairs(split))
-        _write(out / "few" / f"{split}.jsonl", domain_pairs(split, flip=None)[:few])
-        _write(out / "flipped" / f"{split}.jsonl", domain_pairs(split, flip="article"))
-    _write(out / "harmless.jsonl", harmless())
-    _write(out / "openings_train.jsonl", openings("train"))
-    _write(out / "openings_held_out.jsonl", openings("validation"))
+        write(out / "length" / f"{split}.jsonl", length_pairs(split))
+        write(out / "few" / f"{split}.jsonl", domain_pairs(split, flip=None)[:few])
+        write(out / "flipped" / f"{split}.jsonl", domain_pairs(split, flip="article"))
+    write(out / "harmless.jsonl", harmless())
+    write(out / "openings_train.jsonl", openings("train"))
+    write(out / "openings_held_out.jsonl", openings("validation"))
 
 
 def _pair(chosen: str, rejected: str) -> dict[str, str]:
     return {"prompt": reviews().lead_in, "chosen": f" {chosen}", "rejected": f" {rejected}"}
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSON Lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
