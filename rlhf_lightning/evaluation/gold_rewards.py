@@ -89,7 +89,7 @@ class NumberGold:
 
 
 class CommandGold:
-    """How right a shell command is, from 0 to 1: `command_reward`.
+    """The share of a shell command that is right, from 0 to 1: `command_reward`.
 
     Args:
         column: of the right commands.

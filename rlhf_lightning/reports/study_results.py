@@ -1,4 +1,4 @@
-"""What a study found, and the tables and charts of its page."""
+"""The results of a study, and the tables and charts of its page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Values = Mapping[str, float | None]
-
-
 BEST_OF = re.compile(r" ?n=\d+$")  # of a setting: the best of how many
 
 
@@ -50,7 +48,7 @@ class Result:
 
     @property
     def run(self) -> tuple[str, str, int]:
-        """Of which run it is: an evaluation of the best of n has a result for each n."""
+        """Row, setting and seed of its run: a best-of-n evaluation has a result for each n."""
         return self.row, BEST_OF.sub("", self.setting), self.seed
 
     @property
@@ -88,7 +86,7 @@ class Study:
         protocol: of the source, line by line, and to each line what is done here.
         expected: time and memory that were expected.
         reward_models: that rows follow, by row.
-        starts: rows whose models others start from; they are compared with none.
+        starts: rows that others than evaluations start from; they are compared with none.
     """
 
     name: str
