@@ -110,6 +110,13 @@ def test_trl_gets_what_reward_training_reads_and_says_what_it_left_out(tmp_path:
 
 
 @pytest.mark.parametrize("format", ["argilla", "label_studio"])
+def test_raters_of_other_tools_are_not_given_the_right_answer(tmp_path: Path, format):
+    pair = Pair.make("q", "a", "b", columns={"answer": "forty-two"})
+    write_collection(tmp_path / "c.json", Collection((pair,), ()), format=format, level="raw")
+    assert "forty-two" not in (tmp_path / "c.json").read_text()
+
+
+@pytest.mark.parametrize("format", ["argilla", "label_studio"])
 def test_verdicts_are_suggestions_or_predictions_and_come_back_as_a_judge(tmp_path: Path, format):
     pairs = make_pairs(3)
     found = Collection(tuple(pairs), tuple(some_labels(pairs)))

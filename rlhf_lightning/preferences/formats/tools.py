@@ -400,7 +400,8 @@ def _label_studio(
     )
     return {
         "data": data | ({"domain": pair.domain} if pair.domain else {}),
-        "meta": {FIELDS["label_studio"].pair: to_row(pair)},
+        # Without the right answer, which raters may be shown.
+        "meta": {FIELDS["label_studio"].pair: to_row(replace(pair, columns={}))},
         "annotations": [
             {
                 "result": _result(label.choice, label.reason),
