@@ -50,7 +50,7 @@ class Law:
 
     @property
     def peak(self) -> Point | None:
-        """Distance and gain at which gold is highest; None if it rises without end or not at all."""
+        """Distance and gain at which gold is highest; None where it only rises or only falls."""
         if self.b <= 0 or (self.way == "best_of_n" and self.a <= 0):
             return None
         if self.way == "rl":
