@@ -18,7 +18,7 @@ from pathlib import Path
 from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.runs.atomic import write_text
 
-PROGRAM = re.compile(r"^Program: (\S+?)\.", re.MULTILINE)
+PROGRAM = re.compile(r"^Program: (.+?)\. ", re.MULTILINE)
 TASK = """task: blimp_pairs
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
@@ -32,9 +32,16 @@ metric_list: [{{metric: acc}}]
 
 
 def names_the_program(prompt: str, response: str) -> float:
-    """Return 1.0 for a command that begins with the program that the prompt names, else 0.0."""
-    named = PROGRAM.search(prompt)
-    return float(named is not None and response.split()[:1] == [named[1]])
+    """Return 1.0 for a command that begins with the program that the prompt names, else 0.0.
+
+    Pages of subcommands, such as `git-commit`, are named after program and subcommand.
+    """
+    named, words = PROGRAM.search(prompt), response.split()
+    return float(
+        named is not None
+        and bool(words)
+        and (named[1] == words[0] or named[1].startswith(f"{words[0]}-"))
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

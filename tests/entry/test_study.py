@@ -234,16 +234,23 @@ def test_other_settings_of_a_row_make_another_model_and_another_place_changes_no
     ],
 )
 def test_the_rows_of_a_shipped_study_whose_experiment_there_is_compose(name, tmp_path, monkeypatch):
-    for folder in ("RLHF_DATA", "DOCTOR_PAIRS", "SMOLLM2"):  # composed, not read
+    for folder in ("RLHF_DATA", "DOCTOR_PAIRS", "SMOLLM2", "BLIMP", "SAFETY"):  # composed, not read
         monkeypatch.setenv(folder, folder.lower())
     content = yaml.safe_load((conf_dir() / "study" / f"{name}.yaml").read_text())
     known = [
-        r for r, row in content["runs"].items() if row.get("experiment") in choices("experiment")
+        r
+        for r, row in content["runs"].items()
+        if row.get("experiment") in choices("experiment") or row.get("command") == "collect"
     ]
     assert known
-    settings = composed(f"study={name}", "seeds=[1]", *(f"~runs.{r}" for r in content["runs"]
-                                                       if r not in known))  # fmt: skip
-    assert len(plan(settings, tmp_path)) >= len(known)
+    words = ["seeds=[1]", *(f"~runs.{row}" for row in content["runs"] if row not in known)]
+    settings = composed(f"study={name}", *words)
+    runs = plan(settings, tmp_path)
+    assert len(runs) >= len(known)
+    if "SMOLLM2" in (conf_dir() / "study" / f"{name}.yaml").read_text():
+        monkeypatch.setenv("SMOLLM2", "another")
+        others = plan(composed(f"study={name}", *words), tmp_path)
+        assert {run.model for run in runs}.isdisjoint(run.model for run in others)
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,12 @@ def test_a_right_number_is_worth_1_whatever_the_reward_pays():
 
 
 def test_a_command_is_worth_its_program_and_the_share_of_its_arguments():
-    right = ["tar -x -f {{file}}"] * 4 + ["ls"]
-    answers = ["tar -x -f {{file}}", "tar -x", "zip -x", "", "ls"]
-    worth = [1.0, pytest.approx(0.5 + 0.5 * 2 / 4), 0.0, 0.0, 1.0]
-    assert CommandGold()(["p"] * 5, answers, [False] * 5, completion=right) == worth
-    columns = {"completion": right, "platform": ["linux"] * 5}
-    assert command_reward(["p"] * 5, answers, **columns) == worth
+    right = ["tar -x -f {{file}}"] * 4 + ["ls", "", ""]
+    answers = ["tar -x -f {{file}}", "tar -x", "zip -x", "", "ls", "ls", ""]
+    worth = [1.0, pytest.approx(0.5 + 0.5 * 2 / 4), 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert CommandGold()(["p"] * 7, answers, [False] * 7, completion=right) == worth
+    columns = {"completion": right, "platform": ["linux"] * 7}
+    assert command_reward(["p"] * 7, answers, **columns) == worth
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def command_reward(
 
 def _right_share(answer: str, right: str) -> float:
     words, wanted = answer.split(), right.split()
-    if not words or words[0] != wanted[0]:
+    if words[:1] != wanted[:1] or not wanted:
         return 0.0
     given, due = Counter(words[1:]), Counter(wanted[1:])
     both = 2 * sum((given & due).values())
