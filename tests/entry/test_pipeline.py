@@ -204,6 +204,25 @@ def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
     assert f"going on with {folder.path.relative_to(working_folder)}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_pipeline_without_gates_does_not_say_that_they_passed(
+    gated: bool, working_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["experiments.sft=null", "experiments.reward=null", "experiments.ppo=null"]
+    cfg = composed(*words, "evaluate=false")
+    folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")
+    (step,) = plan(cfg, folder.path)
+    base = RunFolder(folder.path / step.name).create()
+    gates = (GateResult("loss", 0.5, 1.0, True, "val/loss is 0.5, wanted at most 1"),) * gated
+    made = new_summary("sft", seed=1, config_hash="x")
+    write_summary(base, replace(made, status="completed", metrics={"val/loss": 0.5}, gates=gates))
+    write_state(folder.path, {step.name: Outcome(step.name, step.overrides, DONE)})
+    assert run(cfg, folder).status == "completed"
+    told = capsys.readouterr().out
+    assert ("all gates passed" in told) is gated
+    assert ("there were no gates" in told) is not gated
+
+
 @pytest.mark.slow
 def test_it_stops_at_a_failed_gate_names_the_stage_and_goes_on_when_told(tmp_path: Path) -> None:
     alone = ["experiments.sft=null", "experiments.reward=null", "experiments.ppo=null"]

@@ -221,7 +221,8 @@ def _tell(folder: RunFolder, summary: Summary) -> None:
     print_verdict(summary, folder)
     total = duration(summary.seconds.get("total", 0.0))
     failed = sum(not gate.passed for gate in summary.gates)
-    outcome = f"done, with {failed} gates failed and accepted" if failed else "all gates passed"
+    passed = "all gates passed" if summary.gates else "done; there were no gates"
+    outcome = f"done, with {failed} gates failed and accepted" if failed else passed
     say(f"{summary.cause or outcome} ({total} in the stages)")
 
 
