@@ -120,7 +120,12 @@ class SimulatedPerson:
     batch_size: int = field(default=1000, init=False)
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the numbers, and that there is a gold reward."""
+        if not callable(self.gold):
+            raise ValueError(
+                f"the simulated person {self.person.name} prefers by a gold reward, and the data "
+                "set has none: set dataset.gold, or choose annotator=page"
+            )
         if not self.person.temperature > 0 or self.tie_below < 0:
             raise ValueError(
                 f"SimulatedPerson: temperature={self.person.temperature} must be above 0, "

@@ -139,6 +139,11 @@ def test_gold_that_holds_answers_against_the_right_one_is_given_it() -> None:
         sure.label([Pair.make("list files", "cd", "ls")])
 
 
+def test_a_simulated_person_needs_gold_before_anything_is_sampled() -> None:
+    with pytest.raises(ValueError, match=r"sure prefers by a gold reward.*annotator=page"):
+        SimulatedPerson(SURE, None, seed=1)
+
+
 class Flaky:
     """Fails at its third batch, the first time."""
 
