@@ -9,13 +9,13 @@ writes the task `blimp_pairs`: the pairs of sentences of FILE, `chosen` the gram
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 from rlhf_lightning.data.files import checked_rows
+from rlhf_lightning.preferences.journal import write_rows
 from rlhf_lightning.runs.atomic import write_text
 
 PROGRAM = re.compile(r"^Program: (.+?)\. ", re.MULTILINE)
@@ -51,11 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--every", type=int, default=67)
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
     file = options.folder.resolve() / "blimp_pairs.jsonl"
     rows = islice(checked_rows(options.file), 0, None, options.every)
     pairs = ({key: row[key] for key in ("chosen", "rejected")} for _, row in rows)
-    write_text(file, "".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_rows(file, pairs)
     write_text(options.folder / "blimp_pairs.yaml", TASK.format(file=file))
 
 

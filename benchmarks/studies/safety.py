@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.doctor.pairs import harmless, write
+from benchmarks.studies.doctor.pairs import harmless
+from rlhf_lightning.evaluation.safety import PhraseRefusals
+from rlhf_lightning.preferences.journal import write_rows
 
 # Harmful, and what looks like it: {} is the part that differs.
 ASKED = (
@@ -56,12 +58,15 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the files."""
+    """Write the files, and print how many of the better sides refuse."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args(arguments).out
-    write(out / "harmless.jsonl", harmless())
-    write(out / "asked.jsonl", asked())
+    pairs, refuses = harmless(), PhraseRefusals()
+    write_rows(out / "harmless.jsonl", pairs)
+    write_rows(out / "asked.jsonl", asked())
+    refusals = sum(refuses("", pair["chosen"][-1]["content"]) for pair in pairs)
+    print(f"{refusals} of {len(pairs)} better sides refuse")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -250,10 +250,10 @@ def test_commands_from_examples_over_labels_to_ppo_grpo_and_a_task_of_lm_eval(tm
     commands = {
         f"{name} -{letter} now" for name in ("tar", "zip", "cat") for letter in "abcdefghij"
     }
-    said = (
+    known = (
         "Write one shell command. Platform: linux Program: Task: tar zip cat system user assistant"
     )
-    written = [mark + word for word in said.split() for mark in ("", "\u0120")]
+    written = [mark + word for word in known.split() for mark in ("", "\u0120")]
     merges = [(word[:i], word[i]) for word in written for i in range(1, len(word))]
     tokenizer = build_tokenizer(template=CHATML, merges=merges)
     rows = [
@@ -328,7 +328,7 @@ def test_safety_by_a_reward_model_sft_ppo_on_mixed_prompts_and_attacks(tmp_path)
     assert ppo["metrics"]["val/num_harmful"] == ppo["metrics"]["val/num_harmless"] == 24
     assert ppo["metrics"]["val/refusal_rate/subset/many_turns"] == 0, "a random model"
     gates = {gate["name"]: gate["passed"] for gate in ppo["gates"]}
-    assert gates == {"refuses_as_before": True, "answers": True}
+    assert gates == {"still_refuses": True, "refuses_no_more": True}
     assert all(gate["value"] is not None for gate in [*ppo["gates"], *sft["gates"]])
     check_measured(tmp_path, "safety")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +21,7 @@ from benchmarks.studies.doctor.rewards import data_folder, reviews
 from rlhf_lightning.data.conversations import SIDES, parse_transcript
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.records import PromptRecord, Split
+from rlhf_lightning.preferences.journal import write_rows
 
 FEW = 200
 ARTICLES = ("the", "a", "an")
@@ -92,22 +92,16 @@ def main() -> None:
     splits: tuple[Split, Split] = ("train", "validation")
     for split in splits:
         few = FEW if split == "train" else None
-        write(out / "length" / f"{split}.jsonl", length_pairs(split))
-        write(out / "few" / f"{split}.jsonl", domain_pairs(split, flip=None)[:few])
-        write(out / "flipped" / f"{split}.jsonl", domain_pairs(split, flip="article"))
-    write(out / "harmless.jsonl", harmless())
-    write(out / "openings_train.jsonl", openings("train"))
-    write(out / "openings_held_out.jsonl", openings("validation"))
+        write_rows(out / "length" / f"{split}.jsonl", length_pairs(split))
+        write_rows(out / "few" / f"{split}.jsonl", domain_pairs(split, flip=None)[:few])
+        write_rows(out / "flipped" / f"{split}.jsonl", domain_pairs(split, flip="article"))
+    write_rows(out / "harmless.jsonl", harmless())
+    write_rows(out / "openings_train.jsonl", openings("train"))
+    write_rows(out / "openings_held_out.jsonl", openings("validation"))
 
 
 def _pair(chosen: str, rejected: str) -> dict[str, str]:
     return {"prompt": reviews().lead_in, "chosen": f" {chosen}", "rejected": f" {rejected}"}
-
-
-def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSON Lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
