@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.runs.folder import RunFolder
 
 
@@ -37,3 +39,20 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, start: Path) -> RunFolder:
             "callbacks.samples.num_samples=3",
             "evaluation.num_samples=5",
         )
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Words of a data set that knows the right answers: `tar` and the prompt."""
+    asked = [record.prompt for record in DemoSource(seed=1).records("prompts", "train")[:30]]
+    rows = [{"page": f"p{n}", "ask": question} for n, question in enumerate(asked)]
+    file = tmp_path_factory.mktemp("commands") / "commands.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "dataset=shell_commands",
+        f"dataset.path={file}",
+        "dataset.source.prompt='{ask}'",
+        "dataset.source.completion='tar {ask}'",
+        "dataset.source.system=null",
+        "+dataset.source.chat=false",
+    ]

@@ -160,28 +160,15 @@ def test_prompts_may_be_conversations(
 
 
 def test_the_right_answers_of_the_prompts_reach_whoever_judges_by_them(
-    tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: Path, commands: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Simulated people, the figures at the end, and those of the best of several answers.
-    asked = [record.prompt for record in DemoSource(seed=1).records("prompts", "train")[:30]]
-    rows = [{"page": f"p{n}", "ask": q, "say": f"tar x{n}"} for n, q in enumerate(asked)]
-    file = tmp_path / "commands.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of_file = [
-        "dataset=shell_commands",
-        f"dataset.path={file}",
-        "dataset.source.prompt='{ask}'",
-        "dataset.source.completion='{say}'",
-        "dataset.source.system=null",
-        "+dataset.source.chat=false",
-    ]
+    # Simulated people, and the figures at the end.
     monkeypatch.chdir(tmp_path)
-    collect_here(tmp_path, start, *of_file, *DECIDED)
+    collect_here(tmp_path, start, *commands, *DECIDED)
     (run,) = runs(tmp_path)
     pairs = list(read_records(Pair, run / "pairs.jsonl"))
-    right = {row["ask"]: row["say"] for row in rows}
     assert pairs
-    assert all(pair.columns["completion"].strip() == right[pair.prompt] for pair in pairs)
+    assert all(p.columns["completion"].strip() == f"tar {p.prompt}" for p in pairs)
     figures = json.loads((run / "data/reliability.json").read_text())
     assert figures["gold"]["train"]["num"] == 0  # of random answers none is better than another
 

@@ -177,19 +177,29 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         check_pipeline(composed(*overrides))
 
 
+ALONE = (
+    *(f"experiments.{stage}=null" for stage in ("sft", "reward", "ppo")),
+    "evaluate=false",
+)
+
+
+def ended_base(cfg: PipelineSettings, place: Path, status: str, *gates: GateResult) -> RunFolder:
+    """Write a pipeline whose only stage has ended, and return its folder."""
+    folder = RunFolder(place / "outputs/pipeline/2026-11-02_09-30-00")
+    (step,) = plan(cfg, folder.path)
+    base = RunFolder(folder.path / step.name).create()
+    made = new_summary("sft", seed=1, config_hash="x")
+    write_summary(base, replace(made, status="completed", metrics={"val/loss": 4.0}, gates=gates))
+    write_state(folder.path, {step.name: Outcome(step.name, step.overrides, status)})
+    return folder
+
+
 def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
     working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["experiments.sft=null", "experiments.reward=null", "experiments.ppo=null"]
-    cfg = composed(*words, "evaluate=false")
-    folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")
-    (step,) = plan(cfg, folder.path)
-    # What a stage leaves that has missed a gate.
-    base = RunFolder(folder.path / step.name).create()
+    cfg = composed(*ALONE)
     gate = GateResult("loss", 4.0, 1.0, False, "val/loss is 4.000, wanted at most 1")
-    made = new_summary("sft", seed=1, config_hash="x")
-    write_summary(base, replace(made, status="completed", metrics={"val/loss": 4.0}, gates=(gate,)))
-    write_state(folder.path, {step.name: Outcome(step.name, step.overrides, FAILED_GATE)})
+    folder = ended_base(cfg, working_folder, FAILED_GATE, gate)
     for _ in range(2):
         found = run(cfg, folder)
         assert found.status == "stopped"
@@ -197,7 +207,7 @@ def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
         assert found.gates[0].name == "round_1/base loss"
         assert folder.report.is_file()
     later = RunFolder(working_folder / "outputs/pipeline/2026-11-03_09-30-00")
-    found = run(composed(*words, "evaluate=false", "accept=[base]"), later)
+    found = run(composed(*ALONE, "accept=[base]"), later)
     assert found.status == "completed"
     assert found.metrics == {"round_1/base/loss": 4.0, "val/loss": 4.0}
     assert not later.path.exists()  # it went on in the folder of the first
@@ -208,15 +218,9 @@ def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
 def test_a_pipeline_without_gates_does_not_say_that_they_passed(
     gated: bool, working_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["experiments.sft=null", "experiments.reward=null", "experiments.ppo=null"]
-    cfg = composed(*words, "evaluate=false")
-    folder = RunFolder(working_folder / "outputs/pipeline/2026-11-02_09-30-00")
-    (step,) = plan(cfg, folder.path)
-    base = RunFolder(folder.path / step.name).create()
-    gates = (GateResult("loss", 0.5, 1.0, True, "val/loss is 0.5, wanted at most 1"),) * gated
-    made = new_summary("sft", seed=1, config_hash="x")
-    write_summary(base, replace(made, status="completed", metrics={"val/loss": 0.5}, gates=gates))
-    write_state(folder.path, {step.name: Outcome(step.name, step.overrides, DONE)})
+    cfg = composed(*ALONE)
+    gate = GateResult("loss", 4.0, 5.0, True, "val/loss is 4.000, wanted at most 5")
+    folder = ended_base(cfg, working_folder, DONE, *[gate] * gated)
     assert run(cfg, folder).status == "completed"
     told = capsys.readouterr().out
     assert ("all gates passed" in told) is gated
