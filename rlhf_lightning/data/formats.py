@@ -136,13 +136,15 @@ KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "rendered")
 class ParsedRow:
     """A record, where it was read, and the row's other columns as text.
 
-    Rows of one `group` are on one side of a split; "" stands for the prompt.
+    Rows of one `group` are on one side of a split; "" stands for the prompt. `texts` are both sides
+    of a plain pair as given, where the prompt is what they share.
     """
 
     record: Record
     where: Location
     columns: Mapping[str, str]
     group: str = ""
+    texts: tuple[str, ...] = ()
 
     @property
     def split_key(self) -> str:
@@ -292,7 +294,9 @@ class RowParser:
         self._began = (name, own)
         taken = {self._columns.get(key, key) for key in ("prompt", "domain", "rendered")}
         others = {str(k): as_text(v) for k, v in row.items() if k not in taken and v is not None}
-        return ParsedRow(record, where, others)
+        sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
+        texts = sides if all(isinstance(side, str) for side in sides) else ()
+        return ParsedRow(record, where, others, texts=texts)
 
     def _rename(self, row: Row, where: Location) -> dict[str, Any]:
         """Return the row's values under our names, without the nulls that fill columnar files."""

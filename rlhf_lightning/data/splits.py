@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ def split_fraction(key: str, seed: int) -> float:
 
 def split_by_key(
     rows: Sequence[T],
-    key: Callable[[T], str],
+    keys: Sequence[str],
     *,
     validation_fraction: float,
     seed: int,
@@ -33,7 +33,7 @@ def split_by_key(
 
     Args:
         rows: to split.
-        key: of a row.
+        keys: of the rows.
         validation_fraction: share of the keys held out.
         seed: of the hash.
         name: of the source, for messages.
@@ -45,7 +45,6 @@ def split_by_key(
         raise ValueError(f"validation_fraction={validation_fraction} must be in [0, 1)")
     if validation_fraction == 0:
         return list(rows), []
-    keys = [key(row) for row in rows]
     places = {k: split_fraction(k, seed) for k in keys}
     if len(places) < 2:
         raise ValueError(
@@ -60,3 +59,28 @@ def split_by_key(
     train = [row for row, k in zip(rows, keys, strict=True) if k not in held_out]
     validation = [row for row, k in zip(rows, keys, strict=True) if k in held_out]
     return train, validation
+
+
+def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[str]:
+    """Return the least key of each row's component, rows with a text in common being connected.
+
+    For pairs that leave their prompt to what both sides share: two pairs of one question imply
+    different prompts where the sides begin alike, but an answer that both have tells.
+
+    Args:
+        keys: of the rows.
+        texts: of the rows; one that has none keeps its key.
+    """
+    parents = {key: key for key in keys}
+
+    def root(key: str) -> str:
+        while parents[key] != key:
+            parents[key] = key = parents[parents[key]]
+        return key
+
+    seen: dict[str, str] = {}
+    for key, own in zip(keys, texts, strict=True):
+        for text in own:
+            low, high = sorted((root(key), root(seen.setdefault(text, key))))
+            parents[high] = low
+    return [root(key) for key in keys]

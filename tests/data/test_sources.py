@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import Counter
 
@@ -26,6 +27,40 @@ def test_a_file_is_split_by_prompt_without_a_leak(tmp_path):
     assert sorted(train + validation, key=lambda r: r.margin) == RECORDS
     assert validation
     assert not {prompt_key(r) for r in train} & {prompt_key(r) for r in validation}
+
+
+ANSWERS = ("it is red", "it is a dog", "the cat", "the car", "no", "nothing")
+
+
+def test_pairs_that_imply_their_prompt_leak_no_answer(tmp_path):
+    # Sides that begin alike imply a longer prompt: one question then has several.
+    rows = [
+        {"chosen": f"question {i} ? {a}", "rejected": f"question {i} ? {b}"}
+        for i in range(60)
+        for a, b in itertools.combinations(ANSWERS, 2)
+    ]
+    source = FileSource(write(tmp_path / "a.jsonl", rows), validation_fraction=0.1, seed=1)
+    train, validation = (
+        {r.prompt + a for r in source.records("preferences", split) for a in (r.chosen, r.rejected)}
+        for split in ("train", "validation")
+    )
+    assert validation
+    assert not train & validation
+    assert len({r.prompt for r in source.records("preferences", "validation")}) > 6
+    held_out = {text.split()[1] for text in validation}
+    assert not held_out & {text.split()[1] for text in train}
+
+
+def test_a_validation_file_with_answers_of_the_training_file_is_told(tmp_path, caplog):
+    (tmp_path / "pairs").mkdir()
+    write(tmp_path / "pairs/train.jsonl", [{"chosen": "q1 ? the cat", "rejected": "q1 ? the car"}])
+    other = [
+        {"chosen": "q1 ? the cat", "rejected": "q1 ? no"},
+        {"chosen": "q2 a", "rejected": "q2 b"},
+    ]
+    write(tmp_path / "pairs/validation.jsonl", other)
+    FileSource(tmp_path / "pairs").records("preferences", "train")
+    assert "1 of 2 validation prompts are trained on too" in caplog.text
 
 
 def test_a_prompt_is_held_out_from_every_kind_alike(tmp_path):

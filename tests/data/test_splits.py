@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from rlhf_lightning.data.records import PromptRecord, prompt_key
-from rlhf_lightning.data.splits import split_by_key
+from rlhf_lightning.data.splits import connected_keys, split_by_key
 
 
 def split_by_prompt(records, **options):
-    return split_by_key(records, prompt_key, name="records", **options)
+    return split_by_key(records, [*map(prompt_key, records)], name="records", **options)
 
 
 def test_the_split_moves_no_prompt_when_records_are_added():
@@ -38,3 +38,12 @@ def test_one_prompt_cannot_be_split():
 def test_a_fraction_out_of_range_is_an_error(fraction):
     with pytest.raises(ValueError, match="must be in"):
         split_by_prompt([PromptRecord("a")], validation_fraction=fraction, seed=0)
+
+
+def test_rows_with_a_text_in_common_get_one_key():
+    keys = ["b", "a", "c", "d", "a"]
+    texts = [("x", "y"), ("y", "z"), ("v", "w"), (), ("z", "u")]
+    assert connected_keys(keys, texts) == ["a", "a", "c", "d", "a"]
+    assert connected_keys(keys, [()] * 5) == keys
+    chain = [(f"t{i}", f"t{i + 1}") for i in range(5000)]  # as deep as recursion would not go
+    assert {*connected_keys([f"{i:05}" for i in range(5000)], chain)} == {"00000"}

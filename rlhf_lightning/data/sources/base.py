@@ -23,7 +23,7 @@ from rlhf_lightning.data.records import (
     kind_of,
     prompt_key,
 )
-from rlhf_lightning.data.splits import split_by_key
+from rlhf_lightning.data.splits import connected_keys, split_by_key
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +124,10 @@ class RowSource:
             validation = self._parse(validation_rows)
             self._warn_of_shared_prompts(train, validation)
             return {"train": train, "validation": validation}
+        keys = connected_keys([row.split_key for row in train], [row.texts for row in train])
         train, validation = split_by_key(
             train,
-            lambda row: row.split_key,
+            keys,
             validation_fraction=self.validation_fraction,
             seed=self.seed,
             name=self.label,
@@ -135,7 +136,9 @@ class RowSource:
 
     def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
         held_out = {prompt_key(row.record) for row in validation}
+        texts = {text for row in train for text in row.texts}
         shared = held_out & {prompt_key(row.record) for row in train}
+        shared |= {prompt_key(row.record) for row in validation if not texts.isdisjoint(row.texts)}
         if shared:
             logger.warning(
                 "%s: %d of %d validation prompts are trained on too, so validation says nothing "
