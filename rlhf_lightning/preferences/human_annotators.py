@@ -99,7 +99,11 @@ class PageAnnotators:
     def labels(
         self, asked: Sequence[tuple[Pair, int]], folder: Path, journal: Journal[Label]
     ) -> list[Label]:
-        """Return the labels of people, once every pair has as many as it needs."""
+        """Return the labels of people, once every pair has as many as it needs; a skip is none.
+
+        Raises:
+            PeopleNeededError: while labels are missing.
+        """
         from rlhf_lightning.preferences.annotation.store import LabelStore
 
         wanted = {pair.pair_id: count for pair, count in asked}
@@ -110,7 +114,7 @@ class PageAnnotators:
             for count, pairs in sorted(by_count.items(), reverse=True):
                 store.add_pairs(pairs, ratings_per_pair=count)
             given = [x for x in store.labels() if x.kind == "person" and x.pair_id in wanted]
-        counts = Counter(label.pair_id for label in given)
+        counts = Counter(label.pair_id for label in given if label.choice != "skip")
         missing = sum(max(count - counts[pair_id], 0) for pair_id, count in wanted.items())
         if missing:
             raise PeopleNeededError(

@@ -16,7 +16,7 @@ from rlhf_lightning.preferences.human_annotators import (
     PeopleNeededError,
 )
 from rlhf_lightning.preferences.journal import record_journal
-from rlhf_lightning.preferences.records import Label, Pair
+from rlhf_lightning.preferences.records import Choice, Label, Pair
 from rlhf_lightning.preferences.rules import LengthRule
 from tests.builders.labels import NOW
 
@@ -76,3 +76,24 @@ def test_people_at_the_page_are_waited_for_and_then_heard(tmp_path: Path) -> Non
     assert len(journal.read()) == 3
     PageAnnotators().labels(asked, tmp_path, journal)
     assert len(journal.read()) == 3
+
+
+def test_a_skip_is_no_label_of_people(tmp_path: Path) -> None:
+    journal = record_journal(Label, tmp_path / "labels.jsonl")
+    asked = [(PAIRS[0], 2), (PAIRS[1], 1)]
+    with pytest.raises(PeopleNeededError):
+        PageAnnotators().labels(asked, tmp_path, journal)
+
+    def give(pair: Pair, name: str, choice: Choice) -> None:
+        with LabelStore(tmp_path / STORE) as store:
+            store.add_labels([Label(pair.pair_id, name, choice, "person", "first", NOW)])
+
+    for name in ("ada", "bob", "cy"):
+        give(PAIRS[0], name, "skip")
+        give(PAIRS[1], name, "skip")
+    with pytest.raises(PeopleNeededError, match="3 of 3 labels"):
+        PageAnnotators().labels(asked, tmp_path, journal)
+    for name in ("dan", "eve"):
+        give(PAIRS[0], name, "first")
+        give(PAIRS[1], name, "second")
+    assert len(PageAnnotators().labels(asked, tmp_path, journal)) == 10
