@@ -14,7 +14,6 @@ from typing import Any
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 from rlhf_lightning.data.records import ROLES, Messages, Text
 
-ANSWER_ROLES = ("assistant", "tool")
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 ANSWER_MARK = "\n\nAssistant:"
 SIDES = ("chosen", "rejected")
@@ -68,6 +67,9 @@ def _parse_message(message: Any, name: str, where: Location) -> Mapping[str, str
     if not isinstance(content, str):
         found = f"the content of {name} is {describe(content)}, expected text"
         raise BadRecordError(where, found, "write the message's text: only text is supported")
+    if message.get("tool_calls"):
+        found = f"{name} has tool_calls, which would be lost"
+        raise BadRecordError(where, found, "write the call as text in the content")
     check_characters(content, f"the content of {name}", where)
     return {"role": role, "content": content}
 
@@ -104,7 +106,8 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
 
     Raises:
         BadRecordError: if one is plain and the other conversational, if the answer is empty, or if
-            it has messages of others than the assistant.
+            it is not one message of the assistant: results of tools and the template's marks
+            between two turns are not what a policy writes.
     """
     if isinstance(prompt, str) != isinstance(answer, str):
         found = f"'prompt' is {style(prompt)} but {key!r} is {style(answer)}"
@@ -116,10 +119,12 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
     if not prompt:
         found = f"no message comes before {key!r}, so it answers nothing"
         raise BadRecordError(where, found, "give the question under the key 'prompt'")
-    strange = [m["role"] for m in answer if m["role"] not in ANSWER_ROLES]
-    if strange or not answer:
-        got = f"has a message from {strange[0]!r}" if strange else "is empty after the shared ones"
-        found = f"{key!r} {got}, expected only the assistant's answer"
+    roles = [m["role"] for m in answer]
+    if roles != ["assistant"]:
+        strange = [f"has a message from {role!r}" for role in roles if role != "assistant"]
+        several = f"has {len(roles)} messages" if roles else "is empty after the shared ones"
+        got = strange[0] if strange else several
+        found = f"{key!r} {got}, expected only the assistant's answer, one message"
         fix = "move the earlier messages to 'prompt', or hide a prompt that the sides repeat"
         raise BadRecordError(where, found, f"{fix} with columns={{prompt: null}}")
     if not answer[-1]["content"].strip():

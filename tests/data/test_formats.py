@@ -241,6 +241,9 @@ def test_a_bad_conversation_is_named(prompt, message):
         parse({"prompt": prompt})
 
 
+CALLED = [assistant("call weather"), {"role": "tool", "content": "sunny"}, assistant("it is")]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -249,6 +252,9 @@ def test_a_bad_conversation_is_named(prompt, message):
         ({"messages": "hello"}, "expected a list of messages"),
         ({"prompt": [user("a")], "completion": "b"}, "'prompt' is conversational but"),
         ({"prompt": [user("a")], "completion": [user("b")]}, "has a message from 'user'"),
+        ({"prompt": [user("a")], "completion": CALLED}, "has a message from 'tool'"),
+        ({"prompt": [user("a")], "completion": [assistant("b")] * 2}, "has 2 messages"),
+        ({"messages": [user("a"), {**assistant("b"), "tool_calls": [{}]}]}, "has tool_calls"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "it answers nothing"),
         ({"prompt": "", "completion": ""}, "answer of 'completion' is empty"),
         ({"prompt": ""}, "'prompt' is empty"),
@@ -262,6 +268,12 @@ def test_a_bad_conversation_is_named(prompt, message):
 def test_a_first_record_that_fits_no_format_says_why(row, message):
     with pytest.raises(BadRecordError, match=message):
         parse(row)
+
+
+def test_results_of_tools_may_stand_before_the_answer():
+    record = parse_one({"messages": [user("weather?"), *CALLED]})
+    assert [m["role"] for m in record.prompt] == ["user", "assistant", "tool"]
+    assert record.completion == (assistant("it is"),)
 
 
 def test_a_mapped_column_that_is_missing_is_named_with_a_hint():
