@@ -50,7 +50,7 @@ def choose(runs: Sequence[Run]) -> Choice:
     Runs that did not end, whose KL is outside of the healthy band, or whose score never varied are
     not looked at. A setting is ahead if the 95 % interval of its run lies above those of all
     others. It is one to take if, besides, each setting was run with two seeds at least and every
-    run of it is better than every other.
+    run of it is better than every other; of a loss, which has no interval, if its seeds are.
     """
     stages = {run.summary.stage for run in runs}
     if len(stages) != 1:
@@ -59,7 +59,8 @@ def choose(runs: Sequence[Run]) -> Choice:
     if objective is None:
         return Choice(None, "Nothing is measured that a setting could be chosen by.")
     name, more = objective
-    ended = [r for r in runs if r.summary.status == "completed" and r.metrics.get(name)]
+    completed = [r for r in runs if r.summary.status == "completed"]
+    ended = [r for r in completed if r.metrics.get(name) is not None]
     varied = [r for r in ended if r.metrics.get(SPREAD) != 0]
     compared = [r for r in varied if _in_band(r)]
     if not compared:
@@ -86,11 +87,13 @@ def _caption(
     others = [run for runs in by_setting.values() if runs is not own for run in runs]
     if not others:
         return ""
+    apart = all(run in own for run in equal)
     if min(len(runs) for runs in by_setting.values()) > 1:
         ours, theirs = ([_value(run, name) for run in runs] for runs in (own, others))
         beats_all = min(ours) > max(theirs) if more else max(ours) < min(theirs)
-        return TAKE if beats_all else ""
-    return AHEAD if all(run in own for run in equal) else ""
+        # A loss has no interval: there the seeds alone decide.
+        return TAKE if beats_all and (apart or not _has_interval(best, name)) else ""
+    return AHEAD if apart else ""
 
 
 def _reason(
@@ -118,6 +121,10 @@ def _reason(
 
 def _shown(run: Run, name: str) -> str:
     return QUANTITIES[name].show(_value(run, name))
+
+
+def _has_interval(run: Run, name: str) -> bool:
+    return run.metrics.get(f"{name}_low") is not None
 
 
 def _apart(best: Run, other: Run, name: str) -> bool:

@@ -72,8 +72,17 @@ def test_a_setting_is_ahead_where_intervals_are_apart_and_to_take_only_with_seve
     choice = choose(read_runs([*apart, better, worse]))
     assert (choice.run.folder, choice.caption) == (better, TAKE)
     assert "class=chosen" in render_comparison([*apart, better, worse])
+    noise = [job(tmp_path / f"n{kl}", kl, rate, 0.3) for kl, rate in ((0.05, 0.801), (0.2, 0.8))]
+    noise += [again("n1", 0.05, 0.802), again("n2", 0.2, 0.799)]
+    assert choose(read_runs(noise)).caption == "", "each is better, all within their intervals"
     crossing = again("e", 0.2, 0.85)  # beats the first seed of the better setting
     assert choose(read_runs([*apart, better, crossing])).caption == ""
+
+
+def test_a_win_rate_of_0_is_compared_with_others(tmp_path):
+    folders = [job(tmp_path / "a", 0.05, 0.9, 0.2), job(tmp_path / "b", 0.2, 0.0, 0.1)]
+    choice = choose(read_runs(folders))
+    assert (choice.run.label, choice.caption) == ("kl_coef=0.05", AHEAD)
 
 
 def test_runs_whose_score_never_varied_are_not_compared(tmp_path):
