@@ -78,8 +78,8 @@ def describe_rollout(
 ) -> list[dict[str, Any]]:
     """Return the first rows of a rollout as plain values.
 
-    Each has `prompt`, `response` (texts without special tokens), `score` (unshaped), `kl` (mean
-    k1 over the response tokens, nats per token), `length` (response tokens, EOS included),
+    Each has `prompt`, `response` (texts without special and stop tokens), `score` (unshaped), `kl`
+    (mean k1 over the response tokens, nats per token), `length` (response tokens, EOS included),
     `domain` and `finished` (True if a stop token ended it).
     """
     rows = rollout[: min(num_samples, len(rollout))].to("cpu")
@@ -91,15 +91,18 @@ def describe_rollout(
     for i in range(len(rows)):
         prompt = rows.query_tensors[i][prompt_mask[i]].tolist()
         response = rows.response_tensors[i][mask[i]].tolist()
+        finished = rows.finish_reason[i].item() == FINISHED_BY_STOP
         samples.append(
             {
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-                "response": tokenizer.decode(response, skip_special_tokens=True),
+                "response": tokenizer.decode(
+                    response[:-1] if finished else response, skip_special_tokens=True
+                ),
                 "score": rows.scores[i].item(),
                 "kl": kl[i].item(),
                 "length": int(length[i]),
                 "domain": rows.domains[i],
-                "finished": rows.finish_reason[i].item() == FINISHED_BY_STOP,
+                "finished": finished,
             }
         )
     return samples

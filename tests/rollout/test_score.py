@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_lightning.rollout.generators.base import as_generation
 from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer,
     RewardModelScorer,
     Scores,
     WeightedScorer,
     load_function,
+    make_answers,
 )
-from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model
+from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model, tiny_tokenizer
 from tests.rollout.answers import answers_of
 
 ROWS = [[3, 4, 5], [6]]
@@ -49,6 +51,16 @@ def test_completions_are_the_actions_as_text_without_special_tokens():
         [True, True, True, True, True, True, False],
         [False, False, True, True, True, True, True],
     ]
+
+
+def test_the_token_that_ended_a_response_is_no_text_of_it_though_it_is_no_special_token():
+    prompts = prompt_batch(ROWS[:2])
+    word = 9  # a plain word, as a mark of a chat template may be
+    body = torch.tensor([[7, 8, word], [7, word, PAD]])
+    generation = as_generation(prompts.input_ids, body, [EOS, word], PAD)
+    assert make_answers(prompts, generation, tiny_tokenizer()).completions == ("w7 w8", "w7")
+    cut = as_generation(prompts.input_ids, body, [EOS], PAD)
+    assert make_answers(prompts, cut, tiny_tokenizer()).completions == ("w7 w8 w9", "w7 w9")
 
 
 def test_a_function_gets_prompts_completions_and_the_columns_it_asked_for():

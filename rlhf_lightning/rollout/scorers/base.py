@@ -74,10 +74,14 @@ class Answers:
 def make_answers(
     prompts: PromptBatch, generation: Generation, tokenizer: PreTrainedTokenizerBase
 ) -> Answers:
-    """Return the answers with their text."""
+    """Return the answers with their text, without the token that ended one.
+
+    A tokenizer need not list it among its special tokens, which it leaves out by itself.
+    """
     mask = generation.response_mask
-    responses = generation.sequences[:, -mask.shape[1] :]
-    kept = [ids[m].tolist() for ids, m in zip(responses.cpu(), mask.cpu(), strict=True)]
+    responses = generation.sequences[:, -mask.shape[1] :].cpu()
+    lengths = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()  # [B]
+    kept = [ids[:n].tolist() for ids, n in zip(responses, lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(kept, skip_special_tokens=True)
     attention_mask = torch.cat([prompts.attention_mask, mask], 1)
     return Answers(prompts, generation, attention_mask, tuple(texts))
