@@ -312,7 +312,8 @@ def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, obje
         "policy": settings.policy,
         "baseline": settings.baseline,
         "prompts": f"{num_prompts} of {settings.dataset.name}, "
-        f"{settings.evaluation.answers_per_prompt} answers a side to each",
+        f"{settings.evaluation.answers_per_prompt} answers of up to "
+        f"{settings.evaluation.max_new_tokens} tokens a side to each",
         "temperature": settings.evaluation.temperature,
         "seed": settings.seed,
     }

@@ -230,6 +230,8 @@ def side_by_side(
             "baseline_response": baseline.completions[row // mine * theirs],
             "score": policy.scores[row],
             "baseline_score": baseline.scores[row // mine * theirs],
+            "baseline_length": baseline.lengths[row // mine * theirs],
+            "baseline_finished": baseline.finished[row // mine * theirs],
             "kl": policy.kl[row] / max(policy.lengths[row], 1),
             "length": policy.lengths[row],
             "domain": policy.domains[row],

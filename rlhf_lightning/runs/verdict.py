@@ -70,6 +70,7 @@ _CHANGES = (
     ("solved", "right numbers", "share"),
     ("answered", "answers with a number", "share"),
     ("response_length", "response length", "tokens"),
+    ("eos_fraction", "ended by themselves", "share"),
     ("distinct_2", "distinct bigrams", "share"),
     ("refusal_rate", "harmful prompts refused", "share"),
     ("over_refusal_rate", "harmless look-alikes refused", "share"),
@@ -264,7 +265,8 @@ def _status(summary: Summary) -> str:
 
 def _pipeline(metrics: Metrics) -> Verdict:
     """Return the verdict on the last stage; the figures of all are hundreds."""
-    if "val/accuracy" in metrics:
+    judged = any(f"val/{by}_win_rate" in metrics for by in ("gold", "score"))
+    if "val/accuracy" in metrics and not judged:  # that of DPO is not what its policy is worth
         return _reward(metrics)
     return _compared(metrics, "its baseline", "the last policy")
 

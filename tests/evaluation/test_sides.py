@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate
+from rlhf_lightning.evaluation.generate import side_by_side
 from rlhf_lightning.evaluation.metrics import Judges, measure_sides, num_prompts, rows_of, wins
 from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck
 from rlhf_lightning.functional.statistics import wilson_interval
+from rlhf_lightning.reports.samples import figures
 from tests.evaluation.spoken import answers
 
 
@@ -36,6 +38,15 @@ def test_without_judges_only_what_can_be_counted_is_measured():
     assert not [name for name in found if "win_rate" in name or "score" in name or "gold" in name]
     assert found["val/response_length"] == 3.0
     assert found["val/baseline_response_length"] == 2.0
+
+
+def test_the_report_learns_of_both_answers_how_long_they_are_and_whether_they_were_cut_off():
+    mine, theirs = answers(["a b", "c"]), answers(["a", "b c d"])
+    theirs.finished[1] = False
+    shown = side_by_side(mine, theirs, 2)
+    assert [row["baseline_length"] for row in shown] == [2, 4]
+    assert figures(shown[1], "baseline_") == "score 0 · 4 tokens · cut off"
+    assert "cut off" not in figures(shown[0], "baseline_")
 
 
 def test_kl_is_a_mean_over_the_tokens_of_the_policy():

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from rlhf_lightning.runs.metric_catalog import duration, number, percent
 from rlhf_lightning.runs.summary import GateResult, Summary
-from rlhf_lightning.runs.verdict import verdict
+from rlhf_lightning.runs.verdict import Fact, verdict
 
 
 def ppo(rate: float, low: float, high: float) -> Summary:
@@ -146,3 +147,13 @@ def test_a_pipeline_ends_in_the_verdict_on_its_last_stage_not_in_the_figures_of_
     assert len(result.facts) < 20
     stopped = verdict(Summary("pipeline", "stopped", 1, metrics={"val/accuracy": 0.7} | every))
     assert stopped.number == "70.0 %"
+    dpo = {"val/accuracy": 0.66, "val/gold_win_rate": 0.3}  # it measures the accuracy of its pairs
+    dpo |= {"val/gold_win_rate_low": 0.26, "val/gold_win_rate_high": 0.34}
+    result = verdict(Summary("pipeline", "completed", 1, metrics=dpo | every))
+    assert (result.tone, result.number) == ("bad", "30.0 %")
+
+
+def test_how_many_answers_ended_by_themselves_stands_beside_the_win_rate():
+    cut = {"val/eos_fraction": 0.0, "val/baseline_eos_fraction": 0.02}
+    found = verdict(replace(ppo(0.6, 0.55, 0.65), metrics=ppo(0.6, 0.55, 0.65).metrics | cut))
+    assert Fact("ended by themselves", "2.0 % → 0.0 %", "SFT → now") in found.facts
