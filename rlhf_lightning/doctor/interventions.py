@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rlhf_lightning.hparams import Checked, number
 
 ON_ALARM = ("none", "stop", "rollback")
+UNNAMED = "without a name"  # the subject where rows have no domain
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def diversify(knobs: Knobs, limits: ActionSettings, subject: str) -> tuple[str, 
 def weigh_domain(knobs: Knobs, limits: ActionSettings, subject: str) -> tuple[str, float, float]:
     """Raise the weight of the domain's scores; there is none without a name."""
     weight = knobs.domain_weights.get(subject, 1.0)
-    heavier = min(weight * limits.domain_factor, limits.max_domain_weight) if subject else weight
+    named = subject not in ("", UNNAMED)
+    heavier = min(weight * limits.domain_factor, limits.max_domain_weight) if named else weight
     return f"domain_weights.{subject}", weight, heavier
 
 

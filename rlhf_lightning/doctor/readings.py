@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from rlhf_lightning.doctor.history import History
+from rlhf_lightning.doctor.interventions import UNNAMED
 from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 from rlhf_lightning.doctor.spec import Measured
 
@@ -93,7 +94,7 @@ def fall_behind_others(history: History, prefix: str) -> Measured | None:
         real = fell > error and behind > history.thresholds.domain_sigmas * error
         fall = behind / std if real and others >= then - slack else 0.0
         if worst is None or fall > worst.value:
-            worst = Measured(fall, subject=name.removeprefix(prefix) or "without a name")
+            worst = Measured(fall, subject=name.removeprefix(prefix) or UNNAMED)
     return worst
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlhf_lightning.doctor.interventions import ActionSettings, Intervention, Knobs
+from rlhf_lightning.doctor.interventions import UNNAMED, ActionSettings, Intervention, Knobs
 from rlhf_lightning.doctor.policy import InterventionPolicy
 from rlhf_lightning.doctor.spec import ALARM, WARN
 
@@ -55,6 +55,7 @@ def test_a_forgotten_domain_gets_more_weight_up_to_the_most() -> None:
     heavy = knobs(domain_weights={"lists": 2.5})
     assert first("forgotten_domain", heavy, "lists").after == 3.0
     assert first("forgotten_domain", knobs(domain_weights={"lists": 3.0}), "lists") is None
+    assert first("forgotten_domain", subject=UNNAMED) is None, "rows without a domain weigh 1"
 
 
 def test_updates_that_are_too_large_halve_the_learning_rates_down_to_the_least() -> None:
