@@ -57,7 +57,10 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
         raise ConfigError(
             "benchmark: there is nothing to measure: name a reward model, scorer=NAME"
         )
-    source = settings.scorer.get("source") or settings.policy
+    members = settings.scorer.get("sources")
+    source = members[0] if members else settings.scorer.get("source") or settings.policy
+    if members:
+        settings = settings.updated({"scorer.policy": source})  # to be compared with the others
     tokenizer = load_tokenizer(
         source, chat_template_arguments=settings.model.chat_template_arguments
     )

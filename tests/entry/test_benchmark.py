@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.models.export import save_hf_model
+from rlhf_lightning.models.factory import load_scalar_model
+from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.reports.page import render_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary
@@ -137,3 +140,34 @@ def test_what_cannot_be_measured_is_told(tmp_path, start, words, told):
     given = [*by_length(tmp_path, start), "benchmark=pairs", f"benchmark.path={file}", *words]
     with pytest.raises(ConfigError, match=told):
         evaluate(tmp_path / "run", *given)
+
+
+def test_an_ensemble_is_read_by_its_own_tokenizer_and_its_members_need_the_same(tmp_path, start):
+    # A policy of another vocabulary stands in `policy`, as an artifact of other data would.
+    members = [tmp_path / "a", tmp_path / "b"]
+    for seed, folder in enumerate(members):
+        model, tokenizer = load_scalar_model(start, head="reward", seed=seed), load_tokenizer(start)
+        stops = [int(tokenizer.eos_token_id)]
+        save_hf_model(model, tokenizer, folder, model.state_dict(), stop_ids=stops)
+    other = shutil.copytree(start, tmp_path / "other")
+    mapping = json.loads((other / "tokenizer.json").read_text())
+    words = mapping["model"]["vocab"]
+    low, high = sorted(words, key=words.get)[20:22]
+    words[low], words[high] = words[high], words[low]
+    (other / "tokenizer.json").write_text(json.dumps(mapping))
+    sides = [f"the {low} . {high}", f"{high} {high} ."]
+    rows = [
+        {"prompt": f"what is {low} ?", "chosen": sides[i % 2], "rejected": sides[1 - i % 2]}
+        for i in range(2)
+    ]
+    file = write(tmp_path / "pairs.jsonl", rows)
+    words = ["scorer=reward_ensemble", f"scorer.sources=[{members[0]},{members[1]}]"]
+    words += ["benchmark=pairs", f"benchmark.path={file}"]
+    found = [
+        evaluate(tmp_path / f"run_{i}", f"policy={policy}", *words).metrics
+        for i, policy in enumerate((start, other))
+    ]
+    assert found[0] == found[1]
+    shutil.copy(other / "tokenizer.json", members[1])
+    with pytest.raises(ConfigError, match="tokenizer"):
+        evaluate(tmp_path / "run_2", f"policy={start}", *words)
