@@ -40,14 +40,19 @@ class Blame(NamedTuple):
 
 
 def find_blame(
-    stage: str, gates: Sequence[GateResult], metrics: Mapping[str, Metrics]
+    stage: str,
+    gates: Sequence[GateResult],
+    metrics: Mapping[str, Metrics],
+    *,
+    policy_stage: str = "ppo",
 ) -> Blame | None:
     """Return what the gates that a stage failed speak of; None if it failed none.
 
     Args:
-        stage: that was judged: `sft`, `reward`, `ppo` or `evaluate`.
+        stage: that was judged: `sft`, `reward`, `ppo`, `grpo`, `dpo` or `evaluate`.
         gates: its verdicts.
         metrics: final metrics by stage, of those that have run.
+        policy_stage: that trained the policy of an evaluation.
     """
     failed = {gate.name: gate for gate in gates if not gate.passed}
     if not failed:
@@ -57,17 +62,17 @@ def find_blame(
     measured = {name: gate for name, gate in failed.items() if name not in unmeasured}
     if not measured:
         return _not_measured(stage, failed)
-    blame = _of_stage(stage, measured, metrics)
+    blame = _of_stage(stage, measured, metrics, policy_stage)
     note = f" (not measured: {', '.join(unmeasured)})" if unmeasured else ""
     return blame._replace(why=f"{blame.why}{note}")
 
 
 def _of_stage(
-    stage: str, failed: Mapping[str, GateResult], metrics: Mapping[str, Metrics]
+    stage: str, failed: Mapping[str, GateResult], metrics: Mapping[str, Metrics], policy_stage: str
 ) -> Blame:
     own = metrics.get(stage, {})
     causes: dict[str, Callable[[], Blame]] = {
-        "evaluate": lambda: _policy("ppo", failed, own, metrics.get("reward", {})),
+        "evaluate": lambda: _policy(policy_stage, failed, own, metrics.get("reward", {})),
         "reward": lambda: _reward(failed),
         "sft": lambda: _sft(failed, own),
     }

@@ -65,6 +65,11 @@ def test_a_later_round_goes_on_from_the_last_policy_with_all_pairs(tmp_path: Pat
     assert given("run", three / "ppo") in steps["round_3/evaluate"].overrides
 
 
+def test_more_rounds_change_no_word_of_those_that_have_ended(tmp_path: Path) -> None:
+    one, two = (plan(composed(f"rounds={count}"), tmp_path) for count in (1, 2))
+    assert [(s.name, s.overrides) for s in two[: len(one)]] == [(s.name, s.overrides) for s in one]
+
+
 @pytest.mark.slow
 def test_every_command_of_a_later_round_composes_and_is_no_mistake(tmp_path: Path) -> None:
     for name in ("collect", "adversarial"):  # what a command line names has to be there

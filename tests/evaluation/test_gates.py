@@ -181,6 +181,15 @@ def test_the_stage_to_blame_is_the_one_the_evidence_points_at(stage, gates, metr
     assert blame.attempt
 
 
+@pytest.mark.parametrize("stage", ["grpo", "dpo"])
+def test_the_remedy_is_of_the_objective_that_trained_the_policy(stage):
+    own = {"val/score_win_rate": 0.6, "val/kl_per_token": 3.0}
+    lever = f"a larger module.{stage}.{'beta' if stage == 'dpo' else 'kl_coef'}"
+    gates = failed(kl_per_token=3.0)
+    assert lever in find_blame(stage, gates, {stage: own}).attempt
+    assert lever in find_blame("evaluate", gates, {"evaluate": own}, policy_stage=stage).attempt
+
+
 def test_what_was_not_measured_is_no_evidence_and_is_named():
     own = {"val/score_win_rate": 0.8, "val/kl_per_token": 0.2}
     gates = {"gold_win_rate": {"metric": "val/gold_win_rate", "at_least": 0.75}}

@@ -194,7 +194,11 @@ def blame_of(step: Step, judged: Mapping[str, Summary]) -> Blame | None:
         for name, result in judged.items()
         if name.startswith(f"round_{step.round}/") or name.startswith("round_1/")
     }
-    return find_blame(step.stage, judged[step.name].gates, own)
+    trained = judged.get(f"round_{step.round}/ppo")
+    policy = "ppo" if trained is None else trained.stage  # or grpo, dpo in its place
+    own[policy] = own.get("ppo", {})
+    stage = policy if step.stage == "ppo" else step.stage
+    return find_blame(stage, judged[step.name].gates, own, policy_stage=policy)
 
 
 def _cause(step: Step, judged: Mapping[str, Summary]) -> str:

@@ -299,8 +299,8 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
     own = _own_words(settings, folder, number, stage)
     ours = (f"seed={settings.seed}", given("paths.artifacts", folder / "round_1" / "artifacts"))
     if stage in TRAINED:
-        # The next round loads export/.
-        whole = ("export.dtype=fp32",) if stage in LATER and settings.rounds > 1 else ()
+        # The next round loads export/, and may be asked for when this one has ended.
+        whole = ("export.dtype=fp32",) if stage in LATER else ()
         head = (
             f"+experiment={settings.experiments.get(stage)}",
             *ours,
