@@ -35,6 +35,11 @@ from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from rlhf_lightning.runs.verdict import STAGES, verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
+_GATE = {
+    "passed": ("✓ passed", "good"),
+    "failed": ("✗ failed", "bad"),
+    "not measured": ("not measured", "undecided"),
+}
 _LEVEL_TONE = {"warn": "neutral", "alarm": "bad"}
 # Of `seconds` of a summary, what is outside of the iterations.
 _PHASES = {
@@ -105,12 +110,13 @@ def _verdict(summary: Summary | None, folder: RunFolder) -> Markup:
         name=folder.name,
         tone=_STATUS_TONE[summary.status],
         failed=sum(not gate.passed for gate in summary.gates),
-        gates=[(*_checked(gate.passed), gate.name, [_reason(gate)]) for gate in summary.gates],
+        passed=sum(gate.word == "passed" for gate in summary.gates),
+        gates=[(*_GATE[gate.word], gate.name, [_reason(gate)]) for gate in summary.gates],
     )
 
 
 def _checked(passed: bool) -> tuple[str, str]:
-    return ("✓ passed", "good") if passed else ("✗ failed", "bad")
+    return _GATE["passed" if passed else "failed"]
 
 
 def _reason(gate: GateResult) -> str:

@@ -40,6 +40,13 @@ class GateResult:
     passed: bool
     reason: str = ""
 
+    @property
+    def word(self) -> str:
+        """`passed`, `failed`, or of a gate that need not be measured and was not `not measured`."""
+        if not self.passed:
+            return "failed"
+        return "not measured" if None in (self.value, self.threshold) else "passed"
+
 
 @dataclass(frozen=True)
 class Summary:

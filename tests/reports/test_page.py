@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.reports.page import render_report, write_report
 from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
@@ -57,6 +58,23 @@ def test_the_verdict_comes_first_with_its_interval_and_the_gates_with_their_reas
     assert outline.text.count("✗ failed") == 1
     assert "0.352 is below 0.36, so diversity fell" in outline.text
     assert "usual 0.05 to 1" in outline.text
+
+
+def test_a_gate_that_measured_nothing_is_not_counted_among_those_that_passed(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run")
+    gates = check_gates({"refuses": {"metric": "val/none", "at_least": 0, "optional": True}}, {})
+    write_summary(folder, replace(read_summary(folder), gates=gates))
+    outline = Outline(write_report(folder).read_text())
+    assert "passed" not in outline.text
+    assert "not measured" in outline.text
+    read = read_summary(folder).gates
+    write_summary(folder, replace(read_summary(folder), gates=(*read, passed_gate())))
+    outline = Outline(write_report(folder).read_text())
+    assert "1 gate passed" in outline.text
+
+
+def passed_gate() -> GateResult:
+    return GateResult("loss", 1.0, 2.0, True, "1 is at most 2")
 
 
 def test_the_page_needs_no_network_and_no_script(tmp_path):
