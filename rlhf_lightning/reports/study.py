@@ -291,6 +291,10 @@ def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
         "the last measurement of gold during training before that, its own end where it spent no "
         "more. A run that measured none is shown at its end, with how much more it spent."
     )
+    if any("rollout/resampling_rounds" in r.rows[-1] for r in compared):
+        lead += (
+            " Prompts that were asked in place of others (`max_resampling_rounds`) are not counted."
+        )
     header = ["row", "setting", "seeds that ended", quantity(GAIN).label, quantity(COST).label]
     return Table(budget.title, lead, [*header, "measured at"], rows)
 
