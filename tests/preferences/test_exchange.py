@@ -138,7 +138,7 @@ def test_an_export_of_label_studio_is_read(tmp_path: Path):
             {"result": [selected], "completed_by": 10, "lead_time": 4.288, "was_cancelled": False},
             {"result": [], "completed_by": {"id": 11, "email": "bob@example.org"}},
             {
-                "result": [],
+                "result": [selected],  # chosen before the annotator skipped the task
                 "completed_by": {"email": "bob@example.org"},
                 "was_cancelled": True,
                 "created_at": "2021-03-09T22:16:08.728353Z",

@@ -260,6 +260,7 @@ def test_one_person_is_one_rater_however_the_name_is_written(store):
     assert not store.enter(" ann  lee ")[1]
     assert store.enter("Ann  Lee")[0] == store.enter(" ann lee ")[0] == store.enter("Ann Lee")[0]
     assert store.enter("Ann L\u0065\u0301")[0] == store.enter("Ann L\u00e9")[0]
+    assert store.enter("J\u00fcrgen")[0] == store.enter("J\u00dcRGEN")[0]
     for bad in ("", "   ", "x" * 61, "Ann\u202e", "Ann\x00"):
         with pytest.raises(StoreError, match="name"):
             store.enter(bad)[0]

@@ -142,11 +142,10 @@ class LabelStore:
         clean = clean_name(name)
 
         def change(db: sqlite3.Connection) -> tuple[int, bool]:
-            row = db.execute(
-                "SELECT rater_id, kind FROM raters WHERE name = ? COLLATE NOCASE "
-                "ORDER BY name = ? DESC LIMIT 1",
-                (clean, clean),
-            ).fetchone()
+            # SQLite folds the case of ASCII alone.
+            known = db.execute("SELECT rater_id, kind, name FROM raters").fetchall()
+            alike = [row for row in known if row["name"].casefold() == clean.casefold()]
+            row = max(alike, key=lambda row: row["name"] == clean, default=None)
             if row is not None and row["kind"] != "person":
                 raise StoreError(f"{clean} is the name of a {row['kind']}: choose another name")
             if row is not None:

@@ -363,7 +363,7 @@ def _of_label_studio(
         reason = None
         for part in given.get("result") or ():
             value = part.get("value") or {}
-            if part.get("type") == "pairwise":
+            if part.get("type") == "pairwise" and choice is None:
                 choice = as_choice(value.get("selected"), names)
             elif part.get("type") == "choices" and choice is None:
                 choice = as_choice((value.get("choices") or [None])[0], names)
