@@ -22,6 +22,7 @@ from rlhf_lightning.data.sources.base import (
     JoinedSource,
     PreferenceFolder,
     RecordSource,
+    RowSource,
     as_source,
 )
 
@@ -43,8 +44,8 @@ class PreferenceDataModule(RecordDataModule):
     """Batches of `PreferenceBatch`; a row is as long as its longer side.
 
     The arguments are those of `RecordDataModule`. `path` names a file or folder of preference
-    records, such as `rlhf_lightning.collect` makes, that takes the place of the source; the records
-    of the folders and files `also` are added, as later rounds add theirs.
+    records, such as `rlhf_lightning.collect` makes, that takes the place of the source and is split
+    as that is; the records of the folders and files `also` are added, as later rounds add theirs.
 
     With `group_by_prompt` pairs of a prompt come one after the other, so that a batch of many holds
     few answers. A `RewardModule` without `micro_batch_size` reads each of them once (with one, once
@@ -80,7 +81,11 @@ class PreferenceDataModule(RecordDataModule):
         num_workers: int = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        first = as_source(source) if path is None else PreferenceFolder(path)
+        first = as_source(source)
+        if path is not None:  # split as the dataset is
+            known = isinstance(first, RowSource)
+            split = ("seed", "validation_fraction") if known else ()
+            first = PreferenceFolder(path, **{name: getattr(first, name) for name in split})
         more = [PreferenceFolder(one, validation_fraction=0.0) for one in also]
         super().__init__(
             JoinedSource([first, *more]) if more else first,
@@ -115,7 +120,7 @@ class PreferenceDataModule(RecordDataModule):
 
     def _identity(self, num_rows: int) -> dict[str, Any]:
         order = {"group_by_prompt": self.group_by_prompt, "balance_length": self.balance_length}
-        return {**super()._identity(num_rows), **order}
+        return {**order, **super()._identity(num_rows)}
 
     def _groups(self, rows: Sequence[EncodedPreference]) -> list[int] | None:
         if not self.group_by_prompt:

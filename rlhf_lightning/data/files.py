@@ -9,6 +9,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -88,6 +89,10 @@ def _open(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", gzip.open(path)) if zipped else path.open("rb")
 
 
+# -00000-of-00002, perhaps with the hash that the hub once wrote behind it, _0, -part-1.
+_SHARD = re.compile(r"([-_]part)?[-_]?[0-9]+(-of-[0-9]+(-[0-9a-f]{16})?)?$")
+
+
 def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the train and the validation files of a folder, told by the start of their names.
 
@@ -96,7 +101,7 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
     and `test` that exists, and may be none.
 
     Raises:
-        BadRecordError: if there is no train file.
+        BadRecordError: if there is no train file, or several that are no shards of one set.
     """
     places = [folder, folder / "data"]
     files = sorted(p for place in places for p in place.glob("*") if extension(p) in _READERS)
@@ -116,6 +121,13 @@ def _files_named(files: list[Path], names: tuple[str, ...]) -> list[Path]:
         starts = (f"{name}-", f"{name}_")
         stems = {path: path.name[: -len(extension(path))] for path in files}
         found = [p for p in files if stems[p] == name or stems[p].startswith(starts)]
+        sets = {(_SHARD.sub("", stems[path]), extension(path)): path.name for path in found}
+        if len(sets) > 1:
+            raise BadRecordError(
+                Location(str(found[0].parent)),
+                f"these are no shards of one set: {', '.join(sets.values())}",
+                "give the file that is meant, or a folder that holds nothing but its shards",
+            )
         if found:
             return found
     return []

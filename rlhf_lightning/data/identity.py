@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
+from rlhf_lightning.data.encode import Encoded
 from rlhf_lightning.data.files import is_data_file
 from rlhf_lightning.data.records import RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource
@@ -38,6 +41,20 @@ def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
         with path.open("rb") as file:
             found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
+
+
+def rows_digest(rows: Iterable[Encoded]) -> str:
+    """Return a SHA-256 of the tokens and margins of encoded rows, in their order.
+
+    It tells what no file does: the weights of a mix, columns, lengths, the seed of a split.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        for value in vars(row).values():
+            if isinstance(value, np.ndarray):
+                digest.update(f"{value.shape}".encode() + value.tobytes())
+        digest.update(f"{getattr(row, 'margin', 0.0)}".encode())
+    return digest.hexdigest()
 
 
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

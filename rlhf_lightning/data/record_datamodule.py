@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.batch_size import check_batch_size
 from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
-from rlhf_lightning.data.identity import FILES, check_same_data, data_digests
+from rlhf_lightning.data.identity import FILES, check_same_data, data_digests, rows_digest
 from rlhf_lightning.data.records import RecordKind, Split
 from rlhf_lightning.data.sampler import (
     SequentialBatchSampler,
@@ -308,6 +308,7 @@ class RecordDataModule(LightningDataModule):
             self._restored = {}
 
     num_spare_batches = 0
+    _rows_digest = ""
     _with_row_ids = False
     _may_repeat = False
     _sampler: StreamBatchSampler | None = None
@@ -339,8 +340,11 @@ class RecordDataModule(LightningDataModule):
         return self.trainer.world_size if self.trainer is not None else 1
 
     def _identity(self, num_rows: int) -> dict[str, Any]:
+        if not self._rows_digest:
+            self._rows_digest = rows_digest(self.rows("train"))
         numbers = {"num_rows": num_rows, "batch_size": self.batch_size, "seed": self.seed}
-        return {**numbers, FILES: self._digests}
+        order = {"group_by_length": self.group_by_length, "training_rows": self._rows_digest}
+        return {**numbers, **order, FILES: self._digests}
 
     def _check_restored(self, num_rows: int) -> None:
         check_same_data(self._restored, self._identity(num_rows))

@@ -5,6 +5,7 @@ import gzip
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.files import split_files
 from rlhf_lightning.data.records import PreferenceRecord, PromptRecord
 from rlhf_lightning.data.sources.base import FileSource
 from tests.builders.record_files import PAIRS, RECORDS, write
@@ -163,3 +164,25 @@ def compress(path):
     target.write_bytes(gzip.compress(path.read_bytes()))
     path.unlink()
     return target
+
+
+@pytest.mark.parametrize(
+    ("names", "is_one"),
+    [
+        (["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"], True),
+        (["train-00000-of-00001-0123456789abcdef.parquet"], True),
+        (["train_0.jsonl", "train_1.jsonl"], True),
+        (["train-part-1.jsonl", "train-part-2.jsonl"], True),
+        (["train_prefs-00000-of-00001.parquet", "train_sft-00000-of-00001.parquet"], False),
+        (["train.jsonl", "train_old.jsonl"], False),
+        (["train.jsonl", "train.jsonl.gz"], False),
+    ],
+)
+def test_the_files_of_a_split_are_shards_of_one_set(tmp_path, names, is_one):
+    for name in names:
+        (tmp_path / name).touch()
+    if is_one:
+        assert [path.name for path in split_files(tmp_path)[0]] == names
+    else:
+        with pytest.raises(BadRecordError, match=f"no shards of one set: {names[0]}, {names[1]}"):
+            split_files(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.records import PreferenceRecord
-from rlhf_lightning.data.sources.base import JoinedSource, PreferenceFolder
+from rlhf_lightning.data.sources.base import JoinedSource, MixedSource, PreferenceFolder
 from tests.builders.record_files import PAIRS, write
 from tests.data.test_sources import ListSource
 
@@ -60,3 +60,15 @@ def test_further_files_add_training_records_and_hold_out_nothing(tmp_path, token
     shared = sum(row["prompt"] in held_out for row in PAIRS[30:])
     assert both["validation"] == alone["validation"]
     assert both["train"] == alone["train"] + len(PAIRS[30:]) - shared
+
+
+def test_what_the_sources_of_a_mix_leave_out_is_counted():
+    class Leaving:
+        def records(self, kind, split):
+            return [PreferenceRecord(f"p{i}", "a", "b") for i in range(4)]
+
+        def left_out(self, kind, split):
+            return {"too long": 3}
+
+    source = MixedSource([Leaving(), Leaving()], [1, 1])
+    assert source.left_out("preferences", "train") == {"too long": 6}

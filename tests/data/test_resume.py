@@ -164,6 +164,24 @@ def test_a_resume_after_a_file_was_edited_is_refused_with_its_name(
     assert contents(again.seen) == contents(whole.seen)[5:]
 
 
+def test_a_resume_with_other_weights_of_a_mix_or_another_order_is_refused(tokenizer, tmp_path):
+    # The mix has as many rows whatever its weights, and no file differs.
+    file = write_prompts(tmp_path / "train.jsonl")
+
+    def mixed(*weights):
+        ours = FileSource(file, validation_fraction=0)
+        return MixedSource([ours, CountingSource()], weights)
+
+    path = tmp_path / "a.ckpt"
+    fit(prompts(tokenizer, source=mixed(3, 1)), callback=SaveAt(path, 5, HOOK))
+    with pytest.raises(ValueError, match="data training_rows="):
+        fit(prompts(tokenizer, source=mixed(1, 3)), ckpt_path=path)
+    other = prompts(tokenizer, source=mixed(3, 1))
+    other.group_by_length = not other.group_by_length
+    with pytest.raises(ValueError, match="data group_by_length="):
+        fit(other, ckpt_path=path)
+
+
 def test_each_source_of_files_names_those_that_it_reads(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()

@@ -44,8 +44,7 @@ class RecordSource(Protocol):
 class RowSource:
     """Parses rows once, splits them by prompt where there is no validation set, and converts.
 
-    A source says where its rows come from in `_rows`. One whose rows are of another form than those
-    of `formats` says in `_parser` what makes a record of a row.
+    A subclass yields its rows in `_rows`, and in `_parser` what makes a record of a row.
 
     Args:
         columns: our name -> their name; null hides a column.
@@ -59,7 +58,7 @@ class RowSource:
 
     columns: Mapping[str, str | None] | None = None
     validation_fraction: float = 0.05
-    seed: int = 0
+    seed: int = 1
     on_bad_record: OnBadRecord = "raise"
     rendered: bool = False
 
@@ -87,8 +86,7 @@ class RowSource:
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return all records of `split` as `kind`, in the order of the source.
 
-        Prompts taken from demonstrations or preferences are made unique: a prompt with ten pairs
-        is one prompt to answer. A set of prompts is kept as it is.
+        Prompts taken from demonstrations or preferences are made unique; a set of prompts is kept.
 
         Raises:
             BadRecordError: for a bad record unless it is skipped, or if the records cannot be
@@ -276,6 +274,11 @@ class _SeveralSources:
         """Rows of JSON in the sources that have a key twice."""
         return sum(getattr(source, "num_repeated_keys", 0) for source in self.sources)
 
+    def left_out(self, kind: RecordKind, split: Split) -> dict[str, int]:
+        """Return how many good records are not used, by reason."""
+        counts = (s.left_out(kind, split) for s in self.sources if hasattr(s, "left_out"))
+        return dict(sum(map(Counter, counts), Counter()))
+
 
 class MixedSource(_SeveralSources):
     """Several sources, mixed so that their shares of the training records match weights.
@@ -448,11 +451,8 @@ class JoinedSource(_SeveralSources):
 
     def left_out(self, kind: RecordKind, split: Split) -> dict[str, int]:
         """Return how many good records are not used, by reason."""
-        found = Counter(self._left_out if split == "train" else {})
-        for source in self.sources:
-            if hasattr(source, "left_out"):
-                found.update(source.left_out(kind, split))
-        return dict(found)
+        own = self._left_out if split == "train" else {}
+        return dict(Counter(own) + Counter(super().left_out(kind, split)))
 
     @property
     def label_ceiling(self) -> Callable[[], float] | None:
