@@ -44,8 +44,8 @@ ELSEWHERE = {
     "annotator": "What labels pairs: [The preference lab](preferences.md#annotators).",
     "doctor": "Thresholds of the detectors (`doctor.thresholds.*`): [The doctor](doctor.md).",
     "gates": "How a threshold is written: [Evaluation](evaluation.md). Experiments take "
-    "those of their data set, in `conf/gates/by_dataset`.",
-    "dataset": "Keys of a data set stand in its file in `conf/dataset`: "
+    "those of their dataset, in `conf/gates/by_dataset`.",
+    "dataset": "Keys of a dataset stand in its file in `conf/dataset`: "
     "[Your model and data](your_model_and_data.md#the-data).",
 }
 NOT_SHOWN = ("experiment", "model", "module")
@@ -54,8 +54,11 @@ INTRODUCTION = """\
 # Configuration
 
 Made by `python docs/build_configuration.py` from `rlhf_lightning/hparams.py` and `conf/`; a test
-holds the page against them. `python -m rlhf_lightning.train +experiment=ppo --cfg job` prints what
-a run would use, with your own settings on the same line.
+holds the page against them. `python -m rlhf_lightning.train +experiment=ppo --cfg job --resolve`
+prints what a run would use, with your own settings on the same line.
+
+*default* is that of the dataclass, which `from_pretrained` uses, or of the group's file.
+Experiments set several of them; `--cfg job --resolve` prints the values of a run.
 
 - `GROUP=CHOICE` replaces a group: `logger=none`, `scorer=text_reward_model`, `debug=fast`.
 - `KEY=VALUE` sets one value: `module.ppo.kl_coef=0.1`. `null` is none, `???` has to
@@ -64,9 +67,9 @@ a run would use, with your own settings on the same line.
 - An unknown key is an error that names the nearest one. A value outside the usual range warns, an
   impossible one is an error.
 - Settings of other commands that are in no group below stand with their meanings in
-  `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`, `conf/pipeline.yaml`,
-  `conf/study.yaml`, `conf/dashboard.yaml`, `conf/export.yaml` and `conf/report.yaml`. Of
-  `rlhf-export` and `rlhf-report` a bare path is `run=PATH`.
+  `conf/plan.yaml`, `conf/collect.yaml`, `conf/annotate.yaml`, `conf/evaluate.yaml`,
+  `conf/pipeline.yaml`, `conf/study.yaml`, `conf/dashboard.yaml`, `conf/export.yaml` and
+  `conf/report.yaml`. Of `rlhf-export` and `rlhf-report` a bare path is `run=PATH`.
 """
 
 

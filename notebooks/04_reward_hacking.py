@@ -156,7 +156,7 @@ for iteration in (1, 6, 12, ITERATIONS):
 # %% [markdown]
 # ## 6 · Without gold
 #
-# Nobody has a gold reward. What is left to see: length, variety, and the doctor's alerts (dotted lines,
+# In practice there is no gold reward. What is left to see: length, variety, and the doctor's alerts (dotted lines,
 # at the iterations at which they were raised).
 
 # %%

@@ -81,7 +81,7 @@ runs["PPO"] = train_ppo("ppo", PASSES, *SHARED, reward="rule")
 # %% [markdown]
 # ## Edit 1 · Several answers to a prompt
 #
-# `data.batch_size=8 +data.num_generations=8`: 8 prompts with 8 answers each in place of 64 prompts with one.
+# `data.batch_size=8 data.num_generations=8`: 8 prompts with 8 answers each in place of 64 prompts with one.
 # It is still PPO with its value model. Now answers can be compared: the same prompt, several scores. A row
 # of one colour is a prompt whose answers all score alike; `rollout/informative_groups` is the share of the
 # others.
