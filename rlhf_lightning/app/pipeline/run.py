@@ -197,7 +197,7 @@ def blame_of(step: Step, judged: Mapping[str, Summary]) -> Blame | None:
     trained = judged.get(f"round_{step.round}/ppo")
     policy = "ppo" if trained is None else trained.stage  # or grpo, dpo in its place
     own[policy] = own.get("ppo", {})
-    stage = policy if step.stage == "ppo" else step.stage
+    stage = {"ppo": policy}.get(step.stage, step.stage)
     return find_blame(stage, judged[step.name].gates, own, policy_stage=policy)
 
 
