@@ -140,6 +140,10 @@ def test_the_summary_and_the_report_are_those_of_the_run(whole):
         ({}, r"Trainer\(max_epochs=1000\), its default"),
         ({"max_epochs": 2}, r"Trainer\(max_epochs=2\), given"),
         ({"max_epochs": 1, "precision": "bf16-true"}, r"precision='bf16-true'"),
+        (
+            {"max_epochs": 1, "max_steps": 2},
+            r"Trainer\(max_steps=2\) .* 2 an iter.*max_iterations=",
+        ),
     ],
 )
 def test_a_flag_of_a_plain_trainer_that_trains_something_else_is_named(
@@ -166,6 +170,21 @@ def test_a_plain_trainer_works(material, tmp_path):
     )  # fmt: skip
     trainer.fit(module, data)
     assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("flags", [{"max_epochs": 1, "max_steps": 1}, {"fast_dev_run": True}])
+def test_steps_that_are_iterations_and_a_dry_run_are_not_refused(material, tmp_path, flags):
+    dry = "fast_dev_run" in flags
+    module: Any = ppo(material) if dry else SFTModule.from_pretrained(material["policy"])
+    kind, rows = (
+        (PromptDataModule, "prompts") if dry else (DemonstrationDataModule, "demonstrations")
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_progress_bar=False,
+        enable_checkpointing=False, **flags,
+    )  # fmt: skip
+    trainer.fit(module, kind(material[rows], module.tokenizer, batch_size=4, num_iterations=2))
+    assert trainer.global_step == (2 if dry else 1)
 
 
 def test_without_a_length_the_data_say_what_is_missing(material, tmp_path):

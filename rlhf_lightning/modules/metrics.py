@@ -20,10 +20,12 @@ from rlhf_lightning.functional.off_policy import (
     sequence_ratios,
     truncated_weights,
 )
+from rlhf_lightning.functional.rewards import adjust_scores
 from rlhf_lightning.functional.statistics import explained_variance
 from rlhf_lightning.hparams import OnPolicyHparams
 
 RATIO_BINS = 80  # of width 0.025 over [0, 2]
+CLIPPED = "rollout/clipped"
 
 
 class RunningMeans:
@@ -94,11 +96,14 @@ class Gaps:
         return {name: torch.tensor(float(value)) for name, value in numbers.items()}
 
 
-def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
+def rollout_measures(
+    rollout: RolloutBatch, stage: str, *, score_clip: float | None = None
+) -> dict[str, float]:
     """Return the `rollout/*` values, `STAGE/entropy`, and what values and groups allow.
 
     `STAGE/explained_variance` needs a value model; `rollout/informative_groups`, the share of
-    prompts whose responses do not all have one score, needs several responses to a prompt;
+    prompts whose responses do not all have one score once clipped, needs several responses to a
+    prompt; `rollout/clipped`, the share of scores at `score_clip` or beyond, needs a clip;
     `rollout/resampled_groups`, the share of prompts that took the place of others, and
     `rollout/resampling_rounds` need spare prompts.
 
@@ -120,9 +125,10 @@ def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
             kl.sum().float(),
             finished.sum().float(),
             rollout.entropy.sum().float(),
+            (rollout.scores.abs() >= (score_clip or math.inf)).sum().float(),
         ]
     )
-    rows, tokens, score, total_kl, stops, entropy = global_sum(local).tolist()
+    rows, tokens, score, total_kl, stops, entropy, clipped = global_sum(local).tolist()
     _, score_var = global_moments(rollout.scores, torch.ones_like(finished))
     measures = {
         "rollout/score": score / rows,
@@ -134,8 +140,11 @@ def rollout_measures(rollout: RolloutBatch, stage: str) -> dict[str, float]:
         "rollout/distinct_2": distinct_n(of_all_ranks, n=2),
         f"{stage}/entropy": entropy / tokens,
     }
+    if score_clip is not None:
+        measures[CLIPPED] = clipped / rows
     if rollout.group_size > 1:
-        informative = informative_groups(rollout.scores, rollout.group_ids)
+        compared = adjust_scores(rollout.scores, finished, clip=score_clip, missing_eos_penalty=0.0)
+        informative = informative_groups(compared, rollout.group_ids)
         measures["rollout/informative_groups"] = float(global_sum(informative.sum())) / rows
     if rollout.resampled is not None and rollout.resampling_rounds is not None:
         measures["rollout/resampled_groups"] = float(global_sum(rollout.resampled.sum())) / rows

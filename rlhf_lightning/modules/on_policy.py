@@ -9,6 +9,7 @@ Legend: B rows of a rank, R response.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
-from rlhf_lightning.distributed.collectives import global_sum, unsharded, world_size
+from rlhf_lightning.distributed.collectives import global_sum, rank, unsharded, world_size
 from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.off_policy import masked_weights, truncated_weights
@@ -30,6 +31,7 @@ from rlhf_lightning.models.ppo_models import PolicyModels
 from rlhf_lightning.modules.checkpoint_state import Stateful
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import (
+    CLIPPED,
     Gaps,
     RunningMeans,
     ratio_counts,
@@ -56,6 +58,9 @@ from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.pending import PendingGeneration
+
+logger = logging.getLogger(__name__)
+MANY_CLIPPED = 0.25  # share of the first scores; the doctor's `clipped_warn` too
 
 
 def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, seed: int) -> None:
@@ -342,11 +347,25 @@ def corrected_advantages(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> T
 
 
 def finish_iteration(
-    module: Any, rollout: RolloutBatch, steps: RunningMeans, seconds: Mapping[str, float]
+    module: Any,
+    rollout: RolloutBatch,
+    steps: RunningMeans,
+    seconds: Mapping[str, float],
+    iteration: int,
 ) -> None:
-    """Log the iteration, then adapt the KL coefficient and the learning rate."""
-    stage = module.stage
-    sampled = rollout_measures(rollout, stage) | sampler_measures(rollout, module.algorithm)
+    """Log the iteration, counted from 0, then adapt the KL coefficient and the learning rate."""
+    stage, score_clip = module.stage, module.algorithm.score_clip
+    sampled = rollout_measures(rollout, stage, score_clip=score_clip)
+    sampled |= sampler_measures(rollout, module.algorithm)
+    if iteration == 0 and (share := sampled.get(CLIPPED, 0.0)) > MANY_CLIPPED and rank() == 0:
+        logger.warning(
+            "%.0f %% of the scores are at module.%s.score_clip=%g or beyond, where all are worth "
+            "the same: normalise the scorer (mean 0, std 1), or raise score_clip (None does not "
+            "clip)",
+            100 * share,
+            stage,
+            score_clip,
+        )
     measures = finite(sampled | steps.means())
     measures[f"{stage}/skipped_steps"] = module.skipped.end_iteration()
     measures |= {

@@ -200,7 +200,9 @@ class PPOModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuse flags of the Trainer that would train something else; place frozen models."""
-        check_trainer(self.trainer)
+        algorithm = self.algorithm
+        steps = algorithm.num_passes * algorithm.num_minibatches
+        check_trainer(self.trainer, num_steps=steps)
         move_models(self, [*self.trained_roots, *self.frozen_models])
 
     def configure_optimizers(self) -> dict[str, Any]:
@@ -225,7 +227,7 @@ class PPOModule(L.LightningModule):
                 break  # the policy has moved far enough on this rollout
         release_freed_memory()  # the activations
         seconds["update"] = time.perf_counter() - started
-        on_policy.finish_iteration(self, rollout, steps, seconds)
+        on_policy.finish_iteration(self, rollout, steps, seconds, batch_idx)
         return on_policy.outputs(rollout, steps)
 
     def collect_rollout(

@@ -9,24 +9,34 @@ import lightning as L
 TRAINED_IN = ("32-true", "bf16-mixed")
 
 
-def check_trainer(trainer: L.Trainer) -> None:
+def check_trainer(trainer: L.Trainer, *, num_steps: int = 1) -> None:
     """Check what a stage asks of its Trainer; `trainer_arguments` gives all of it.
+
+    Args:
+        trainer: that was given the module.
+        num_steps: optimizer steps of an iteration, at most.
 
     Raises:
         ValueError: naming the flag, what it is, why that is wrong and what to write.
     """
-    problem = _problem(trainer)
+    problem = _problem(trainer, num_steps)
     if problem is not None:
         raise ValueError(f"{problem}. trainer_arguments(folder, ...) sets what a stage needs")
 
 
-def _problem(trainer: Any) -> str | None:
+def _problem(trainer: Any, num_steps: int) -> str | None:
     if trainer.max_epochs != 1:
         given = "its default" if trainer.max_epochs in (None, 1000) else "given"
         return (
             f"Trainer(max_epochs={trainer.max_epochs}), {given}: a stage is one epoch, as "
             "long as the DataModule or max_iterations says, and a second one would repeat the "
             "sampling noise of the first: use max_epochs=1"
+        )
+    if trainer.max_steps != -1 and num_steps > 1 and not trainer.fast_dev_run:
+        return (
+            f"Trainer(max_steps={trainer.max_steps}) counts optimizer steps, up to {num_steps} an "
+            "iteration here, and the schedule counts iterations: use "
+            "trainer_arguments(max_iterations=...), that is limit_train_batches, and max_steps=-1"
         )
     if trainer.precision not in TRAINED_IN:
         return (

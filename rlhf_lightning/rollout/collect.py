@@ -126,7 +126,9 @@ def collect_rollout(
 
     rounds = 0
     if max_resampling_rounds:
-        answers, scores, rounds = resampled(answered, prompts, max_rounds=max_resampling_rounds)
+        answers, scores, rounds = resampled(
+            answered, prompts, max_rounds=max_resampling_rounds, score_clip=shaping.score_clip
+        )
     else:
         answers, scores = answered(prompts)
     started = time.perf_counter()

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.functional.advantages import informative_groups
+from rlhf_lightning.functional.rewards import adjust_scores
 from rlhf_lightning.rollout.scorers.base import Answers, Scores
 
 
@@ -23,10 +24,11 @@ def resampled(
     prompts: PromptBatch,
     *,
     max_rounds: int,
+    score_clip: float | None,
 ) -> tuple[Answers, Scores, int]:
     """Return scored answers whose uninformative groups gave place to groups of spare prompts.
 
-    A group is uninformative if its scores, before penalties and clipping, are all equal. A round
+    A group is uninformative if its scores, clipped but before penalties, are all equal. A round
     asks the next spare prompts: as many as uninformative groups are left on the rank that has most
     of them, so that all ranks run equally often. The first informative group of the round takes the
     place of the first uninformative one, and so on. What is uninformative after the last round
@@ -36,6 +38,7 @@ def resampled(
         answered: samples and scores responses to prompts.
         prompts: groups of equal size; behind them spare ones, `max_rounds` times as many.
         max_rounds: at which it ends.
+        score_clip: scores are compared as advantages see them, clipped to +-score_clip.
 
     Returns:
         Answers and scores of as many prompts as are not spare, and the rounds that were needed.
@@ -46,13 +49,14 @@ def resampled(
     size = int((prompts.group_ids == prompts.group_ids[0]).sum())
     answers, scores = answered(prompts[~prompts.spare])
     for rounds in range(max_rounds):
-        lacking = _uninformative(answers, scores)[::size].nonzero().flatten()  # groups
+        lacking = _uninformative(answers, scores, score_clip)[::size].nonzero().flatten()  # groups
         num_asked = size * agreed_max(len(lacking), lacking.device)
         if not num_asked:
             return answers, scores, rounds
         more_answers, more_scores = answered(spares[:num_asked])
         spares = spares[num_asked:]
-        found = (~_uninformative(more_answers, more_scores))[::size].nonzero().flatten()
+        uninformative = _uninformative(more_answers, more_scores, score_clip)
+        found = (~uninformative)[::size].nonzero().flatten()
         replaced = lacking[: len(found)]
         groups = torch.arange(len(scores.total) // size, device=lacking.device)
         groups[replaced] = len(groups) + found[: len(replaced)]  # those of the round stand behind
@@ -68,8 +72,11 @@ def resampled(
     return answers, scores, max_rounds
 
 
-def _uninformative(answers: Answers, scores: Scores) -> Tensor:
-    return ~informative_groups(scores.total, answers.prompts.group_ids)  # [B]
+def _uninformative(answers: Answers, scores: Scores, score_clip: float | None) -> Tensor:
+    compared = adjust_scores(
+        scores.total, answers.finished, clip=score_clip, missing_eos_penalty=0.0
+    )
+    return ~informative_groups(compared, answers.prompts.group_ids)  # [B]
 
 
 def _rows_of_both(first: Answers, second: Answers, rows: Tensor) -> Answers:

@@ -154,6 +154,30 @@ def test_dull_groups_give_their_place_to_the_next_prompts_of_the_stream_in_order
     assert run.groups == [[0, 5, 2, 3], [8, 5, 9, 7], [8, 9, 10, 11]]
 
 
+class ScorerBeyondTheClip(ScorerByNumber):
+    """Scores the responses to a dull prompt 7 and 97, which `score_clip=5` makes one."""
+
+    def __call__(self, answers: Answers) -> Scores:
+        of_dull = 7.0 + 90 * (answers.prompts.row_ids % SIZE)
+        dull = torch.tensor([self.is_dull(n) for n in answers.prompts.group_ids.tolist()])
+        total = torch.where(dull, of_dull, super().__call__(answers).total)
+        return Scores(total, {"one": total})
+
+
+@pytest.mark.parametrize(
+    ("score_clip", "groups", "at_clip"), [(5.0, [0, 5, 2, 3], 0.25), (None, [0, 1, 2, 3], None)]
+)
+def test_a_group_whose_scores_are_clipped_to_one_is_dull(score_clip, groups, at_clip):
+    scorer = ScorerBeyondTheClip(DULL.__contains__)
+    module = built(module_with(2, scorer, score_clip=score_clip))
+    rollout, _ = module.collect_rollout(share(rounds=2), 0)
+    assert module.groups == [groups]
+    measures = rollout_measures(rollout, "grpo", score_clip=score_clip)
+    taught = (rollout.advantages != 0).any(-1).float().mean()
+    assert measures["rollout/informative_groups"] == taught == (1.0 if at_clip is None else 0.75)
+    assert measures.get("rollout/clipped") == at_clip
+
+
 def test_a_round_more_asks_on_where_the_last_one_ended():
     module = built(module_with(3))
     module.collect_rollout(share(rounds=3), 0)
@@ -190,7 +214,7 @@ def test_responses_of_all_rounds_keep_their_texts_and_ends_at_one_width():
         answers = texts_of(prompts, ids)
         return answers, ScorerByNumber(DULL.__contains__)(answers)
 
-    answers, scores, rounds = resampled(answered, share(rounds=2), max_rounds=2)
+    answers, scores, rounds = resampled(answered, share(rounds=2), max_rounds=2, score_clip=None)
     assert rounds == 2
     numbers = [0, 1, 10, 11, 4, 5, 6, 7]
     assert answers.prompts.row_ids.tolist() == numbers

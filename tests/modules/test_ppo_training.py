@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +189,7 @@ def test_changed_controls_take_effect_at_the_next_rollout():
 MEASURES = {
     "rollout/score",
     "rollout/score_std",
+    "rollout/clipped",
     "rollout/kl_per_token",
     "rollout/kl_per_response",
     "rollout/response_length",
@@ -290,3 +293,32 @@ def test_several_components_of_the_score_are_logged_by_name():
     assert measures["rollout/score/std"] == -1.0
     spread = float(rollout.scores.std(correction=0))
     assert measures["rollout/score_std"] == pytest.approx(spread, rel=1e-4), "of the total"
+
+
+def clipped_run(caplog: pytest.LogCaptureFixture, share: float, **hparams: Any) -> Any:
+    """Train on rollouts of which `share` scores 7, the rest less; return metrics and warnings."""
+    scores = itertools.cycle([7.0 - 6 * (row >= 16 * share) for row in range(16)])
+    module = tiny_module(scorer=TokenScorer(lambda *_: next(scores)), ppo=ppo_hparams(**hparams))
+    trainer = fit(module, 2)
+    said = [record.getMessage() for record in caplog.records if "score_clip" in record.msg]
+    return trainer.callback_metrics, said
+
+
+def test_many_scores_at_the_clip_are_logged_and_warned_of_once(caplog):
+    metrics, said = clipped_run(caplog, 0.75)
+    assert float(metrics["rollout/clipped"]) == 0.75
+    (message,) = said
+    assert "75 % of the scores are at module.ppo.score_clip=5 or beyond" in message
+    assert "normalise" in message
+
+
+def test_a_quarter_of_the_scores_at_the_clip_is_not_warned_of(caplog):
+    metrics, said = clipped_run(caplog, 0.25)
+    assert float(metrics["rollout/clipped"]) == 0.25
+    assert said == []
+
+
+def test_without_a_clip_there_is_no_share_at_it(caplog):
+    metrics, said = clipped_run(caplog, 1.0, score_clip=None)
+    assert "rollout/clipped" not in metrics
+    assert said == []
