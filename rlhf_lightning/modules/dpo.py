@@ -97,7 +97,8 @@ class DPOModule(L.LightningModule):
         self.skipped = SkippedSteps(dpo.max_skipped_steps, "module.dpo.max_skipped_steps")
         self.references = ReferenceLogprobs(fingerprint, policy, dpo.micro_batch_size)
         self.policy: PolicyModel | None = None
-        self.sums: Any = torch.nn.ModuleDict({name: SumMetric() for name in ("pairs", *MEASURES)})
+        names = ("pairs", *MEASURES)
+        self.sums: Any = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.validation_started = 0.0
 
     @classmethod

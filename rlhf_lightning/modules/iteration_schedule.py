@@ -20,6 +20,7 @@ class IterationSchedule(LambdaLR):
     A checkpoint holds the learning rate, betas, epsilon and weight decay of its own run, which
     torch puts in the place of those that the optimizer was made with. What differs is set back and
     said; the moments of the optimizer and the place in the schedule are those of the checkpoint.
+    The next rate is that of this schedule, which may be a longer one.
 
     Args:
         optimizer: as it was made.
@@ -48,15 +49,12 @@ class IterationSchedule(LambdaLR):
                 if not _same(value, saved.get(name)):
                     word = "learning_rate" if name == "lr" else name
                     say_changed(f"{word}{of_group}", value, saved.get(name))
-                    self._set(index, name, value)
+                    group[name] = value
+                    if name == "lr":
+                        self.base_lrs[index] = group["initial_lr"] = value
+            # The rate of the checkpoint is of its own schedule: of a finished run it is 0.
+            group["lr"] = self.base_lrs[index] * self.lr_lambdas[index](self.last_epoch)
         self._last_lr = [group["lr"] for group in groups]
-
-    def _set(self, index: int, name: str, value: Any) -> None:
-        group = self.optimizer.param_groups[index]
-        group[name] = value
-        if name == "lr":
-            self.base_lrs[index] = group["initial_lr"] = value
-            group["lr"] = value * self.lr_lambdas[index](self.last_epoch)
 
 
 def _same(value: Any, saved: Any) -> bool:

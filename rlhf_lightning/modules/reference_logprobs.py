@@ -98,6 +98,8 @@ class ReferenceLogprobs:
         rows: dict[str, Rows] = {split: data.rows(split) for split in SPLITS}
         path = Path(trainer.default_root_dir) / FILE
         computed = f"{trainer.precision} {_base_of(module.policy)}"
+        if module.compute_dtype is not None:  # FSDP2's, whatever the Trainer's precision
+            computed += f" {module.compute_dtype}"
         key = data_key(rows, self.fingerprint, computed)
         tables = _for_all_ranks(lambda: read_tables(path, key, rows), rows)
         missing = {split: _missing(tables[split], data, trainer, split) for split in splits}

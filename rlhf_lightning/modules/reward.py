@@ -85,7 +85,7 @@ class RewardModule(L.LightningModule):
         self.skipped = SkippedSteps(reward.max_skipped_steps, "module.reward.max_skipped_steps")
         self.model: ScalarHeadModel | None = None
         names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
-        self.sums: Any = torch.nn.ModuleDict({name: SumMetric() for name in names})
+        self.sums: Any = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
         self.validation_started = 0.0
 
@@ -262,8 +262,9 @@ class RewardModule(L.LightningModule):
         for name, value in values.items():
             self.sums[name].update(value.float())
         # Both orders of each pair: calibration must not depend on which answer comes first.
+        difference = difference[difference.isfinite()]
         probability = torch.cat([difference, -difference]).sigmoid()
-        target = torch.cat([torch.ones_like(longer), torch.zeros_like(longer)])
+        target = torch.cat([torch.ones_like(difference), torch.zeros_like(difference)]).long()
         self.calibration.update(probability, target)
 
     def on_validation_epoch_end(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import lightning as L
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import SumMetric
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import SFTBatch
@@ -77,7 +77,8 @@ class SFTModule(L.LightningModule):
         self.gaps = Gaps()
         self.skipped = SkippedSteps(sft.max_skipped_steps, "module.sft.max_skipped_steps")
         self.policy: PolicyModel | None = None
-        self.validation_loss = MeanMetric()
+        names = ("loss", "tokens")  # two sums: a MeanMetric that keeps NaN forgets its weights
+        self.sums: Any = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.validation_started = 0.0
 
     @classmethod
@@ -217,14 +218,17 @@ class SFTModule(L.LightningModule):
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Add the batch to the held-out loss."""
         num_tokens = batch.loss_mask.sum()
-        self.validation_loss.update(self.loss(batch, num_tokens), weight=num_tokens)
+        self.sums["loss"].update(self.loss(batch, num_tokens).float() * num_tokens)
+        self.sums["tokens"].update(num_tokens)
 
     def on_validation_epoch_end(self) -> None:
         """Log the token mean over all held-out rows of all ranks."""
-        self.log("val/loss", self.validation_loss.compute(), prog_bar=True)
+        loss = self.sums["loss"].compute() / self.sums["tokens"].compute()
+        self.log("val/loss", loss, prog_bar=True)
         if self.trainer.state.fn == "fit":  # not of a validation by itself
             self.log("time/validate", time.perf_counter() - self.validation_started)
-        self.validation_loss.reset()
+        for metric in self.sums.values():
+            metric.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the skipped steps, and the fingerprint of the model's source."""

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -261,6 +262,26 @@ def test_rows_of_no_batch_are_computed_when_a_longer_run_needs_them(material, tm
     assert 0 < int(unknown.sum()) <= len(unknown) - 16
 
 
+class Rates(L.Callback):
+    """Keeps the learning rate of each iteration."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def test_a_finished_run_that_is_extended_goes_on_at_the_rates_of_the_longer_schedule(
+    material, tmp_path
+):
+    """Its own schedule ended at 0, and the checkpoint's optimizer holds that rate."""
+    rates = Rates()
+    train(material, tmp_path, max_iterations=2, callbacks=rates)
+    train(material, tmp_path, max_iterations=4, callbacks=rates, ckpt_path="last")
+    assert rates.seen == [1e-3 * factor for factor in (1.0, 0.5, 0.5, 0.25)]
+
+
 def test_the_file_of_other_pairs_is_refused(material, tmp_path):
     train(material, tmp_path / "run", max_iterations=1)
     other = tmp_path / "other.jsonl"
@@ -269,6 +290,19 @@ def test_the_file_of_other_pairs_is_refused(material, tmp_path):
     (tmp_path / "run" / FILE).rename(tmp_path / "new" / FILE)
     with pytest.raises(ValueError, match="holds log-probabilities of other data"):
         train(material | {"pairs": other}, tmp_path / "new", max_iterations=1)
+
+
+def test_the_file_of_another_compute_dtype_is_refused(material, tmp_path):
+    """FSDP2Strategy computes in bf16 while the Trainer's precision is 32-true."""
+    train(material, tmp_path / "run", max_iterations=1)
+    (tmp_path / "new" / FILE.parent).mkdir(parents=True)
+    (tmp_path / "run" / FILE).rename(tmp_path / "new" / FILE)
+    module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
+    module.compute_dtype = torch.bfloat16
+    data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=8)
+    given = trainer_arguments(tmp_path / "new", max_iterations=1, enable_progress_bar=False)
+    with pytest.raises(ValueError, match="under another reference or precision"):
+        L.Trainer(**given, accelerator="cpu").fit(module, data)
 
 
 def test_pairs_that_come_from_no_data_module_are_refused(tmp_path):
@@ -309,6 +343,24 @@ def test_a_validation_by_itself_has_the_measures_of_the_pairs(material, trained,
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(float(value), abs=1e-4), name
     assert metrics["val/accuracy_low"] <= metrics["val/accuracy"] <= metrics["val/accuracy_high"]
+
+
+def test_a_held_out_pair_that_is_not_finite_is_not_left_out_of_the_loss(monkeypatch):
+    module, batch = with_references(tiny_dpo()), preference_batch()
+    module.references.tables["validation"] = module.references.tables["train"]
+    module._trainer.state = SimpleNamespace(fn="validate")
+
+    def broken(policy: Any, rows: PreferenceBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, rejected = pair_logprobs(policy, rows)
+        return torch.where(rows.row_ids == 0, math.nan, chosen + 1), rejected
+
+    monkeypatch.setattr(dpo, "pair_logprobs", broken)
+    with torch.no_grad():
+        module.validation_step(batch, 0)
+    module.on_validation_epoch_end()
+    (measures,) = module.logged
+    assert math.isnan(measures["val/loss"])
+    assert measures["val/accuracy"] == 7 / 8
 
 
 def test_lightnings_sanity_check_finds_the_references_that_training_then_uses(material, tmp_path):

@@ -248,6 +248,22 @@ def calibration_error(difference: torch.Tensor) -> float:
     return total
 
 
+@pytest.mark.parametrize("broken", [1, 8])
+def test_a_held_out_pair_that_is_not_finite_is_not_left_out_of_the_loss(broken):
+    module, batch = tiny_reward(), preference_batch()
+    module.configure_model()
+    with torch.no_grad():
+        chosen, rejected = module.scores(batch)
+    chosen[:broken] = math.nan
+    module.scores = lambda _: (chosen, rejected)
+    metrics = validated(module, batch)
+    assert math.isnan(metrics["val/loss"])
+    assert math.isnan(metrics["val/margin"])
+    assert metrics["val/accuracy"] == float((chosen > rejected).sum()) / 8
+    error = calibration_error((chosen - rejected)[broken:]) if broken < 8 else math.nan
+    assert metrics["val/calibration_error"] == pytest.approx(error, abs=1e-5, nan_ok=True)
+
+
 def test_calibration_counts_both_orders_of_each_pair():
     module = tiny_reward()
     batch = preference_batch()

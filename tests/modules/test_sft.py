@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import encode_demonstration
 from rlhf_lightning.data.records import DemonstrationRecord
@@ -144,6 +148,32 @@ def test_it_learns_demonstrations_and_validates_by_the_token():
     names = {"sft/loss", "sft/grad_norm", "sft/learning_rate", "time/update", "val/loss"}
     names |= {"sft/skipped_steps", "time/validate"}
     assert names | {"throughput/tokens_per_second"} == set(the_trainer.callback_metrics)
+
+
+class Breaking(L.Callback):
+    """After the second iteration one of two held-out batches has a loss that is not finite."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if batch_idx == 1:
+            whole = module.loss
+            module.loss = lambda batch, *rest: (
+                whole(batch, *rest) * (math.nan if len(batch) == 1 else 0.1)
+            )
+
+
+def test_a_held_out_batch_that_is_not_finite_makes_no_better_loss(tmp_path):
+    best = IterationCheckpoint(tmp_path, monitor="val/loss")
+    stopping = EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    the_trainer = trainer(
+        callbacks=[Breaking(), stopping, best], val_check_interval=1, enable_checkpointing=True
+    )
+    train = DataLoader([sft_batch() for _ in range(4)], batch_size=None)
+    held_out = [sft_batch(seed=9)[:1], sft_batch(seed=9)[1:]]
+    the_trainer.fit(tiny_sft(), train, DataLoader(held_out, batch_size=None))
+    assert math.isnan(float(the_trainer.callback_metrics["val/loss"]))
+    assert best.best_iteration == 1
+    assert the_trainer.global_step == 2, "early stopping ends the run"
+    assert math.isfinite(float(stopping.best_score))
 
 
 def test_dropout_trains_and_the_validation_has_none():
