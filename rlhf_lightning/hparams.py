@@ -345,6 +345,11 @@ class OnPolicyHparams(Checked):
                 f"{name}.kl_estimator={self.kl_estimator} is of a KL in the loss: use kl_in=loss, "
                 "or leave it out (in the reward it is k1)"
             )
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError(
+                f"{name}.kl_target={self.kl_target:g} with kl_coef=0 does nothing: the controller "
+                "multiplies kl_coef; start from kl_coef=0.05, or leave kl_target out"
+            )
         if self.surrogate == "cispo" and self.dual_clip is not None:
             raise ValueError(
                 f"{name}.dual_clip={self.dual_clip:g} is of no use with surrogate=cispo, which "

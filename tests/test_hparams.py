@@ -136,6 +136,13 @@ def test_bounds_of_a_correction_that_is_not_asked_for_are_an_error(cls):
                 cls(off_policy=other, **{name: value})
 
 
+@pytest.mark.parametrize("cls", ON_POLICY)
+def test_a_kl_target_needs_a_coefficient_to_start_from(cls):
+    with pytest.raises(ValueError, match=rf"^{cls.__name__}\.kl_target=6 .*kl_coef=0"):
+        cls(kl_target=6.0, kl_coef=0.0)
+    assert cls(kl_coef=0.0).kl_target is None
+
+
 def test_a_groups_spread_needs_a_groups_baseline():
     with pytest.raises(ValueError, match="scale=group_std needs a group's baseline"):
         GRPOHparams(baseline="none")
