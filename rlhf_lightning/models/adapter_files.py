@@ -27,6 +27,7 @@ from rlhf_lightning.models.whole_weights import check_artifact
 CONFIG, WEIGHTS, EXTRA = "adapter_config.json", "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
 _SCORE = f"{_PREFIX}score.weight"
+_OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
 
     Raises:
         FileNotFoundError: if it is none; the message says how one is made.
-        ValueError: if a file of it is damaged.
+        ValueError: if a file of it is damaged, or if it is not scaled by alpha / r everywhere.
         ManifestError: if the artefact that it stands in is not what its manifest says.
     """
     check_artifact(folder.parent)
@@ -127,7 +128,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
             target_modules=targets if isinstance(targets, str) else ",".join(sorted(targets)),
         )
         is_scalar = extra.get("kind", "scalar" if "score.weight" in tensors else "policy")
-        return AdapterFiles(
+        found = AdapterFiles(
             lora=lora,
             tensors=tensors,
             is_scalar=is_scalar == "scalar",
@@ -137,6 +138,13 @@ def read_adapter(folder: Path) -> AdapterFiles:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
+    if others := [key for key in _OTHER_SCALES if config.get(key)]:
+        raise ValueError(
+            f"the adapter in {folder} sets {', '.join(others)}, and adapters here are scaled by "
+            "alpha / r everywhere: merge it into its base with PEFT (merge_and_unload), and use "
+            "the whole model"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -15,13 +15,17 @@ from safetensors.torch import load_file, save_file
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.reexport import reexport
+from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.export import save_hf_model
-from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
+from rlhf_lightning.models.lora import add_policy
+from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import write_manifest
+from rlhf_lightning.runs.manifest import source_fingerprint, write_manifest
 from tests.builders.runs import killed, settings_for
 from tests.entry.test_evaluate import evaluate
 
@@ -106,6 +110,25 @@ def test_ppo_takes_no_damaged_reward_model(tmp_path, start, reward, damaged, rol
     }
     with pytest.raises((ValueError, RuntimeError), match=message):
         take[role]()
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo"])
+def test_a_policys_adapter_of_another_base_is_refused_with_both(tmp_path, start, stage):
+    policy = add_policy(load_base(start, LoraHparams(r=4)), "policy", seed=0)
+    lora = ("lora=lora", "lora.r=4", f"artifacts.ppo={tmp_path / 'last'}")
+
+    def assembled(base_fingerprint: str) -> None:
+        folder = tmp_path / "last" / ADAPTER
+        save_adapter(
+            policy, folder, policy.state_dict(), base="elsewhere", base_fingerprint=base_fingerprint
+        )
+        assemble(settings_for(stage, start, *lora), RunFolder(tmp_path / "run"))
+
+    own = source_fingerprint(start)
+    wanted = rf"last/adapter was trained on elsewhere \(f{{12}}\), .*{start} is {own[:12]}"
+    with pytest.raises(ConfigError, match=wanted):
+        assembled("f" * 64)
+    assembled(own)
 
 
 @pytest.mark.parametrize(

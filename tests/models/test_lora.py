@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import (
+    CONFIG,
     load_scalar_adapter,
     merge_adapter,
     read_adapter,
@@ -183,6 +185,26 @@ def test_an_adapter_of_another_shape_is_refused_by_name(folders, tmp_path):
     save_adapter(reward, tmp_path, reward.state_dict(), base="somewhere", base_fingerprint="")
     with pytest.raises(ValueError, match=r"trained on somewhere.*does not fit"):
         load_scalar_adapter(load_base(folders["gpt_neox"], LORA), tmp_path, "reward")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("alpha_pattern", {"q_proj": 4}),
+        ("rank_pattern", {"q_proj": 2}),
+    ],
+)
+def test_an_adapter_of_peft_that_is_scaled_otherwise_is_refused_by_key(
+    folders, tmp_path, key, value
+):
+    policy = add_policy(load_base(folders["llama"], LORA), "policy", seed=0)
+    save_adapter(policy, tmp_path, policy.state_dict(), base="b", base_fingerprint="")
+    file = tmp_path / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=rf"sets {key}, .*merge"):
+        read_adapter(tmp_path)
 
 
 def test_a_missing_adapter_folder_says_how_one_is_made(tmp_path):

@@ -39,9 +39,9 @@ def arguments(
     """Return what the module samples and scores with.
 
     Raises:
-        ConfigError: if the reward model's adapter was trained on another policy.
+        ConfigError: if an adapter was trained on another policy.
     """
-    ppo.check_adapter(settings, fingerprint)
+    ppo.check_adapters(settings, fingerprint)
     return ppo.sampled_and_scored(settings, tokenizer, generator)
 
 

@@ -114,7 +114,7 @@ def arguments(
         ConfigError: if an adapter or a value model does not fit the policy.
     """
     made = sampled_and_scored(settings, tokenizer, generator)
-    check_adapter(settings, fingerprint)
+    check_adapters(settings, fingerprint)
     _check_value_tokenizer(settings, tokenizer)
     return made
 
@@ -131,35 +131,55 @@ def sampled_and_scored(
     }
 
 
-def check_adapter(settings: TrainSettings, fingerprint: str) -> None:
-    """Check that the reward model's adapter was trained on the policy that PPO starts from.
+def check_adapters(settings: TrainSettings, fingerprint: str) -> None:
+    """Check that adapters were trained on the policy that is the reference.
+
+    They are the reward model's, and that of a policy to go on from.
 
     Raises:
-        ConfigError: if it was not, or if there is none.
+        ConfigError: if one was not, or if there is none.
     """
+    shares = settings.scorer is not None and settings.scorer.class_name == "RewardAdapterScorer"
+    models, adapts = settings.module.get("models"), settings.lora is not None
+    if shares or (adapts and models.get("value_head") == "stored"):
+        _check_adapter(
+            settings,
+            fingerprint,
+            settings.artifacts.reward,
+            missing="PPO with lora=lora starts its value model from the reward model's adapter; "
+            "module.models.value_head=zero starts it from the policy instead",
+            fix="train the reward model on that policy with lora=lora, or use "
+            "scorer=reward_model module.models.value_head=zero",
+        )
+    if adapts and (start := models.get("start")) is not None:
+        _check_adapter(
+            settings,
+            fingerprint,
+            start,
+            missing="With lora=lora training goes on from the adapter of artifacts.ppo; lora=none "
+            "goes on from the merged policy",
+            fix="give the policy that it was trained on as artifacts.sft, or go on from the merged "
+            "policy with lora=none",
+        )
+
+
+def _check_adapter(
+    settings: TrainSettings, fingerprint: str, source: object, *, missing: str, fix: str
+) -> None:
     from rlhf_lightning.app.config.compose import ConfigError
     from rlhf_lightning.models.adapter_files import read_adapter
     from rlhf_lightning.models.ppo_models import ADAPTER
 
-    shares = settings.scorer is not None and settings.scorer.class_name == "RewardAdapterScorer"
-    models = settings.module.get("models")
-    starts = settings.lora is not None and models.get("value_head") == "stored"
-    if not (shares or starts):
-        return
-    folder = Path(str(settings.artifacts.reward)) / ADAPTER
+    folder = Path(str(source)) / ADAPTER
     try:
         files = read_adapter(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{error}. PPO with lora=lora starts its value model from the reward model's adapter; "
-            "module.models.value_head=zero starts it from the policy instead"
-        ) from error
+        raise ConfigError(f"{error}. {missing}") from error
     if files.base_fingerprint not in ("", fingerprint):
         raise ConfigError(
             f"the adapter in {folder} was trained on {files.base} "
             f"({files.base_fingerprint[:12]}), artifacts.sft={settings.artifacts.sft} is "
-            f"{fingerprint[:12]}: train the reward model on that policy with lora=lora, or use "
-            "scorer=reward_model module.models.value_head=zero"
+            f"{fingerprint[:12]}: {fix}"
         )
 
 
