@@ -53,21 +53,22 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
     from rlhf_lightning.models.precision import in_precision
     from rlhf_lightning.models.tokenizers import load_tokenizer
 
-    if settings.scorer is None:
+    target = settings.scorer
+    if target is None:
         raise ConfigError(
             "benchmark: there is nothing to measure: name a reward model, scorer=NAME"
         )
-    members = settings.scorer.get("sources")
-    source = members[0] if members else settings.scorer.get("source") or settings.policy
-    if members:
-        settings = settings.updated({"scorer.policy": source})  # to be compared with the others
+    members = target.get("sources")
+    source = members[0] if members else target.get("source") or settings.policy
+    if members:  # to be compared with the others
+        target = settings.updated({"scorer.policy": source}).scorer or target
     tokenizer = load_tokenizer(
         source, chat_template_arguments=settings.model.chat_template_arguments
     )
     candidates = benchmark.candidates(chat=bool(tokenizer.chat_template))
     if not candidates:
         raise ConfigError("benchmark: the file holds no rows")
-    scorer = settings.scorer.build()
+    scorer = target.build()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for model in scorer.build():
         model.to(device)
