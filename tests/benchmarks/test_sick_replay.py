@@ -52,3 +52,12 @@ def test_for_a_floor_the_value_that_was_kept_lowest_counts():
 def test_a_folder_without_a_run_is_told(tmp_path):
     with pytest.raises(SystemExit, match=r"has no metrics.csv: give the folder of a PPO run"):
         main([str(tmp_path)])
+
+
+def test_runs_of_grpo_are_read_as_those_of_ppo_are():
+    def rows(stage):
+        return [{"iteration": t, f"{stage}/approx_kl": 0.2 + 0.1 * t} for t in range(1, 9)]
+
+    found, wanted = (replay(rows(stage), DoctorThresholds()) for stage in ("grpo", "ppo"))
+    assert {change.detector for _, change in found} == {"update_size"}
+    assert found == wanted

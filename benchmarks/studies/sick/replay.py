@@ -18,7 +18,7 @@ from rlhf_lightning.doctor.spec import Reading
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 
-PHASES = ("rollout/", "ppo/", "doctor/")
+PHASES = ("rollout/", "ppo/", "grpo/", "doctor/")
 PANELS = (
     ("rollout/score", "score"),
     ("rollout/response_length", "tokens an answer"),
