@@ -61,14 +61,15 @@ def describe(judged: JudgedSet) -> dict[str, Any]:
     for method in get_args(Method)[1:]:
         verdicts = aggregate(judged.pairs, judged.labels, people=(), method=method)
         kept = [v for v in verdicts if v.choice is not None]
-        longer = [len(v.pair.first.split()) - len(v.pair.second.split()) for v in kept]
-        right = sum((gap > 0) == (v.choice == "first") for v, gap in zip(kept, longer, strict=True))
+        gaps = [len(v.pair.first.split()) - len(v.pair.second.split()) for v in kept]
+        unequal = [(gap > 0, v.choice == "first") for v, gap in zip(kept, gaps, strict=True) if gap]
+        right = sum(longer == chosen for longer, chosen in unequal)
         figures["aggregation"][method] = {
             "preferences": len(kept),
             "left_out": left_out(verdicts),
             "mean_margin": sum(v.margin for v in kept) / len(kept),
             "label_ceiling": label_ceiling(verdicts, judged.labels, shape),
-            "longer_wins": _share(Share.of(right, len(kept))),
+            "longer_wins": _share(Share.of(right, len(unequal))),
             "agrees_with_the_sets_verdict": _share(verdicts_agree(verdicts, judged.verdicts)),
         }
     return figures
