@@ -85,7 +85,7 @@ class PolicyAnswers:
         """Return some of the answers."""
         chosen: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in chosen.items():
-            if isinstance(value, list):
+            if isinstance(value, list) and value:  # columns may be left out
                 chosen[name] = [value[row] for row in rows]
         return PolicyAnswers(**chosen)
 

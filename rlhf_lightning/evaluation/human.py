@@ -7,7 +7,6 @@ answer is the policy's, and what the reward model gave both.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +19,9 @@ from rlhf_lightning.evaluation.reward_accuracy import reward_check
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share, win_rate
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
-from rlhf_lightning.preferences.journal import record_journal
+from rlhf_lightning.preferences.journal import record_journal, write_rows
 from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.records import Label, Pair, Side, read_records, to_row
-from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.reading import parse
 
 PAIRS, KEY, STORE = "pairs.jsonl", "key.jsonl", "labels.sqlite"
@@ -132,8 +130,7 @@ def write_blind(folder: Path, pairs: Sequence[Pair], key: Sequence[KeyRow]) -> N
     """Write `pairs.jsonl` and `key.jsonl` into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in ((PAIRS, map(to_row, pairs)), (KEY, map(asdict, key))):
-        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-        write_text(folder / name, "".join(lines))
+        write_rows(folder / name, rows)
 
 
 def read_key(folder: Path) -> list[KeyRow]:

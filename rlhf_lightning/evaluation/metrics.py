@@ -193,10 +193,7 @@ def num_prompts(answers: PolicyAnswers) -> int:
 
 def rows_of(answers: PolicyAnswers, index: Sequence[int]) -> PolicyAnswers:
     """Return the answers of these rows, each as the only one of its prompt."""
-    lists = ("prompts", "domains", "completions", "finished", "token_ids", "kl", "scores")
-    kept = {name: [getattr(answers, name)[i] for i in index] for name in lists}
-    columns = [answers.columns[i] for i in index] if answers.columns else []
-    return replace(answers, **kept, columns=columns, answers_per_prompt=1)
+    return replace(answers.rows(index), answers_per_prompt=1)
 
 
 def by_prompt(values: Sequence[float], count: int) -> Tensor:

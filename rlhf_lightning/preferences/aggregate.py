@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from rlhf_lightning.data.records import Text
 from rlhf_lightning.preferences.agreement import THREE, collect_votes, dawid_skene
-from rlhf_lightning.preferences.records import SIDES, Label, Pair
+from rlhf_lightning.preferences.records import SIDES, Label, Pair, completion_of
 
 Method = Literal["people_first", "majority", "dawid_skene"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -168,9 +167,3 @@ def _by_model(
 
 def _count(labels: Iterable[Label]) -> Counter[str]:
     return Counter("tie" if x.choice == "both_bad" else x.choice for x in labels)
-
-
-def completion_of(prompt: Text, response: str) -> Any:
-    """Return an answer in the form of its prompt: as text, or as messages."""
-    # A conversation's answer is its last message, or the chat template would not be applied.
-    return response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.data.records import PromptRecord, Text, asked_columns
-from rlhf_lightning.preferences.aggregate import completion_of
 from rlhf_lightning.preferences.annotators import Gold
 from rlhf_lightning.preferences.candidates import (
     METRICS,
@@ -22,7 +21,7 @@ from rlhf_lightning.preferences.candidates import (
 )
 from rlhf_lightning.preferences.journal import write_records
 from rlhf_lightning.preferences.pairing import AnswerScores
-from rlhf_lightning.preferences.records import Candidate, readable
+from rlhf_lightning.preferences.records import Candidate, completion_of, readable
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
@@ -331,15 +331,7 @@ def read_records(cls: type[RecordT], path: str | Path) -> Iterator[RecordT]:
         yield from_row(cls, row, where)
 
 
-def unique(records: Iterable[RecordT]) -> list[RecordT]:
-    """Return the records without those whose name came before; of labels, annotator and pair."""
-    seen: dict[object, RecordT] = {}
-    for record in records:
-        seen.setdefault(_identity(record), record)
-    return list(seen.values())
-
-
-def _identity(record: LabRecord) -> object:
-    if isinstance(record, Candidate):
-        return record.response_id
-    return record.pair_id if isinstance(record, Pair) else (record.pair_id, record.annotator)
+def completion_of(prompt: Text, response: str) -> Any:
+    """Return an answer in the form of its prompt: as text, or as messages."""
+    # A conversation's answer is its last message, or the chat template would not be applied.
+    return response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]

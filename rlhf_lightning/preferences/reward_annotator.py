@@ -20,7 +20,7 @@ from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.preferences.annotators import by_gap, now
-from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair
+from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair, completion_of
 
 
 @dataclass(eq=False)
@@ -108,8 +108,5 @@ class RewardModelAnnotator:
         return found
 
     def _encode(self, prompt: Text, answer: str) -> EncodedSequence | None:
-        completion: Text = answer
-        if not isinstance(prompt, str):
-            completion = ({"role": "assistant", "content": answer},)
-        record = DemonstrationRecord(prompt, completion)
+        record = DemonstrationRecord(prompt, completion_of(prompt, answer))
         return encode_demonstration(record, self._loaded[0], max_length=self.max_length)

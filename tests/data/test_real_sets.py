@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.data.sources.argument_pairs import debate
 from rlhf_lightning.data.sources.templates import normalized
-from rlhf_lightning.rollout.scorers.verifiable import number_reward
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
 DATA = Path(os.environ.get("RLHF_DATA", BESIDE))
@@ -104,4 +104,4 @@ def test_every_worked_answer_gives_the_right_number_and_loses_its_calculator_not
     completions = [p.columns["completion"] for p in prompts]
     assert not any("<<" in text for text in completions)
     answers = [p.columns["answer"] for p in prompts]
-    assert number_reward([""] * len(prompts), completions, answer=answers) == [1.0] * len(prompts)
+    assert NumberReward()([""] * len(prompts), completions, answer=answers) == [1.0] * len(prompts)

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_lightning.batches import Generation
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, make_answers
-from rlhf_lightning.rollout.scorers.verifiable import NumberReward, number_reward
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward
 from tests.builders.models import prompt_batch, tiny_tokenizer
 
 READ = {
@@ -135,7 +135,7 @@ def test_right_wrong_and_missing_answers_are_worth_what_was_set():
 
 def test_the_plain_function_pays_1_for_the_number_of_the_column_answer():
     answers = ["a\n#### 3", "4"]
-    assert number_reward(["p"] * 2, ["#### 3", "#### 3"], answer=answers) == [1.0, 0.0]
+    assert NumberReward()(["p"] * 2, ["#### 3", "#### 3"], answer=answers) == [1.0, 0.0]
 
 
 def test_a_wrong_number_may_not_be_worth_as_much_as_the_right_one():
@@ -153,9 +153,9 @@ def test_a_wrong_number_may_not_be_worth_as_much_as_the_right_one():
 
 def test_a_missing_column_and_a_right_answer_without_a_number_are_errors():
     with pytest.raises(ValueError, match=r"no column 'answer'.*\['solution'\]"):
-        number_reward(["p"], ["#### 3"], solution=["#### 3"])
+        NumberReward()(["p"], ["#### 3"], solution=["#### 3"])
     with pytest.raises(ValueError, match="'about three' holds no number"):
-        number_reward(["p"], ["#### 3"], answer=["about three"])
+        NumberReward()(["p"], ["#### 3"], answer=["about three"])
 
 
 def test_the_column_reaches_the_reward_through_a_scorer():

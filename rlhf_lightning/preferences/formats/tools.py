@@ -35,6 +35,7 @@ from rlhf_lightning.preferences.records import (
     Label,
     LabError,
     Pair,
+    completion_of,
     from_row,
     pair_name,
     readable,
@@ -156,9 +157,7 @@ def write_labels(
         if label.choice not in SIDES:
             left_out[label.choice.replace("_", " ")] += 1
             continue
-        answers: list[Any] = [pair.first, pair.second]
-        if not isinstance(pair.prompt, str):
-            answers = [[{"role": "assistant", "content": text}] for text in answers]
+        answers = [completion_of(pair.prompt, text) for text in (pair.first, pair.second)]
         chosen, rejected = answers if label.choice == "first" else answers[::-1]
         row = {"prompt": pair.prompt, "chosen": chosen, "rejected": rejected, "domain": pair.domain}
         extra = {key: getattr(label, key) for key in (*TRL_KEYS, "margin")}

@@ -131,13 +131,6 @@ class NumberReward:
         return numbers
 
 
-def number_reward(
-    prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[str]
-) -> list[float]:
-    """Return 1.0 for each completion whose number after "####" is that of the column `answer`."""
-    return NumberReward()(prompts, completions, **columns)
-
-
 def command_reward(
     prompts: Sequence[str], completions: Sequence[str], *, completion: Sequence[str], **_: object
 ) -> list[float]:
