@@ -179,11 +179,12 @@ def read_full(path: Path) -> dict[str, Any]:
     rest[_MODEL] = dict(alike[_MODEL])
     optimizers = alike[_OPTIMIZERS]
     for key, tensor in shared.items():
-        owner, *names = key.split("/")
+        owner, _, name = key.partition("/")  # names of adapters have slashes, too
         if owner == _MODEL:
-            rest[_MODEL][names[0]] = tensor
+            rest[_MODEL][name] = tensor
         else:
-            optimizers[int(owner)]["state"].setdefault(names[0], {})[names[1]] = tensor
+            name, _, value = name.rpartition("/")
+            optimizers[int(owner)]["state"].setdefault(name, {})[value] = tensor
     rest[_OPTIMIZERS] = [_by_number(optimizer) for optimizer in optimizers]
     return rest
 

@@ -145,12 +145,13 @@ def test_a_parameter_that_was_not_trained_yet_has_no_optimizer_state_after_a_res
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_is_exported_from_its_shards(tmp_path):
+@pytest.mark.parametrize("lora", ["none", "lora"])  # names of adapters have slashes
+def test_a_run_is_exported_from_its_shards(tmp_path, lora):
     start = make_start(tmp_path / "models" / "start")
     run_ranks(
         [
             *("-m", "rlhf_lightning.train", *overrides_of("sft", start), "trainer.accelerator=cpu"),
-            *("trainer.devices=2", "strategy=fsdp"),
+            *("trainer.devices=2", "strategy=fsdp", f"lora={lora}"),
             *(f"paths.outputs={tmp_path}/outputs", f"paths.artifacts={tmp_path}/artifacts"),
         ],
         world_size=2,

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_lightning.distributed.checkpoint import read_full
 from tests.builders.command_lines import SMALL
 from tests.builders.ranks import ROOT, run_ranks
 from tests.builders.runs import make_start
@@ -124,7 +126,9 @@ def test_a_reward_model_is_exported_with_the_normalization_that_its_summary_tell
 ) -> None:
     metrics = summary(chain.run("reward"))["metrics"]
     checkpoint = chain.run("reward") / "checkpoints/last.ckpt"
-    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    # Under FSDP2 it is a folder of shards.
+    read = read_full if checkpoint.is_dir() else partial(torch.load, weights_only=True)
+    state = read(checkpoint)["state_dict"]
     mean, std = metrics["reward/sample_mean"], metrics["reward/sample_std"]
     exported = weights(chain.run("reward") / "export")["score.weight"]
     torch.testing.assert_close(exported, state["model.head.weight"] / std)
