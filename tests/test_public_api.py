@@ -110,6 +110,18 @@ def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, 
         assert torch.equal(module.state_dict()[name], value), name
 
 
+def test_a_finished_run_is_extended_by_more_iterations(material, tmp_path):
+    train(material, tmp_path / "run")
+    module = ppo(material)
+    trainer = L.Trainer(**arguments(tmp_path / "run", max_iterations=ITERATIONS + 2))
+    trainer.fit(module, prompts(material, module), ckpt_path="last", weights_only=True)
+    assert len(rows(tmp_path / "run")) == ITERATIONS + 2
+    again = L.Trainer(**arguments(tmp_path / "run", max_iterations=ITERATIONS + 2))
+    module = ppo(material)
+    again.fit(module, prompts(material, module), ckpt_path="last", weights_only=True)
+    assert len(rows(tmp_path / "run")) == ITERATIONS + 2, "it is as long as it was asked for"
+
+
 def test_a_second_run_into_a_folder_is_refused_with_what_to_do(material, whole):
     _, folder = whole
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}

@@ -24,7 +24,7 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
-from rlhf_lightning.app.config.run_claim import check_folder
+from rlhf_lightning.app.config.run_claim import check_folder, unfinished_run
 from rlhf_lightning.app.config.save import keep_changes, keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices, check_run, read_settings
@@ -37,7 +37,7 @@ from rlhf_lightning.app.failures import (
 )
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.stages.spec import StageSpec, run_kind
-from rlhf_lightning.app.sweep import goes_on
+from rlhf_lightning.app.sweep import goes_on, in_sweep
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     agree_on,
@@ -51,14 +51,10 @@ from rlhf_lightning.distributed.launch import (
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
-from rlhf_lightning.runs.resume import (
-    check_checkpoint,
-    find_unfinished_run,
-    newest_complete_checkpoint,
-)
+from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
-from rlhf_lightning.runs.taken import drop_unused
+from rlhf_lightning.runs.taken import drop_unused, summary_or_none
 
 register()
 register_help()
@@ -96,6 +92,8 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     agree_on("inputs", prepared, patience=timedelta(days=1))
     folder, checkpoint = _agreed_start(settings, folder)
     summary = new_summary(settings.spec.name, seed=settings.seed, config_hash=settings.config_hash)
+    summary = replace(summary, seconds=_spent(folder, checkpoint))
+    begun = time.perf_counter()
     # The first rank alone writes.
     mine = (
         claim_run(folder.path, lambda: check_folder(settings, folder)) if first else nullcontext()
@@ -112,12 +110,28 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
                 error, folder, partial(_memory_advice, settings, overrides)
             )
             if first:
-                record_failure(folder, summary, failure or error)
+                ended = replace(summary, seconds={"total": _total(summary, begun)})
+                record_failure(folder, ended, failure or error)
             if failure is not None:
                 raise failure from error
             raise
         finally:
             forget_agreements()
+
+
+def _spent(folder: RunFolder, checkpoint: Path | None) -> dict[str, float]:
+    """Return the seconds of the processes before this one, if the run goes on in its folder.
+
+    Those of a process that was killed are not known.
+    """
+    if checkpoint is None or folder.path.resolve() not in checkpoint.resolve().parents:
+        return {}
+    earlier = summary_or_none(folder)
+    return {} if earlier is None else {"total": earlier.seconds.get("total", 0.0)}
+
+
+def _total(summary: Summary, started: float) -> float:
+    return summary.seconds.get("total", 0.0) + time.perf_counter() - started
 
 
 def _memory_advice(settings: TrainSettings, overrides: list[str], evaluates: bool) -> str:
@@ -159,7 +173,7 @@ def _train(
         "fit": fitted - assembled,
         "finish": time.perf_counter() - fitted,
         **findings.seconds,
-        "total": time.perf_counter() - started,
+        "total": _total(summary, started),
     }
     summary = replace(
         summary,
@@ -197,12 +211,11 @@ def _where_to_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFold
         return folder, path
     if settings.resume == "never":
         return folder, None
-    runs = Path(settings.paths.outputs) / settings.name
-    unfinished = find_unfinished_run(runs, settings.config_hash)
+    unfinished = unfinished_run(settings)
     checkpoint = newest_complete_checkpoint(unfinished) if unfinished is not None else None
     if unfinished is None or checkpoint is None:
         return folder, None
-    drop_unused(folder, unfinished)
+    drop_unused(folder, unfinished, link=in_sweep())
     return unfinished, checkpoint
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -20,10 +21,14 @@ class PatientStopping(EarlyStopping):
     """Lightning's early stopping, whose patience at a resume is the one that is asked for."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the best value and how long ago it was."""
+        """Take the best value and how long ago it was; with more patience it has not stopped."""
         if state_dict["patience"] != self.patience:
             say_changed("callbacks.early_stopping.patience", self.patience, state_dict["patience"])
         super().load_state_dict(state_dict | {"patience": self.patience})
+        exhausted = self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+        if exhausted and self.wait_count < self.patience:
+            self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+            self.stopping_reason_message = None
 
 
 class BestWeights(Callback):

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rlhf_lightning.callbacks.iterations import (
@@ -28,11 +29,12 @@ from rlhf_lightning.callbacks.iterations import (
     current_iteration,
     fresh_metrics,
     last_iteration,
+    reopen_epoch,
     validation_follows,
 )
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max
-from rlhf_lightning.runs.atomic import link_atomically, remove, replacing
+from rlhf_lightning.runs.atomic import link_atomically, remove, replacing, take_along
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
 from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock, SignalWatch, deadline
 
@@ -170,7 +172,7 @@ class IterationCheckpoint(Checkpoint):
         self._signals = SignalWatch()
         self._asked = SaveRequest()
         self._logged: dict[str, float] = {}  # what the monitored metric is one of
-        self._should_stop = False
+        self._should_stop = self._stopped_early = False
         self._saved_at = 0
         self._dry = False
 
@@ -198,12 +200,15 @@ class IterationCheckpoint(Checkpoint):
 
         Raises:
             FileExistsError: if the run starts from nothing and a complete checkpoint is there.
+            FileNotFoundError: on every rank, if early stopping needs a best checkpoint that is
+                neither here nor beside the one that is continued.
         """
         self._saved_at = start = current_iteration(trainer)
-        trainer.should_stop = trainer.should_stop or self._should_stop
+        trainer.should_stop = trainer.should_stop or self._stays_stopped(trainer)
         self.clock.start()
         self._signals.start()
         if self._dry:
+            self.best_model_score = self.best_iteration = None
             return
         if start == 0:
             self._refuse_to_start_over()
@@ -211,6 +216,8 @@ class IterationCheckpoint(Checkpoint):
         trainer.strategy.barrier("IterationCheckpoint.on_train_start")
         if trainer.is_global_zero:
             self._drop_after(start)
+        if self.best_iteration is not None:
+            self._bring_best(trainer, start, self.best_iteration)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -220,7 +227,6 @@ class IterationCheckpoint(Checkpoint):
         Raises:
             RunStoppedError: on every rank, if the run was asked to stop; it is saved.
         """
-        self.clock.end_iteration()
         if self.monitor is not None:
             self._logged = fresh_metrics(trainer)
         if not validation_follows(trainer):
@@ -261,18 +267,22 @@ class IterationCheckpoint(Checkpoint):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take that decision over."""
+        """Take that decision over, and note whether it was early stopping that took it."""
+        reopen_epoch(trainer, checkpoint)
         self._should_stop = bool(checkpoint.get(_SHOULD_STOP, False))
+        states = checkpoint.get("callbacks", {}).values()
+        self._stopped_early = any(
+            isinstance(state, dict) and bool(state.get("stopping_reason")) for state in states
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the best is so far."""
         return {"best_model_score": self.best_model_score, "best_iteration": self.best_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what the best was; a best checkpoint that is gone is none."""
-        iteration = state_dict["best_iteration"]
-        if iteration is not None and self._path(iteration).exists():
-            self.best_model_score, self.best_iteration = state_dict["best_model_score"], iteration
+        """Take over what the best was."""
+        self.best_model_score = state_dict["best_model_score"]
+        self.best_iteration = state_dict["best_iteration"]
 
     def _agreed(self, trainer: Trainer) -> SaveRequest:
         """Return what at least one rank asks for; every rank calls it equally often."""
@@ -309,11 +319,53 @@ class IterationCheckpoint(Checkpoint):
             logger.warning("removing %s: the run continues from iteration %d", path, start)
             remove(path)
 
+    def _stays_stopped(self, trainer: Trainer) -> bool:
+        """Return whether the fit that had ended stays so; not where there is more patience now."""
+        if not (self._should_stop and self._stopped_early):
+            return self._should_stop
+        reasons = [stop.stopping_reason for stop in trainer.early_stopping_callbacks]
+        return any(reason is not EarlyStoppingReason.NOT_STOPPED for reason in reasons)
+
+    def _bring_best(self, trainer: Trainer, start: int, best: int) -> None:
+        """Have the best checkpoint here; the one that is continued may stand in another folder."""
+        problem = self._brought(trainer, start, best) if trainer.is_global_zero else None
+        problem = trainer.strategy.broadcast(problem)
+        if problem is None:
+            return
+        lost = f"the best checkpoint so far, that of iteration {best}, cannot be kept: {problem}"
+        if trainer.early_stopping_callbacks:
+            raise FileNotFoundError(
+                f"{lost}. Early stopping would end with other weights than the best: bring it "
+                "there, or go on without callbacks.early_stopping"
+            )
+        if trainer.is_global_zero:
+            logger.warning("%s; the next one counts as the best", lost)
+        self.best_model_score = self.best_iteration = None
+
+    def _brought(self, trainer: Trainer, start: int, best: int) -> str | None:
+        """Return why the best checkpoint is not here; bring it if it stands beside the start."""
+        if self._path(best).exists():
+            return None
+        source = Path(trainer.ckpt_path or "").resolve()
+        kept = source.with_name(self._path(best).name)
+        if problem := checkpoint_problem(kept):
+            return f"{kept}: {problem}"
+        try:
+            # The start comes first: a kill in between must not leave the best as the newest.
+            for name, iteration, origin in (("last", start, source), ("best", best, kept)):
+                if not self._path(iteration).exists():
+                    take_along(origin, self._path(iteration))
+                self._relink(f"{name}.ckpt", iteration)
+        except OSError as error:
+            return str(error)
+        return None
+
     @property
     def _waits_for_validation(self) -> bool:
         return self.monitor is not None and self.monitor.startswith(VALIDATION)
 
     def _end_iteration(self, trainer: Trainer, *, best: bool) -> None:
+        self.clock.end_iteration()  # with its validation: another one must fit before the deadline
         self._asked = self._agreed(trainer)
         due = self._due(trainer)
         # A metric of training is compared where a checkpoint is due anyway: there is one for each

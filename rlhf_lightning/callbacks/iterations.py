@@ -29,6 +29,22 @@ def last_iteration(trainer: Trainer) -> int:
     return batches * epochs if epochs is not None and epochs > 0 else batches
 
 
+def reopen_epoch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Let a longer run go on behind a finished one, in `on_load_checkpoint`.
+
+    Lightning stores that the last batch of a run was the last of its epoch, and would train nothing
+    more, without a word.
+    """
+    limit = trainer.limit_train_batches
+    data: Any = getattr(trainer, "datamodule", None)
+    planned = [limit] if isinstance(limit, int) else []
+    planned += [data.num_iterations] if hasattr(data, "num_iterations") else []
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    progress = loops.get("epoch_loop.batch_progress")
+    if progress is not None and planned and progress["current"]["ready"] < min(planned):
+        progress["is_last_batch"] = False
+
+
 def validation_follows(trainer: Trainer) -> bool:
     """Return whether Lightning validates after this iteration; for `on_train_batch_end`."""
     loop = trainer.fit_loop.epoch_loop

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 
 
@@ -62,7 +63,8 @@ class RunRecord(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Write why the run ended."""
-        status = "stopped" if isinstance(exception, KeyboardInterrupt) else "failed"
+        stops = isinstance(exception, KeyboardInterrupt | RunStoppedError)
+        status = "stopped" if stops else "failed"
         cause = f"{type(exception).__name__}: {exception}"
         self._end(trainer, status=status, cause=cause.splitlines()[0])
 

@@ -120,6 +120,37 @@ def link_atomically(link: Path, target: Path) -> None:
     sync_folder(link.parent)
 
 
+def link_or_copy(source: Path | str, target: Path | str) -> None:
+    """Make `target` a hard link to the file `source`; a copy where there are no such links."""
+    try:
+        os.link(source, target, follow_symlinks=True)
+    except OSError:  # another file system, or one without hard links
+        Path(target).unlink(missing_ok=True)
+        shutil.copy2(source, target)
+        with Path(target).open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def take_along(source: Path, target: Path) -> None:
+    """Put the file or folder `source` at `target` as well, in one step, linked where possible.
+
+    Raises:
+        DiskFullError: if there is no room; nothing is at `target` then.
+    """
+    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    with naming_full_disk(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if source.is_dir():
+                shutil.copytree(source, staging, copy_function=link_or_copy)
+            else:
+                link_or_copy(source, staging)
+            staging.rename(target)
+            sync_folder(target.parent)
+        finally:
+            remove(staging)
+
+
 def replace_folder(new: Path, target: Path) -> Path | None:
     """Put the folder `new` at `target` and return where the former folder is now, if any.
 

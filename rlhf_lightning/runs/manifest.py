@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rlhf_lightning.runs.atomic import replace_folder, write_text
+from rlhf_lightning.runs.atomic import link_or_copy, replace_folder, write_text
 from rlhf_lightning.runs.folder import to_json
 from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.summary import GateResult
@@ -36,8 +36,8 @@ class Manifest:
         fingerprint: of `fingerprint(folder)` when the manifest was written.
         metrics: the final metrics of the run that made it.
         gates: the verdicts of that run.
-        run: name of the run folder.
-        base: fingerprint of the artefact it was trained from, None if from scratch.
+        run: path of the run folder, relative to the working folder unless it was given as absolute.
+        base: folder or hub name of the model it was trained from, None if from scratch.
         created: UTC, ISO 8601.
         adapter: of the files in `adapter/`; None where there are none.
     """
@@ -230,12 +230,9 @@ def publish_artifact(
 
 def _link_or_copy(source: str, target: str) -> None:
     if source.endswith(".safetensors"):
-        try:
-            os.link(source, target, follow_symlinks=True)
-            return
-        except OSError:  # another file system, or one without hard links
-            Path(target).unlink(missing_ok=True)
-    shutil.copy2(source, target)
+        link_or_copy(source, target)
+    else:
+        shutil.copy2(source, target)
 
 
 def _sync_files(folder: Path) -> None:

@@ -33,6 +33,7 @@ _LEFT_OUT = frozenset(
         "trainer.enable_progress_bar",
         "trainer.enable_model_summary",
         "trainer.default_root_dir",
+        "data.validation_batch_size",
         "callbacks.checkpoint.every_n_iterations",
         "callbacks.checkpoint.every_minutes",
         "callbacks.checkpoint.must_save_by",
@@ -55,13 +56,14 @@ def config_hash(container: Mapping[str, Any]) -> str:
     """Return 16 hex digits that are equal for configurations that train the same thing.
 
     Left out are `resume`, `ckpt_path`, `paths`, `logger`, `hydra`, the number of devices and
-    nodes, the name of the strategy, when checkpoints are written, and how much the callbacks say.
-    A string that begins with one of the values below `paths` counts as that path's name, so that a
-    folder named after the time of the start, as in `dirpath: ${paths.run}/checkpoints`, does not
-    tell two starts of one configuration apart.
+    nodes, the name of the strategy, the size of validation batches, when checkpoints are written,
+    and how much the callbacks say. A string that begins with one of the values below `paths` counts
+    as that path's name, so that a folder named after the time of the start, as in
+    `dirpath: ${paths.run}/checkpoints`, does not tell two starts of one configuration apart.
 
     Args:
-        container: the configuration as plain dicts and lists, interpolations resolved.
+        container: the configuration as plain dicts and lists. Interpolations that it holds count
+            as they are written; a command's settings replace those of environment variables first.
     """
     folders = _flat_strings(container.get("paths", {}))
     kept = _without(container, "", sorted(folders, key=lambda item: -len(item[1])))
@@ -69,7 +71,9 @@ def config_hash(container: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def find_unfinished_run(root: Path | str, config_hash: str) -> RunFolder | None:
+def find_unfinished_run(
+    root: Path | str, config_hash: str, *, pattern: str = "*"
+) -> RunFolder | None:
     """Return the newest run below `root` of this configuration that did not complete, or None.
 
     Newest by name, which begins with date and time. A run that a living process writes is not
@@ -78,11 +82,10 @@ def find_unfinished_run(root: Path | str, config_hash: str) -> RunFolder | None:
     Args:
         root: `outputs/<stage>`.
         config_hash: of `config_hash`.
+        pattern: of the runs below `root`; links are left out.
     """
-    root = Path(root)
-    if not root.is_dir():
-        return None
-    for path in sorted((p for p in root.iterdir() if p.is_dir()), reverse=True):
+    folders = (p for p in Path(root).glob(pattern) if p.is_dir() and not p.is_symlink())
+    for path in sorted(folders, reverse=True):
         folder = RunFolder(path)
         try:
             summary = read_summary(folder)

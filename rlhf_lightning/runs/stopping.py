@@ -100,7 +100,7 @@ class SaveClock:
         self._last_iteration = self._last_save = self._now()
 
     def end_iteration(self) -> None:
-        """Note how long the iteration took."""
+        """Note how long the iteration took, with the validation that belongs to it."""
         now = self._now()
         self._longest_iteration = max(self._longest_iteration, now - self._last_iteration)
         self._last_iteration = now

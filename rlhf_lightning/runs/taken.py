@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from rlhf_lightning.runs.atomic import link_atomically
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.resume import newest_complete_checkpoint
@@ -62,13 +63,21 @@ def check_free_sweep(folder: Path) -> None:
         )
 
 
-def drop_unused(folder: RunFolder, instead: RunFolder) -> None:
-    """Remove a folder that holds nothing but what Hydra made; the run goes on in another."""
+def drop_unused(folder: RunFolder, instead: RunFolder, *, link: bool = False) -> None:
+    """Remove a folder that holds nothing but what Hydra made; the run goes on in another.
+
+    Args:
+        folder: to remove.
+        instead: the other one.
+        link: leave a link to it, for a sweep that counts the runs in its folder.
+    """
     own = folder.path.resolve() == instead.path.resolve()
     if not own and all(
         p.name in (".hydra", ".lock") or p.suffix == ".log" for p in folder.path.glob("*")
     ):
         shutil.rmtree(folder.path, ignore_errors=True)
+        if link and not folder.path.exists():
+            link_atomically(folder.path, instead.path)
 
 
 def summary_or_none(folder: RunFolder) -> Summary | None:

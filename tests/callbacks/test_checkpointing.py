@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.runs.atomic import remove, take_along
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
 from tests.callbacks.tiny_run import KilledError, TinyModule, run
@@ -96,6 +98,76 @@ def test_a_finished_or_early_stopped_run_trains_no_further_when_resumed(tmp_path
         assert after.validations == []
         assert torch.equal(before.policy.weight, after.policy.weight)
         assert len(read_metrics(folder / "metrics.csv")) == last
+
+
+LOSSES = {2: 0.5, 4: 1.0, 6: 0.9, 8: 1.1, 10: 0.2, 12: 3.0}
+
+
+def stopped_early(folder: Path, patience: int | None = 2, start: Path | None = None, **settings):
+    """Train until the patience ends, or to the end without one; the folder holds the best."""
+    stops = [] if patience is None else [PatientStopping("val/loss", patience=patience)]
+    callbacks = [*stops, BestWeights()]
+    return run(
+        folder, start=start, num_iterations=12, losses=LOSSES, callbacks=callbacks, **settings
+    )
+
+
+def weights_of(checkpoint: Path) -> torch.Tensor:
+    return torch.load(checkpoint)["state_dict"]["policy.weight"]
+
+
+def test_an_early_stopping_run_continued_in_another_folder_ends_with_the_same_best(
+    tmp_path, caplog
+):
+    _, whole = stopped_early(tmp_path / "whole")
+    assert torch.equal(whole.policy.weight, weights_of(tmp_path / "whole/checkpoints/best.ckpt"))
+    killed, moved = tmp_path / "killed" / "checkpoints", RunFolder(tmp_path / "moved")
+    with pytest.raises(KilledError):
+        stopped_early(killed.parent, die_at=("train", 5))
+    with pytest.raises(KilledError):
+        stopped_early(moved.path, start=killed / "last.ckpt", die_at=("train", 6))
+    # What a second kill leaves goes on where the first one was continued, and not from the best.
+    assert checkpoint_iteration(newest_complete_checkpoint(moved)) == 4
+    trainer, module = stopped_early(moved.path, start=moved.last_checkpoint)
+    assert current_iteration(trainer) == 6
+    assert checkpoint_iteration(moved.best_checkpoint) == 2
+    assert torch.equal(module.policy.weight, whole.policy.weight)
+    assert torch.equal(weights_of(moved.best_checkpoint), whole.policy.weight)
+    assert not list(moved.checkpoints.glob(".*"))
+    alone = tmp_path / "alone.ckpt"
+    alone.write_bytes((killed / "last.ckpt").read_bytes())
+    with pytest.raises(FileNotFoundError, match=r"that of iteration 2.*does not exist.*bring it"):
+        stopped_early(tmp_path / "other", start=alone)
+    trainer, _ = run(tmp_path / "other", num_iterations=12, losses=LOSSES, start=alone)
+    assert "the next one counts as the best" in caplog.text
+    assert trainer.checkpoint_callback.best_iteration == 10
+
+
+@pytest.mark.parametrize("patience", [9, None])
+def test_a_run_stopped_early_goes_on_with_more_patience_and_not_with_the_same(tmp_path, patience):
+    stopped_early(tmp_path / "whole")
+    last = tmp_path / "whole" / "checkpoints" / "last.ckpt"
+    trainer, module = stopped_early(tmp_path / "same", start=last)
+    assert module.validations == []
+    assert torch.equal(module.policy.weight, weights_of(last.with_name("best.ckpt")))
+    trainer, module = stopped_early(tmp_path / "more", patience, start=last)
+    assert module.validations == [8, 10, 12]
+    assert trainer.checkpoint_callback.best_iteration == 10
+    assert torch.equal(module.policy.weight, weights_of(tmp_path / "more/checkpoints/best.ckpt"))
+
+
+def test_a_checkpoint_of_shards_is_taken_along_as_a_whole(tmp_path):
+    source, target = tmp_path / "a" / "iteration=000002.ckpt", tmp_path / "b" / "iteration.ckpt"
+    source.mkdir(parents=True)
+    for name in ("meta.pt", "shard-00001.safetensors", "shard-00002.safetensors"):
+        (source / name).write_text(name)
+    take_along(source, target)
+    assert sorted((p.name, p.read_text()) for p in target.iterdir()) == [
+        (name, name) for name in ("meta.pt", "shard-00001.safetensors", "shard-00002.safetensors")
+    ]
+    remove(source)
+    assert (target / "meta.pt").read_text() == "meta.pt"
+    assert [p.name for p in target.parent.iterdir()] == [target.name]
 
 
 def test_last_and_best_lead_to_complete_checkpoints_and_old_ones_go(tmp_path):

@@ -13,11 +13,13 @@ import pytest
 from lightning.pytorch import Callback
 
 from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.callbacks.run_record import RunRecord
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
-from rlhf_lightning.runs.stopping import RunStoppedError
+from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock
+from rlhf_lightning.runs.summary import read_summary
 from tests.callbacks.test_checkpointing import assert_same_run
-from tests.callbacks.tiny_run import run
+from tests.callbacks.tiny_run import TinyModule, run
 
 
 class Send(Callback):
@@ -49,6 +51,26 @@ class Slow(Callback):
 
     def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
         self.saved.append(current_iteration(trainer))
+
+
+class Pretended(Callback):
+    """A clock that runs only here: a second an iteration or a save, 20 a validation."""
+
+    def __init__(self, deadline: float) -> None:
+        self.now = 0.0
+        self.deadline = deadline
+
+    def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
+        trainer.checkpoint_callback.clock = SaveClock(deadline=self.deadline, now=lambda: self.now)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.now += 1
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.now += 20
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.now += 1
 
 
 def last_saved(folder: Path) -> int | None:
@@ -83,6 +105,16 @@ def test_a_signal_saves_and_stops_and_the_resumed_run_is_the_uninterrupted_one(
     assert_same_run(trainer, module, folder, whole, tmp_path / "whole")
 
 
+def test_a_run_of_the_library_that_is_told_to_stop_is_recorded_as_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(TinyModule, "stage", "ppo", raising=False)
+    folder = RunFolder(tmp_path)
+    told = [RunRecord(folder), Send(signal.SIGTERM, 3)]
+    with pytest.raises(RunStoppedError):
+        run(tmp_path, callbacks=told)
+    assert read_summary(folder).status == "stopped"
+    assert "SIGTERM" in (read_summary(folder).cause or "")
+
+
 def test_a_deadline_is_kept_with_a_checkpoint_behind_the_last_iteration(tmp_path):
     slow = Slow(0.2)
     started = time.time()
@@ -115,6 +147,21 @@ def test_a_deadline_that_has_come_stops_a_resumed_run_after_an_iteration(tmp_pat
                 callbacks=[Slow(0.6)],
                 **settings,
             )
+
+
+@pytest.mark.parametrize("save_every", [5, 100])
+def test_a_deadline_leaves_room_for_a_validation_whether_or_not_it_is_saved(tmp_path, save_every):
+    time_of = Pretended(deadline=125)
+    with pytest.raises(RunStoppedError, match="saved after iteration"):
+        run(
+            tmp_path,
+            num_iterations=1000,
+            validate_every=5,
+            save_every=save_every,
+            monitor=None,
+            callbacks=[time_of],
+        )
+    assert 75 < time_of.now < 125
 
 
 def test_minutes_save_between_the_regular_checkpoints(tmp_path):

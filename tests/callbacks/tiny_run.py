@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ class KilledError(RuntimeError):
 
 
 class TinyModule(pl.LightningModule):
-    def __init__(self, die_at: Death | None = None) -> None:
+    def __init__(
+        self, die_at: Death | None = None, losses: Mapping[int, float] | None = None
+    ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.policy = nn.Linear(3, 1)
         self.die_at = die_at
+        self.losses = losses or {}  # of the validation after an iteration
         self.validations: list[int] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -54,7 +57,7 @@ class TinyModule(pl.LightningModule):
             self.validations.append(iteration)
             self._perhaps_die("validation", iteration)
         value = self.policy.weight.abs().sum() + torch.rand(()) + random.random()
-        self.log("val/loss", value, batch_size=len(batch))
+        self.log("val/loss", self.losses.get(iteration, value), batch_size=len(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -105,6 +108,8 @@ def run(
     patience: int | None = None,
     die_at: Death | None = None,
     resume: bool = False,
+    start: Path | None = None,
+    losses: Mapping[int, float] | None = None,
     validate: bool = True,
     callbacks: list[pl.Callback] | None = None,
     logger: Any = False,
@@ -112,10 +117,10 @@ def run(
 ) -> tuple[pl.Trainer, TinyModule]:
     """Train the tiny module in `folder`; `checkpoint` are settings of IterationCheckpoint."""
     run_folder = RunFolder(folder)
-    start = newest_complete_checkpoint(run_folder) if resume else None
+    start = newest_complete_checkpoint(run_folder) if resume else start
     # A resumed process starts from other generators than the one that was killed.
-    pl.seed_everything(99 if resume else 1, verbose=False)
-    module = TinyModule(die_at)
+    pl.seed_everything(1 if start is None else 99, verbose=False)
+    module = TinyModule(die_at, losses)
     with torch.no_grad():
         module.policy.weight.fill_(0.5)
         module.policy.bias.fill_(0.1)

@@ -1,18 +1,23 @@
 """The end of a stage: where models stand, what is written, what is done without prompts."""
 
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from rlhf_lightning.app import build, train
 from rlhf_lightning.app import evaluation as held_out_prompts
 from rlhf_lightning.app import finalize as finish
-from rlhf_lightning.app import train
 from rlhf_lightning.app.evaluation import compare, placed, validate
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
+from rlhf_lightning.runs.stopping import RunStoppedError
+from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.command_lines import settings_of
+from tests.builders.runs import completed, settings_for
 
 
 def test_models_are_measured_on_the_device_they_were_trained_on():
@@ -59,6 +64,26 @@ def test_the_final_validation_logs_no_row_behind_the_last_iteration():
     assert validate(parts) == {"val/loss": 1.0}
     assert during == [[]]
     assert trainer.loggers is loggers
+
+
+@pytest.mark.timeout(200)
+def test_a_run_that_goes_on_counts_the_seconds_of_the_processes_before(
+    start, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(build, "started", lambda: time.time() - 60)
+    asked = ["resume=auto", f"paths.outputs={tmp_path}"]
+    folder = RunFolder(tmp_path / "sft" / "begun")
+    with pytest.raises(RunStoppedError, match="saved after iteration 1 of 3"):
+        completed(folder.path, "sft", start, *asked, "callbacks.checkpoint.must_save_by=1s")
+    stopped = read_summary(folder)
+    assert stopped.status == "stopped"
+    assert 0 < stopped.seconds["total"] < 200
+    write_summary(folder, replace(stopped, seconds={"total": 1000.0}))
+    train.run(settings_for("sft", start, *asked), RunFolder(tmp_path / "sft" / "later"), [])
+    ended = read_summary(folder)
+    assert ended.status == "completed"
+    assert 1000 < ended.seconds["total"] < 1200
+    assert ended.seconds["setup"] < 200
 
 
 @pytest.mark.parametrize(("given", "threads"), [((), 1), (("model.cpu_threads=2",), 2)])

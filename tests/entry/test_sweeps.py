@@ -10,23 +10,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
+from rlhf_lightning.app.collect import _start
+from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.sweep import finish_sweep, goes_on
+from rlhf_lightning.app.train import _where_to_start
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
-from rlhf_lightning.runs.summary import read_summary, write_summary
+from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 from tests.builders.command_lines import settings_of
 from tests.reports.test_compare import sweep as finished_sweep
 
 SWEEPS = conf_dir().parent / "sweeps"
 SMALL = [
     "debug=fast",
+    "data.batch_size=4",
     "logger=none",
     "trainer.accelerator=cpu",
     "evaluation.num_prompts=4",
@@ -64,6 +70,56 @@ def test_a_sweep_goes_on_after_an_error_but_not_after_a_stop_or_among_ranks(job)
         assert not goes(refused, {name: "0"})
     HydraConfig.instance().cfg = None  # a single run
     assert not goes(refused, {})
+
+
+def unfinished(folder: Path, digest: str) -> RunFolder:
+    """Make what a run leaves that was told to stop after iteration 5."""
+    run = RunFolder(folder)
+    run.checkpoints.mkdir(parents=True)
+    begun = new_summary("ppo", seed=1, config_hash=digest)
+    write_summary(run, replace(begun, status="stopped", cause="SIGUSR2"))
+    torch.save({"state_dict": {}}, run.checkpoints / "iteration=000005.ckpt")
+    run.config.parent.mkdir()
+    run.config.write_text("seed: 1\n")
+    return run
+
+
+def test_a_job_submitted_again_goes_on_and_the_page_of_its_sweep_counts_it(job, tmp_path, capsys):
+    def start(settings, name):
+        new = RunFolder(tmp_path / "multirun" / name)
+        (new.path / ".hydra").mkdir(parents=True)
+        return new, *_where_to_start(settings, new)
+
+    asked = ["+experiment=ppo", "resume=auto", f"paths.outputs={tmp_path}"]
+    settings, other = settings_of(*asked), settings_of(*asked, "seed=2")
+    unfinished(tmp_path / "ppo/2026-11-22_10-00-00", settings.config_hash)
+    new, folder, checkpoint = start(settings, "2026-11-22_11-00-00/0")
+    assert (folder, checkpoint) == (new, None), "it is a single run's"
+    sweep = tmp_path / "multirun/2026-11-22_09-00-00"
+    stopped = unfinished(sweep / "0", settings.config_hash)
+    unfinished(sweep / "1", other.config_hash)
+    for name in ("2026-11-22_12-00-00/0", "2026-11-22_13-00-00/0"):  # the second after a link
+        new, folder, checkpoint = start(settings, name)
+        assert folder == stopped
+        assert checkpoint == stopped.checkpoints / "iteration=000005.ckpt"
+        assert new.path.is_symlink()
+        assert new.path.resolve() == stopped.path.resolve()
+    with pytest.raises(SystemExit):
+        finish_sweep(new.path.parent)
+    assert "1 of 1 jobs failed:\n  0  : SIGUSR2" in capsys.readouterr().err
+    collect = load_settings(CollectSettings, "collect", asked[1:])
+    labels = unfinished(sweep / "2", collect.config_hash)
+    assert _start(collect, RunFolder(new.path.with_name("2"))) == labels
+
+
+def test_a_single_run_goes_on_with_its_own_or_else_with_a_job_of_a_sweep(tmp_path):
+    asked = ["+experiment=ppo", "resume=auto", f"paths.outputs={tmp_path}"]
+    settings, new = settings_of(*asked), RunFolder(tmp_path / "ppo/2026-11-22_11-00-00")
+    job = unfinished(tmp_path / "multirun/2026-11-22_09-00-00/0", settings.config_hash)
+    assert _where_to_start(settings, new)[0] == job
+    assert not new.path.exists()
+    own = unfinished(tmp_path / "ppo/2026-11-22_08-00-00", settings.config_hash)
+    assert _where_to_start(settings, new)[0] == own
 
 
 def test_a_job_that_failed_is_named_at_the_end_and_on_the_page(tmp_path, capsys):

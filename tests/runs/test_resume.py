@@ -27,6 +27,7 @@ CONFIG = {
     "paths": {"run": "/home/a/outputs/ppo/2026-11-21_10-00", "artifacts": "artifacts"},
     "logger": {"mode": "auto"},
     "module": {"ppo": {"kl_coef": 0.05}, "policy": "artifacts/demo/sft"},
+    "data": {"batch_size": 8, "validation_batch_size": None},
     "trainer": {"devices": 1, "num_nodes": 1, "max_epochs": 1},
     "strategy": {"name": "auto", "compute_dtype": None},
     "callbacks": {
@@ -56,6 +57,7 @@ def test_the_hash_leaves_out_what_does_not_change_the_training():
         changed("trainer", "devices", to=8),
         changed("trainer", "num_nodes", to=2),
         changed("strategy", "name", to="fsdp"),
+        changed("data", "validation_batch_size", to=4),
         changed("callbacks", "checkpoint", "every_minutes", to=10),
         changed("callbacks", "checkpoint", "must_save_by", to="3h50m"),
         changed("callbacks", "progress", "every_n_seconds", to=1),
@@ -72,6 +74,7 @@ def test_the_hash_leaves_out_what_does_not_change_the_training():
 def test_the_hash_changes_with_everything_else():
     different = [
         changed("seed", to=2),
+        changed("data", "batch_size", to=4),
         changed("module", "ppo", "kl_coef", to=0.0500001),
         changed("module", "policy", to="artifacts/demo/base"),
         changed("module", "policy", to="artifacts_of_mine/demo/sft"),

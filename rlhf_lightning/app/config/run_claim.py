@@ -10,15 +10,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 
 from rlhf_lightning.app.command_line import fail
-from rlhf_lightning.app.config.commands import PipelineSettings, StudySettings
+from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings, StudySettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.pipeline.state import has_more_to_do
 from rlhf_lightning.app.stages.spec import run_kind
+from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.distributed.launch import agree_on
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, take_run
+from rlhf_lightning.runs.resume import find_unfinished_run
 from rlhf_lightning.runs.taken import check_free, check_free_sweep, summary_or_none
 
 
@@ -74,6 +76,17 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
     if isinstance(settings, PipelineSettings):
         return has_more_to_do(folder, settings.rounds)
     return summary.status != "completed"
+
+
+def unfinished_run(settings: TrainSettings | CollectSettings) -> RunFolder | None:
+    """Return the newest unfinished run of these settings, for `resume=auto`; None if there is none.
+
+    A job of a sweep goes on with one of an earlier sweep, a single run with a single one or, where
+    there is none, with a job of a sweep.
+    """
+    outputs, digest = Path(settings.paths.outputs), settings.config_hash
+    single = None if in_sweep() else find_unfinished_run(outputs / settings.name, digest)
+    return single or find_unfinished_run(outputs / "multirun", digest, pattern="*/*")
 
 
 def _or_fail(key: str, folder: Path, check: Callable[[], None]) -> None:
