@@ -11,6 +11,7 @@ from rlhf_lightning.app.failures import watch_children
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.doctor.alert_log import EndRequest
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
+from rlhf_lightning.callbacks.wandb_content import wandb_loggers
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import Summary
@@ -48,6 +49,8 @@ def fit(
         if parts.trainer.is_global_zero:
             write_handover(folder, doctor.hand_over(request.checkpoint))
         logger.warning("doctor: a new fit starts from %s", checkpoint.name)
+        for tracker in wandb_loggers(parts.trainer):
+            tracker.finish()  # W&B refuses to open a run a second time
         parts.trainer = parts.module = None  # type: ignore[assignment]  # their memory is needed
         del doctor
         parts = assemble(parts.settings, folder)

@@ -14,10 +14,12 @@ from rlhf_lightning.app import fit as fitting
 from rlhf_lightning.app.train import run
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.callbacks.wandb_logger import run_id
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration
 from rlhf_lightning.runs.stopping import RunStoppedError
+from tests import offline_wandb
 from tests.builders.runs import completed, settings_for
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,9 +40,9 @@ ILL = (
 BEST, STOPPED = 1, 4
 
 
-def stopped(folder: Path, start: Path) -> tuple[RunFolder, str]:
+def stopped(folder: Path, start: Path, *overrides: str) -> tuple[RunFolder, str]:
     with pytest.raises(RunStoppedError, match="the doctor, after iteration") as error:
-        completed(folder, "ppo", start, *ILL)
+        completed(folder, "ppo", start, *ILL, *overrides)
     return RunFolder(folder), str(error.value)
 
 
@@ -52,7 +54,10 @@ def go_on(folder: RunFolder, start: Path, *overrides: str) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, start: Path) -> tuple[RunFolder, str]:
-    return stopped(tmp_path_factory.mktemp("rolled_back") / "whole", start)
+    folder = tmp_path_factory.mktemp("rolled_back") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WANDB_DATA_DIR", raising=False)
+        return stopped(folder, start, "logger=wandb", "logger.mode=offline")
 
 
 def state_of(folder: RunFolder) -> Any:
@@ -93,6 +98,17 @@ def test_the_second_rollback_to_a_checkpoint_goes_a_step_further_than_the_first(
         {"learning_rate_factor": [1.0, 0.25]},
     ]
     assert state_of(folder)["controls"]["learning_rate_factor"] == 0.25
+
+
+def test_every_fit_of_a_run_that_was_rolled_back_is_in_w_and_b_under_one_id(whole):
+    folder, _ = whole
+    fits = offline_wandb.segments(folder.path)
+    assert len(fits) == 3
+    assert {r["run"]["run_id"] for fit in fits for r in fit if "run" in r} == {run_id(folder)}
+    for fit in fits[:2]:
+        assert any("exit" in record for record in fit)
+        logged = {int(row["iteration"]) for row in offline_wandb.history(fit)}
+        assert logged == set(range(1, STOPPED + 1))
 
 
 def killed_after(rollbacks: int) -> Any:
