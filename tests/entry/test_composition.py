@@ -39,6 +39,25 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclass():
     assert build_hparams(PPOHparams, cfg.module.ppo) == PPOHparams()
 
 
+def test_what_is_read_from_the_environment_counts_in_the_hash_but_for_secrets(monkeypatch):
+    def digest(path, *more):
+        own = ("dataset=files", "dataset.name=mine", f"dataset.path='{path}'")
+        return composed("+experiment=sft", *own, *more).config_hash
+
+    for name, value in {"DATA": "/a", "JUDGE_API_KEY": "secret", "HERE": "/a"}.items():
+        monkeypatch.setenv(name, value)
+    first = digest("${oc.env:DATA}/d")
+    assert first == digest("${oc.env:HERE}/d") == digest("/a/d")
+    assert first == digest("${oc.env:NOT_SET,${oc.env:DATA}}/d") == digest("${oc.env:DATA,/b}/d")
+    keyed = digest("${oc.env:JUDGE_API_KEY}")
+    placed = digest("mine", "paths.outputs=${oc.env:DATA}/outputs")
+    monkeypatch.setenv("DATA", "/b")
+    monkeypatch.setenv("JUDGE_API_KEY", "renewed")
+    assert digest("${oc.env:DATA}/d") == digest("/b/d") != first
+    assert digest("${oc.env:JUDGE_API_KEY}") == keyed
+    assert digest("mine", "paths.outputs=${oc.env:DATA}/outputs") == placed == digest("mine")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

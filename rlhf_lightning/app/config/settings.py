@@ -6,6 +6,8 @@ Must not import torch: a config error answers at once.
 from __future__ import annotations
 
 import copy
+import os
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -47,6 +49,29 @@ from rlhf_lightning.app.config.targets import (
 from rlhf_lightning.app.stages.spec import StageSpec, find_stage
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.runs.resume import config_hash
+from rlhf_lightning.runs.secrets import is_secret
+
+# `${oc.env:NAME}` or `${oc.env:NAME,DEFAULT}`, whose default may hold other interpolations.
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*((?:[^{}]|\{[^{}]*\})*))?\}")
+
+
+def _with_environment(node: Any, key: str = "") -> Any:
+    """Return a configuration with environment variables replaced by their values, but secrets."""
+    if isinstance(node, Mapping):
+        return {name: _with_environment(value, str(name)) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_with_environment(value, key) for value in node]
+    if not isinstance(node, str):
+        return node
+
+    def value_of(found: re.Match[str]) -> str:
+        name, default = found.groups()
+        value = os.environ.get(name)
+        if value is None:
+            value = found[0] if default is None else _with_environment(default, key).strip("'\"")
+        return found[0] if is_secret(name, value) or is_secret(key, value) else str(value)
+
+    return _FROM_ENVIRONMENT.sub(value_of, node)
 
 
 class CommandSettings(Settings):
@@ -69,7 +94,8 @@ class CommandSettings(Settings):
         if context is not None:
             self._written = context["written"]
             self._resolved = context["resolved"]
-            self._digest = config_hash(context.get("hashed", context["written"]))
+            hashed = context.get("hashed", context["written"])
+            self._digest = config_hash(_with_environment(hashed))
 
     @property
     def written(self) -> dict[str, Any]:
