@@ -16,6 +16,7 @@ from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from tests.builders.command_lines import settings_of
 from tests.builders.runs import settings_for
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]
@@ -90,6 +91,25 @@ def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys)
     summary = json.loads(folder.summary.read_text())
     assert earlier_seconds(tmp_path, summary["config_hash"]) == summary["seconds"]["total"]
     assert earlier_seconds(tmp_path, "another") is None
+
+
+def test_models_of_debug_fast_are_kept_apart_wherever_models_are_kept():
+    def folders(*words: str) -> tuple[str | None, str | None]:
+        artifacts = settings_of(*words).artifacts
+        return artifacts.sft, artifacts.publish
+
+    sized = ["+experiment=reward", "model.from_scratch.hidden_size=64"]
+    sized += ["paths.artifacts=artifacts/hidden_${model.from_scratch.hidden_size}"]
+    kept = "artifacts/hidden_64/debug_fast/demo_seed1"
+    assert folders(*sized, "debug=fast") == (f"{kept}/sft", f"{kept}/reward")
+    assert folders(*sized)[0] == "artifacts/hidden_64/demo_seed1/sft"
+    assert folders(*sized, "debug=overfit")[0] == "artifacts/hidden_64/demo_seed1/sft"
+    fast = ["+experiment=sft", "debug=fast"]
+    assert folders(*fast)[1] == "artifacts/debug_fast/demo_seed1/sft"
+    given = "paths.artifacts=/of_a_study/debug_fast/a1b2"
+    assert folders(*fast, given)[1] == "/of_a_study/debug_fast/a1b2/demo_seed1/sft"
+    assert folders(*fast, "paths.apart=null")[1] == "artifacts/demo_seed1/sft"
+    assert settings_of(*fast).config_hash == settings_of(*fast, given).config_hash
 
 
 def test_counts_of_weights_are_read_at_a_glance():

@@ -84,7 +84,7 @@ def test_ranks_of_a_plain_environment_wait_for_what_rank_0_trains_first(tmp_path
     ).check()
     base, sft = runs_below(folder / "outputs")
     assert check_run(base)["stage"] == check_run(sft)["stage"] == "sft"
-    assert (folder / "artifacts/demo_seed1/sft/manifest.json").is_file()
+    assert (folder / "artifacts/debug_fast/demo_seed1/sft/manifest.json").is_file()
     assert stray_folders(folder / "outputs") == []
 
 

@@ -161,6 +161,7 @@ class PathsSettings(Settings):
     outputs: str = "outputs"
     artifacts: str = "artifacts"
     publish: bool = True
+    apart: FolderName | None = None
 
     @field_validator("outputs", "artifacts")
     @classmethod

@@ -84,7 +84,7 @@ def read_settings(
         _check_open_groups(settings, written)
     try:
         check_names(written, trusted_targets())
-        found = settings.of(written)
+        found = settings.of(_with_models_apart(written))
     except ValidationError as error:
         raise ConfigError(explain_invalid(error, settings)) from error
     except TargetError as error:
@@ -95,6 +95,16 @@ def read_settings(
     if isinstance(found, TrainSettings):
         _check_training(found)
     return found
+
+
+def _with_models_apart(written: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration with `paths.apart` in the folder of models, wherever that is."""
+    paths = written.get("paths")
+    paths = paths if isinstance(paths, dict) else {}
+    folder, apart = paths.get("artifacts"), paths.get("apart")
+    if not isinstance(folder, str) or apart is None or apart in Path(folder).parts:
+        return written
+    return written | {"paths": paths | {"artifacts": f"{folder}/{apart}"}}
 
 
 def _top_level_hint(settings: type[CommandSettings], key: str) -> str:
