@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,8 @@ from rlhf_lightning.app import plan
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.settings import PlanSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.memory_plan import phases
-from rlhf_lightning.app.memory_plan.phases import OPTIMIZER, WEIGHTS, Plan
+from rlhf_lightning.app.memory_plan import phases, report
+from rlhf_lightning.app.memory_plan.phases import OPTIMIZER, WEIGHTS, Phase, Plan
 from rlhf_lightning.app.memory_plan.request import Request, read_run
 
 GIB = 2**30
@@ -107,6 +108,29 @@ def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it
     assert held[1][OPTIMIZER] == after.optimizer
     assert held[0].get(OPTIMIZER, 0) == 0
     assert held[0][WEIGHTS] == held[1][WEIGHTS]
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo"])
+def test_more_devices_are_planned_for_the_batch_that_is_suggested_with_them(stage):
+    words = [f"+experiment={stage}", ULTRA, "model=qwen2_5_7b", "plan.device=cuda"]
+    run = read(*words).run
+    options = list(report._sharded(run, phases.plan(run)))
+    assert len(options) > 1
+    for option in options:
+        again = read(*words, *option.settings).run
+        assert (again.num_devices, again.strategy) == (option.run.num_devices, "fsdp")
+        assert (again.batch_size, again.update_rows) == (run.batch_size, option.run.update_rows)
+
+
+@pytest.mark.parametrize("stage", ["base", "sft", "reward", "dpo"])
+def test_a_smaller_validation_batch_is_suggested_by_a_key_that_the_command_takes(stage):
+    run = replace(read(f"+experiment={stage}", "plan.device=cpu").run, validation_rows=64)
+    planned = Plan({}, 0, (Phase("validate", {WEIGHTS: 1}),), 0)
+    options = list(report._later_batches(run, planned))
+    assert len(options) > 3
+    for option in options:
+        again = read(f"+experiment={stage}", "plan.device=cpu", *option.settings).run
+        assert again.validation_rows == option.run.validation_rows
 
 
 def test_a_setting_that_does_not_exist_is_named():

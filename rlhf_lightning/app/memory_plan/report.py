@@ -212,9 +212,10 @@ def _micro_batches(run: Run, planned: Plan) -> Iterator[Option]:
 def _later_batches(run: Run, planned: Plan) -> Iterator[Option]:
     """Smaller batches of what runs beside training, where that is the peak."""
     if planned.peak.name == "validate":
-        for rows in _halved(run.validation_rows):
+        sequences = run.spec.sequences_per_row
+        for rows in _halved(run.validation_rows // sequences):
             settings = (f"data.validation_batch_size={rows}",)
-            yield Option(settings, SPEED, replace(run, validation_rows=rows))
+            yield Option(settings, SPEED, replace(run, validation_rows=sequences * rows))
     if planned.peak.name == "evaluate" and run.evaluation is not None:
         for rows in _halved(run.evaluation.rows):
             changed = replace(run, evaluation=replace(run.evaluation, rows=rows))
@@ -260,9 +261,11 @@ def _adapted(run: Run, _: Plan) -> Iterator[Option]:
 def _sharded(run: Run, _: Plan) -> Iterator[Option]:
     if run.device == "cpu":
         return
+    prompts = run.batch_size // run.num_generations
     for count in DEVICES:
-        if count > run.sharded and run.batch_size % (count * run.num_minibatches) == 0:
+        if count > run.sharded and prompts % (count * run.num_minibatches) == 0:
             settings: tuple[str, ...] = ("strategy=fsdp", f"trainer.devices={count}")
+            settings += (f"data.batch_size={prompts}",)  # a model may have another one under fsdp
             if run.style.autocast:
                 settings += ("trainer.precision=32-true",)
             changed = _with_precision(run, "32-true", torch.bfloat16)

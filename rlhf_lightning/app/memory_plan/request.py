@@ -73,6 +73,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         evaluation=_evaluation(settings),
         read_at_once=int(settings.rollout.get("prefill_tokens", Run.read_at_once)),
         optimizer=settings.optimizer.build(),
+        num_generations=data.num_generations,
         shard_over=strategy.shard_over,
         served=settings.rollout.class_name == "VllmServerGenerator",
     )

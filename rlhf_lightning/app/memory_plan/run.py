@@ -164,6 +164,7 @@ class Run:
         evaluation: what follows training; None where nothing does.
         read_at_once: prompt tokens that generation reads in one forward.
         optimizer: parameter groups -> optimizer.
+        num_generations: rows of a prompt.
         shard_over: devices that share one copy of every model under fsdp; None for all.
         served: other processes answer the prompts; the policy's weights are sent to them.
     """
@@ -186,6 +187,7 @@ class Run:
     evaluation: Evaluation | None = None
     read_at_once: int = 16_384
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    num_generations: int = 1
     shard_over: int | None = None
     served: bool = False
 
