@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +138,24 @@ _BOUNDS["less_than_equal"] = "<="
 _HPARAMS = re.compile(r"\b\w*(?:Hparams|Thresholds|ActionSettings|Sharing|PageSettings)(?=[.=])")
 
 
-def explain_invalid(error: ValidationError, settings: type[BaseModel]) -> str:
+def explain_invalid(
+    error: ValidationError, settings: type[BaseModel], written: Mapping[str, Any]
+) -> str:
     """Return the first error of a configuration in one line.
 
     Args:
         error: of the settings of a command.
         settings: their class.
+        written: the configuration with its interpolations, which are named where they are wrong.
     """
     found = error.errors()
     # A key that is mistyped explains one that is missing.
     found.sort(key=lambda item: item["type"] != "extra_forbidden")
-    return _explain(dict(found[0]), settings)
+    node: Any = written
+    for part in found[0]["loc"]:
+        node = node.get(part) if isinstance(node, Mapping) else None
+    given = f" ({node})" if isinstance(node, str) and "${" in node else ""
+    return f"{_explain(dict(found[0]), settings)}{given}"
 
 
 def _explain(error: dict[str, Any], settings: type[BaseModel]) -> str:

@@ -86,7 +86,7 @@ def read_settings(
         check_names(written, trusted_targets())
         found = settings.of(_with_models_apart(written))
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error, settings)) from error
+        raise ConfigError(explain_invalid(error, settings, written)) from error
     except TargetError as error:
         raise ConfigError(str(error)) from error
     except OmegaConfBaseException as error:
