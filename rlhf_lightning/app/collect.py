@@ -6,6 +6,7 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,15 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import register
-from rlhf_lightning.app.config.run_claim import check_folder
+from rlhf_lightning.app.config.run_claim import check_folder, unfinished_run
 from rlhf_lightning.app.config.save import keep_secrets
 from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
+from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
-from rlhf_lightning.runs.resume import find_unfinished_run
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import drop_unused
 
@@ -65,7 +66,7 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
     with claimed, computing(**settings.model.computing):
         try:
             write_summary(folder, summary)
-            return _collect(settings, folder, summary)
+            return _collect(settings, folder, summary, publishing_to(settings, overrides))
         except BaseException as error:
             if type(error).__name__ == WAITING:
                 write_summary(folder, replace(summary, status="stopped", cause=str(error)))
@@ -75,7 +76,9 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
 
 
 @exits_are_failures()
-def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> Summary:
+def _collect(
+    settings: CollectSettings, folder: RunFolder, summary: Summary, published: str | None
+) -> Summary:
     started = time.perf_counter()
     from rlhf_lightning.callbacks.console import print_verdict
     from rlhf_lightning.models.precision import set_matmul_precision
@@ -86,7 +89,6 @@ def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> 
     set_matmul_precision(settings.trainer.matmul_precision)
     made = _demonstrations if settings.records == "demonstrations" else _preferences
     metrics, told = made(settings, folder)
-    published = settings.artifacts.publish if settings.paths.publish else None
     if published is not None:
         target = Path(published)
         with artifact_lock(target):
@@ -104,6 +106,18 @@ def _collect(settings: CollectSettings, folder: RunFolder, summary: Summary) -> 
         say(line)
     say(f"records: {published or folder.path / DATA}")
     return summary
+
+
+def publishing_to(settings: CollectSettings, overrides: Sequence[str]) -> str | None:
+    """Return the folder that the records are published to; None for none.
+
+    Adversarial pairs are added to a collection with `data.also`: without a folder of their own they
+    stay in the run folder, and do not replace what was published of that collection.
+    """
+    named = any(word.lstrip("+").startswith("artifacts.publish=") for word in overrides)
+    if not settings.paths.publish or (settings.adversarial.run and not named):
+        return None
+    return settings.artifacts.publish
 
 
 def _preferences(
@@ -150,12 +164,10 @@ def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
     """Return the folder of the run: an unfinished one of this configuration, or the new one."""
     if settings.resume != "auto":
         return folder
-    unfinished = find_unfinished_run(
-        Path(settings.paths.outputs) / settings.name, settings.config_hash
-    )
+    unfinished = unfinished_run(settings)
     if unfinished is None:
         return folder
-    drop_unused(folder, unfinished)
+    drop_unused(folder, unfinished, link=in_sweep())
     return unfinished
 
 

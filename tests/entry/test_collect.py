@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from rlhf_lightning.app.collect import publishing_to
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.human_annotators import STORE, PeopleNeededError
@@ -251,3 +252,11 @@ def test_the_command_line_answers_a_mistake_with_status_2(tmp_path: Path, start:
     done = collect(tmp_path, start, "lab.pairings=random", code=2)
     assert "did you mean lab.pairing" in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_adversarial_pairs_do_not_replace_the_collection_that_was_published(tmp_path: Path) -> None:
+    words = [f"adversarial.run={tmp_path}", "artifacts.reward=reward"]
+    assert publishing_to(settings_of(*words, entry="collect"), words) is None
+    named = [*words, "artifacts.publish=elsewhere"]
+    assert publishing_to(settings_of(*named, entry="collect"), named) == "elsewhere"
+    assert publishing_to(settings_of(entry="collect"), []).endswith("preferences")
