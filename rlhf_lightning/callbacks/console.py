@@ -327,8 +327,7 @@ def print_verdict(summary: Summary, folder: RunFolder, *, console: Console | Non
         note = f"  ({fact.note})" if fact.note else ""
         table.add_row(Text(fact.label), Text(fact.value + note))
     for gate in summary.gates:
-        word = gate.word if gate.passed else "NOT PASSED"
-        table.add_row(Text(f"gate {gate.name}"), Text(f"{word}  {gate.reason}".rstrip()))
+        table.add_row(Text(f"gate {gate.name}"), Text(f"{gate.word}  {gate.reason}".rstrip()))
     coverage = coverage_of(read_events(folder.doctor))
     if coverage is not None:
         alerts = len(summary.alerts)

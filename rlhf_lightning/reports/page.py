@@ -37,7 +37,7 @@ from rlhf_lightning.runs.verdict import STAGES, verdict
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
 _GATE = {
     "passed": ("✓ passed", "good"),
-    "failed": ("✗ failed", "bad"),
+    "NOT PASSED": ("✗ failed", "bad"),
     "not measured": ("not measured", "undecided"),
 }
 _LEVEL_TONE = {"warn": "neutral", "alarm": "bad"}
@@ -116,7 +116,7 @@ def _verdict(summary: Summary | None, folder: RunFolder) -> Markup:
 
 
 def _checked(passed: bool) -> tuple[str, str]:
-    return _GATE["passed" if passed else "failed"]
+    return _GATE["passed" if passed else "NOT PASSED"]
 
 
 def _reason(gate: GateResult) -> str:

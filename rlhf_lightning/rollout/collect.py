@@ -110,13 +110,11 @@ def collect_rollout(
 
     def answered(prompts: PromptBatch) -> tuple[Answers, Scores]:
         started = time.perf_counter()
-        sampled = (
-            generation
-            if generation is not None
-            else sample_responses(
+        sampled = generation
+        if sampled is None:
+            sampled = sample_responses(
                 parts, prompts, noise=noise, temperature=temperature, max_new_tokens=max_new_tokens
             )
-        )
         generated = time.perf_counter()
         answers = make_answers(prompts, sampled, parts.tokenizer)
         scores = parts.scorer(answers)

@@ -42,9 +42,9 @@ class GateResult:
 
     @property
     def word(self) -> str:
-        """`passed`, `failed`, or of a gate that need not be measured and was not `not measured`."""
+        """`passed`, `NOT PASSED`, or `not measured` of an optional one."""
         if not self.passed:
-            return "failed"
+            return "NOT PASSED"
         return "not measured" if None in (self.value, self.threshold) else "passed"
 
 
