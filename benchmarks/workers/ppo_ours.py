@@ -66,10 +66,11 @@ class ProfiledPPO(PPOModule):
         self.profiler.start()
         return collected
 
-    def finish_iteration(self, *arguments: Any, **options: Any) -> None:
-        """Stop it before anything else is done."""
+    def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
+        """Stop it when the updates are done and their metrics are logged."""
+        outputs = super().training_step(prompts, batch_idx)
         self.profiler.stop()
-        super().finish_iteration(*arguments, **options)
+        return outputs
 
 
 def run(task: Task) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class JudgeHparams(Checked):
 
     Args:
         model: its name there.
-        base_url: of the endpoint, `http://127.0.0.1:8000/v1`; None is OpenAI's own.
+        base_url: of the endpoint, `http://127.0.0.1:8001/v1`; None is OpenAI's own.
         api_key_env: name of the environment variable that holds the key; None for a service that
             wants none.
         timeout: seconds for one request.
