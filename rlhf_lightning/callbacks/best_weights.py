@@ -18,7 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class PatientStopping(EarlyStopping):
-    """Lightning's early stopping, whose patience at a resume is the one that is asked for."""
+    """Lightning's early stopping, whose patience at a resume is the one that is asked for.
+
+    It says why it stopped: Lightning's is silent unless it also tells every improvement.
+    """
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the metric, and name what stops the run when it first does."""
+        before = self.stopping_reason_message
+        super().on_validation_end(trainer, pl_module)
+        reason = self.stopping_reason_message
+        if reason is not None and reason != before and trainer.is_global_zero:
+            said = reason.removesuffix(" Signaling Trainer to stop.")
+            logger.warning("early stopping at iteration %d: %s", current_iteration(trainer), said)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the best value and how long ago it was; with more patience it has not stopped."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -154,6 +155,23 @@ def test_a_run_stopped_early_goes_on_with_more_patience_and_not_with_the_same(tm
     assert module.validations == [8, 10, 12]
     assert trainer.checkpoint_callback.best_iteration == 10
     assert torch.equal(module.policy.weight, weights_of(tmp_path / "more/checkpoints/best.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (LOSSES, "iteration 6: Monitored metric val/loss did not improve in the last 2 records"),
+        ({2: 0.5, 4: math.nan}, "iteration 4: Monitored metric val/loss = nan is not finite"),
+    ],
+)
+def test_early_stopping_says_once_why_it_stopped(tmp_path, caplog, losses, said):
+    stops = [PatientStopping("val/loss", patience=2)]
+    run(tmp_path, num_iterations=12, losses=losses, callbacks=stops)
+    told = [m for m in caplog.messages if m.startswith("early stopping at")]
+    assert len(told) == 1
+    assert said in told[0]
+    run(tmp_path, num_iterations=12, losses=losses, callbacks=stops, resume=True)
+    assert [m for m in caplog.messages if m.startswith("early stopping at")] == told
 
 
 def test_a_checkpoint_of_shards_is_taken_along_as_a_whole(tmp_path):
