@@ -85,7 +85,7 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
         )
     if len(answers.scores) < len(records):
         raise ConfigError(
-            f"benchmark: {len(records) - len(answers.scores)} of {len(records)} answers have a "
+            f"benchmark: {len(records) - len(answers.scores)} of {len(records)} responses have a "
             f"prompt of more than prompts.max_length={settings.prompts.max_length} tokens, or of "
             "none: raise it. None is left out, or the figure would be of another set"
         )
@@ -117,4 +117,4 @@ def _tell_unknown(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequen
     unknown = tokenizer.unk_token_id
     rows = 0 if unknown is None else sum(unknown in ids[:-1] for ids in token_ids)
     if rows:
-        say(f"{rows} of {len(token_ids)} answers have words that the tokenizer does not know.")
+        say(f"{rows} of {len(token_ids)} responses have words that the tokenizer does not know.")

@@ -178,7 +178,7 @@ def _start_lines(settings: CollectSettings, lab: Any, num_prompts: int) -> dict[
         "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
     }
     again: dict[str, object] = {
-        "worst answers": f"of {settings.adversarial.run}, by {settings.adversarial.source}",
+        "worst responses": f"of {settings.adversarial.run}, by {settings.adversarial.source}",
         "pairs": f"at most {settings.adversarial.num_pairs}",
     }
     return (again if lab.worst else sampled) | {

@@ -257,7 +257,7 @@ def _against_references(
     source = settings.dataset.source.build()
     found = find_references(source, sides.records, settings.prompts.split)
     if not found:
-        say("The data set has no answers of its own to these prompts: no win rate against them.")
+        say("The data set has no responses of its own to these prompts: no win rate against them.")
         return {}
     return against_references(
         sides.comparison,
@@ -312,14 +312,14 @@ def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, obje
         "policy": settings.policy,
         "baseline": settings.baseline,
         "prompts": f"{num_prompts} of {settings.dataset.name}, "
-        f"{settings.evaluation.answers_per_prompt} answers of up to "
+        f"{settings.evaluation.answers_per_prompt} responses of up to "
         f"{settings.evaluation.max_new_tokens} tokens a side to each",
         "temperature": settings.evaluation.temperature,
         "seed": settings.seed,
     }
     if settings.best_of.n:
         lines["best of"] = (
-            f"{', '.join(map(str, settings.best_of.n))}, from {settings.best_of.pool} answers of "
+            f"{', '.join(map(str, settings.best_of.n))}, from {settings.best_of.pool} responses of "
             "the policy to each prompt"
         )
     scorer = settings.scorer

@@ -124,7 +124,7 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
         strange = [f"has a message from {role!r}" for role in roles if role != "assistant"]
         several = f"has {len(roles)} messages" if roles else "is empty after the shared ones"
         got = strange[0] if strange else several
-        found = f"{key!r} {got}, expected only the assistant's answer, one message"
+        found = f"{key!r} {got}, expected only the assistant's response, one message"
         fix = "move the earlier messages to 'prompt', or hide a prompt that the sides repeat"
         raise BadRecordError(where, found, f"{fix} with columns={{prompt: null}}")
     if not answer[-1]["content"].strip():
@@ -132,7 +132,7 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
 
 
 def _empty(key: str, where: Location) -> BadRecordError:
-    found = f"the answer of {key!r} is empty: it would teach to say nothing"
+    found = f"the response of {key!r} is empty: it would teach to say nothing"
     return BadRecordError(where, found, "fill it, or leave the record out")
 
 
@@ -222,7 +222,7 @@ def parse_transcript(text: object, key: str, where: Location) -> list[dict[str, 
             found = f"turn {number + 1} of {key!r} is {again}from {name!r}"
             raise BadRecordError(where, found, "join the turns, or leave the record out")
     if names[-1] != "Assistant":
-        found = f"{key!r} ends with a turn of 'Human', so it has no answer"
+        found = f"{key!r} ends with a turn of 'Human', so it has no response"
         raise BadRecordError(where, found, "leave the record out")
     return [
         {"role": SPEAKERS[name], "content": content.strip()}

@@ -44,7 +44,7 @@ from rlhf_lightning.data.tokens import (
 
 OverLong = Literal["drop", "truncate_left"]
 OVER_LONG = "over-long"
-ANSWER_TOO_LONG = "answer alone over-long"
+ANSWER_TOO_LONG = "response alone over-long"
 IDENTICAL = "chosen == rejected after encoding"
 NO_TOKENS = "prompt without a token"
 NUM_TOKENIZED_TOGETHER = 4096

@@ -82,10 +82,10 @@ def _parse_messages_row(row: Row, where: Location) -> DemonstrationRecord:
     messages = parse_messages(row["messages"], "messages", where)
     if messages[-1]["role"] != "assistant":
         found = f"the last of 'messages' is from {messages[-1]['role']!r}, expected 'assistant'"
-        raise BadRecordError(where, found, "end with the answer, or give it as 'prompt' only")
+        raise BadRecordError(where, found, "end with the response, or give it as 'prompt' only")
     if all(message["role"] != "user" for message in messages):
         found = "'messages' has no message from 'user'"
-        raise BadRecordError(where, found, "put the question before the answer")
+        raise BadRecordError(where, found, "put the question before the response")
     check_answer(messages[:-1], messages[-1:], "messages", where)
     return DemonstrationRecord(messages[:-1], messages[-1:])
 

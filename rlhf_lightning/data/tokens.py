@@ -153,7 +153,7 @@ def answer_ids(
         )
     if isinstance(prompt, str):
         raise TypeError(
-            "the prompt is plain text but its answer is a conversation: make them alike"
+            "the prompt is plain text but its response is a conversation: make them alike"
         )
     guarded = not rendered and control.spelled_in(prompt, answer)
     if guarded:
@@ -232,8 +232,8 @@ def _prefix_message(start: str, full: str) -> str:
     at = max(same - 40, 0)
     return (
         "the chat template does not keep the prompt as the start of the whole conversation, so it "
-        f"is not known which tokens are the answer. They part after {same} characters:\n"
+        f"is not known which tokens are the response. They part after {same} characters:\n"
         f"  prompt:       ...{start[at : same + 60]!r}\n"
         f"  conversation: ...{full[at : same + 60]!r}\n"
-        "Use a template whose generation prompt is what it writes before every answer"
+        "Use a template whose generation prompt is what it writes before every response"
     )

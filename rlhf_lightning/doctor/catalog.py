@@ -14,13 +14,13 @@ from rlhf_lightning.hparams import number
 _ALL = (
     DetectorSpec(
         "constant_score",
-        "Every answer gets the same score",
+        "Every response gets the same score",
         "iterations in a row in which all scores were the same",
         "count",
         "the reward function returns a constant: it reads a wrong column, finds no answer in the "
         "form that it looks for, or the task is too hard, or solved",
-        "score a few answers of samples.jsonl by hand; a reward of 0 and 1 needs prompts that are "
-        "sometimes solved; there is nothing to learn before scores differ",
+        "score a few responses of samples.jsonl by hand; a reward of 0 and 1 needs prompts that "
+        "are sometimes solved; there is nothing to learn before scores differ",
         Source("score_std", readings.iterations_with_equal_scores, begins=readings.from_first),
         bounds("constant", 0, 2, at_least=0),
         counts_iterations=True,
@@ -43,7 +43,7 @@ _ALL = (
         "The policy has not moved",
         "recent KL to the reference, with the reward flat",
         "nats a token",
-        "the learning rate is too small, kl_coef too large, or the scores tell answers apart too "
+        "the learning rate is too small, kl_coef too large, or the scores tell responses apart too "
         "little to learn from",
         "lower kl_coef to 0.01, or raise learning_rate; look at rollout/score_std",
         Source("kl_per_token", readings.kl_where_score_is_flat, begins=readings.from_share_of_run),
@@ -63,7 +63,7 @@ _ALL = (
         "its standard deviations",
         "the policy has found what the reward model pays for and people do not want",
         "read the samples that score highest; stop or roll back; raise kl_coef; label such "
-        "answers and train the reward model again",
+        "responses and train the reward model again",
         Source(
             "second_score",
             readings.fall_while_score_rose,
@@ -110,10 +110,10 @@ _ALL = (
     ),
     DetectorSpec(
         "length_drift",
-        "Answers change their length",
+        "Responses change their length",
         "change of the recent response length against the first iterations",
         "share",
-        "the reward pays for length, or answers are cut off or end at once",
+        "the reward pays for length, or responses are cut off or end at once",
         "look at length_bias and at samples; balance the reward model's pairs by length; check "
         "missing_eos_penalty and gamma",
         Source("response_length", readings.relative_change, begins=readings.from_baseline),
@@ -121,7 +121,7 @@ _ALL = (
     ),
     DetectorSpec(
         "diversity",
-        "Answers become alike",
+        "Responses become alike",
         "recent distinct bigrams against the first iterations",
         "ratio",
         "the policy repeats a few phrases that score well",
@@ -133,11 +133,11 @@ _ALL = (
     ),
     DetectorSpec(
         "duplicates",
-        "Many prompts get the same answer",
-        "recent share of the most common answer",
+        "Many prompts get the same response",
+        "recent share of the most common response",
         "share",
         'one answer scores well whatever was asked, such as a refusal or "I don\'t know"',
-        "read that answer and its score; label it against real answers; raise kl_coef",
+        "read that response and its score; label it against real responses; raise kl_coef",
         Source("most_common", readings.recent),
         bounds("duplicates", 0.3, 0.5, above=0, at_most=1),
         action=interventions.DIVERSIFY,
@@ -148,7 +148,7 @@ _ALL = (
         "The policy becomes deterministic",
         "recent entropy against the first iterations",
         "ratio",
-        "it has settled on one answer a prompt and explores no more",
+        "it has settled on one response a prompt and explores no more",
         "raise kl_coef or entropy_coef; lower the learning rate",
         Source("entropy", readings.ratio, begins=readings.from_baseline),
         bounds("entropy", 0.25, 0.1, floor="_floor", at_least=0),
@@ -197,10 +197,10 @@ _ALL = (
     ),
     DetectorSpec(
         "saturation",
-        "All answers score alike",
+        "All responses score alike",
         "recent spread of the scores against the first iterations",
         "ratio",
-        "the reward model has no more to say about these answers; whitened advantages are noise",
+        "the reward model has no more to say about these responses; whitened advantages are noise",
         "stop here, or refresh the reward model with pairs of this policy",
         Source("score_std", readings.ratio, begins=readings.from_baseline),
         bounds("saturation", 0.25, 0.1, floor="_floor", at_least=0),
@@ -236,8 +236,8 @@ _ALL = (
     ),
     DetectorSpec(
         "missing_eos",
-        "Answers do not end by themselves",
-        "recent share of answers that end with a stop token",
+        "Responses do not end by themselves",
+        "recent share of responses that end with a stop token",
         "share",
         "max_new_tokens is too small, the stop token is not the one that SFT taught, or the "
         "reward pays for going on",
@@ -287,7 +287,7 @@ _ALL = (
         "share",
         "the reward pays for complying, or pairs on harmful prompts are missing or labelled "
         "wrongly",
-        "roll back; look at those pairs; add refusals as the preferred answers",
+        "roll back; look at those pairs; add refusals as the preferred responses",
         Source(
             "refusal_rate", readings.fall_of_refusals, missing="no prompt of doctor.harmful_domains"
         ),

@@ -96,10 +96,10 @@ def _stops(first: FirstRollout) -> Check:
     passed = first.finished >= 0.5 and first.stop_errors == 0 and first.eos_known
     known = "is" if first.eos_known else "is not"
     return Check(
-        "answers end",
+        "responses end",
         passed,
-        f"{100 * first.finished:.0f} % of answers ended by themselves, {first.stop_errors} of them "
-        f"without a stop token; the tokenizer's EOS {known} one",
+        f"{100 * first.finished:.0f} % of responses ended by themselves, {first.stop_errors} of "
+        f"them without a stop token; the tokenizer's EOS {known} one",
         "the engine must stop at the EOS that SFT taught (tokenizer and generation config of "
         "artifacts.sft), and max_new_tokens must leave room for it",
     )
@@ -109,8 +109,8 @@ def _pads(first: FirstRollout) -> Check:
     return Check(
         "padding",
         first.padded <= MOST_PADDED,
-        f"{100 * first.padded:.1f} % of answers hold the pad token before their end",
-        "the pad token must be one that no answer holds, EOS or one of its own: set pad_token of "
+        f"{100 * first.padded:.1f} % of responses hold the pad token before their end",
+        "the pad token must be one that no response holds, EOS or one of its own: set pad_token of "
         "the tokenizer in artifacts.sft",
     )
 
@@ -122,7 +122,7 @@ def _scores(first: FirstRollout) -> Check:
         first.finite and first.score_std > rounding,
         f"scores have mean {first.score_mean:.3g} and standard deviation {first.score_std:.3g}"
         + ("" if first.finite else "; some are not finite"),
-        "a scorer that gives every answer the same teaches nothing: look at the reward stage's "
+        "a scorer that gives every response the same teaches nothing: look at the reward stage's "
         "val/accuracy, or at what the function returns",
     )
 
@@ -132,10 +132,10 @@ def _lengths(first: FirstRollout) -> Check:
     return Check(
         "lengths",
         passed,
-        f"answers have {first.shortest} to {first.longest} tokens, {first.length_mean:.1f} on "
+        f"responses have {first.shortest} to {first.longest} tokens, {first.length_mean:.1f} on "
         f"average, of at most {first.max_new_tokens}",
-        "answers of one token are empty: the prompt's template is not that of SFT; answers that "
-        "all reach the limit do not end",
+        "responses of one token are empty: the prompt's template is not that of SFT; responses "
+        "that all reach the limit do not end",
     )
 
 

@@ -67,7 +67,7 @@ def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
     if policy.ndim != 2 or baseline.ndim != 2 or len(policy) != len(baseline):
         raise ValueError(
             f"policy_scores {list(policy.shape)} and baseline_scores {list(baseline.shape)}: give "
-            "both as [prompts, answers], of the same prompts"
+            "both as [prompts, responses], of the same prompts"
         )
     if bool(policy.isnan().any() | baseline.isnan().any()):
         raise ValueError("a score is NaN, which neither wins nor loses: leave that prompt out")

@@ -111,7 +111,7 @@ def _policy(stage: str, failed: Mapping[str, GateResult], own: Metrics, reward: 
         if overall is not None and harmful is not None and harmful < overall - WEAK_DOMAIN:
             return Blame(
                 "reward",
-                f"It ranks answers to harmful prompts less well ({_show(harmful)}) than others "
+                f"It ranks responses to harmful prompts less well ({_show(harmful)}) than others "
                 f"({_show(overall)})",
                 "more preference pairs about harmful prompts and their look-alikes",
             )
@@ -137,7 +137,8 @@ def _not_won(stage: str, rates: Sequence[float], proxy: float | None, *, ends_al
             "reward",
             f"The policy wins {_show(proxy)} of comparisons by the learnt reward and not by the "
             "judge that counts: the reward model pays for the wrong things",
-            f"pairs of this policy's answers for the reward model, then a larger {_LEVERS[stage]}",
+            "pairs of this policy's responses for the reward model, then a larger "
+            f"{_LEVERS[stage]}",
         )
     if rates and ends_alone:
         return Blame(
@@ -165,7 +166,7 @@ def _reward(failed: Mapping[str, GateResult]) -> Blame:
         return Blame(
             "labels",
             "Length alone ranks the pairs as well as the reward model does",
-            "pairs whose lengths are matched, or in which the shorter answer is preferred",
+            "pairs whose lengths are matched, or in which the shorter response is preferred",
         )
     reason = failed.get("accuracy", next(iter(failed.values()))).reason
     cause, _, attempt = reason.partition(". Try ")
@@ -178,7 +179,7 @@ def _sft(failed: Mapping[str, GateResult], own: Metrics) -> Blame:
     if finished is not None and finished < 0.8:
         return Blame(
             "sft",
-            f"Only {_show(finished)} of its answers end by themselves",
+            f"Only {_show(finished)} of its responses end by themselves",
             "demonstrations that end with EOS, or a larger evaluation.max_new_tokens",
         )
     return Blame(

@@ -170,7 +170,7 @@ def check_same_tokenizer(
     mine, its = (None if end is None else end.token for end in ends)
     if mine is not None and its is not None and mine != its:
         raise ValueError(
-            f"the chat template of {source} ends answers with {its!r}, the policy's with "
+            f"the chat template of {source} ends responses with {its!r}, the policy's with "
             f"{mine!r}: its score is not read where it was trained to be: {fix}"
         )
 

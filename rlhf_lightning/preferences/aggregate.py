@@ -14,7 +14,7 @@ Method = Literal["people_first", "majority", "dawid_skene"]
 METHODS: tuple[str, ...] = get_args(Method)
 NO_VOTE = "no vote"
 NO_MAJORITY = "no majority among the votes"
-TIE = "tie: neither answer is better"
+TIE = "tie: neither response is better"
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
     """
     if not math.isfinite(gap):
         raise AnnotationError(
-            f"{annotator.name} scored the answers of pair {pair.pair_id} {gap} apart: its scores "
+            f"{annotator.name} scored the responses of pair {pair.pair_id} {gap} apart: its scores "
             "must be finite"
         )
     choice: Choice = "tie" if gap == 0 or abs(gap) < tie_below else "first" if gap > 0 else "second"

@@ -76,7 +76,7 @@ class RejectionSampler:
         scores = self.score([(c.prompt, c.response) for c in kept])
         scored = [(c, s) for c, s in zip(kept, scores, strict=True) if s is not None]
         if not scored:
-            raise ValueError(f"no answer is left: {what_to_change(dropped, self.sampling)}")
+            raise ValueError(f"no response is left: {what_to_change(dropped, self.sampling)}")
         best = _best(scored)
         figures = {
             "collect/num_candidates": num_asked,

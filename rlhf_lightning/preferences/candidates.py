@@ -325,10 +325,10 @@ def what_to_change(dropped: Mapping[str, int], sampling: Sampling) -> str:
         sampling: how candidates were made.
     """
     advice = {
-        UNFINISHED: f"raise candidates.max_new_tokens={sampling.max_new_tokens}, so that answers "
+        UNFINISHED: f"raise candidates.max_new_tokens={sampling.max_new_tokens}, so that responses "
         "end by themselves, or keep those that were cut off with lab.keep_unfinished=true",
-        EMPTY: "look at the policy: its answers are empty",
-        DUPLICATE: "raise candidates.decoding.temperature: its answers are alike",
+        EMPTY: "look at the policy: its responses are empty",
+        DUPLICATE: "raise candidates.decoding.temperature: its responses are alike",
         OVER_LONG: f"raise candidates.max_prompt_length={sampling.max_prompt_length}",
     }
     reasons = sorted(dropped, key=lambda reason: -dropped[reason])

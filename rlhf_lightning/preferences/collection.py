@@ -201,7 +201,7 @@ class Lab:
         )
         if not pairs:
             raise ValueError(
-                "no two different answers to one prompt are left: "
+                "no two different responses to one prompt are left: "
                 f"{describe_dropped(num_asked, dropped)}: {what_to_change(dropped, self.sampling)}"
             )
         return pairs, num_asked, dropped
@@ -224,9 +224,9 @@ class Lab:
         pairs, overrated = worst.pairs(seed=self.hparams.seed)
         if not pairs:
             raise ValueError(
-                f"no answer in {worst.run} that the reward model overrates ({overrated} found) has "
-                "another one to meet: sample more candidates a prompt, or leave adversarial pairs "
-                "out (pipeline: adversarial=false)"
+                f"no response in {worst.run} that the reward model overrates ({overrated} found) "
+                "has another one to meet: sample more candidates a prompt, or leave adversarial "
+                "pairs out (pipeline: adversarial=false)"
             )
         return pairs, 0, {}
 

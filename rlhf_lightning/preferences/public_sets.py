@@ -14,7 +14,7 @@ from rlhf_lightning.data.sources.argument_pairs import ArgumentPairSource
 from rlhf_lightning.preferences.annotators import now
 from rlhf_lightning.preferences.records import Choice, Label, Pair
 
-SAME = "both answers are the same text"
+SAME = "both responses are the same text"
 REPEATED = "the same pair stands there twice"
 
 

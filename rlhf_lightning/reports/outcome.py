@@ -31,8 +31,8 @@ _BEST_OF_COLUMNS = {
     "gold_win_rate": "gold win rate",
     "gold": "gold reward",
     "score": "learnt score",
-    "response_length": "tokens an answer",
-    "kl_per_response": "KL, nats an answer, at most",
+    "response_length": "tokens a response",
+    "kl_per_response": "KL, nats a response, at most",
     "kl_per_token": "KL, nats a token, at most",
 }
 _BEST_OF_CURVES = ("gold_win_rate", "gold", "score")
@@ -43,7 +43,7 @@ _ROUND_COLUMNS = (
     ("policy", "score_win_rate", "wins by learnt score", percent),
     ("policy", "gold", "gold reward", number),
     ("policy", "kl_per_token", "KL from SFT, nats a token", number),
-    ("policy", "response_length", "tokens an answer", number),
+    ("policy", "response_length", "tokens a response", number),
     ("reward", "accuracy", "reward model's accuracy", percent),
     ("reward", "label_ceiling", "its ceiling", percent),
 )

@@ -177,7 +177,7 @@ def laws_table(found: Sequence[Pursuit], num_seeds: int) -> Table:
     header += ["farthest sqrt(KL)", "score there", "gold there", "seeds"]
     lead = (
         "Gold gained over the SFT policy is fitted by d (a - b log d), of the best of n by "
-        "d (a - b d), d = sqrt(KL), nats an answer. a and b are means over seeds with Student's "
+        "d (a - b d), d = sqrt(KL), nats a response. a and b are means over seeds with Student's "
         "95 % interval; the peak is that of their means, where runs have gone as far. The KL of "
         "the best of n is its upper bound, log n - (n - 1) / n."
     )
@@ -265,7 +265,7 @@ def _charts(found: Sequence[Pursuit]) -> list[Chart]:
             "A line a size of reward model, in parameters. A dot is the mean over seeds, of PPO of "
             f"what was measured within {_STEP:g} of distance; the bar is its 95 % interval."
         )
-        over = "sqrt(KL from SFT), nats an answer"
+        over = "sqrt(KL from SFT), nats a response"
         charts.append(Chart(title, lead, lines_chart(title, lines, over=over, show=number)))
     return charts
 

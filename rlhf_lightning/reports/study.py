@@ -135,7 +135,7 @@ def settings_table(study: Study) -> Table:
         rows.append([*about, *cells, *cost])
     labels = [quantity(name).label for name in columns]
     header = ["row", "setting", "seeds that ended", *labels]
-    header += ["answers sampled", "time", "processor time", "peak memory, MiB"]
+    header += ["responses sampled", "time", "processor time", "peak memory, MiB"]
     lead = f"Means over seeds that ended, with 95 % intervals. {interval_note(study)}"
     return Table("Settings", lead, header, rows)
 
@@ -243,10 +243,10 @@ def measured(values: Values) -> Measured | None:
 
 
 class AnswerBudget:
-    """Equal answers sampled in training."""
+    """Equal responses sampled in training."""
 
-    title = "Equal answers sampled"
-    unit = "answers"
+    title = "Equal responses sampled"
+    unit = "responses"
 
     def spent(self, result: Result) -> list[float]:
         """Return what had been spent by the end of each row of metrics.csv."""

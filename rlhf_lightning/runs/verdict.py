@@ -167,7 +167,7 @@ def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
     if _get(metrics, SPREAD) == 0:
         facts += _win_rate_fact(metrics, "gold", "gold") + _win_rate_fact(metrics, "score", "score")
         sentence = (
-            "The score did not vary: in every rollout all answers had the same one, so there was "
+            "The score did not vary: in every rollout all responses had the same one, so there was "
             "nothing to learn, and a win rate says nothing of this reward."
         )
         return Verdict("bad", sentence=sentence, facts=tuple(facts))
@@ -204,7 +204,7 @@ def _gold_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -
 def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict:
     if _get(metrics, "val/score_tie_rate") == 1:
         sentence = (
-            "No win rate: on every held-out prompt the score of both answers is the same, so it "
+            "No win rate: on every held-out prompt the score of both responses is the same, so it "
             "tells nothing apart."
         )
         return Verdict("bad", sentence=sentence, facts=tuple(facts))
@@ -292,9 +292,9 @@ def _benchmark(metrics: Metrics) -> Verdict:
     longer = _get(metrics, "benchmark/longer_wins_accuracy") or 0.0
     known = "length alone" if longer > 0.5 else "chance"
     sentences = (
-        f"It ranks answers better than {known} does.",
-        f"It ranks answers worse than {known} does.",
-        f"Undecided: it is not shown to rank answers better than {known} does.",
+        f"It ranks responses better than {known} does.",
+        f"It ranks responses worse than {known} does.",
+        f"Undecided: it is not shown to rank responses better than {known} does.",
     )
     caption = "of pairs ranked as labelled"
     return _judged(metrics, "benchmark/accuracy", max(0.5, longer), caption, sentences, facts)
@@ -341,7 +341,7 @@ def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
         for n in counts[:-1]
     ]
     most = counts[-1]
-    who = f"The best of {most} answers of the policy, by the score, is"
+    who = f"The best of {most} responses of the policy, by the score, is"
     sentences = (
         f"{who} better than the baseline's, by the gold reward.",
         f"{who} worse than the baseline's, by the gold reward: the score leads astray.",
@@ -371,7 +371,7 @@ def _sft(metrics: Metrics) -> Verdict:
     sentence = f"It is as unsure as between {choices} equally likely next tokens"
     if before is not None:
         sentence += f", before training as between {number(_perplexity(before))}"
-    caption = "nats a token, loss on held-out answers"
+    caption = "nats a token, loss on held-out responses"
     return Verdict("neutral", number(loss), caption, f"{sentence}.", tuple(facts))
 
 
@@ -383,8 +383,8 @@ def _dpo(metrics: Metrics) -> Verdict:
         note = "by the policy's own rewards" + interval(metrics, name)
         pairs.append(Fact("held-out pairs ranked as labelled", percent(accuracy), note))
     if (chosen := _get(metrics, "val/chosen_reward")) is not None:
-        note = "below 0: preferred answers have become less likely"
-        pairs.append(Fact("reward of preferred answers", number(chosen), note))
+        note = "below 0: preferred responses have become less likely"
+        pairs.append(Fact("reward of preferred responses", number(chosen), note))
     compared = _compared(metrics, "SFT", "DPO")
     if compared.number or not pairs:
         return replace(compared, facts=(*compared.facts, *pairs))
@@ -428,9 +428,9 @@ def _reward(metrics: Metrics) -> Verdict:
     rival = max(0.5, longer or 0.0)
     known = "chance" if rival == 0.5 else "length alone"
     sentences = (
-        f"It ranks answers better than {known} does.",
-        f"It ranks answers worse than {known} does.",
-        f"Undecided: it is not shown to rank answers better than {known} does.",
+        f"It ranks responses better than {known} does.",
+        f"It ranks responses worse than {known} does.",
+        f"Undecided: it is not shown to rank responses better than {known} does.",
     )
     caption = "of held-out pairs ranked as labelled"
     return _judged(metrics, "val/accuracy", rival, caption, sentences, facts)

@@ -51,7 +51,7 @@ def test_the_preflight_looks_at_the_precision_that_trains(tmp_path):
     doctor = doctor_of(tmp_path, preflight=True, second_scorer=Second(second))
     module = fit(
         tmp_path, doctor, pad=EOS, precision="bf16-mixed", models=models, seed=4
-    )  # half its answers end
+    )  # half its responses end
     checks = {e.name: e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"}
     assert {c.level for c in checks.values()} == {"healthy"}, checks
     looked, first = module.rollouts[0], module.rollouts[1]
@@ -84,7 +84,7 @@ def test_a_scorer_that_gives_all_answers_the_same_is_refused(tmp_path):
 
 
 def test_a_wrong_stop_token_is_refused(tmp_path):
-    assert "answers end" in refused(tmp_path, generator=CachedGenerator((39,), EOS))
+    assert "responses end" in refused(tmp_path, generator=CachedGenerator((39,), EOS))
 
 
 def test_a_reference_from_other_weights_is_refused(tmp_path):

@@ -183,7 +183,7 @@ BAD = {
     "identical": ({**PAIR, "rejected": "a"}, "'chosen' and 'rejected' are the same: the text 'a'"),
     "empty": (
         {"prompt": "", "chosen": "", "rejected": "b"},
-        "the answer of 'chosen' is empty",
+        "the response of 'chosen' is empty",
     ),
     "infinite margin": ({**PAIR, "margin": float("inf")}, "'margin' holds the number Infinity"),
     "nan margin": ({**PAIR, "margin": float("nan")}, "'margin' holds the number NaN"),
@@ -256,7 +256,7 @@ CALLED = [assistant("call weather"), {"role": "tool", "content": "sunny"}, assis
         ({"prompt": [user("a")], "completion": [assistant("b")] * 2}, "has 2 messages"),
         ({"messages": [user("a"), {**assistant("b"), "tool_calls": [{}]}]}, "has tool_calls"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "it answers nothing"),
-        ({"prompt": "", "completion": ""}, "answer of 'completion' is empty"),
+        ({"prompt": "", "completion": ""}, "response of 'completion' is empty"),
         ({"prompt": ""}, "'prompt' is empty"),
         ({"text": "  "}, "'text' is empty"),
         ({"text": [user("a")]}, "conversations under the key 'messages'"),

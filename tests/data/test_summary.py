@@ -26,7 +26,7 @@ def test_a_summary_counts_rows_domains_lengths_duplicates_and_what_is_left_out(t
     assert summary.lengths["response"] == LengthSummary(2, 2, 4, 4)
     assert summary.num_duplicates == 1
     assert summary.num_truncated == 1
-    assert dict(summary.dropped) == {"answer alone over-long": 1}
+    assert dict(summary.dropped) == {"response alone over-long": 1}
     text = summary.render()
     for part in ("sums 2, lists 1, (none) 1", "2 / 3 / 18 / 18", "cut from the left", "skipped"):
         assert part in text

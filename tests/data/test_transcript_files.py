@@ -44,7 +44,7 @@ def test_rendered_transcripts_stay_text_and_no_prompt_ends_inside_an_answer(writ
 def test_dialogues_that_part_before_the_last_answer_are_bad_records(write_jsonl):
     other = "\n\nHuman: may I?\n\nAssistant: No.\n\nHuman: sing\n\nAssistant: la"
     source = FileSource(write_jsonl([{**ROW, "rejected": other}]))
-    with pytest.raises(BadRecordError, match=r"line 1: .*expected only the assistant's answer"):
+    with pytest.raises(BadRecordError, match=r"line 1: .*expected only the assistant's response"):
         source.records("preferences", "train")
 
 

@@ -104,5 +104,5 @@ def test_a_reward_model_whose_template_ends_answers_elsewhere_is_refused(tmp_pat
     other = family_tokenizer("gemma")
     other.chat_template = other.chat_template.replace("<end_of_turn>", "<eos>")
     other.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="ends answers with '<eos>', the policy's with '<end_of"):
+    with pytest.raises(ValueError, match="ends responses with '<eos>', the policy's with '<end_of"):
         check_same_tokenizer(tokenizer, tmp_path, fix="export it again")

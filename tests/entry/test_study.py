@@ -93,7 +93,7 @@ def test_a_study_that_was_stopped_goes_on_names_what_failed_and_shows_what_was_m
         gains.append(summary["metrics"]["val/gold_win_rate"])
     row = next(line for line in table.splitlines() if line.startswith("| good |  | 2 of 2 |"))
     assert row.split("|")[4].startswith(f" {percent(sum(gains) / 2)} (")
-    assert row.split("|")[7].strip() == "12"  # answers sampled: three iterations of four
+    assert row.split("|")[7].strip() == "12"  # responses sampled: three iterations of four
 
 
 def composed(*words: str) -> StudySettings:

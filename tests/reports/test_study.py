@@ -129,7 +129,7 @@ def test_the_first_column_of_measures_is_left_out_where_nothing_was_measured():
     assert "harmful prompts refused" not in table.header
     row = dict(zip(table.header, table.rows[0], strict=True))
     assert row["held-out response length"] == "20.0 (20.0 to 20.0)"
-    assert row["answers sampled"] == "32"
+    assert row["responses sampled"] == "32"
     assert row["processor time"] == "0:20"
     late = [replace(r, times_are_whole=False) for r in study().results]
     assert settings_table(replace(study(), results=late)).rows[0][-2] == "at least 0:20"

@@ -12,17 +12,17 @@ from tests.rollout.test_score_http import answers, scorer
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (lambda body: {"scores": [1.0, 2.0]}, r"returned 2 scores for 3 answers: .* under scores"),
-        (lambda body: {"scores": [1.0] * 4}, r"returned 4 scores for 3 answers"),
-        (lambda body: {"scores": 1.0}, r"returned float for 3 answers"),
+        (lambda body: {"scores": [1.0, 2.0]}, r"returned 2 scores for 3 responses: .* under scores"),
+        (lambda body: {"scores": [1.0] * 4}, r"returned 4 scores for 3 responses"),
+        (lambda body: {"scores": 1.0}, r"returned float for 3 responses"),
         (lambda body: {"rewards": [1, 2, 3]}, r"without 'scores', there is the keys \['rewards'\]"),
         (lambda body: [1, 2, 3], r"without 'scores', there is 1: name the place of the scores"),
-        (lambda body: {"scores": [1, float("nan"), 2]}, r"returned nan as the score of answer 1"),
-        (lambda body: {"scores": [float("inf")] * 3}, r"returned inf as the score of answer 0"),
-        (lambda body: {"scores": [1, 2, 10**400]}, r"as the score of answer 2: .* finite"),
-        (lambda body: {"scores": ["1", 2, 3]}, r"returned '1' as the score of answer 0"),
-        (lambda body: {"scores": [True, 2, 3]}, r"returned True as the score of answer 0"),
-        (lambda body: {"scores": [[1], 2, 3]}, r"returned \[1\] as the score of answer 0"),
+        (lambda body: {"scores": [1, float("nan"), 2]}, r"returned nan as the score of response 1"),
+        (lambda body: {"scores": [float("inf")] * 3}, r"returned inf as the score of response 0"),
+        (lambda body: {"scores": [1, 2, 10**400]}, r"as the score of response 2: .* finite"),
+        (lambda body: {"scores": ["1", 2, 3]}, r"returned '1' as the score of response 0"),
+        (lambda body: {"scores": [True, 2, 3]}, r"returned True as the score of response 0"),
+        (lambda body: {"scores": [[1], 2, 3]}, r"returned \[1\] as the score of response 0"),
         (failing(200, "<html>hello</html>"), r"not JSON: '<html>hello</html>'.*path that scores"),
         (failing(200, ""), r"not JSON: ''"),
         (failing(400, "no prompts"), r"HTTP 400: 'no prompts'\. Check scorer\.url"),
@@ -44,7 +44,7 @@ def test_the_row_of_a_bad_score_is_that_of_the_whole_call():
     def behaviour(body):
         return {"scores": [None if p == "a" else 1.0 for p in body["prompts"]]}
 
-    with serving(behaviour) as server, pytest.raises(ServiceError, match=r"None .* of answer 2"):
+    with serving(behaviour) as server, pytest.raises(ServiceError, match=r"None .* of response 2"):
         scorer(server.url, batch_size=2)(answers())
 
 
@@ -85,7 +85,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
     ("reply", "message"),
     [
         (failing(200, DEEP), r"not JSON: '\[\[\["),
-        (failing(200, '{"scores": [' + "[" * 400 + "]" * 400 + ", 1, 2]}"), r"\[\[.* of answer 0"),
+        (failing(200, '{"scores": [' + "[" * 400 + "]" * 400 + ", 1, 2]}"), r"\[\[.* of response 0"),
         (failing(200, '{"data": ' + "[" * 400 + "]" * 400 + "}"), "returned 1 scores for 3"),
         (
             failing(200, '{"scores": "' + "x" * MOST_BYTES + '"}'),

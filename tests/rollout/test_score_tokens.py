@@ -132,7 +132,7 @@ def test_a_template_may_come_from_a_file_or_be_plain_turns(tmp_path):
 
 def test_a_template_that_writes_other_things_around_other_answers_is_refused():
     template = "{% if 'so' in messages[-1]['content'] %}short: {% endif %}" + TURNS
-    with pytest.raises(ValueError, match=r"does not write the answer between .* made 'short: "):
+    with pytest.raises(ValueError, match=r"does not write the response between .* made 'short: "):
         read(conversation(), byte_tokenizer(template=template))
     assert read(conversation("no"), byte_tokenizer(template=template))[0].endswith(f"no{EOS}")
 
@@ -263,7 +263,7 @@ def test_an_over_long_answer_is_counted_and_said_once(tmp_path, caplog):
     assert again.total.tolist() == scores.total.tolist()
     warnings = [r.getMessage() for r in caplog.records if "by themselves" in r.getMessage()]
     assert len(warnings) == 1
-    assert "1 answers are longer than the 12 tokens" in warnings[0]
+    assert "1 responses are longer than the 12 tokens" in warnings[0]
     tokenizer = byte_tokenizer()
     kept = tokenizer("<s> because it", add_special_tokens=False)["input_ids"]
     close(scores.total[1], plain_logits(folder, kept)[0])

@@ -152,7 +152,7 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
         rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False,
         constrained_layout=True,
     )  # fmt: skip
-    figure.supxlabel("sqrt(KL from SFT), nats an answer", fontsize=10)
+    figure.supxlabel("sqrt(KL from SFT), nats a response", fontsize=10)
     figure.supylabel("gain over SFT, its standard deviations", fontsize=10)
     for axis in axes.flat:
         axis.axhline(0, color="0.8", linewidth=0.8)

@@ -21,7 +21,7 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 PHASES = ("rollout/", "ppo/", "grpo/", "doctor/")
 PANELS = (
     ("rollout/score", "score"),
-    ("rollout/response_length", "tokens an answer"),
+    ("rollout/response_length", "tokens a response"),
     ("rollout/eos_fraction", "share that ends"),
     ("rollout/kl_per_token", "KL, nats a token"),
 )

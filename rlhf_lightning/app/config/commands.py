@@ -130,14 +130,14 @@ class EvaluateSettings(RunSettings):
             return
         if max(counts) > pool:
             raise ValueError(
-                f"best_of.n={counts} must be at most best_of.pool={pool}, the answers that are "
+                f"best_of.n={counts} must be at most best_of.pool={pool}, the responses that are "
                 f"sampled to a prompt: use best_of.pool={max(counts)} or more"
             )
         if self.scorer is None:
-            raise ValueError("best_of.n needs a scorer that chooses the answer: scorer=NAME")
+            raise ValueError("best_of.n needs a scorer that chooses the response: scorer=NAME")
         if self.evaluation.temperature == 0:
             raise ValueError(
-                "best_of.n needs evaluation.temperature above 0: at 0 all answers are the same one"
+                "best_of.n needs evaluation.temperature above 0: at 0 all responses are alike"
             )
 
     @property
@@ -218,7 +218,7 @@ class CollectSettings(RunSettings):
         if self.records == "demonstrations":
             if self.artifacts.reward is None:
                 raise ValueError(
-                    "records=demonstrations needs the reward model that chooses the best answer: "
+                    "records=demonstrations needs the reward model that chooses the best response: "
                     "artifacts.reward=FOLDER"
                 )
             if self.adversarial.run is not None:

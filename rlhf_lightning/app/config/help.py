@@ -21,7 +21,7 @@ GROUPS = (
     ("launcher", "jobs of Slurm or of this machine"),
     ("dataset", "what is learnt from"),
     ("model", "models and their learning rates"),
-    ("scorer", "what rewards an answer in PPO"),
+    ("scorer", "what rewards a response in PPO"),
     ("rollout", "what generates"),
     ("doctor", "what watches PPO"),
     ("gates", "thresholds for the final figures"),

@@ -145,8 +145,8 @@ def _check_follower(step: Step, lead: Step) -> None:
     dataset = trained.dataset.source.path
     if entry == "collect" and dataset != DEMO and not {"dataset", "annotator"} & chosen:
         raise ConfigError(
-            f"{lead.name} is trained on {trained.dataset.name}, and annotator=demo labels answers "
-            "of the built-in world alone: say who labels with collect:annotator=page or "
+            f"{lead.name} is trained on {trained.dataset.name}, and annotator=demo labels "
+            "responses of the built-in world alone: say who labels with collect:annotator=page or "
             "collect:annotator=reward_model, or collect nothing (collect=false rounds=1)"
         )
     named = {"policy", "artifacts.ppo"} & chosen

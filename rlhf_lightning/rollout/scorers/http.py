@@ -157,7 +157,7 @@ class RewardService:
                     raise ServiceError(
                         f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
                         f"{self._shown(body[: 4 * NUM_SHOWN])}. It must return scores only; fewer "
-                        "answers a request are scorer.batch_size"
+                        "responses a request are scorer.batch_size"
                     )
         retry_after = _seconds(response.headers.get("Retry-After"))
         return _Answer(response.status_code, retry_after, bytes(body))
@@ -319,19 +319,19 @@ class HttpScorer:
         except RecursionError as error:
             raise ServiceError(
                 f"{self.hparams.url} answered with lists within lists, too deep to walk: it must "
-                f"return a list with one number an answer{self._where()}"
+                f"return a list with one number a response{self._where()}"
             ) from error
         if not isinstance(found, list) or len(found) != count:
             got = f"{len(found)} scores" if isinstance(found, list) else type(found).__name__
             raise ServiceError(
-                f"{self.hparams.url} returned {got} for {count} answers: it must return a list "
-                f"with one number an answer, in their order{self._where()}"
+                f"{self.hparams.url} returned {got} for {count} responses: it must return a list "
+                f"with one number a response, in their order{self._where()}"
             )
         for row, value in enumerate(found):
             if not _is_finite(value):
                 raise ServiceError(
-                    f"{self.hparams.url} returned {value!r} as the score of answer {first + row}: "
-                    f"it must return finite numbers{self._where()}"
+                    f"{self.hparams.url} returned {value!r} as the score of response "
+                    f"{first + row}: it must return finite numbers{self._where()}"
                 )
         return [float(value) for value in found]
 

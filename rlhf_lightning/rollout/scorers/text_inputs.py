@@ -115,7 +115,7 @@ class Renderer:
         fits = len(before) + len(after) <= len(full)
         if not (fits and full.startswith(before) and full.endswith(after)):
             raise ValueError(
-                "the reward model's chat template does not write the answer between "
+                "the reward model's chat template does not write the response between "
                 f"{before[-40:]!r} and {after[:40]!r} as it does for others: it made "
                 f"{full[-80:]!r}; give another one with scorer.chat_template=FILE"
             )
@@ -297,8 +297,8 @@ class ClassifierInputs:
         self.room = None if max_length is None else max_length - num_special
         if self.room is not None and self.room < 1:
             raise ValueError(
-                f"scorer.max_length={max_length} leaves no token for the answer: {num_special} are "
-                "special ones"
+                f"scorer.max_length={max_length} leaves no token for the response: {num_special} "
+                "are special ones"
             )
 
     def __call__(self, rows: Sequence[AnswerText]) -> list[Tokens]:

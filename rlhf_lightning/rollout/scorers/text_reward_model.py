@@ -152,7 +152,7 @@ class TextRewardModelScorer:
     def _report(self, num_over_long: int) -> None:
         if num_over_long and not self.num_over_long:
             logger.warning(
-                "%s answers are longer than the %s tokens that %s reads, by themselves: they are "
+                "%s responses are longer than the %s tokens that %s reads, by themselves: they are "
                 "scored by what fits of them, without prompt and EOS. Their share is logged as "
                 "%s_over_long; raise scorer.max_length or lower module.sampling.max_new_tokens",
                 num_over_long,
@@ -175,7 +175,7 @@ def load_fast_tokenizer(source: str, *, revision: str | None) -> PreTrainedToken
     if not tokenizer.is_fast:
         raise ValueError(
             f"the tokenizer of {source} ({type(tokenizer).__name__}) is no fast tokenizer, so that "
-            "prompt and answer cannot be told apart: serve the model and use scorer=http"
+            "prompt and response cannot be told apart: serve the model and use scorer=http"
         )
     return tokenizer
 
