@@ -34,6 +34,7 @@ from rlhf_lightning.callbacks.iterations import (
 )
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.modules.checkpoint_state import say_changed
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing, take_along
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
 from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock, SignalWatch, deadline
@@ -162,6 +163,7 @@ class IterationCheckpoint(Checkpoint):
         self.mode = mode
         self.best_model_score: float | None = None
         self.best_iteration: int | None = None
+        self._former_bests: list[int] = []  # iterations, which kept checkpoints may name
         end = None
         if must_save_by is not None:
             try:
@@ -276,13 +278,24 @@ class IterationCheckpoint(Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the best is so far."""
-        return {"best_model_score": self.best_model_score, "best_iteration": self.best_iteration}
+        """Return what the best is so far, by which metric, and the bests before it."""
+        return {
+            "best_model_score": self.best_model_score,
+            "best_iteration": self.best_iteration,
+            "former_bests": list(self._former_bests),
+            "monitor": self.monitor,
+            "mode": self.mode,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what the best was."""
+        """Take over what the best was, unless it was the best by another metric."""
+        own, saved = (self.monitor, self.mode), (state_dict["monitor"], state_dict["mode"])
+        if own != saved:
+            say_changed("IterationCheckpoint.monitor, mode", own, saved)
+            return
         self.best_model_score = state_dict["best_model_score"]
         self.best_iteration = state_dict["best_iteration"]
+        self._former_bests = list(state_dict["former_bests"])
 
     def _agreed(self, trainer: Trainer) -> SaveRequest:
         """Return what at least one rank asks for; every rank calls it equally often."""
@@ -347,7 +360,7 @@ class IterationCheckpoint(Checkpoint):
         if self._path(best).exists():
             return None
         source = Path(trainer.ckpt_path or "").resolve()
-        kept = source.with_name(self._path(best).name)
+        kept = source if best == start else source.with_name(self._path(best).name)
         if problem := checkpoint_problem(kept):
             return f"{kept}: {problem}"
         try:
@@ -400,6 +413,8 @@ class IterationCheckpoint(Checkpoint):
         better = best is None or (score < best if self.mode == "min" else score > best)
         better = trainer.strategy.reduce_boolean_decision(better and not math.isnan(score))
         if better:
+            if self.best_iteration is not None:
+                self._former_bests.append(self.best_iteration)
             self.best_model_score, self.best_iteration = score, current_iteration(trainer)
         return better
 
@@ -412,10 +427,18 @@ class IterationCheckpoint(Checkpoint):
                 self._relink("last.ckpt", iteration)
                 if self.best_iteration is not None:
                     self._relink("best.ckpt", self.best_iteration)
+                needed = self._needed_bests()
                 for path in self._files()[: -self.keep_last]:
-                    if checkpoint_iteration(path) != self.best_iteration:
+                    if checkpoint_iteration(path) not in needed:
                         remove(path)
             trainer.strategy.barrier("IterationCheckpoint._save")
+
+    def _needed_bests(self) -> set[int]:
+        """Return the best and those that were the best when a kept checkpoint was written."""
+        bests = [i for i in (*self._former_bests, self.best_iteration) if i is not None]
+        oldest = checkpoint_iteration(self._files()[-self.keep_last :][0]) or 0
+        since = max((i for i in bests if i <= oldest), default=0)
+        return {i for i in bests if i >= since}
 
     def _relink(self, name: str, iteration: int) -> None:
         if self._path(iteration).exists():

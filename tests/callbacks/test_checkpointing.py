@@ -144,6 +144,50 @@ def test_an_early_stopping_run_continued_in_another_folder_ends_with_the_same_be
     assert trainer.checkpoint_callback.best_iteration == 10
 
 
+def test_a_damaged_newest_checkpoint_leaves_the_best_that_the_one_before_it_names(tmp_path):
+    _, whole = stopped_early(tmp_path / "whole", patience=9)
+    killed = tmp_path / "killed" / "checkpoints"
+    with pytest.raises(KilledError):
+        stopped_early(killed.parent, patience=9, die_at=("train", 11))
+    assert checkpoint_iteration(RunFolder(killed.parent).best_checkpoint) == 10
+    names = [f"iteration={i:06d}.ckpt" for i in (2, 8, 10)]
+    assert sorted(path.name for path in killed.glob("iteration=*")) == names
+    newest = killed / names[-1]
+    newest.write_bytes(newest.read_bytes()[:-200])
+    trainer, module = stopped_early(killed.parent, patience=9, resume=True)
+    assert current_iteration(trainer) == 12
+    assert torch.equal(module.policy.weight, whole.policy.weight)
+    last = sorted(path.name for path in killed.glob("iteration=*"))
+    assert last == ["iteration=000010.ckpt", "iteration=000012.ckpt"]
+
+
+def test_a_best_checkpoint_can_be_continued_under_another_name(tmp_path):
+    with pytest.raises(KilledError):
+        stopped_early(tmp_path / "killed", die_at=("train", 3))
+    copy = tmp_path / "my_best.ckpt"
+    copy.write_bytes((tmp_path / "killed/checkpoints/last.ckpt").read_bytes())
+    trainer, module = stopped_early(tmp_path / "on", start=copy)
+    assert current_iteration(trainer) == 6
+    assert checkpoint_iteration(RunFolder(tmp_path / "on").best_checkpoint) == 2
+    assert torch.equal(module.policy.weight, weights_of(copy))
+
+
+def test_another_metric_of_the_best_is_not_held_against_the_score_of_the_first(tmp_path, caplog):
+    with pytest.raises(KilledError):
+        run(tmp_path / "killed", num_iterations=12, losses=LOSSES, die_at=("train", 5))
+    start = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+    settings = {"monitor": "ppo/draws", "mode": "min"}
+    trainer, _ = run(tmp_path / "on", num_iterations=12, losses=LOSSES, start=start, **settings)
+    best = trainer.checkpoint_callback
+    values = {
+        int(row["iteration"]): row["ppo/draws"] for row in read_metrics(tmp_path / "on/metrics.csv")
+    }
+    assert best.best_model_score == pytest.approx(values[best.best_iteration])
+    assert (
+        "('ppo/draws', 'min') is asked for: it takes the place of the checkpoint's" in caplog.text
+    )
+
+
 @pytest.mark.parametrize("patience", [9, None])
 def test_a_run_stopped_early_goes_on_with_more_patience_and_not_with_the_same(tmp_path, patience):
     stopped_early(tmp_path / "whole")
