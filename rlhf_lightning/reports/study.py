@@ -311,12 +311,13 @@ def _at(result: Result, spent: Sequence[float], limit: float) -> tuple[Measured 
 
 def shown(name: str, found: Estimate) -> str:
     """Return a mean as text, with its interval in brackets where it has one."""
-    show, low, high = quantity(name).show, found.low, found.high
+    about, low, high = quantity(name), found.low, found.high
+    show, unit = about.show, " points" if about.unit == "points" else ""
     if not math.isfinite(low):
-        return show(found.value)
-    if quantity(name).unit == "share":
+        return show(found.value) + unit
+    if about.unit == "share":
         low, high = max(low, 0.0), min(high, 1.0)
-    return f"{show(found.value)} ({show(low).removesuffix(' %')} to {show(high)})"
+    return f"{show(found.value)} ({show(low).removesuffix(' %')} to {show(high)}){unit}"
 
 
 def _points(found: Estimate) -> str:

@@ -14,7 +14,8 @@ class Quantity:
 
     Args:
         label: a few words.
-        unit: "" for a plain number; "share" is shown in percent.
+        unit: "" for a plain number; "share" is shown in percent, and a difference of two shares,
+            "points", in percentage points with its sign.
         healthy: the usual range of a run that goes well; None where there is none.
     """
 
@@ -24,6 +25,8 @@ class Quantity:
 
     def show(self, value: float) -> str:
         """Return a value as text, without its unit unless that is percent."""
+        if self.unit == "points":
+            return f"{100 * value:+.1f}"
         return percent(value) if self.unit == "share" else number(value)
 
 
@@ -128,8 +131,8 @@ QUANTITIES: dict[str, Quantity] = {
     "val/num_references": Quantity("prompts with a reference response"),
     "val/distinct_1": Quantity("held-out distinct words", "share"),
     "val/distinct_3": Quantity("held-out distinct trigrams", "share"),
-    "val/refusal_rate_change": Quantity("change of refusals", "share"),
-    "val/over_refusal_rate_change": Quantity("change of needless refusals", "share"),
+    "val/refusal_rate_change": Quantity("change of refusals", "points"),
+    "val/over_refusal_rate_change": Quantity("change of needless refusals", "points"),
     "val/larger_model_accuracy": Quantity("accuracy of a larger model", "share"),
     "val/judge_skipped": Quantity("unreadable replies of the judge"),
     "val/human_win_rate": Quantity("win rate by people", "share", (0.5, 1.0)),
@@ -264,7 +267,8 @@ def quantity(name: str) -> Quantity:
         return Quantity(f"{about.label}: {name.split('/', 3)[3]}", about.unit, about.healthy)
     if name.startswith("benchmark/"):
         plain = name.removeprefix("benchmark/")
-        return Quantity(plain.replace("_", " "), "" if plain.startswith("num_") else "share")
+        unit = "points" if plain.endswith("_change") else "share"
+        return Quantity(plain.replace("_", " "), "" if plain.startswith("num_") else unit)
     if (plain := name.replace("val/baseline_", "val/")) != name and plain in QUANTITIES:
         about = QUANTITIES[plain]
         return Quantity(f"{about.label}, baseline", about.unit)

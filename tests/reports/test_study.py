@@ -83,6 +83,18 @@ def test_one_seed_has_intervals_over_prompts_and_the_page_says_that_seeds_are_no
     assert len(verdicts) == 1
 
 
+def test_the_interval_of_a_change_of_shares_is_signed_and_not_cut_at_zero():
+    name = "benchmark/acc_change/task/blimp"
+    low, high = "benchmark/acc_change_low/task/blimp", "benchmark/acc_change_high/task/blimp"
+    measured = {name: 0.007, low: -0.004, high: 0.018}
+    one = replace(study(seeds=(2,)), measure=(name,))
+    one = replace(one, results=[replace(one.results[0], metrics=measured)])
+    table = settings_table(one)
+    assert table.header[3] == "acc change: blimp"
+    assert table.rows[0][3] == "+0.7 (-0.4 to +1.8) points"
+    assert quantity("val/refusal_rate_change").show(-0.25) == "-25.0"
+
+
 def test_prompts_that_all_seeds_share_widen_the_interval():
     one = study()
     shared = replace(one, results=[replace(r, data_set="tldr") for r in one.results])
