@@ -104,6 +104,8 @@ def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:
     kept = [o for o in overrides if o.lstrip("+").startswith(_PASSED_ON)]
     command = [sys.executable, "-m", "rlhf_lightning.train", f"+experiment={kind}"]
     command += [f"seed={settings.seed}", *kept]
+    if settings.paths.apart is not None:  # whatever set it: a file, a preset or the command line
+        command.append(f"paths.apart={settings.paths.apart}")
     code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code:
         raise RuntimeError(

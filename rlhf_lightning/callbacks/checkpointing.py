@@ -216,10 +216,10 @@ class IterationCheckpoint(Checkpoint):
             self._refuse_to_start_over()
         # Every rank has looked before rank 0 deletes, so that all of them raise or none.
         trainer.strategy.barrier("IterationCheckpoint.on_train_start")
+        if self.best_iteration is not None:  # first: a run that is refused has deleted nothing
+            self._bring_best(trainer, start, self.best_iteration)
         if trainer.is_global_zero:
             self._drop_after(start)
-        if self.best_iteration is not None:
-            self._bring_best(trainer, start, self.best_iteration)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -289,13 +289,14 @@ class IterationCheckpoint(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what the best was, unless it was the best by another metric."""
-        own, saved = (self.monitor, self.mode), (state_dict["monitor"], state_dict["mode"])
+        own = (self.monitor, self.mode)
+        saved = (state_dict.get("monitor", self.monitor), state_dict.get("mode", self.mode))
         if own != saved:
             say_changed("IterationCheckpoint.monitor, mode", own, saved)
             return
         self.best_model_score = state_dict["best_model_score"]
         self.best_iteration = state_dict["best_iteration"]
-        self._former_bests = list(state_dict["former_bests"])
+        self._former_bests = list(state_dict.get("former_bests", []))
 
     def _agreed(self, trainer: Trainer) -> SaveRequest:
         """Return what at least one rank asks for; every rank calls it equally often."""
@@ -328,9 +329,14 @@ class IterationCheckpoint(Checkpoint):
         later = [path for path in self._files() if (checkpoint_iteration(path) or 0) > start]
         if later:
             self._relink("last.ckpt", start)
+            if self.best_iteration is not None:
+                self._relink("best.ckpt", self.best_iteration)
         for path in later:
             logger.warning("removing %s: the run continues from iteration %d", path, start)
             remove(path)
+        best = self.dirpath / "best.ckpt"
+        if best.is_symlink() and not best.exists():
+            best.unlink()
 
     def _stays_stopped(self, trainer: Trainer) -> bool:
         """Return whether the fit that had ended stays so; not where there is more patience now."""

@@ -161,6 +161,23 @@ def test_a_damaged_newest_checkpoint_leaves_the_best_that_the_one_before_it_name
     assert last == ["iteration=000010.ckpt", "iteration=000012.ckpt"]
 
 
+def test_a_resume_that_is_refused_deletes_nothing(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    with pytest.raises(KilledError):
+        stopped_early(tmp_path, patience=9, die_at=("train", 11))
+    (checkpoints / "iteration=000002.ckpt").unlink()
+    there = sorted(path.name for path in checkpoints.iterdir())
+    with pytest.raises(FileNotFoundError, match="iteration 2, cannot be kept"):
+        stopped_early(tmp_path, patience=9, start=checkpoints / "iteration=000008.ckpt")
+    assert sorted(path.name for path in checkpoints.iterdir()) == there
+    assert checkpoint_iteration(RunFolder(tmp_path).best_checkpoint) == 10
+    assert checkpoint_iteration(RunFolder(tmp_path).last_checkpoint) == 10
+    start = checkpoints / "iteration=000008.ckpt"
+    trainer, _ = run(tmp_path, num_iterations=8, losses=LOSSES, start=start)
+    assert current_iteration(trainer) == 8
+    assert not (checkpoints / "best.ckpt").is_symlink(), "what it led to is gone"
+
+
 def test_a_best_checkpoint_can_be_continued_under_another_name(tmp_path):
     with pytest.raises(KilledError):
         stopped_early(tmp_path / "killed", die_at=("train", 3))

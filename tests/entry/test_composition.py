@@ -50,9 +50,13 @@ def test_what_is_read_from_the_environment_counts_in_the_hash_but_for_secrets(mo
     assert first == digest("${oc.env:HERE}/d") == digest("/a/d")
     assert first == digest("${oc.env:NOT_SET,${oc.env:DATA}}/d") == digest("${oc.env:DATA,/b}/d")
     keyed = digest("${oc.env:JUDGE_API_KEY}")
+    monkeypatch.setenv("SLURM_TMPDIR", "/scratch/job.1")
+    staged = digest("${oc.env:SLURM_TMPDIR}/d")
     placed = digest("mine", "paths.outputs=${oc.env:DATA}/outputs")
     monkeypatch.setenv("DATA", "/b")
     monkeypatch.setenv("JUDGE_API_KEY", "renewed")
+    monkeypatch.setenv("SLURM_TMPDIR", "/scratch/job.2")
+    assert digest("${oc.env:SLURM_TMPDIR}/d") == staged  # the next job of the same run
     assert digest("${oc.env:DATA}/d") == digest("/b/d") != first
     assert digest("${oc.env:JUDGE_API_KEY}") == keyed
     assert digest("mine", "paths.outputs=${oc.env:DATA}/outputs") == placed == digest("mine")

@@ -78,6 +78,19 @@ def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypa
     assert commands[0][-4:] == ["+experiment=sft", "seed=1", "debug=fast", "paths.outputs=o"]
 
 
+def test_models_that_are_kept_apart_are_made_apart_too(compose_ppo, monkeypatch):
+    class Failed:
+        returncode = 3
+
+    commands = []
+    monkeypatch.setattr(
+        prerequisites.subprocess, "run", lambda command, **_: commands.append(command) or Failed()
+    )
+    with pytest.raises(RuntimeError, match="training the sft model failed"):
+        prerequisites.prepare_inputs(compose_ppo("paths.apart=trial"), [], say=lambda _: None)
+    assert commands[0][-3:] == ["+experiment=sft", "seed=1", "paths.apart=trial"]
+
+
 def test_a_hub_name_is_left_to_transformers(compose_ppo, monkeypatch):
     monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("hub names are not ours"))
     settings = compose_ppo("artifacts.sft=Some-Org/model-1B", "artifacts.reward=Some-Org/reward-1B")

@@ -54,9 +54,17 @@ from rlhf_lightning.runs.secrets import is_secret
 # `${oc.env:NAME}` or `${oc.env:NAME,DEFAULT}`, whose default may hold other interpolations.
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*((?:[^{}]|\{[^{}]*\})*))?\}")
 
+# Variables that differ between jobs, nodes or ranks of one run: their values are not its settings.
+_OF_A_JOB = re.compile(
+    r"(SLURM|SUBMITIT|PBS|LSB|OMPI|PMI)_\w+|TMPDIR|TMP|TEMP|HOSTNAME|(LOCAL_|NODE_|GROUP_)?RANK"
+)
+
 
 def _with_environment(node: Any, key: str = "") -> Any:
-    """Return a configuration with environment variables replaced by their values, but secrets."""
+    """Return a configuration with environment variables replaced by their values.
+
+    Secrets stay as they are written, and so do variables of a job, node or rank.
+    """
     if isinstance(node, Mapping):
         return {name: _with_environment(value, str(name)) for name, value in node.items()}
     if isinstance(node, list):
@@ -66,6 +74,8 @@ def _with_environment(node: Any, key: str = "") -> Any:
 
     def value_of(found: re.Match[str]) -> str:
         name, default = found.groups()
+        if _OF_A_JOB.fullmatch(name):
+            return found[0]
         value = os.environ.get(name)
         if value is None:
             value = found[0] if default is None else _with_environment(default, key).strip("'\"")
