@@ -62,7 +62,10 @@ def split_by_key(
 
 
 def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[str]:
-    """Return the least key of each row's component, rows with a text in common being connected.
+    """Return the first key of each row's component, rows with a text in common being connected.
+
+    The first, so that rows that are added behind move none of the others, unless they connect two
+    components: then the later one goes with the earlier one.
 
     For pairs that leave their prompt to what both sides share: two pairs of one question imply
     different prompts where the sides begin alike, but an answer that both have tells.
@@ -72,6 +75,7 @@ def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[
         texts: of the rows; one that has none keeps its key.
     """
     parents = {key: key for key in keys}
+    order = {key: place for place, key in enumerate(parents)}
 
     def root(key: str) -> str:
         while parents[key] != key:
@@ -81,6 +85,8 @@ def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[
     seen: dict[str, str] = {}
     for key, own in zip(keys, texts, strict=True):
         for text in own:
-            low, high = sorted((root(key), root(seen.setdefault(text, key))))
-            parents[high] = low
+            first, later = sorted(
+                (root(key), root(seen.setdefault(text, key))), key=order.__getitem__
+            )
+            parents[later] = first
     return [root(key) for key in keys]

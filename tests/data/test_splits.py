@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from rlhf_lightning.data.records import PromptRecord, prompt_key
@@ -43,7 +45,20 @@ def test_a_fraction_out_of_range_is_an_error(fraction):
 def test_rows_with_a_text_in_common_get_one_key():
     keys = ["b", "a", "c", "d", "a"]
     texts = [("x", "y"), ("y", "z"), ("v", "w"), (), ("z", "u")]
-    assert connected_keys(keys, texts) == ["a", "a", "c", "d", "a"]
+    assert connected_keys(keys, texts) == ["b", "b", "c", "d", "b"]
     assert connected_keys(keys, [()] * 5) == keys
     chain = [(f"t{i}", f"t{i + 1}") for i in range(5000)]  # as deep as recursion would not go
     assert {*connected_keys([f"{i:05}" for i in range(5000)], chain)} == {"00000"}
+
+
+def test_pairs_that_are_added_behind_move_no_held_out_pair_into_training():
+    rng = random.Random(7)
+    # Three answers to each question, pairs of which imply prompts of their own.
+    names = [f"{q}.{i}" for q in rng.sample(range(300), 300) for i in range(3)]
+    keys = [f"{rng.random()}" for _ in names]
+    texts = [(f"answer {name.split('.')[0]}",) for name in names]
+    first = {*connected_keys(keys[::3], texts[::3])}
+    order = [*range(0, 900, 3), *(i for i in range(900) if i % 3)]  # a file of 300 grown to 900
+    grown = connected_keys([keys[i] for i in order], [texts[i] for i in order])
+    assert grown[:300] == keys[::3]
+    assert {*grown} == first
