@@ -108,6 +108,10 @@ def test_a_target_that_the_user_lists_is_allowed(monkeypatch):
         ("module.ppo.num_minibatches=3", r"num_minibatches=3 must divide data.batch_size=128"),
         ("data.batch_size=9", r"num_minibatches=2 must divide .*=9: use one of \[1, 3, 9\]"),
         ("module.ppo.cliprange=null", r"cliprange=None is NoneType, expected float"),
+        (
+            "model.ppo.learning_rate=-1",
+            r"module\.ppo\.learning_rate=-1.*\(\$\{model\.ppo\.learning",
+        ),
         ("model.run_name=null", r"name=None is NoneType, expected str \(\$\{model\.run_name\}\)"),
         # The controller would flip the sign of the coefficient.
         (

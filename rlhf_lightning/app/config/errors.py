@@ -151,11 +151,13 @@ def explain_invalid(
     found = error.errors()
     # A key that is mistyped explains one that is missing.
     found.sort(key=lambda item: item["type"] != "extra_forbidden")
+    text = _explain(dict(found[0]), settings)
+    named = re.match(r"[\w.]+(?==)", text)  # deeper than pydantic's place, for dataclasses
     node: Any = written
-    for part in found[0]["loc"]:
+    for part in named[0].split(".") if named else found[0]["loc"]:
         node = node.get(part) if isinstance(node, Mapping) else None
     given = f" ({node})" if isinstance(node, str) and "${" in node else ""
-    return f"{_explain(dict(found[0]), settings)}{given}"
+    return f"{text}{given}"
 
 
 def _explain(error: dict[str, Any], settings: type[BaseModel]) -> str:
