@@ -113,6 +113,17 @@ def svg(title: str, width: int, height: int, body: str, *, wide: bool = False) -
     )
 
 
+def dash(index: int) -> str:
+    """Return the style of a line, which is dashed from the seventh on: colours repeat there."""
+    return ' style="stroke-dasharray:6 3"' * (index >= NUM_COLOURS)
+
+
+def hollow(index: int) -> str:
+    """Return the style of a dot, which is hollow where its line is dashed."""
+    colour = f"var(--s{index % NUM_COLOURS})"
+    return f' style="fill:var(--card);stroke:{colour}"' * (index >= NUM_COLOURS)
+
+
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
     """Return about `count` round numbers that span `low` to `high` from the inside."""
     if not high > low:
@@ -234,19 +245,14 @@ def _curve(frame: _Frame, series: Series, index: int) -> str:
         )
     if series.kind == "marks":
         marks = [p for run in runs for p in run]
-        dots = "".join(
-            f'<circle class="{colour}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>'
-            for x, y in marks
-            if len(marks) <= 40
-        )
-        return _path(frame, marks, f"line {colour}") + dots
+        dots = "".join(_mark(frame, p, index) for p in marks if 1 < len(marks) <= 40)
+        return _path(frame, marks, "line", index) + dots
     parts = []
     for run in runs:
         many = len(run) >= _SMOOTH_FROM
-        kind = "faint" if many else "line"
-        parts.append(_path(frame, thin(run, _MAX_POINTS), f"{kind} {colour}"))
+        parts.append(_path(frame, thin(run, _MAX_POINTS), "faint" if many else "line", index))
         if many:
-            parts.append(_path(frame, thin(_running_mean(run), _MAX_POINTS), f"line {colour}"))
+            parts.append(_path(frame, thin(_running_mean(run), _MAX_POINTS), "line", index))
     return "".join(parts)
 
 
@@ -285,10 +291,14 @@ def _running_mean(points: Sequence[Point]) -> list[Point]:
     return smooth
 
 
-def _path(frame: _Frame, points: Sequence[Point], css: str) -> str:
+def _path(frame: _Frame, points: Sequence[Point], kind: str, index: int) -> str:
     if len(points) == 1:
-        x, y = points[0]
-        colour = css.split()[-1]
-        return f'<circle class="{colour}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="3"/>'
+        return _mark(frame, points[0], index)
+    style = dash(index) if kind == "line" else ""
     steps = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
-    return f'<polyline class="{css}" points="{steps}"/>'
+    return f'<polyline class="{kind} s{index % NUM_COLOURS}"{style} points="{steps}"/>'
+
+
+def _mark(frame: _Frame, point: Point, index: int) -> str:
+    x, y = frame.x(point[0]), frame.y(point[1])
+    return f'<circle class="s{index % NUM_COLOURS}"{hollow(index)} cx="{x}" cy="{y}" r="3"/>'

@@ -84,7 +84,7 @@ def _value(run: Run, name: str) -> tuple[str, str]:
     low, high = (run.metrics.get(f"{name}{bound}") for bound in ("_low", "_high"))
     if low is None or high is None:
         return show(name, value), ""
-    return show(name, value), f"{100 * low:.0f} to {100 * high:.0f} %"
+    return show(name, value), f"{100 * low:.1f} to {100 * high:.1f} %"
 
 
 def _figure(runs: Sequence[Run], name: str) -> Figure | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlhf_lightning.reports.charts import NUM_COLOURS, Point, nice_ticks, svg
+from rlhf_lightning.reports.charts import NUM_COLOURS, Point, dash, hollow, nice_ticks, svg
 from rlhf_lightning.reports.html import text
 from rlhf_lightning.reports.several import COST, Run, with_effect
 from rlhf_lightning.runs.metric_catalog import number, percent, quantity
@@ -46,7 +46,8 @@ def frontier_chart(runs: Sequence[Run], name: str) -> str:
     parts.append(f'<polyline class="reference" fill="none" points="{line}"/>')
     for index, point in places.items():
         x, y = plane.place(point)
-        parts.append(f'<circle class="s{index % NUM_COLOURS}" cx="{x}" cy="{y}" r="5"/>')
+        colour = f"s{index % NUM_COLOURS}"
+        parts.append(f'<circle class="{colour}"{hollow(index)} cx="{x}" cy="{y}" r="5"/>')
         parts.append(_dot_name(x, y, runs[index].label, index))
     title = f"{quantity(name).label} over KL"
     return svg(title, _WIDTH, _HEIGHT, "".join(parts))
@@ -87,9 +88,8 @@ def lines_chart(
     # Names stand in a column at the right, in the order of the ends of their lines.
     for settings, index in sorted(drawn, key=lambda item: plane.place(item[0][-1][:2])[1]):
         colour = f"s{index % NUM_COLOURS}"
-        dashed = ' style="stroke-dasharray:6 3"' * (index >= NUM_COLOURS)
         steps = " ".join("{},{}".format(*plane.place(point[:2])) for point in settings)
-        parts.append(f'<polyline class="line {colour}"{dashed} points="{steps}"/>')
+        parts.append(f'<polyline class="line {colour}"{dash(index)} points="{steps}"/>')
         for kl, gain, low, high in settings:
             x, y = plane.place((kl, gain))
             if math.isfinite(low) and math.isfinite(high):
@@ -183,7 +183,8 @@ def parallel_chart(runs: Sequence[Run]) -> str:
             for position, (_, places, _) in enumerate(drawn)
             if (share := places[index]) is not None
         ]
-        lines.append(f'<polyline class="line s{index % NUM_COLOURS}" points="{" ".join(points)}"/>')
+        colour, steps = f"s{index % NUM_COLOURS}", " ".join(points)
+        lines.append(f'<polyline class="line {colour}"{dash(index)} points="{steps}"/>')
     body = "".join(lines + parts)  # labels over lines
     return svg("parallel coordinates", width, _AXES_BOTTOM + 16, body, wide=True)
 

@@ -262,11 +262,15 @@ def _charts(found: Sequence[Pursuit]) -> list[Chart]:
         lines = [Line(f"{size:,}", _dots(same)) for size, same in sorted(sizes.items())]
         title = f"Gold gained over sqrt(KL): {name}"
         lead = (
-            "A line a size of reward model, in parameters. A dot is the mean over seeds, of PPO of "
-            f"what was measured within {_STEP:g} of distance; the bar is its 95 % interval."
+            "A line a size of reward model, in parameters. A dot is the mean over all seeds of the "
+            f"line, of PPO of what was measured within {_STEP:g} of distance; the bar is its 95 % "
+            "interval. Where a seed has no measurement there is no dot."
         )
+        if any(one.way == "best_of_n" for same in sizes.values() for one in same):
+            lead += " The KL of the best of n is its upper bound."
         over = "sqrt(KL from SFT), nats a response"
-        charts.append(Chart(title, lead, lines_chart(title, lines, over=over, show=number)))
+        drawn = lines_chart(title, lines, over=over, show=number)
+        charts += [Chart(title, lead, drawn)] if drawn else []
     return charts
 
 
@@ -278,7 +282,11 @@ def _dots(found: Sequence[Pursuit]) -> list[tuple[float, float, float, float]]:
             place = point.distance if of_all_seeds else point.distance // _STEP
             bins.setdefault(place, {}).setdefault(one.seed, []).append(point)
     dots = []
+    seeds = {one.seed for one in found}
     for by_seed in bins.values():
+        # A mean over those that reach it would jump where a seed ends.
+        if by_seed.keys() != seeds:
+            continue
         means = [fmean(point.gain for point in points) for points in by_seed.values()]
         mean = over_seeds([Measured(0.0, value) for value in means], same_prompts=False)
         distance = fmean(point.distance for points in by_seed.values() for point in points)

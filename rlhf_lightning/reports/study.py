@@ -91,9 +91,11 @@ def published_table(study: Study) -> Table:
                     values = [Measured(0.0, mean.value) for mean in means]
                     whole = over_seeds(values, same_prompts=False)
                 ours, _, interval = shown(metric, whole).partition(" (")
+                count = sum(mean.num_seeds for mean in means)
+                ours += _part(count, sum(map(len, groups)), len(results), "runs")
                 cells = [ours, interval.removesuffix(")")]
-            count = f"{sum(map(len, groups))} of {len(results)}"
-            rows.append([row, quantity(metric).label, show(theirs), *cells, count])
+            ended_of = f"{sum(map(len, groups))} of {len(results)}"
+            rows.append([row, quantity(metric).label, show(theirs), *cells, ended_of])
     ended = [r for r in study.results if r.completed]
     lead = f"Published: {study.source}"
     if study.expected:
@@ -121,7 +123,11 @@ def settings_table(study: Study) -> Table:
     rows = []
     for group in _settings(study.results):
         ended = [r for r in group if r.completed]
-        cells = [shown(n, e) if (e := _mean(study, ended, n)) else "" for n in columns]
+        means = {name: _mean(study, ended, name) for name in columns}
+        cells = [
+            shown(n, e) + _part(e.num_seeds, len(ended), len(group)) if e else ""
+            for n, e in means.items()
+        ]
         whole = "" if all(r.times_are_whole for r in ended) else "at least "
         cost = ["", "", "", ""]
         if ended:
@@ -137,6 +143,7 @@ def settings_table(study: Study) -> Table:
     header = ["row", "setting", "seeds that ended", *labels]
     header += ["responses sampled", "time", "processor time", "peak memory, MiB"]
     lead = f"Means over seeds that ended, with 95 % intervals. {interval_note(study)}"
+    lead += _bound_note(study) if COST in columns else ""
     return Table("Settings", lead, header, rows)
 
 
@@ -170,6 +177,7 @@ def curves_table(study: Study) -> Table:
         rows.append([row, *(_reached(study, values) for values in found)])
     left_out = [row for row in by(study.results, lambda r: r.row) if row not in curves]
     lead = "Between the settings of a row, joined by straight lines; nothing is extrapolated."
+    lead += _bound_note(study)
     if low_high is None:
         lead += " There is no range of KL that all rows reach."
     if left_out:
@@ -201,10 +209,9 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
                 continue
             count += 1
             found = over_seeds(known, same_prompts=study.same_prompts)
-            word = "better" if found.value > 0 else "worse"
-            told = word if found.excludes_zero else "not separated"
-            rows.append([f"{row} - {first}", where, _points(found), told])
-            if found.excludes_zero:
+            word = _word(study, found, row, first)
+            rows.append([f"{row} - {first}", where, _points(found), word])
+            if word in ("better", "worse"):
                 shows.setdefault(f"{row} is {word} than {first}", []).append(where)
     only = "" if len({r.seed for r in study.results}) > 1 else ", in the one seed that was run"
     verdicts = [f"{what} {', '.join(wheres)}{only}." for what, wheres in shows.items()]
@@ -216,6 +223,7 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
     lead = (
         f"Better or worse only where the 95 % interval excludes 0. {interval_note(study)} "
         f"Of {count} comparisons {number(count / 20)} would exclude 0 by chance."
+        f"{_bound_note(study)}"
     )
     return Table("Differences", lead, ["rows", "where", "difference, points", "so"], rows), verdicts
 
@@ -285,7 +293,8 @@ def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
             kl = number(fmean(point.kl for point in points))
             where = ", ".join(dict.fromkeys(where for _, where in found))
             about = [group[0].row, group[0].setting, f"{len(found)} of {len(group)}"]
-            rows.append([*about, shown(GAIN, gain), kl, where])
+            cell = shown(GAIN, gain) + _part(gain.num_seeds, len(found), len(group))
+            rows.append([*about, cell, kl, where])
     lead = (
         f"Where each run had spent what the cheapest spent in all, {limit:,.0f} {budget.unit}: "
         "the last measurement of gold during training before that, its own end where it spent no "
@@ -325,6 +334,25 @@ def _points(found: Estimate) -> str:
     return f"{100 * found.value:+.1f}{ends}"
 
 
+def _word(study: Study, found: Estimate, row: str, first: str) -> str:
+    """Return what a difference shows. A row whose KL is a bound is nowhere shown to be worse."""
+    if not found.excludes_zero:
+        return "not separated"
+    behind = row if found.value < 0 else first
+    if behind in study.bounded:
+        return f"not separated (KL of {behind} is a bound)"
+    return "better" if found.value > 0 else "worse"
+
+
+def _bound_note(study: Study) -> str:
+    if not study.bounded:
+        return ""
+    return (
+        f" KL of {', '.join(study.bounded)} is an upper bound, log n - (n - 1) / n over the "
+        "response length: at equal KL its gain may be higher than it says here, not lower."
+    )
+
+
 def _reached(study: Study, values: Sequence[Measured | None]) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
@@ -355,6 +383,11 @@ def _mean(study: Study, ended: Sequence[Result], name: str) -> Estimate | None:
     return over_seeds(found, same_prompts=study.same_prompts) if found else None
 
 
+def _part(measured: int, ended: int, planned: int, of: str = "seeds") -> str:
+    """Return of how many runs a mean is, "" where all that ended measured it."""
+    return "" if measured == ended else f" ({measured} of {planned} {of})"
+
+
 def _error(values: Values, name: str) -> float:
     low, high = (values.get(key) for key in bound_keys(name))
     return 0.0 if low is None or high is None else prompt_error(low, high)
@@ -368,7 +401,7 @@ def _charts(study: Study) -> list[Chart]:
     title = "Gold win rate against KL"
     lead = (
         "Up and left is better. A dot is a setting, its mean over the seeds that ended; the bar is "
-        "its 95 % interval."
+        f"its 95 % interval.{_bound_note(study)}"
     )
     drawn = lines_chart(title, _lines(study))
     return [Chart(title, lead, drawn)] if drawn else []

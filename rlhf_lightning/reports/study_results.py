@@ -25,6 +25,7 @@ class Result:
         seconds, cpu_seconds: wall clock, and user and system time of its processes.
         peak_mib: largest resident memory of one of its processes, MiB.
         times_are_whole: False where an attempt was not seen to end: they are lower bounds then.
+        kl_is_bound: True of the best of n, whose KL is its upper bound.
     """
 
     row: str
@@ -40,6 +41,7 @@ class Result:
     cpu_seconds: float
     peak_mib: float
     times_are_whole: bool
+    kl_is_bound: bool = False
 
     @property
     def name(self) -> str:
@@ -106,6 +108,11 @@ class Study:
         """True if seeds are asked the same prompts; a built-in world has its own."""
         rows = by(self.results, lambda r: r.row).values()
         return any(len({r.data_set for r in row}) < len({r.seed for r in row}) for row in rows)
+
+    @property
+    def bounded(self) -> list[str]:
+        """Rows whose KL is an upper bound."""
+        return list(by([r for r in self.results if r.kl_is_bound], lambda r: r.row))
 
 
 @dataclass(frozen=True)

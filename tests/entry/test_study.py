@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from rlhf_lightning.app.config.commands import StudySettings
 from rlhf_lightning.app.config.compose import choices, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.study.plan import plan
-from rlhf_lightning.app.study.run import main, startable
+from rlhf_lightning.app.study.run import _results, main, startable
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import percent
+from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import environment, overrides_of, settings_of
 from tests.builders.processes import run_python
 
@@ -121,6 +124,18 @@ def test_the_matrix_has_every_setting_of_a_seed_before_the_next_seed(tmp_path):
     assert runs[1].settings.hparams.kl_coef == 0.2
     assert not runs[1].settings.publishes
     assert runs[0].settings.start.endswith("/studies/study/artifacts/demo_seed3/sft")
+
+
+def test_the_kl_of_the_best_of_n_counts_as_a_bound_and_that_of_a_trained_policy_does_not(tmp_path):
+    ppo, _, evaluated, *_ = plan(composed(*ROWS, "shared.evaluate=['best_of.n=[1,4]']"), tmp_path)
+    assert [one.kl_is_bound for one in _results(ppo)] == [False]
+    assert [(one.setting, one.kl_is_bound) for one in _results(evaluated)] == [("n=4", True)]
+    folder = RunFolder(evaluated.place / "evaluate" / "now").create()
+    found = {"best_of/1/score": 0.1, "best_of/4/score": 1.0, "best_of/4/kl_per_token": 0.05}
+    done = new_summary("evaluate", seed=1, config_hash=evaluated.settings.config_hash)
+    write_summary(folder, replace(done, status="completed", metrics=found))
+    (only,) = _results(evaluated)
+    assert (only.kl_is_bound, only.metrics["val/kl_per_token"]) == (True, 0.05)
 
 
 def test_later_words_win_and_a_trial_keeps_its_models_apart(tmp_path):

@@ -101,6 +101,13 @@ def test_a_long_curve_is_thinned_but_keeps_its_extremes():
     assert len(line_chart("x", [Series("x", points)])) < 15_000
 
 
+def test_a_single_measurement_of_the_seventh_line_is_a_hollow_dot():
+    series = [Series(str(i), [(1, float(i))], "marks") for i in range(7)]
+    circles = list(ET.fromstring(line_chart("x", series)).iter("circle"))
+    assert [c.get("class") for c in circles] == ["s0", "s1", "s2", "s3", "s4", "s5", "s0"]
+    assert [(c.get("style") or "").startswith("fill:") for c in circles] == [False] * 6 + [True]
+
+
 def test_references_and_titles_are_escaped():
     svg = line_chart("<b>", [Series("a", [(1, 1), (2, 2)])], references=[Reference("<i>&", 1.5)])
     assert "<b>" not in svg

@@ -17,7 +17,14 @@ from tests.builders.run_folders import fake_ppo_run, fake_reward_run
 
 
 def job(
-    path: Path, kl_coef: float, rate: float, kl: float, status: Status = "completed"
+    path: Path,
+    kl_coef: float,
+    rate: float,
+    kl: float,
+    status: Status = "completed",
+    *,
+    seed: int = 1,
+    more: str = "",
 ) -> RunFolder:
     """A sweep's job with this setting and this outcome; its interval is 0.04 wide."""
     folder = fake_ppo_run(path, 8)
@@ -28,8 +35,8 @@ def job(
         "val/kl_per_token": kl,
     }
     write_summary(folder, replace(read_summary(folder), metrics=metrics, status=status))
-    text = f"seed: 1\npaths: {{outputs: /home/me}}\nmodule: {{ppo: {{kl_coef: {kl_coef}}}}}\n"
-    folder.config.write_text(text)
+    text = f"seed: {seed}\npaths: {{outputs: /home/me}}\nmodule: {{ppo: {{kl_coef: {kl_coef}}}}}\n"
+    folder.config.write_text(text + more)
     return folder
 
 
@@ -93,7 +100,7 @@ def test_runs_whose_score_never_varied_are_not_compared(tmp_path):
         write_summary(folder, replace(summary, metrics=flat))
     choice = choose(read_runs(folders))
     assert choice.run is None
-    assert "score that varied" in choice.reason
+    assert "2 of 2 runs had a score that never varied" in choice.reason
 
 
 def test_runs_that_failed_are_shown_and_never_chosen(tmp_path):
@@ -105,7 +112,92 @@ def test_runs_that_failed_are_shown_and_never_chosen(tmp_path):
     assert "<td>failed</td>" in page
     assert choose(read_runs([failed, failed])).run is None
     outside = [job(tmp_path / name, 0.3, 0.9, 2.0) for name in ("a", "b")]
-    assert "in the band" in choose(read_runs(outside)).reason
+    assert "2 of 2 runs left the band" in choose(read_runs(outside)).reason
+
+
+def test_a_setting_some_of_whose_seeds_are_not_compared_is_not_named_as_ahead(tmp_path):
+    worse = [job(tmp_path / f"w{s}", 0.05, 0.85, 0.2, seed=s) for s in (1, 2)]
+    better = [job(tmp_path / f"b{s}", 0.001, 0.93, 0.45, seed=s) for s in (1, 2)]
+    assert choose(read_runs([*worse, *better])).caption == TAKE
+    left = job(tmp_path / "b3", 0.001, 0.99, 2.3, seed=3)
+    failed = [job(tmp_path / f"b{s}", 0.001, 0.9, 0.4, "failed", seed=s) for s in (4, 5)]
+    choice = choose(read_runs([*worse, *better, left, *failed]))
+    assert choice.caption == ""
+    assert "1 of 5 runs left the band of " in choice.reason
+    assert "2 of 5 runs did not end" in choice.reason
+    assert choose(read_runs([worse[0], better[0], failed[0]])).caption == "", "nor as ahead"
+    # What failed of another setting takes nothing from the better one.
+    lost = job(tmp_path / "w3", 0.05, 0.85, 0.2, "failed", seed=3)
+    assert choose(read_runs([*worse, lost, *better])).caption == TAKE
+
+
+@pytest.mark.parametrize(
+    "varied",
+    [
+        "scorer: {{std_coef: {}}}",
+        "artifacts: {{reward: models/{}}}",
+        "artifacts: {{sft: models/{}}}",
+        "dataset: {{name: world_{}}}",
+        "data: {{path: pairs_{}.jsonl}}",
+        "evaluation: {{temperature: {}}}",
+    ],
+)
+def test_runs_that_are_measured_by_different_scores_or_data_have_no_best_one(tmp_path, varied):
+    folders = [
+        job(tmp_path / f"{i}{s}", 0.05, rate, 0.2, seed=s, more=varied.format(i) + "\n")
+        for i, rate in ((0.5, 0.93), (1.0, 0.85))
+        for s in (1, 2)
+    ]
+    choice = choose(read_runs(folders))
+    assert (choice.run, choice.caption) == (None, "")
+    assert "measured by different scores or data" in choice.reason
+    assert "class=chosen" not in render_comparison(folders)
+    same = [job(tmp_path / "a", 0.05, 0.9, 0.2), job(tmp_path / "b", 0.2, 0.7, 0.1)]
+    length = "data: {num_iterations: 8}\nevaluation: {every_n_iterations: 2}\n"
+    longer = job(tmp_path / "c", 0.05, 0.95, 0.2, more=length)
+    assert choose(read_runs([*same, longer])).run.folder == longer, "of how long it trains"
+
+
+def test_a_run_is_said_to_stay_nearest_to_sft_only_where_the_kl_of_all_is_known(tmp_path):
+    folders = [fake_reward_run(tmp_path / str(size), 20) for size in (64, 128, 192)]
+    for folder, size, rate in zip(folders, (64, 128, 192), (0.85, 0.84, 0.87), strict=True):
+        found = {"val/accuracy": rate, "val/accuracy_low": 0.8, "val/accuracy_high": 0.9}
+        write_summary(folder, replace(read_summary(folder), metrics=found))
+        folder.config.write_text(f"seed: 1\nmodule: {{model: {{size: {size}}}}}\n")
+    choice = choose(read_runs(folders))
+    assert choice.run.folder == folders[2]
+    assert "nearest" not in choice.reason
+    close = [job(tmp_path / "a", 0.05, 0.85, 0.2), job(tmp_path / "b", 0.1, 0.84, 0.1)]
+    assert "Of these kl_coef=0.1 stays nearest" in choose(read_runs(close)).reason
+    unknown = {**read_summary(close[1]).metrics, "val/kl_per_token": None}
+    write_summary(close[1], replace(read_summary(close[1]), metrics=unknown))
+    choice = choose(read_runs(close))
+    assert choice.run.label == "kl_coef=0.05"
+    assert "nearest" not in choice.reason
+
+
+def test_an_interval_is_not_rounded_across_one_half(tmp_path):
+    page = render_comparison(
+        [job(tmp_path / "a", 0.05, 0.5161, 0.2), job(tmp_path / "b", 0.2, 0.7, 0.1)]
+    )
+    assert "<small>49.6 to 53.6 %</small>" in page
+
+
+def test_of_more_runs_than_colours_the_later_have_dashed_lines_and_hollow_dots(tmp_path):
+    folders = [job(tmp_path / str(i), 0.01 * i, 0.5 + 0.01 * i, 0.2) for i in range(1, 9)]
+    page = render_comparison(folders)
+    charts = re.findall(r"<svg.*?</svg>", page, re.S)
+    for title in ("parallel coordinates", "<title>score</title>"):
+        chart = next(c for c in charts if title in c)
+        lines = re.findall(r"<polyline class=\"line (s\d)\"( style=[^ ]+ 3\")?", chart)
+        assert [bool(style) for _, style in lines] == [False] * 6 + [True] * 2
+        assert len(set(lines)) == 8, "each has a look of its own"
+    plane = next(c for c in charts if "learnt score over KL" in c)
+    assert re.findall(r"<circle class=.s(\d).( style=.fill:var)?", plane) == [
+        *((str(i), "") for i in range(6)), ("0", ' style="fill:var'), ("1", ' style="fill:var'),
+    ]  # fmt: skip
+    dots = re.findall(r'<span class="(s\dt)">(.)</span> kl_coef=0.0[178]<', page)
+    assert set(dots) == {("s0t", "●"), ("s0t", "○"), ("s1t", "○")}
 
 
 def test_runs_of_different_stages_are_compared_and_none_is_recommended(tmp_path):

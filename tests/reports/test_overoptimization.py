@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_lightning.evaluation.overoptimization import Law
+from rlhf_lightning.evaluation.overoptimization import Law, Point
 from rlhf_lightning.reports.overoptimization import (
+    _dots,
     laws_table,
     left_out_table,
     overoptimization,
@@ -129,3 +130,27 @@ def test_the_page_has_the_law_first(tmp_path):
     # 0.3 for ten times the size, in both seeds alike
     assert "| PPO, 500 pairs | 4 | 0.30 (0.30 to 0.30) | -0.0500 (-0.0500 to -0.0500) | 2 |" in told
     assert page.read_text().count("<svg") == 1
+
+
+def test_a_dot_of_the_chart_is_a_mean_over_all_seeds_of_its_line():
+    # The second seed is far below the first and ends early: what is left must not rise there.
+    few = [replace(r, rows=r.rows[:5]) if r.seed == 2 else r for r in RESULTS]
+    found = [one for one in pursuits(few, MODELS) if one.row == "ppo_tiny"]
+    assert [len(one.gold) for one in found] == [6, 4]
+    assert [dot[0] for dot in _dots(found)] == pytest.approx([0.0, 0.5, 1.0, 2.0])
+    assert [dot[0] for dot in _dots(found[:1])] == pytest.approx([0.0, 0.5, 1.0, 2.0, 3.0, 5.0])
+    apart = replace(found[1], gold=[Point(9.0, 1.0)])
+    assert _dots([found[0], apart]) == []
+
+
+def test_the_chart_says_that_the_kl_of_the_best_of_n_is_a_bound():
+    models = {f"best_{n}": RewardModel(size, 500, "best") for n, size in SIZES.items()}
+    results = [
+        run(row, 1, [], setting=f"n={n}", metrics=measured(math.log(n), 9 + n / 10))
+        for n in (2, 4, 8)
+        for row in models
+    ]
+    *_, (chart,) = overoptimization(results, models)
+    assert "upper bound" in chart.lead
+    *_, (chart,) = overoptimization(RESULTS, MODELS)
+    assert "upper bound" not in chart.lead

@@ -69,6 +69,31 @@ def test_a_row_is_better_at_equal_kl_where_the_interval_of_the_difference_exclud
     assert verdicts[0].startswith("b is worse than a at KL 0.15, ")
 
 
+def bounded(one: Study, row: str) -> Study:
+    return replace(one, results=[replace(r, kl_is_bound=r.row == row) for r in one.results])
+
+
+def test_a_row_whose_kl_is_an_upper_bound_is_called_better_and_never_worse(tmp_path):
+    below = bounded(study(ahead=-0.1), "b")
+    table, verdicts = compared_table(below)
+    assert list(table.rows[0])[2:] == [
+        "-10.0 (-12.5 to -7.5)",
+        "not separated (KL of b is a bound)",
+    ]
+    assert verdicts == ["The evidence does not separate the objectives."]
+    assert compared_table(bounded(study(), "b"))[0].rows[0][3] == "better"
+    # The first row may itself lie further left: only "worse than it" is then safe.
+    table, _ = compared_table(bounded(study(), "a"))
+    assert table.rows[0][3] == "not separated (KL of a is a bound)"
+    assert compared_table(bounded(study(ahead=-0.1), "a"))[0].rows[0][3] == "worse"
+    with_kl = replace(below, measure=("val/gold_win_rate", "val/kl_per_token"))
+    page, text = (path.read_text() for path in write_study(with_kl, tmp_path))
+    assert text.count("KL of b is an upper bound") == 3, "settings, at equal KL, differences"
+    assert page.count("KL of b is an upper bound") == 4, "and the chart"
+    plain = write_study(study(ahead=-0.1), tmp_path)[0].read_text()
+    assert "upper bound" not in plain
+
+
 def test_rows_whose_difference_may_be_0_are_not_told_apart():
     table, verdicts = compared_table(study(ahead=0.02))
     assert [row[3] for row in table.rows] == ["not separated", "not separated"]
@@ -114,6 +139,25 @@ def test_a_row_with_a_failed_run_is_not_compared_and_its_mean_says_of_how_many_s
         ("a", "c=0.1"): "3 of 3", ("a", "c=0.2"): "3 of 3",
         ("b", "c=0.1"): "3 of 3", ("b", "c=0.2"): "2 of 3",
     }  # fmt: skip
+
+
+def test_a_mean_over_fewer_seeds_than_ended_says_of_how_many_it_is():
+    lacking = {**metrics(0.7, 0.1), "val/gold_win_rate": None}
+    results = [result("a", "", seed, 0.7, 0.1) for seed in (1, 2, 3)]
+    one = replace(
+        study(), results=[results[0], *(replace(r, metrics=lacking) for r in results[1:])]
+    )
+    assert settings_table(study()).rows[0][3] == "60.0 % (58.8 to 61.2 %)"
+    row = settings_table(one).rows[0]
+    assert list(row[2:5]) == [
+        "3 of 3", "70.0 % (68.0 to 72.0 %) (1 of 3 seeds)", "20.0 (20.0 to 20.0)",
+    ]  # fmt: skip
+    table = budget_table(one, AnswerBudget())
+    assert table.rows[0][2:4] == ["3 of 3", "70.0 % (68.0 to 72.0 %) (1 of 3 seeds)"]
+    theirs = replace(one, published={"a": {"val/gold_win_rate": 0.78}})
+    assert published_table(theirs).rows[0][3:] == [
+        "70.0 % (1 of 3 runs)", "68.0 to 72.0 %", "3 of 3",
+    ]  # fmt: skip
 
 
 def test_nothing_is_compared_with_a_first_row_that_is_incomplete_or_elsewhere():

@@ -265,6 +265,7 @@ def _results(planned: PlannedRun) -> list[Any]:
             result,
             setting=_joined(result.setting, f"n={size}"),
             metrics=_of_best(result.metrics, f"best_of/{size}/"),
+            kl_is_bound=True,
         )
         for size in sizes
         if size > 1  # the policy itself
