@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
 from rlhf_lightning.distributed.collectives import (
     SHARD,
@@ -21,6 +22,7 @@ from rlhf_lightning.distributed.collectives import (
     unsharded,
 )
 from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, add_scalar_model
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -113,6 +115,24 @@ def generated(policy: Any) -> torch.Tensor:
             model, prompts, noise=RowNoise(1), temperature=1.0, max_new_tokens=12
         )
     return written.sequences
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_is_freed_after_a_forward_is_as_before_once_a_root_was_gathered(trains, one_rank):
+    model = tiny_policy("llama") if trains else frozen(tiny_policy("llama"))
+    shard(model.root, one_rank, frozen=not trains, compute_dtype=None)
+    ids = torch.arange(2, 18).view(1, -1)
+
+    def stays_gathered() -> bool:
+        with torch.no_grad():
+            model(ids, torch.arange(15), ids[0, 1:], 1.0, False)
+        return not isinstance(model.model.lm_head.weight, DTensor)
+
+    assert stays_gathered() is trains
+    with unsharded(model.root, layers=False):
+        assert stays_gathered()
+    assert isinstance(model.model.lm_head.weight, DTensor)
+    assert stays_gathered() is trains
 
 
 def test_generation_runs_none_of_fsdps_hooks_and_training_has_them_back(one_rank, monkeypatch):

@@ -35,7 +35,7 @@ from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.rounding import DTYPES, Rounding, base_dtype, measure_rounding
 from rlhf_lightning.models.tokenizers import as_saved, stop_ids
-from rlhf_lightning.runs.atomic import follow_umask, write_text
+from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
 from rlhf_lightning.runs.manifest import source_fingerprint
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
@@ -121,7 +121,6 @@ def write_model_folder(
         _describe(settings, folder, start, outcome, is_adapter=True)
     else:
         _write_whole(settings, folder, (model, tokenizer, state), outcome, dtype, full)
-    follow_umask(*folder.rglob("*.safetensors"))
 
 
 def _write_whole(
@@ -157,7 +156,6 @@ def _write_whole(
         if (folder / ADAPTER).is_dir():
             shutil.copytree(folder / ADAPTER, full / ADAPTER)
         _describe(settings, full, start, outcome, is_adapter=False)
-        follow_umask(*full.rglob("*.safetensors"))
 
 
 def asked_dtype(settings: TrainSettings, asked: str | None = None) -> str:

@@ -25,7 +25,7 @@ from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.modules.checkpoint_state import check_fingerprint
+from rlhf_lightning.modules.checkpoint_state import KEY, check_fingerprint, check_scales
 from rlhf_lightning.runs.atomic import replace_folder
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.manifest import source_fingerprint
@@ -95,10 +95,11 @@ def _settings(folder: RunFolder) -> TrainSettings:
     settings = read_saved(TrainSettings, folder.config)
     _refuse_code(settings.model.trust_remote_code)
     start = settings.start
-    if start is not None and not Path(start).exists():
-        beside = working_folder(folder) / start
-        if beside.exists():  # the run was started in another folder than this command
-            settings = settings.updated({f"artifacts.{settings.spec.starts_from}": str(beside)})
+    if start is not None:
+        there = working_folder(folder) / start
+        if there.exists() and there.resolve() != Path(start).resolve():
+            # The run was started in another folder than this command, which may hold another model.
+            settings = settings.updated({f"artifacts.{settings.spec.starts_from}": str(there)})
     return settings
 
 
@@ -134,11 +135,22 @@ def _model(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> Model:
     if not state:
         raise ValueError(f"it holds no weights of a {name}")
     model = _untrained(settings)
-    if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
-        expected = source_fingerprint(str(settings.start), settings.model.revision)
-        check_fingerprint(dict(checkpoint), expected)
+    if isinstance(model, AdaptedPolicy | AdaptedScalarModel) or KEY in checkpoint:
+        _check_start(settings, checkpoint)
+    check_scales(checkpoint, model)
     model.load_state_dict(state)
     return model
+
+
+def _check_start(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> None:
+    """Check that the start is still the run's: an export has its config and its tokenizer."""
+    start = settings.start
+    now = "" if start is None else source_fingerprint(start, settings.model.revision)
+    try:
+        check_fingerprint(dict(checkpoint), now)
+    except ValueError as error:
+        key = f"artifacts.{settings.spec.starts_from}"
+        raise ValueError(f"{key}={start} is another model now: {error}") from error
 
 
 def _untrained(settings: TrainSettings) -> Model:

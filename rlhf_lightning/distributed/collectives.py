@@ -279,12 +279,16 @@ def unsharded(model: nn.Module, *, layers: bool = True) -> Iterator[nn.Module]:
     root._get_fsdp_state()._lazy_init()
     for unit in units if layers else [root]:
         unit.unshard()
+    group = root._get_fsdp_state()._fsdp_param_group
+    reshards = group is not None and group._reshard_after_forward  # a frozen root does
     if not layers:
         root.set_reshard_after_forward(False, recurse=False)
     try:
         with _without_hooks(units if layers else []):
             yield model
     finally:
+        if not layers:
+            root.set_reshard_after_forward(reshards, recurse=False)
         for unit in units:
             unit.reshard()
 
@@ -375,11 +379,18 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
     Every rank must call it. Tensors are gathered one at a time, each on the device of its mesh:
     Lightning moves a model to the CPU after every `fit` and `validate`, and NCCL knows no CPU.
+    The names of a tied parameter have one tensor, so that an export stores it once.
     """
     first = rank() == 0
     state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
+    first_name: dict[int, str] = {}  # by parameter
+    for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
+            continue
+        known = first_name.setdefault(id(value), name)
+        if known != name:
+            if first:
+                state[name] = state[known]
             continue
         value = value.detach()
         if isinstance(value, DTensor):

@@ -23,11 +23,14 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.whole_weights import check_artifact
+from rlhf_lightning.runs.atomic import follow_umask
 
 CONFIG, WEIGHTS, EXTRA = "adapter_config.json", "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
 _SCORE = f"{_PREFIX}score.weight"
 _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+# Of PEFT's ways to draw an adapter those that leave the base as it was.
+_DRAWN_BESIDE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def save_adapter(
     if is_scalar:
         tensors[_SCORE] = state["head.weight"].contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    follow_umask(folder / WEIGHTS)
     extra = {
         "kind": "scalar" if is_scalar else "policy",
         "reward_offset": float(state["head.bias"]) if is_scalar else 0.0,
@@ -106,7 +110,8 @@ def read_adapter(folder: Path) -> AdapterFiles:
 
     Raises:
         FileNotFoundError: if it is none; the message says how one is made.
-        ValueError: if a file of it is damaged, or if it is not scaled by alpha / r everywhere.
+        ValueError: if a file of it is damaged, if it is not scaled by alpha / r everywhere, if it
+            changed its base, or if it holds more than low-rank matrices and a reward head.
         ManifestError: if the artefact that it stands in is not what its manifest says.
     """
     check_artifact(folder.parent)
@@ -138,13 +143,43 @@ def read_adapter(folder: Path) -> AdapterFiles:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"adapter folder {folder} is damaged: {error!r}") from error
-    if others := [key for key in _OTHER_SCALES if config.get(key)]:
-        raise ValueError(
-            f"the adapter in {folder} sets {', '.join(others)}, and adapters here are scaled by "
-            "alpha / r everywhere: merge it into its base with PEFT (merge_and_unload), and use "
-            "the whole model"
-        )
+    _check_plain(config, tensors, folder)
     return found
+
+
+def _check_plain(config: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
+    drawn = config.get("init_lora_weights", True)
+    others = [
+        name
+        for name in tensors
+        if not name.endswith((".lora_A.weight", ".lora_B.weight")) and name != "score.weight"
+    ]
+    if scales := [key for key in _OTHER_SCALES if config.get(key)]:
+        reason = f"sets {', '.join(scales)}, and adapters here are scaled by alpha / r everywhere"
+    elif drawn not in _DRAWN_BESIDE_THE_BASE:
+        reason = f"has init_lora_weights={drawn!r}, with which PEFT changed the base's weights"
+    elif others:
+        reason = f"holds {others[0]}, and adapters here are lora_A and lora_B of matrices alone"
+    else:
+        return
+    raise ValueError(
+        f"the adapter in {folder} {reason}: merge it into its base with PEFT (merge_and_unload), "
+        "and use the whole model"
+    )
+
+
+def check_same_scale(files: AdapterFiles, lora: LoraHparams, folder: Path) -> None:
+    """Check that an adapter to go on from has the rank and the alpha that the run asks for.
+
+    Raises:
+        ValueError: if it has others.
+    """
+    if (files.lora.r, files.lora.alpha) != (lora.r, lora.alpha):
+        raise ValueError(
+            f"lora.r={lora.r} lora.alpha={lora.alpha} differ from those of the adapter in "
+            f"{folder}, from which training goes on: use lora.r={files.lora.r} "
+            f"lora.alpha={files.lora.alpha}, or go on from the merged policy with lora=none"
+        )
 
 
 @torch.no_grad()
@@ -175,11 +210,13 @@ def load_policy_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedPo
     """Put a stored policy onto `base`, as adapter `name`, to go on training it.
 
     Raises:
-        ValueError: if it is no policy, or if it does not fit the base.
+        ValueError: if it is no policy, if it does not fit the base, or if it has another rank or
+            alpha than the base's new adapters.
     """
     files = read_adapter(folder)
     if files.is_scalar:
         raise ValueError(f"{folder} is the adapter of a reward model: give that of a policy")
+    check_same_scale(files, base.lora, folder)
     base.add_adapter(name, seed=0, lora=files.lora)
     model = AdaptedPolicy(base, name)
     _fill(model, files, folder, {})

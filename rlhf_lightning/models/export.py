@@ -19,6 +19,7 @@ from transformers import (
 from rlhf_lightning.models.classifier_tokenizer import classifier_tokenizer, with_row_for
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.rounding import BASE_DTYPE, rounded
+from rlhf_lightning.runs.atomic import follow_umask
 
 
 def save_hf_model(
@@ -52,6 +53,7 @@ def save_hf_model(
     else:
         pad = export_tokenizer(model, tokenizer, folder)
         export_scalar_model(model, folder, state, pad_token_id=pad, dtype=dtype)
+    follow_umask(*folder.glob("*.safetensors"))
     _name_dtypes(folder / "config.json", dtype, base_dtype)
 
 

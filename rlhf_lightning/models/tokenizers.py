@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import (
+    _CACHED_NO_EXIST,
+    hf_hub_download,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -21,6 +29,7 @@ from rlhf_lightning.models.turn_end import turn_end
 
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_tokenizer(
@@ -65,7 +74,8 @@ def with_template_arguments(
     """Write `arguments` into the chat template, so that an exported tokenizer renders alike.
 
     Rendering with the saved template gives the conversation that was trained on, and the
-    stages that follow do, too. A template that has them already stays as it is.
+    stages that follow do, too. A template that has them already stays as it is. Of several named
+    templates each gets them.
 
     Args:
         tokenizer: changed in place, and returned.
@@ -82,7 +92,12 @@ def with_template_arguments(
             f"model.chat_template_arguments={dict(arguments)} need a chat template, and the "
             "tokenizer has none: take an instruction-tuned checkpoint, or leave them out"
         )
-    known = leading_settings(tokenizer.chat_template)
+    _change_templates(tokenizer, lambda template: _with_settings(template, arguments))
+    return tokenizer
+
+
+def _with_settings(template: str, arguments: Mapping[str, Any]) -> str:
+    known = leading_settings(template)
     for name, value in arguments.items():
         if known.get(name, _in_jinja(value)) != _in_jinja(value):
             raise ValueError(
@@ -92,8 +107,16 @@ def with_template_arguments(
             )
     arguments = {k: v for k, v in arguments.items() if k not in known}
     lines = "".join(f"{{%- set {k} = {_in_jinja(v)} %}}" for k, v in sorted(arguments.items()))
-    tokenizer.chat_template = lines + tokenizer.chat_template
-    return tokenizer
+    return lines + template
+
+
+def _change_templates(tokenizer: Any, change: Callable[[str], str]) -> None:
+    """Change the chat template, or each where a checkpoint has several by name."""
+    found = tokenizer.chat_template
+    if isinstance(found, Mapping):
+        tokenizer.chat_template = {name: change(template) for name, template in found.items()}
+    elif found is not None:
+        tokenizer.chat_template = change(found)
 
 
 def as_saved(source: str, options: dict[str, Any]) -> Any:
@@ -122,8 +145,7 @@ def _as_saved(source: str, options: dict[str, Any]) -> Any:
 
 
 def _fix_date(tokenizer: Any, date_string: str | None) -> None:
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = with_fixed_date(tokenizer.chat_template, date_string)
+    _change_templates(tokenizer, lambda template: with_fixed_date(template, date_string))
 
 
 def _in_jinja(value: Any) -> str:
@@ -181,7 +203,11 @@ def stop_ids(
     """Return every id that ends a response.
 
     They are the tokenizer's EOS, the token with which its chat template ends an answer, and the
-    checkpoint's own list.
+    checkpoint's own list: of its generation_config.json, or without one of its config.json.
+
+    Raises:
+        ValueError: if the files of the checkpoint cannot be read, or the hub does not say whether
+            it has a generation_config.json.
     """
     end = turn_end(tokenizer)
     template = () if end is None else (end.token_id,)
@@ -193,7 +219,30 @@ def stop_ids(
 def _generation_config(source: str | Path, revision: str | None) -> GenerationConfig:
     named = revision is not None and not Path(source).is_dir()
     options: dict[str, Any] = {"revision": revision} if named else {}
+    has_one = _has_generation_config(source, options)
+    with naming_source(source):
+        if has_one:
+            return GenerationConfig.from_pretrained(str(source), **options)
+        content, _ = PretrainedConfig.get_config_dict(str(source), **options)
+        return GenerationConfig.from_model_config(content)
+
+
+def _has_generation_config(source: str | Path, options: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoint has the file; many have none."""
+    if Path(source).is_dir():
+        return (Path(source) / GENERATION_CONFIG).is_file()
     try:
-        return GenerationConfig.from_pretrained(str(source), **options)
-    except OSError:  # many checkpoints have none
-        return GenerationConfig()
+        hf_hub_download(str(source), GENERATION_CONFIG, **options)
+    except RemoteEntryNotFoundError:
+        return False
+    except OSError as error:
+        cached = try_to_load_from_cache(str(source), GENERATION_CONFIG, **options)
+        if cached is _CACHED_NO_EXIST or is_offline_mode():
+            return False
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"cannot tell which tokens end the responses of {source}: its {GENERATION_CONFIG} was "
+            f"not loaded ({reason}). Try again, or set HF_HUB_OFFLINE=1 to go by the files that "
+            "were loaded before"
+        ) from error
+    return True

@@ -1,4 +1,4 @@
-"""A hub on this machine: the part of the Hugging Face hub's HTTP interface that an upload uses.
+"""A hub on this machine: what uploads, and reads of single files, use of Hugging Face's interface.
 
 Large files travel by Git LFS, the hub's older protocol (HF_HUB_DISABLE_XET=1).
 """
@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 TOKEN = "hf_of_a_test"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"  # that every read is of
 
 
 class Hub(ThreadingHTTPServer):
@@ -25,6 +26,7 @@ class Hub(ThreadingHTTPServer):
         self.repositories: dict[str, dict[str, Any]] = {}
         self.blobs: dict[str, bytes] = {}
         self.refused = 0
+        self.unreadable: set[str] = set()  # files that no reader may see
 
     @property
     def address(self) -> str:
@@ -33,6 +35,25 @@ class Hub(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        """Answer `/me/model/resolve/REVISION/FILE`."""
+        parts = self.path.strip("/").split("/")
+        files = self.server.repositories.get("/".join(parts[:2]), {"files": {}})["files"]
+        found = files.get(parts[-1]) if "resolve" in parts else None
+        status = 403 if parts[-1] in self.server.unreadable else 404 if found is None else 200
+        self.send_response(status)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha256(found or b"").hexdigest()}"')
+        if status == 404:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Content-Length", str(len(found or b"")))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(found or b"")
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

@@ -131,6 +131,18 @@ def test_a_policys_adapter_of_another_base_is_refused_with_both(tmp_path, start,
     assembled(own)
 
 
+@pytest.mark.parametrize("stage", ["ppo", "grpo"])
+@pytest.mark.parametrize("changed", ["lora.r=8", "lora.alpha=64"])
+def test_a_policys_adapter_of_another_rank_or_scale_is_refused(tmp_path, start, stage, changed):
+    policy = add_policy(load_base(start, LoraHparams(r=4)), "policy", seed=0)
+    folder = tmp_path / "last" / ADAPTER
+    save_adapter(policy, folder, policy.state_dict(), base="b", base_fingerprint="")
+    lora = ("lora=lora", "lora.r=4", changed, f"artifacts.ppo={tmp_path / 'last'}")
+    wanted = rf"{changed}.* differ .*last/adapter.*use lora\.r=4 lora\.alpha=32"
+    with pytest.raises(ConfigError, match=wanted):
+        assemble(settings_for(stage, start, *lora), RunFolder(tmp_path / "run"))
+
+
 @pytest.mark.parametrize(
     ("side", "damaged"), [("policy", "bit"), ("baseline", "tensor")], indirect=["damaged"]
 )

@@ -257,6 +257,43 @@ def test_an_adapter_is_not_merged_into_another_base(reward_lora, start, tmp_path
         export(moved, tmp_path)
 
 
+def test_an_adapter_is_not_merged_with_another_scale_than_it_was_trained_with(
+    reward_lora, tmp_path
+):
+    moved = tmp_path / "run"
+    shutil.copytree(reward_lora.path, moved, symlinks=True)
+    config = moved / ".hydra/config.yaml"
+    saved = OmegaConf.load(config)
+    saved.lora.alpha = 64
+    OmegaConf.save(saved, config)
+    with pytest.raises(ConfigError, match=r"r=4 alpha=64, .*trained with r=4 alpha=32"):
+        export(moved, tmp_path)
+
+
+def test_the_start_is_that_of_the_folder_in_which_the_run_was_started(start, tmp_path, monkeypatch):
+    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
+    shutil.copytree(start, work / "artifacts/base")
+    make_start(elsewhere / "artifacts/base", rms_norm_eps=0.5)
+    monkeypatch.chdir(work)
+    folder = killed(work / "run", "sft", "artifacts/base", "trainer.limit_train_batches=1")
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(ConfigError, match=r"artifacts\.base=artifacts/base is another model now"):
+        export(folder.path, tmp_path)  # it is not known where the run was started
+    hydra = {"hydra": {"runtime": {"cwd": str(work)}}}
+    OmegaConf.save(hydra, folder.config.with_name("hydra.yaml"))
+    made = export(folder.path, tmp_path)
+    written, own = (json.loads((path / "config.json").read_text()) for path in (made, start))
+    assert written["rms_norm_eps"] == own["rms_norm_eps"] != 0.5
+
+
+def test_a_damaged_record_of_where_the_run_was_started_is_named(sft, tmp_path):
+    moved = tmp_path / "run"
+    shutil.copytree(sft.path, moved, symlinks=True)
+    (moved / ".hydra/hydra.yaml").write_text("hydra: [")
+    with pytest.raises(ConfigError, match=r"hydra\.yaml cannot be read"):
+        export(moved, tmp_path)
+
+
 def test_only_a_run_with_an_adapter_has_one(sft, tmp_path):
     with pytest.raises(ConfigError, match="trained the whole model and no adapter"):
         export(sft.path, tmp_path, adapter_only=True)

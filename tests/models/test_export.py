@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken
 from transformers import (
     AutoModelForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.models.classifier_tokenizer import (
     ADDED,
     classifier_tokenizer,
@@ -25,6 +27,7 @@ from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from tests.builders.mirror import on_mirror
 from tests.builders.models import (
     EOS,
     MODEL_TYPES,
@@ -185,6 +188,19 @@ def test_an_exported_policy_brings_its_logits_template_and_stop_ids(model_type, 
         "tokenizer_config.json",
         "chat_template.jinja",
     }
+
+
+def exported_from(device: str, folder: Path) -> None:
+    policy = tiny_policy("llama", tie_word_embeddings=True).to(device)
+    save_hf_model(policy, tiny_tokenizer(), folder, full_state(policy), stop_ids=[EOS])
+
+
+def test_tied_weights_that_lay_on_a_device_are_exported_once(tmp_path):
+    exported_from("cpu", tmp_path / "cpu")
+    on_mirror(exported_from, "mirror", tmp_path / "mirror")
+    here, there = (load_file(tmp_path / d / "model.safetensors") for d in ("cpu", "mirror"))
+    assert there.keys() == here.keys()
+    assert "lm_head.weight" not in here
 
 
 def test_a_temperature_without_do_sample_does_not_stop_the_export(tmp_path):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import (
     CONFIG,
+    load_policy_adapter,
     load_scalar_adapter,
     merge_adapter,
     read_adapter,
@@ -21,7 +23,7 @@ from rlhf_lightning.models.adapter_files import (
 )
 from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.lora import AdaptedPolicy, add_policy, add_scalar_model
-from rlhf_lightning.models.ppo_models import ADAPTER, ppo_models
+from rlhf_lightning.models.ppo_models import ADAPTER, policy_models, ppo_models
 from tests.builders.models import MODEL_TYPES, tiny_policy
 
 LORA = LoraHparams(r=4, alpha=8)
@@ -180,6 +182,18 @@ def test_a_stored_reward_adapter_comes_back_onto_another_copy_of_its_base(folder
     assert torch.equal(again(IDS, POSITIONS), reward(IDS, POSITIONS))
 
 
+def test_a_stored_adapter_can_be_read_by_whoever_the_umask_lets_in(folders, tmp_path):
+    policy = add_policy(load_base(folders["llama"], LORA), "policy", seed=0)
+    former = os.umask(0o027)
+    try:
+        save_adapter(policy, tmp_path, policy.state_dict(), base="b", base_fingerprint="")
+    finally:
+        os.umask(former)
+    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in tmp_path.iterdir()}
+    assert "adapter_model.safetensors" in modes
+    assert set(modes.values()) == {"0o640"}, modes
+
+
 def test_an_adapter_of_another_shape_is_refused_by_name(folders, tmp_path):
     reward = load_scalar_model(folders["llama"], head="reward", lora=LORA)
     save_adapter(reward, tmp_path, reward.state_dict(), base="somewhere", base_fingerprint="")
@@ -204,6 +218,47 @@ def test_an_adapter_of_peft_that_is_scaled_otherwise_is_refused_by_key(
     file = tmp_path / CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(ValueError, match=rf"sets {key}, .*merge"):
+        read_adapter(tmp_path)
+
+
+def peft_model(folder: Path, **options) -> PeftModel:
+    """A base on which PEFT has put an adapter of all matrices."""
+    names = load_base(folder, LORA).targets
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=names, task_type="CAUSAL_LM", **options)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+
+
+@pytest.mark.parametrize("drawn", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_of_peft_that_changed_its_base_is_refused(folders, tmp_path, drawn):
+    peft_model(folders["llama"], init_lora_weights=drawn).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"init_lora_weights='{drawn}', .*merge"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("drawn", [True, False, "gaussian", "orthogonal"])
+def test_an_adapter_of_peft_that_left_its_base_alone_is_loaded(folders, tmp_path, drawn):
+    theirs = peft_model(folders["llama"], init_lora_weights=drawn).eval()
+    shaken(torch.nn.ParameterList(p for p in theirs.parameters() if p.requires_grad))
+    theirs.save_pretrained(tmp_path)
+    ours = load_policy_adapter(load_base(folders["llama"], LORA), tmp_path, "policy")
+    with torch.no_grad():
+        expected = theirs(input_ids=IDS).logits.log_softmax(-1).flatten(0, 1)[POSITIONS]
+    torch.testing.assert_close(
+        logprobs(ours), expected.gather(1, TOKENS[:, None])[:, 0], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight"),
+        ({"bias": "lora_only"}, r"transformer\.h\.0\.attn\.c_attn\.base_layer\.bias"),
+        ({"lora_bias": True}, r"transformer\.h\.0\.attn\.c_attn\.lora_B\.bias"),
+    ],
+)
+def test_an_adapter_of_peft_with_other_tensors_is_refused_by_name(folders, tmp_path, options, name):
+    peft_model(folders["gpt2"], **options).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"holds {name}.*merge"):
         read_adapter(tmp_path)
 
 
@@ -232,6 +287,17 @@ def test_ppo_goes_on_from_an_adapter_and_keeps_the_base_as_reference(folders, tm
     assert torch.equal(logprobs(models.reference), logprobs(base))
     assert not torch.equal(logprobs(models.policy), logprobs(models.reference))
     assert all(p.requires_grad for p in models.policy.parameters())
+
+
+@pytest.mark.parametrize("other", [LoraHparams(r=4, alpha=64), LoraHparams(r=8, alpha=8)])
+def test_training_goes_on_from_an_adapter_of_the_same_rank_and_scale_alone(
+    folders, tmp_path, other
+):
+    last = add_policy(load_base(folders["llama"], LORA), "policy", seed=0)
+    save_adapter(last, tmp_path / ADAPTER, last.state_dict(), base="b", base_fingerprint="")
+    wanted = rf"lora\.r={other.r} lora\.alpha={other.alpha} .*use lora\.r=4 lora\.alpha=8"
+    with pytest.raises(ValueError, match=wanted):
+        policy_models(folders["llama"], start=tmp_path, lora=other)
 
 
 def test_ppo_goes_on_from_a_policy_and_keeps_its_first_start_as_reference(folders, tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from huggingface_hub import constants
 from transformers import GenerationConfig
 
 from rlhf_lightning.data.tokens import answer_ids, render_chat
@@ -15,6 +16,7 @@ from rlhf_lightning.models.tokenizers import (
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
 from tests.builders.models import EOS, PAD, tiny_tokenizer
 from tests.builders.tokenizers import build_tokenizer
+from tests.entry.hub_server import COMMIT, running_hub
 
 
 def test_a_tokenizer_without_pad_pads_with_eos_on_the_left(tmp_path):
@@ -62,19 +64,62 @@ def test_a_response_stops_at_the_tokenizers_eos_and_at_the_checkpoints_own(tmp_p
     assert stop_ids(tiny_tokenizer(), tmp_path) == expected
 
 
-def test_the_stop_tokens_of_a_hub_checkpoint_are_found_without_a_folder(monkeypatch):
-    asked = []
-
-    def from_pretrained(source):
-        asked.append(source)
-        return GenerationConfig(eos_token_id=[7])
-
-    monkeypatch.setattr(GenerationConfig, "from_pretrained", from_pretrained)
-    assert stop_ids(tiny_tokenizer(), "organisation/model") == (EOS, 7)
-    assert asked == ["organisation/model"]
+CONFIGS = {
+    "its own file": ({"eos_token_id": 9}, {"eos_token_id": [7]}),
+    "config.json alone": ({"eos_token_id": [EOS, 7]}, None),
+    "the language model's part of config.json": ({"text_config": {"eos_token_id": 7}}, None),
+}
 
 
-def test_without_a_generation_config_only_the_tokenizers_eos_stops(tmp_path):
+def write_configs(folder, name):
+    model, generation = CONFIGS[name]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | model))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("place", ["folder", "hub"])
+def test_a_checkpoint_names_its_stop_tokens_in_a_file_of_their_own_or_in_its_config(
+    tmp_path, monkeypatch, name, place
+):
+    if place == "folder":
+        write_configs(tmp_path / "model", name)
+        assert stop_ids(tiny_tokenizer(), tmp_path / "model") == (EOS, 7)
+        return
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--organisation--model"
+    write_configs(cached / "snapshots" / COMMIT, name)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text(COMMIT)
+    for revision in (None, COMMIT):
+        assert stop_ids(tiny_tokenizer(), "organisation/model", revision=revision) == (EOS, 7)
+
+
+def test_a_hub_that_refuses_to_say_when_to_stop_is_an_error_until_it_has_said_so(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with running_hub() as hub:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        config = json.dumps({"model_type": "llama", "eos_token_id": [EOS, 7]}).encode()
+        hub.repositories["me/model"] = {"files": {"config.json": config}}
+        hub.unreadable.add("generation_config.json")
+        with pytest.raises(
+            ValueError, match=r"me/model: its generation_config.json was not loaded"
+        ):
+            stop_ids(tiny_tokenizer(), "me/model")
+        hub.unreadable.clear()
+        assert stop_ids(tiny_tokenizer(), "me/model") == (EOS, 7)
+        hub.unreadable.add("generation_config.json")
+        assert stop_ids(tiny_tokenizer(), "me/model") == (EOS, 7), "the cache knows it has none"
+
+
+def test_without_a_checkpoint_only_the_tokenizers_eos_stops(tmp_path):
     assert stop_ids(tiny_tokenizer(), None) == (EOS,)
     assert stop_ids(tiny_tokenizer(), tmp_path) == (EOS,)
 
@@ -123,3 +168,14 @@ def test_template_arguments_without_a_template_are_refused(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"chat_template_arguments=.* need a chat template"):
         load_tokenizer(tmp_path, chat_template_arguments={"enable_thinking": False})
+
+
+def test_template_arguments_become_part_of_each_of_several_templates(tmp_path):
+    templates = {"default": THINKING, "tool_use": "tools " + THINKING}
+    build_tokenizer(template=templates).save_pretrained(tmp_path / "hub")
+    quiet = load_tokenizer(tmp_path / "hub", chat_template_arguments={"enable_thinking": False})
+    assert render_chat(TURNS, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
+    quiet.save_pretrained(tmp_path / "sft")
+    later = load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": False})
+    setting = "{%- set enable_thinking = false %}"
+    assert later.chat_template == {name: setting + text for name, text in templates.items()}

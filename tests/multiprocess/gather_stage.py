@@ -86,6 +86,7 @@ def main(out: Path) -> None:
         for name in ("weight", "bias"):  # what Lightning's teardown leaves
             moved = getattr(model, name).detach().cpu()
             setattr(model, name, nn.Parameter(moved))
+        model.tied = model.weight
         assert not isinstance(model.weight.to_local(), Elsewhere)
         state = full_state(model)
     torch.save(state, out / f"rank_{rank}.pt")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_lightning.modules.reference_logprobs import FILE
+from rlhf_lightning.modules.reference_logprobs import FOLDER
 from rlhf_lightning.runs.folder import read_metrics
 from tests.builders.ranks import ROOT, run_ranks
 from tests.builders.record_files import write_material
@@ -57,7 +57,7 @@ def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strate
     for ours, theirs in zip(rows, read_metrics(one / "metrics.csv"), strict=True):
         for name in MEASURES:
             assert ours[f"dpo/{name}"] == pytest.approx(theirs[f"dpo/{name}"], rel=1e-3, abs=1e-4)
-    tables = [load_file(run / FILE) for run in (one, two)]
+    tables = [load_file(file) for run in (one, two) for file in (run / FOLDER).iterdir()]
     for split in ("train", "validation"):
         torch.testing.assert_close(
             *(table[split] for table in tables), rtol=0, atol=1e-4, equal_nan=True

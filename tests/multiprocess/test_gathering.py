@@ -23,5 +23,6 @@ def test_a_model_that_was_moved_to_the_cpu_is_gathered_on_the_device_of_its_mesh
     ).check()
     first, second = (torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2))
     assert torch.equal(first["weight"], torch.arange(12.0).reshape(6, 2))
-    assert set(first) == {"weight", "bias"}
+    assert set(first) == {"weight", "bias", "tied"}
+    assert first["tied"].data_ptr() == first["weight"].data_ptr(), "gathered and stored once"
     assert second == {}, "only rank 0 keeps what was gathered"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from rlhf_lightning import (
+    DemonstrationDataModule,
     DPOModule,
     LoraHparams,
     PreferenceDataModule,
@@ -24,6 +26,7 @@ from rlhf_lightning import (
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.ppo_models import ppo_models
+from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.builders.mirror import on_mirror, recorded, trainer_options
 from tests.builders.models import tiny_policy, tiny_scalar_model
@@ -150,6 +153,56 @@ def test_a_stage_on_cuda_ends_with_the_weights_and_metrics_of_the_cpu(stage, mat
     there = trained(stage, "cuda", material, tmp_path)
     assert torch.cuda.max_memory_allocated() > 0
     assert_alike(there, here)
+
+
+RESTORED = {"sft": SFTModule, "reward": RewardModule, "dpo": DPOModule}
+
+
+def trainer_and_data(
+    stage: str, device: str, material: dict[str, Path], folder: Path, module: Any
+) -> tuple[Any, Any]:
+    kind: Any = DemonstrationDataModule if stage == "sft" else PreferenceDataModule
+    path = material["demonstrations" if stage == "sft" else "pairs"]
+    made = trainer(
+        **trainer_options(device), default_root_dir=folder / device, limit_train_batches=1
+    )
+    return made, kind(path, module.tokenizer, batch_size=8)
+
+
+def save_adapter_checkpoint(stage: str, material: dict[str, Path], folder: Path) -> Path:
+    module = RESTORED[stage].from_pretrained(material["policy"], lora=LORA)
+    the_trainer, data = trainer_and_data(stage, "cpu", material, folder, module)
+    the_trainer.fit(module, data)
+    the_trainer.save_checkpoint(folder / "adapter.ckpt")
+    return folder / "adapter.ckpt"
+
+
+def validated(
+    stage: str, device: str, material: dict[str, Path], folder: Path, checkpoint: Path
+) -> dict[str, Any]:
+    """Return the metrics of an adapter that was read, and the weights of a step after."""
+    module = RESTORED[stage].load_from_checkpoint(checkpoint, optimizer=sgd)
+    the_trainer, data = trainer_and_data(stage, device, material, folder, module)
+    (metrics,) = the_trainer.validate(module, data, verbose=False)
+    the_trainer.fit(module, data)
+    weights = {name: weight.detach().cpu() for name, weight in module.state_dict().items()}
+    return {"metrics": metrics, "weights": weights}
+
+
+@pytest.mark.parametrize("stage", RESTORED)
+def test_an_adapter_that_was_read_is_validated_before_it_is_trained(stage, material, tmp_path):
+    checkpoint = save_adapter_checkpoint(stage, material, tmp_path)
+    here = validated(stage, "cpu", material, tmp_path, checkpoint)
+    there = on_mirror(validated, stage, "mirror", material, tmp_path, checkpoint)
+    assert_alike(there, here)
+
+
+def test_a_model_that_a_validation_has_moved_can_be_trained():
+    model = torch.nn.Linear(2, 2)
+    with torch.inference_mode():  # as Lightning validates
+        move_models(SimpleNamespace(device_mesh=None, device=torch.device("meta")), [model])
+    assert model.weight.is_meta
+    assert not model.weight.is_inference()
 
 
 def new_weights(device: str, policy: Path) -> dict[str, Any]:

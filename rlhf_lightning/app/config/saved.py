@@ -44,10 +44,14 @@ def saved_config(file: Path) -> dict[str, Any]:
 
 
 def working_folder(folder: RunFolder) -> Path:
-    """Return the folder in which a run was started; this one if that is not known."""
+    """Return the folder in which a run was started; this one if that is not known.
+
+    Raises:
+        ConfigError: if the file that says so is damaged.
+    """
     file = folder.config.with_name("hydra.yaml")
-    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
-    runtime = ((content or {}).get("hydra") or {}).get("runtime") or {}
+    content = saved_config(file) if file.is_file() else {}
+    runtime = (content.get("hydra") or {}).get("runtime") or {}
     return Path(str(runtime.get("cwd") or "."))
 
 

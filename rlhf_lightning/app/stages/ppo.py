@@ -134,7 +134,8 @@ def sampled_and_scored(
 def check_adapters(settings: TrainSettings, fingerprint: str) -> None:
     """Check that adapters were trained on the policy that is the reference.
 
-    They are the reward model's, and that of a policy to go on from.
+    They are the reward model's, and that of a policy to go on from, which has the rank and the
+    alpha of the settings.
 
     Raises:
         ConfigError: if one was not, or if there is none.
@@ -156,6 +157,7 @@ def check_adapters(settings: TrainSettings, fingerprint: str) -> None:
             settings,
             fingerprint,
             start,
+            goes_on=True,
             missing="With lora=lora training goes on from the adapter of artifacts.ppo; lora=none "
             "goes on from the merged policy",
             fix="give the policy that it was trained on as artifacts.sft, or go on from the merged "
@@ -164,10 +166,16 @@ def check_adapters(settings: TrainSettings, fingerprint: str) -> None:
 
 
 def _check_adapter(
-    settings: TrainSettings, fingerprint: str, source: object, *, missing: str, fix: str
+    settings: TrainSettings,
+    fingerprint: str,
+    source: object,
+    *,
+    missing: str,
+    fix: str,
+    goes_on: bool = False,
 ) -> None:
     from rlhf_lightning.app.config.compose import ConfigError
-    from rlhf_lightning.models.adapter_files import read_adapter
+    from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
     from rlhf_lightning.models.ppo_models import ADAPTER
 
     folder = Path(str(source)) / ADAPTER
@@ -181,6 +189,11 @@ def _check_adapter(
             f"({files.base_fingerprint[:12]}), artifacts.sft={settings.artifacts.sft} is "
             f"{fingerprint[:12]}: {fix}"
         )
+    if goes_on and settings.lora is not None:
+        try:
+            check_same_scale(files, settings.lora, folder)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def _check_value_tokenizer(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> None:
