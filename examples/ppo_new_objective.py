@@ -8,12 +8,13 @@ from rlhf_lightning import PPOModule, PromptDataModule, trainer_arguments
 from rlhf_lightning.models.forward import response_statistics
 
 
-class PolicyGradientModule(PPOModule):
+class UnclippedPPOModule(PPOModule):
     """The same rollouts and value model, with the plain policy gradient as the loss."""
 
     def policy_loss(self, micro_batch, counts):  # noqa: ANN001, ANN201
         """Return - log pi * advantage, over all response tokens of all ranks."""
-        new = response_statistics(self.policy, micro_batch, temperature=1.0, with_entropy=False)
+        how = {"temperature": self.controls.temperature, "with_entropy": False}
+        new = response_statistics(self.policy, micro_batch, **how)
         loss = -(new.logprobs * micro_batch.advantages).sum() / counts.num_tokens  # 0 off the mask
         return loss, {"ppo/policy_loss": loss}
 
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("folder", help="of the run")
     parser.add_argument("--iterations", type=int, default=100)
     options = parser.parse_args()
-    module = PolicyGradientModule.from_pretrained(
+    module = UnclippedPPOModule.from_pretrained(
         options.policy, lambda prompts, completions, **_: [float(len(c) < 80) for c in completions]
     )
     data = PromptDataModule(options.prompts, module.tokenizer, batch_size=8)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         PreferenceDataModule,
         PromptDataModule,
     )
+    from rlhf_lightning.data.sources.base import FileSource
     from rlhf_lightning.distributed.strategy import FSDP2Strategy
     from rlhf_lightning.evaluation.compare import compare
     from rlhf_lightning.hparams import (
@@ -39,6 +40,7 @@ _HOMES = {
     "DPOModule": "rlhf_lightning.modules.dpo",
     "DemonstrationDataModule": "rlhf_lightning.data.datamodules",
     "FSDP2Strategy": "rlhf_lightning.distributed.strategy",
+    "FileSource": "rlhf_lightning.data.sources.base",
     "FunctionScorer": "rlhf_lightning.rollout.scorers.base",
     "GRPOHparams": "rlhf_lightning.hparams",
     "LoraHparams": "rlhf_lightning.hparams",
@@ -62,6 +64,7 @@ __all__ = [
     "DPOModule",
     "DemonstrationDataModule",
     "FSDP2Strategy",
+    "FileSource",
     "FunctionScorer",
     "GRPOHparams",
     "LoraHparams",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from rlhf_lightning import (
     export_model,
     trainer_arguments,
 )
+from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from tests.builders.record_files import write_material
 
 ITERATIONS = 4
@@ -237,6 +241,17 @@ def test_an_export_is_the_trained_policy_and_wins_by_what_it_learnt(material, wh
     assert one.samples[0].keys() >= {"prompt", "response", "baseline_response"}
 
 
+def test_an_export_can_be_read_by_whoever_the_umask_lets_in(whole, tmp_path):
+    former = os.umask(0o027)
+    try:
+        folder = export_model(whole[0], tmp_path / "export")
+    finally:
+        os.umask(former)
+    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in folder.iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {"0o640"}, modes
+
+
 def test_adapters_are_trained_and_exported_merged(material, tmp_path):
     module = RewardModule.from_pretrained(material["policy"], lora=LoraHparams(r=4))
     data = rlhf_lightning.PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
@@ -253,3 +268,110 @@ def test_a_reward_that_is_none_is_refused(material):
     with pytest.raises(TypeError, match=r"reward=3 is int: give a function"):
         PPOModule.from_pretrained(material["policy"], 3)
     assert isinstance(ppo(material).scorer, FunctionScorer)
+
+
+class Mine(L.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.log("mine/iteration", float(trainer.fit_loop.epoch_loop.total_batch_idx + 1))
+
+
+def test_a_metric_of_a_callback_of_one_s_own_stands_on_the_row_of_its_iteration(material, tmp_path):
+    train(material, tmp_path / "run", callbacks=Mine())
+    found = [(row["iteration"], float(row["mine/iteration"])) for row in rows(tmp_path / "run")]
+    assert found == [(str(n), float(n)) for n in range(1, ITERATIONS + 1)]
+
+
+def test_a_folder_whose_run_failed_before_a_checkpoint_says_what_works(material, tmp_path):
+    with pytest.raises(RuntimeError, match="the power went"):
+        train(material, tmp_path / "run", callbacks=[Stop()])
+    assert not (tmp_path / "run/checkpoints/last.ckpt").exists()
+    with pytest.raises(FileExistsError, match="ended before its first checkpoint") as error:
+        train(material, tmp_path / "run")
+    assert "ckpt_path" not in str(error.value)
+    assert "delete" in str(error.value)
+    assert "give trainer_arguments another one" in str(error.value)
+
+
+def resume(material: dict[str, Path], folder: Path, **changes: Any) -> None:
+    module = PPOModule.from_pretrained(material["policy"], length, **changes)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, seed=1)
+    trainer = L.Trainer(**arguments(folder, max_iterations=ITERATIONS + 1))
+    trainer.fit(module, data, ckpt_path="last", weights_only=True)
+
+
+@pytest.fixture
+def unfinished(whole, tmp_path):
+    return shutil.copytree(whole[1], tmp_path / "copy", symlinks=True)
+
+
+def test_a_resume_with_another_seed_is_refused_and_loading_with_one_is_not(
+    material, whole, unfinished
+):
+    sampling = SamplingHparams(max_new_tokens=5)
+    with pytest.raises(ValueError, match=r"seed=1, this module has seed=7: .* seed=1"):
+        resume(material, unfinished, ppo=PPO, sampling=sampling, seed=7)
+    checkpoint = whole[1] / "checkpoints/last.ckpt"
+    loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length, seed=7)
+    assert loaded.hparams["seed"] == 7
+
+
+def test_a_resume_says_once_which_hyper_parameters_are_others(material, unfinished, caplog):
+    changed = replace(PPO, cliprange=0.1, gae_lambda=0.5, kl_coef=0.01, learning_rate=5e-4)
+    sampling = SamplingHparams(max_new_tokens=4, temperature=0.9)
+    resume(material, unfinished, ppo=changed, sampling=sampling)
+    said = [r.getMessage() for r in caplog.records if "is asked for" in r.getMessage()]
+    asked = sorted(line.split(" is asked for")[0] for line in said)
+    assert asked == [
+        "learning_rate of group 1=0.0005",
+        "module.ppo.kl_coef=0.01",
+        "module.sampling.temperature=0.9",
+        "ppo.cliprange=0.1",
+        "ppo.gae_lambda=0.5",
+        "sampling.max_new_tokens=4",
+    ]
+    assert "ppo.cliprange=0.1 is asked for: it takes the place of the checkpoint's 0.2" in said
+
+
+def test_a_resume_with_the_same_hyper_parameters_says_nothing(material, unfinished, caplog):
+    resume(material, unfinished, ppo=PPO, sampling=SamplingHparams(max_new_tokens=5))
+    assert "is asked for" not in caplog.text
+
+
+def test_a_reward_s_name_that_names_nothing_is_refused_at_once(material, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"reward='rewrad' .*path\.py:name"):
+        PPOModule.from_pretrained(material["policy"], "rewrad")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(material["policy"] / "config.json", bare)
+    with pytest.raises(ValueError, match=r"reward='.*bare' .*tokenizer"):
+        PPOModule.from_pretrained(material["policy"], bare)
+
+
+def test_a_reward_with_another_tokenizer_reads_text(material, tmp_path):
+    other = shutil.copytree(material["policy"], tmp_path / "other")
+    named = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = named["model"]["vocab"]
+    vocabulary["w5"], vocabulary["w6"] = vocabulary["w6"], vocabulary["w5"]
+    (other / "tokenizer.json").write_text(json.dumps(named))
+    module = PPOModule.from_pretrained(material["policy"], other)
+    assert isinstance(module.scorer, TextRewardModelScorer)
+
+
+def test_a_function_in_a_file_is_a_reward_that_no_checkpoint_runs(material, tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("def few(prompts, completions, **_): return [1.0 for _ in completions]\n")
+    reward = f"{file}:few"
+    module = PPOModule.from_pretrained(
+        material["policy"], reward, ppo=PPO, sampling=SamplingHparams(max_new_tokens=5)
+    )
+    assert isinstance(module.scorer, FunctionScorer)
+    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(
+        module, prompts(material, module)
+    )
+    last = tmp_path / "run/checkpoints/last.ckpt"
+    with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward="):
+        PPOModule.load_from_checkpoint(last)
+    assert PPOModule.load_from_checkpoint(last, reward=reward).ppo == PPO
+    with pytest.raises(ValueError, match=r"'missing' is no callable there"):
+        PPOModule.from_pretrained(material["policy"], f"{file}:missing")

@@ -43,7 +43,6 @@ def trainer_arguments(
     ours: list[Callback] = [
         RunRecord(run),
         RandomState(),
-        MetricsLog(run),
         SampleLog(run, every_n_iterations=samples_every_n_iterations),
         LastCheckpoint(run),
         IterationCheckpoint(run.checkpoints, every_n_iterations=checkpoint_every_n_iterations),
@@ -57,7 +56,8 @@ def trainer_arguments(
     return {
         "max_epochs": 1,
         "limit_train_batches": max_iterations,
-        "callbacks": [*ours, *given],
+        # The log behind all that log; Lightning puts the checkpoints behind it.
+        "callbacks": [*ours, *given, MetricsLog(run)],
         "plugins": [AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
         "logger": False,
         "num_sanity_val_steps": 0,

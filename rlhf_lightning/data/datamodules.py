@@ -23,8 +23,8 @@ from rlhf_lightning.data.sources.base import (
     PreferenceFolder,
     RecordSource,
     RowSource,
-    as_source,
 )
+from rlhf_lightning.data.sources.given import Rows, as_source
 
 
 class DemonstrationDataModule(RecordDataModule):
@@ -61,7 +61,7 @@ class PreferenceDataModule(RecordDataModule):
 
     def __init__(
         self,
-        source: RecordSource | str | Path,
+        source: RecordSource | Rows | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int,
@@ -81,11 +81,11 @@ class PreferenceDataModule(RecordDataModule):
         num_workers: int = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        first = as_source(source)
-        if path is not None:  # split as the dataset is
-            known = isinstance(first, RowSource)
-            split = ("seed", "validation_fraction") if known else ()
-            first = PreferenceFolder(path, **{name: getattr(first, name) for name in split})
+        if path is None:
+            first = as_source(source)
+        else:  # split as the dataset is
+            split = ("seed", "validation_fraction") if isinstance(source, RowSource) else ()
+            first = PreferenceFolder(path, **{name: getattr(source, name) for name in split})
         more = [PreferenceFolder(one, validation_fraction=0.0) for one in also]
         super().__init__(
             JoinedSource([first, *more]) if more else first,
@@ -183,7 +183,7 @@ class PromptDataModule(RecordDataModule):
 
     def __init__(
         self,
-        source: RecordSource | str | Path,
+        source: RecordSource | Rows | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int,

@@ -90,7 +90,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 # -00000-of-00002, perhaps with the hash that the hub once wrote behind it, _0, -part-1.
-_SHARD = re.compile(r"([-_]part)?[-_]?[0-9]+(-of-[0-9]+(-[0-9a-f]{16})?)?$")
+_SHARD = re.compile(r"([-_]part)?[-_]([0-9]+)(-of-([0-9]+)(-[0-9a-f]{16})?)?$")
 
 
 def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -121,16 +121,37 @@ def _files_named(files: list[Path], names: tuple[str, ...]) -> list[Path]:
         starts = (f"{name}-", f"{name}_")
         stems = {path: path.name[: -len(extension(path))] for path in files}
         found = [p for p in files if stems[p] == name or stems[p].startswith(starts)]
-        sets = {(_SHARD.sub("", stems[path]), extension(path)): path.name for path in found}
-        if len(sets) > 1:
+        if not _are_shards([(stems[path], extension(path)) for path in found]):
             raise BadRecordError(
                 Location(str(found[0].parent)),
-                f"these are no shards of one set: {', '.join(sets.values())}",
-                "give the file that is meant, or a folder that holds nothing but its shards",
+                f"these are no shards of one set: {', '.join(path.name for path in found)}",
+                "give the file that is meant, or a folder that holds nothing but its shards, "
+                "numbered from 0 or 1 without gaps",
             )
         if found:
             return found
     return []
+
+
+def _are_shards(files: list[tuple[str, str]]) -> bool:
+    """Return whether files, by stem and extension, are one file or all shards of one set.
+
+    Shards are numbered from 0 or 1 without a gap, or `-of-` how many; what else is numbered is a
+    version or a year.
+    """
+    if len(files) < 2:
+        return True
+    sets, numbers = set(), []
+    for stem, ending in files:
+        match = _SHARD.search(stem)
+        if match is None:
+            return False
+        sets.add((stem[: match.start()], match[1], match[4], ending))
+        numbers.append(int(match[2]))
+    first = min(numbers)
+    in_a_run = first in (0, 1) and sorted(numbers) == list(range(first, first + len(numbers)))
+    said = all(total for _, _, total, _ in sets) and len(set(numbers)) == len(numbers)
+    return len(sets) == 1 and (in_a_run or said)
 
 
 def _read_jsonl(path: Path) -> Iterator[LocatedRow]:

@@ -129,6 +129,7 @@ PARSERS: dict[str, Callable[[Row, Location], Record]] = {
 }
 FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
 TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
+MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
 KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "rendered")
 
 
@@ -240,7 +241,7 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
         raise BadRecordError(
             parsed.where,
             f"{kind} were asked for, but the records are {have} (other columns: {columns})",
-            f"give a set with {keys}, or map its columns with columns={{ours: theirs}}",
+            f"give a set with {keys}, or map its columns with {MAPPING}",
         )
     return record
 
@@ -330,9 +331,7 @@ class RowParser:
             )
             formats = "; ".join(" ".join(keys) for keys in FORMATS.values())
             found = f"no known format has its keys: found {_names(row)}, expected one of: {formats}"
-            raise BadRecordError(
-                where, found, f"{meant}map the columns with columns={{ours: theirs}}"
-            )
+            raise BadRecordError(where, found, f"{meant}map the columns with {MAPPING}")
         for key in FORMATS[name]:
             if key not in ours:
                 raise _missing(key, row, where)

@@ -13,6 +13,7 @@ from rlhf_lightning.data.encode import Encoded
 from rlhf_lightning.data.files import is_data_file
 from rlhf_lightning.data.records import RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource
+from rlhf_lightning.data.sources.given import GivenRows
 
 FILES = "files"
 
@@ -20,8 +21,8 @@ FILES = "files"
 def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
     """Return a SHA-256 of the content of each file that a source reads, by its path.
 
-    A set of the hub has one of its records, by its name. The built-in world has none: it is made
-    from its seed.
+    A set of the hub and given rows have one of their records, by name. The built-in world has none:
+    it is made from its seed.
 
     Args:
         source: which may be made of others.
@@ -31,12 +32,12 @@ def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
     for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
         if inner is not None:
             found |= data_digests(inner, kind)
-    if isinstance(source, HubSource):
+    if isinstance(source, HubSource | GivenRows):
         digest = hashlib.sha256()
         for split in get_args(Split):
             for record in source.records(kind, split):
                 digest.update(repr(record).encode())
-        found[source.name] = digest.hexdigest()
+        found[source.label] = digest.hexdigest()
     for path in _files(source):
         with path.open("rb") as file:
             found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -44,9 +45,10 @@ def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
 
 
 def rows_digest(rows: Iterable[Encoded]) -> str:
-    """Return a SHA-256 of the tokens and margins of encoded rows, in their order.
+    """Return a SHA-256 of the tokens, margins and text columns of encoded rows, in their order.
 
-    It tells what no file does: the weights of a mix, columns, lengths, the seed of a split.
+    It tells what no file does: the weights of a mix, columns, lengths, the seed of a split, and
+    what a source of one's own gives to a reward function.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -54,6 +56,7 @@ def rows_digest(rows: Iterable[Encoded]) -> str:
             if isinstance(value, np.ndarray):
                 digest.update(f"{value.shape}".encode() + value.tobytes())
         digest.update(f"{getattr(row, 'margin', 0.0)}".encode())
+        digest.update(repr(sorted(getattr(row, "columns", {}).items())).encode())
     return digest.hexdigest()
 
 

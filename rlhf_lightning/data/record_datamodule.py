@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
 import torch
 from lightning import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.batch_size import check_batch_size
 from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
 from rlhf_lightning.data.identity import FILES, check_same_data, data_digests, rows_digest
-from rlhf_lightning.data.records import RecordKind, Split
+from rlhf_lightning.data.records import Record, RecordKind, Split, kind_of
 from rlhf_lightning.data.sampler import (
     SequentialBatchSampler,
     StreamBatchSampler,
     stream_generator,
     validation_part,
 )
-from rlhf_lightning.data.sources.base import RecordSource, as_source
+from rlhf_lightning.data.sources.base import RecordSource
+from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.data.summary import DataSummary, render_examples, summarize
 
 VALIDATION_BATCH_FACTOR = 2
@@ -56,7 +57,8 @@ class RecordDataModule(LightningDataModule):
     """Encodes the records of a source once and deals them out in batches; the stages' base.
 
     Args:
-        source: where the records come from: a source, a file, or the hub name of a data set.
+        source: where the records come from: a file, the hub name of a data set, rows (a list of
+            mappings or a `datasets.Dataset`), or a source.
         tokenizer: makes ids of them; its pad id (or else its EOS id) fills the padding.
         batch_size: rows of a global batch; the number of ranks must divide it.
         kind: of the records, one of `kinds`; None takes the first.
@@ -77,13 +79,14 @@ class RecordDataModule(LightningDataModule):
     Raises:
         ValueError: if a number is out of range, or both `num_iterations` and `num_epochs` are
             given.
+        TypeError: if `source` or `tokenizer` is something else.
     """
 
     kinds: ClassVar[tuple[RecordKind, ...]] = ()
 
     def __init__(
         self,
-        source: RecordSource | str | Path,
+        source: RecordSource | Rows | str | Path,
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int,
@@ -195,12 +198,14 @@ class RecordDataModule(LightningDataModule):
 
         Raises:
             ValueError: if no training row is left, or fewer than a batch.
+            TypeError: if the source gives something else than records of the kind.
         """
         if self._rows:
             return
+        _check_tokenizer(self.tokenizer)  # not before: settings are checked without one
         rows: dict[Split, list[Any]] = {"train": [], "validation": []}
         for split in rows:
-            records = self.source.records(self.kind, split)
+            records = self._records(split)
             rows[split], report = encode_all(
                 records, self.tokenizer, max_length=self.max_length, over_long=self.over_long
             )
@@ -226,6 +231,24 @@ class RecordDataModule(LightningDataModule):
         self._digests = data_digests(self.source, self.kind)
         self._rows = rows | {"validation": part}
         rank_zero_info(self.render_summary())
+        for name, count in self.summaries["train"].missing_columns.items():
+            rank_zero_warn(
+                f"{count} of {len(rows['train'])} training prompts lack the column {name!r} (null "
+                'or missing), which is "" to the reward function: fill it, or leave them out'
+            )
+
+    def _records(self, split: Split) -> list[Record]:
+        records = self.source.records(self.kind, split)
+        for number, record in enumerate(records, start=1):
+            found = type(record).__name__ if isinstance(record, Mapping) else kind_of(record)
+            if found != self.kind:
+                raise TypeError(
+                    f"record {number} of {type(self.source).__name__}.records({self.kind!r}, "
+                    f"{split!r}) is of {found}, expected {self.kind} (rlhf_lightning.data.records);"
+                    f" rows, a list of dict, are given as they are: "
+                    f"{type(self).__name__}(rows, tokenizer, ...)"
+                )
+        return records
 
     def render_summary(self) -> str:
         """Return the tables of both splits, and the first examples if they are asked for."""
@@ -354,6 +377,14 @@ def _check_positive(*, or_zero: bool = False, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not (value > 0 or (or_zero and value == 0)):
             raise ValueError(f"{name}={value} must be {'0 or more' if or_zero else 'positive'}")
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"tokenizer={tokenizer!r} is {type(tokenizer).__name__}, expected a tokenizer of "
+            "transformers: give module.tokenizer"
+        )
 
 
 def _check_known(name: str, value: str, known: Sequence[str]) -> None:

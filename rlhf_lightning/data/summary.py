@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.encode import (
     Encoded,
     EncodedPreference,
@@ -60,6 +61,7 @@ class DataSummary:
         num_repeated_keys: rows of JSON with a key twice, of which the last one counts.
         num_truncated: rows whose prompt was cut from the left.
         num_spelled: rows whose texts spell special tokens, which were encoded as text.
+        missing_columns: rows of prompts that lack a column which others have, by its name.
         dropped: records that were left out when encoding, a reason each.
         skipped: messages about bad records that were left out when reading.
     """
@@ -73,6 +75,7 @@ class DataSummary:
     num_repeated_keys: int
     num_truncated: int
     num_spelled: int
+    missing_columns: Mapping[str, int]
     dropped: Mapping[str, int]
     skipped: tuple[str, ...]
 
@@ -95,6 +98,8 @@ class DataSummary:
         ):
             if count:
                 table.add_row(name, str(count))
+        for name, count in self.missing_columns.items():
+            table.add_row(f'rows without {name!r}, which is "" to the reward', str(count))
         for reason, count in self.dropped.items():
             table.add_row(f"dropped: {reason}", str(count))
         if self.skipped:
@@ -138,9 +143,16 @@ def summarize(
         num_repeated_keys=num_repeated_keys,
         num_truncated=report.num_truncated,
         num_spelled=report.num_spelled,
+        missing_columns=_missing_columns(encoded),
         dropped=dict(report.dropped),
         skipped=tuple(skipped),
     )
+
+
+def _missing_columns(encoded: Sequence[Encoded]) -> dict[str, int]:
+    prompts = [row for row in encoded if isinstance(row, EncodedPrompt)]
+    held = Counter(name for row in prompts for name in row.columns if name != CONVERSATION)
+    return {name: len(prompts) - count for name, count in held.items() if count < len(prompts)}
 
 
 def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:

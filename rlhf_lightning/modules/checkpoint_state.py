@@ -1,14 +1,31 @@
-"""State of a module in its checkpoint, and the fingerprint of its frozen models' source."""
+"""State of a module in its checkpoint, and what its weights are nothing without.
+
+That is the fingerprint of the frozen models' source, and the rank and the alpha of adapters.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+import lightning as L
+from torch import nn
+
 from rlhf_lightning.distributed.collectives import rank
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 
 logger = logging.getLogger(__name__)
 KEY = "reference_fingerprint"
+ADAPTERS = "adapters"
+HYPER_PARAMETERS = "hyper_parameters"  # Lightning's key in a checkpoint
+# By the fingerprint of the source, by `Controls`, and with the state of the optimizer; what the
+# value model starts from is of no effect later.
+_COMPARED_ELSEWHERE = {"policy", "source", "revision", "value", "sampling.temperature"} | {
+    f"{group}.{name}"
+    for group in ("sft", "reward", "dpo", "ppo", "grpo")
+    for name in ("kl_coef", "learning_rate", "value_learning_rate")
+}
 
 
 class Stateful(Protocol):
@@ -29,20 +46,31 @@ def say_changed(key: str, value: object, saved: object) -> None:
         )
 
 
-def save_states(checkpoint: dict[str, Any], fingerprint: str, **parts: Stateful) -> None:
-    """Add the fingerprint of the frozen source, and the state of each part by its name."""
+def save_states(
+    checkpoint: dict[str, Any], fingerprint: str, model: nn.Module | None, **parts: Stateful
+) -> None:
+    """Add the fingerprint of the frozen source, and the state of each part by its name.
+
+    Of a `model` that is an adapter, rank and alpha of all adapters on its base are added too.
+    """
     checkpoint[KEY] = fingerprint
+    if scales := _scales(model):
+        checkpoint[ADAPTERS] = scales
     for name, part in parts.items():
         checkpoint[name] = part.state_dict()
 
 
-def load_states(checkpoint: dict[str, Any], fingerprint: str, **parts: Stateful) -> None:
+def load_states(
+    checkpoint: dict[str, Any], fingerprint: str, model: nn.Module | None, **parts: Stateful
+) -> None:
     """Give each part its state back.
 
     Raises:
-        ValueError: if the source has changed since, or the checkpoint lacks a part.
+        ValueError: if the source or the scale of an adapter of `model` has changed since, or if
+            the checkpoint lacks a part.
     """
     check_fingerprint(checkpoint, fingerprint)
+    check_scales(checkpoint, model)
     for name, part in parts.items():
         if name not in checkpoint:
             raise ValueError(
@@ -50,6 +78,39 @@ def load_states(checkpoint: dict[str, Any], fingerprint: str, **parts: Stateful)
                 "start anew with resume=never"
             )
         part.load_state_dict(checkpoint[name])
+
+
+def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> None:
+    """Say with which other hyper-parameters than the checkpoint's a run is resumed.
+
+    Those of a module that `from_pretrained` built are compared; the commands compare theirs before
+    a module is built, and what `load_from_checkpoint` is given to change is asked for.
+
+    Raises:
+        ValueError: if the seed is another one.
+    """
+    trainer = module._trainer
+    if trainer is None or trainer.state.fn != "fit":
+        return
+    saved, given = _flat(checkpoint.get(HYPER_PARAMETERS) or {}), _flat(module.hparams)
+    for name in [name for name in given if name in saved and given[name] != saved[name]]:
+        if name == "seed":
+            raise ValueError(
+                f"the checkpoint was trained with seed={saved[name]}, this module has "
+                f"seed={given[name]}: the rest of the run would not be the one that began. Give "
+                f"from_pretrained seed={saved[name]}, or start anew in another folder"
+            )
+        if name not in _COMPARED_ELSEWHERE:
+            say_changed(name, given[name], saved[name])
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = _flat(value) if isinstance(value, Mapping) else {"": value}
+        found |= {f"{name}.{key}" if key else name: item for key, item in inner.items()}
+    return found
 
 
 def check_fingerprint(checkpoint: dict[str, Any], fingerprint: str) -> None:
@@ -62,5 +123,30 @@ def check_fingerprint(checkpoint: dict[str, Any], fingerprint: str) -> None:
     if saved != fingerprint:
         raise ValueError(
             f"the checkpoint was trained against reference {saved[:12]}, the model's source is now "
-            f"{fingerprint[:12]}: resume with the model it started from"
+            f"{fingerprint[:12]}: use the model it started from"
         )
+
+
+def check_scales(checkpoint: Mapping[str, Any], model: nn.Module | None) -> None:
+    """Check that adapters have the rank and the alpha with which they were trained.
+
+    A checkpoint that says nothing of an adapter passes: an earlier version wrote it.
+
+    Raises:
+        ValueError: if one has others.
+    """
+    saved = checkpoint.get(ADAPTERS, {})
+    for name, now in _scales(model).items():
+        was = saved.get(name, now)
+        if was != now:
+            raise ValueError(
+                f"the adapter of the {name} has r={now['r']} alpha={now['alpha']}, and that of the "
+                f"checkpoint was trained with r={was['r']} alpha={was['alpha']}: use those, as "
+                "lora.r and lora.alpha or by the reward model that a value model started from"
+            )
+
+
+def _scales(model: nn.Module | None) -> dict[str, dict[str, int]]:
+    if not isinstance(model, AdaptedPolicy | AdaptedScalarModel):
+        return {}
+    return {name: {"r": it.r, "alpha": it.alpha} for name, it in model.base.adapters.items()}

@@ -26,7 +26,12 @@ from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import by_micro_batch, micro_batches
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.checkpoint_state import load_states, save_states
+from rlhf_lightning.modules.checkpoint_state import (
+    compare_hyper_parameters,
+    load_states,
+    save_states,
+)
+from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
@@ -122,7 +127,8 @@ class DPOModule(L.LightningModule):
             dpo: hyper-parameters; the defaults of `DPOHparams`.
             lora: train an adapter on the frozen model instead of the model.
             schedule: of the learning rate; linear to 0 by default.
-            optimizer: parameter groups -> optimizer; AdamW by default.
+            optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by
+                default.
             seed: of new weights, and of the order of the data.
             activation_checkpointing: compute decoder layers again in the backward pass.
             revision: branch, tag or commit of a hub name.
@@ -183,6 +189,7 @@ class DPOModule(L.LightningModule):
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Take one optimizer step on the batch of pairs."""
+        check_batch(self, batch, PreferenceBatch)
         started = time.perf_counter()
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
         parts = micro_batches(batch.either_attention_mask, self.dpo.micro_batch_size)
@@ -242,8 +249,11 @@ class DPOModule(L.LightningModule):
         self.log_dict(self.gaps.filled(measures))
 
     def on_validation_start(self) -> None:
-        """Start the clock; a validation before or without training looks up the reference."""
+        """Start the clock and place the base; before or without training, look up the reference."""
         self.validation_started = time.perf_counter()
+        move_models(self, [self.policy.root])
+        for metric in self.sums.values():
+            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
         if self.trainer.state.fn != "fit" or self.trainer.sanity_checking:
             self.references.prepare(self, ("validation",))
 
@@ -271,17 +281,17 @@ class DPOModule(L.LightningModule):
         if self.trainer.state.fn == "fit":  # not of a validation by itself
             measures["time/validate"] = time.perf_counter() - self.validation_started
         self.log_dict(measures)
-        for metric in self.sums.values():
-            metric.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the skipped steps, and the fingerprint of the reference."""
-        save_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
+        save_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the skipped steps back.
 
         Raises:
-            ValueError: if the model's source is another one than the checkpoint was trained with.
+            ValueError: if the model's source, the scale of an adapter, or the seed is another one
+                than the checkpoint was trained with.
         """
-        load_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
+        load_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)
+        compare_hyper_parameters(checkpoint, self)

@@ -21,8 +21,14 @@ from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import on_policy, pretrained
-from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
+from rlhf_lightning.modules.checkpoint_state import (
+    Stateful,
+    compare_hyper_parameters,
+    load_states,
+    save_states,
+)
 from rlhf_lightning.modules.controls import Controls
+from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.non_finite import SkippedSteps
 from rlhf_lightning.modules.optimization import (
@@ -123,13 +129,14 @@ class PolicyGradientModule(L.LightningModule):
 
         Args:
             policy: folder or hub name of the SFT policy, which is the reference too.
-            reward: a function `(prompts, completions, **columns) -> list of numbers`, the folder
-                or hub name of a reward model, or a scorer.
+            reward: a function `(prompts, completions, **columns) -> list of numbers`, or its
+                `path.py:name`; the folder or hub name of a reward model; or a scorer.
             grpo: coefficients; the defaults of `GRPOHparams`.
             sampling: how rollouts are sampled; the defaults of `SamplingHparams`.
             lora: train an adapter on one frozen base instead of the whole policy.
             schedule: of the learning rate; linear to 0 by default.
-            optimizer: parameter groups -> optimizer; AdamW by default.
+            optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by
+                default.
             seed: of sampling noise, minibatches and a new adapter.
             activation_checkpointing: compute decoder layers again in the backward pass.
             revision: branch, tag or commit of a hub name.
@@ -186,6 +193,7 @@ class PolicyGradientModule(L.LightningModule):
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Run one iteration: sample groups of responses, update on them, adapt the KL."""
+        check_batch(self, prompts, PromptBatch)
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         started, steps = time.perf_counter(), RunningMeans()
         for minibatch in on_policy.usable_minibatches(self, rollout, batch_idx, whole_groups=True):
@@ -239,9 +247,10 @@ class PolicyGradientModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the controls and the skipped steps, and the fingerprint of the reference."""
-        save_states(checkpoint, self.fingerprint, **self.stateful())
+        save_states(checkpoint, self.fingerprint, self.policy, **self.stateful())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them back; ValueError if the reference is another one than was trained with."""
-        load_states(checkpoint, self.fingerprint, **self.stateful())
+        """Take them back; ValueError if seed, reference or adapter is another than was."""
+        load_states(checkpoint, self.fingerprint, self.policy, **self.stateful())
+        compare_hyper_parameters(checkpoint, self)
         self.step_0.resumed()

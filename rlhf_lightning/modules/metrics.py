@@ -29,16 +29,16 @@ CLIPPED = "rollout/clipped"
 
 
 class RunningMeans:
-    """Means over the optimizer steps of one iteration; of vectors, which are counts, the sums."""
+    """Means over the minibatches of one iteration; of vectors, which are counts, the sums."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[Tensor | float]] = {}
         self.totals: dict[str, Tensor] = {}
         self.num_steps = 0
 
-    def add(self, values: Mapping[str, Tensor | float]) -> None:
-        """Count one optimizer step and its values."""
-        self.num_steps += 1
+    def add(self, values: Mapping[str, Tensor | float], *, took_step: bool = True) -> None:
+        """Add the values of a minibatch, and count its optimizer step if it took one."""
+        self.num_steps += took_step
         for name, value in values.items():
             if isinstance(value, Tensor) and value.ndim:
                 self.totals[name] = self.totals.get(name, 0) + value.detach()
@@ -143,6 +143,7 @@ def rollout_measures(
     if score_clip is not None:
         measures[CLIPPED] = clipped / rows
     if rollout.group_size > 1:
+        # Without penalties: what the scorer tells apart, by which resampling decides too.
         compared = adjust_scores(rollout.scores, finished, clip=score_clip, missing_eos_penalty=0.0)
         informative = informative_groups(compared, rollout.group_ids)
         measures["rollout/informative_groups"] = float(global_sum(informative.sum())) / rows

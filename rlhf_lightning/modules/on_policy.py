@@ -249,8 +249,13 @@ def take_step(
         minibatch: this rank's rows.
         terms: of the loss.
         models: that are trained, by the name of their gradient norm.
-        steps: takes the measures of the step.
+        steps: takes the measures of the step; of a minibatch that stops the updates the distance
+            alone, which would otherwise be seen only where it is small.
         iteration: from 0.
+
+    Raises:
+        TypeError: if a term returns something else than a loss with its measures.
+        ValueError: if there is a `target_approx_kl`, and the policy's loss does not measure it.
     """
     num_tokens = global_sum(minibatch.response_mask.sum())
     counts = StepCounts(num_tokens, len(minibatch) * world_size())
@@ -260,10 +265,13 @@ def take_step(
     )
     module.step_0.check_ratio(measured, module)
     target = module.algorithm.target_approx_kl
-    if target is not None:
-        approx_kl = float(measured.get(f"{module.stage}/approx_kl", 0.0))
+    if target is not None and module.policy_loss in terms:  # else the critic warms up
+        approx_kl = _measured_kl(module, measured, target)
         if target < approx_kl < math.inf:
             module.optimizers().zero_grad()
+            distance = (f"{module.stage}/{name}" for name in ("approx_kl", "clipfrac"))
+            found = {name: measured[name] for name in distance if name in measured}
+            steps.add(found, took_step=False)
             return False
     norms = clip_and_step(
         module,
@@ -274,6 +282,17 @@ def take_step(
     if norms is not None:
         steps.add(measured | norms)
     return True
+
+
+def _measured_kl(module: Any, measured: Measured, target: float) -> float:
+    name = f"{module.stage}/approx_kl"
+    if name not in measured:
+        raise ValueError(
+            f"{type(module.algorithm).__name__}.target_approx_kl={target:g} bounds {name}, and "
+            f"{module.policy_loss.__qualname__} measures only {sorted(measured)}: add {name} to "
+            "the measures that it returns, or set target_approx_kl=None"
+        )
+    return float(measured[name])
 
 
 def surrogate_loss(

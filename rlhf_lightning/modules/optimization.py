@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from rlhf_lightning.distributed.collectives import (
     average_gradients,
     clip_grad_norm,
     global_sum,
+    rank,
     world_size,
 )
 from rlhf_lightning.models.cpu_kernels import SideBySide, side_by_side
@@ -26,6 +29,7 @@ from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.iteration_schedule import IterationSchedule
 from rlhf_lightning.modules.schedules import Schedule
 
+logger = logging.getLogger(__name__)
 Measured = dict[str, Tensor]
 Term = Callable[[Tensor], tuple[Tensor, Measured]]
 
@@ -97,8 +101,33 @@ def _together(terms: Sequence[Term], beside: SideBySide) -> Term:
 
 
 def of_rows(term: TermOfBatch, batch: TensorBatch, counts: Any) -> Term:
-    """Return `term`, a function of a batch and global counts, as one of `batch`'s rows."""
-    return lambda rows: term(batch[rows], counts)
+    """Return `term`, a function of a batch and global counts, as one of `batch`'s rows.
+
+    It raises TypeError where `term` returns something else than a loss with its measures.
+    """
+
+    def of(rows: Tensor) -> tuple[Tensor, Measured]:
+        found = term(batch[rows], counts)
+        _check_term(term, found)
+        return found
+
+    return of
+
+
+def _check_term(term: TermOfBatch, found: Any) -> None:
+    if not (isinstance(found, tuple) and len(found) == 2):
+        got = type(found).__name__
+    elif not (isinstance(found[0], Tensor) and isinstance(found[1], Mapping)):
+        got = f"({', '.join(type(part).__name__ for part in found)})"
+    else:
+        plain = [f"{k}={v!r}" for k, v in found[1].items() if not isinstance(v, Tensor)]
+        if not plain:
+            return
+        got = f"measures that are no tensors, {', '.join(plain)}"
+    raise TypeError(
+        f"{getattr(term, '__qualname__', term)} returned {got}: return (loss, {{name: measure}}), "
+        "each a micro-batch's share as a scalar tensor"
+    )
 
 
 def clip_and_step(
@@ -148,8 +177,26 @@ def with_schedule(
     extra_factor: Callable[[], float] = lambda: 1.0,
 ) -> dict[str, Any]:
     """Return what `configure_optimizers` returns: the schedule counts iterations."""
+    _warn_of_unused_rate(optimizer)
     total = int(module.trainer.estimated_stepping_batches)
     scheduler = IterationSchedule(
         optimizer, lambda iteration: schedule.factor(iteration, total) * extra_factor()
     )
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def _warn_of_unused_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Warn where an optimizer was made with a learning rate that its groups do not have."""
+    parameter = inspect.signature(type(optimizer)).parameters.get("lr")
+    if parameter is None or parameter.default is parameter.empty or rank() != 0:
+        return
+    given = float(optimizer.defaults.get("lr", parameter.default))
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if given not in (parameter.default, *rates):
+        logger.warning(
+            "%s was made with lr=%g, which trains nothing: its groups have the learning rates of "
+            "the hyper-parameters, %s. Set learning_rate there",
+            type(optimizer).__name__,
+            given,
+            ", ".join(f"{rate:g}" for rate in rates),
+        )

@@ -88,7 +88,12 @@ class _Builders:
 
 
 def move_models(module: Any, models: Sequence[nn.Module]) -> None:
-    """Move models to the device where no strategy has placed them; `on_fit_start` calls it."""
+    """Move models to the device where no strategy has placed them.
+
+    `on_fit_start` and `on_validation_start` call it: Lightning moves submodules alone, and the base
+    of an adapter is none.
+    """
     if module.device_mesh is None:
-        for model in models:
-            model.to(module.device)
+        with torch.inference_mode(False):  # of a validation: nothing could be trained on the copies
+            for model in models:
+                model.to(module.device)

@@ -23,8 +23,14 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PPOModels, ppo_models
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import on_policy, pretrained
-from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
+from rlhf_lightning.modules.checkpoint_state import (
+    Stateful,
+    compare_hyper_parameters,
+    load_states,
+    save_states,
+)
 from rlhf_lightning.modules.controls import Controls
+from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.non_finite import SkippedSteps
 from rlhf_lightning.modules.optimization import (
@@ -127,15 +133,16 @@ class PPOModule(L.LightningModule):
 
         Args:
             policy: folder or hub name of the SFT policy, which is the reference too.
-            reward: a function `(prompts, completions, **columns) -> list of numbers`, the folder
-                or hub name of a reward model, or a scorer.
+            reward: a function `(prompts, completions, **columns) -> list of numbers`, or its
+                `path.py:name`; the folder or hub name of a reward model; or a scorer.
             ppo: coefficients; the defaults of `PPOHparams`.
             sampling: how rollouts are sampled; the defaults of `SamplingHparams`.
             value: folder or hub name that the value model starts from; by default the reward model
                 where it is one with the policy's tokenizer, else the policy with values of 0.
             lora: train adapters on one frozen base instead of whole models.
             schedule: of the learning rates; linear to 0 by default.
-            optimizer: parameter groups -> optimizer; AdamW by default.
+            optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by
+                default.
             seed: of sampling noise, minibatches and new weights.
             activation_checkpointing: compute decoder layers again in the backward pass.
             revision: branch, tag or commit of a hub name.
@@ -220,6 +227,7 @@ class PPOModule(L.LightningModule):
 
     def training_step(self, prompts: PromptBatch, batch_idx: int) -> dict[str, Any]:
         """Run one PPO iteration: collect a rollout, update on it, adapt the KL coefficient."""
+        check_batch(self, prompts, PromptBatch)
         rollout, seconds = self.collect_rollout(prompts, batch_idx)
         started, steps = time.perf_counter(), RunningMeans()
         for minibatch in on_policy.usable_minibatches(self, rollout, batch_idx):
@@ -271,9 +279,10 @@ class PPOModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the controls and the skipped steps, and the fingerprint of the reference."""
-        save_states(checkpoint, self.fingerprint, **self.stateful())
+        save_states(checkpoint, self.fingerprint, self.policy, **self.stateful())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them back; ValueError if the reference is another one than was trained with."""
-        load_states(checkpoint, self.fingerprint, **self.stateful())
+        """Take them back; ValueError if seed, reference or adapter is another than was."""
+        load_states(checkpoint, self.fingerprint, self.policy, **self.stateful())
+        compare_hyper_parameters(checkpoint, self)
         self.step_0.resumed()

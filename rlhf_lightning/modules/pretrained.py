@@ -17,9 +17,24 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.distributed.checkpoint import read_full
-from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.hparams import (
+    DPOHparams,
+    GRPOHparams,
+    LoraHparams,
+    PPOHparams,
+    RewardHparams,
+    SamplingHparams,
+    SFTHparams,
+)
 from rlhf_lightning.models.factory import load_scalar_model
-from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
+from rlhf_lightning.models.loading import loading_options, naming_source
+from rlhf_lightning.models.tokenizers import (
+    as_saved,
+    check_same_tokenizer,
+    load_tokenizer,
+    stop_ids,
+)
+from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, Scorer
@@ -28,7 +43,14 @@ from rlhf_lightning.runs.manifest import source_fingerprint
 
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-HYPER_PARAMETERS = "hyper_parameters"  # Lightning's key in a checkpoint
+HPARAMS: dict[str, type] = {
+    "dpo": DPOHparams,
+    "grpo": GRPOHparams,
+    "ppo": PPOHparams,
+    "reward": RewardHparams,
+    "sampling": SamplingHparams,
+    "sft": SFTHparams,
+}
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -52,20 +74,56 @@ def of_trainer(module: L.LightningModule, lora: LoraHparams | None) -> dict[str,
     return {"lora": adapters, "precision": precision}
 
 
+def check_arguments(source: Any, hparams: Mapping[str, Any]) -> None:
+    """Check the types of what a module is built from.
+
+    Args:
+        source: folder or hub name of the model.
+        hparams: by the name under which the module takes them.
+
+    Raises:
+        TypeError: naming the argument, what it is and what to give.
+    """
+    if not isinstance(source, str | Path):
+        raise TypeError(
+            f"the model is {type(source).__name__}, expected its folder or hub name: save it with "
+            "its tokenizer by save_pretrained(folder), and give the folder"
+        )
+    for name, given in hparams.items():
+        expected = HPARAMS[name]
+        if not isinstance(given, expected):
+            raise TypeError(
+                f"{name}={given!r} is {type(given).__name__}, expected {expected.__name__}: give "
+                f"{name}={expected.__name__}(...)"
+            )
+
+
 def as_scorer(reward: Any, policy: str, tokenizer: PreTrainedTokenizerBase) -> Scorer:
     """Return the scorer that `reward` names.
 
     Args:
         reward: a scorer; a function `(prompts, completions, **columns) -> list of numbers`; or the
-            folder or hub name of a reward model, read by its own tokenizer if that is another one.
+            folder or hub name of a reward model, read by its own tokenizer if that is another one;
+            or `path.py:name` of a function.
         policy: folder or hub name of the policy.
         tokenizer: of the policy.
 
     Raises:
         TypeError: if it is none of these.
+        ValueError: if there is no such function, or the model's tokenizer cannot be loaded.
     """
     if isinstance(reward, str | Path):
         source = str(reward)
+        if _names_function(source):
+            return FunctionScorer(source)
+        try:
+            with naming_source(source):
+                as_saved(source, loading_options(source))
+        except ValueError as error:
+            raise ValueError(
+                f"reward={source!r} has no tokenizer that can be loaded: {error}. A function in a "
+                "file is given as path.py:name"
+            ) from error
         try:
             check_same_tokenizer(tokenizer, source, fix="")
         except ValueError:
@@ -79,6 +137,10 @@ def as_scorer(reward: Any, policy: str, tokenizer: PreTrainedTokenizerBase) -> S
         f"reward={reward!r} is {type(reward).__name__}: give a function (prompts, completions, "
         "**columns) -> list of numbers, a scorer, or the folder or hub name of a reward model"
     )
+
+
+def _names_function(reward: str | None) -> bool:
+    return reward is not None and reward.rpartition(":")[0].endswith(".py")
 
 
 def on_policy_module(
@@ -114,6 +176,7 @@ def on_policy_module(
         trust_remote_code: run the code beside the weights.
         kept: further arguments of `from_pretrained`, for the checkpoint.
     """
+    check_arguments(policy, hparams)
     policy = str(policy)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(policy, **options)
@@ -156,6 +219,11 @@ def restored_on_policy(
     given = revived(given, kinds) | dict(changes)
     if reward is not None:
         given["reward"] = reward
+    elif _names_function(given.get("reward")):
+        raise ValueError(
+            f"{path} was trained with reward={given['reward']!r}, which is code, and no checkpoint "
+            f"runs code: give load_from_checkpoint(path, reward={given['reward']!r})"
+        )
     if given.get("reward") is None:
         raise ValueError(
             f"{path} was trained with a reward that no checkpoint can hold: give "
@@ -195,6 +263,7 @@ def one_model_module(
         revision: of a hub name.
         trust_remote_code: run the code beside the weights.
     """
+    check_arguments(source, hparams)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     built: list[ModuleT] = []
 
@@ -258,10 +327,20 @@ def keep_hyper_parameters(module: L.LightningModule, **given: Any) -> None:
 
 
 def revived(given: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Return kept hyper-parameters with their dataclasses: those of `kinds`, adapters, schedule."""
+    """Return kept hyper-parameters with their dataclasses: those of `kinds`, adapters, schedule.
+
+    Raises:
+        ValueError: if they are those of another kind of module.
+    """
+    if not all(isinstance(given.get(name), Mapping) for name in kinds):
+        held = [name for name in HPARAMS if isinstance(given.get(name), Mapping)]
+        raise ValueError(
+            f"the checkpoint is of another module: it holds the hyper-parameters {held}, expected "
+            f"{sorted(kinds)}: call load_from_checkpoint of the module that was trained"
+        )
     known = {"lora": LoraHparams, "schedule": Schedule, **kinds}
     return {
-        name: known[name](**value) if isinstance(value, Mapping) else value
+        name: known[name](**value) if name in known and isinstance(value, Mapping) else value
         for name, value in given.items()
     }
 

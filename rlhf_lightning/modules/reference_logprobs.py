@@ -39,7 +39,7 @@ from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.runs.atomic import replacing
 
-FILE = Path("cache", "reference_logprobs.safetensors")  # below the Trainer's folder
+FOLDER = "cache"  # below the Trainer's folder
 SPLITS = ("train", "validation")
 ROWS_TOGETHER = 256  # of a rank, that are padded to one width
 KEY = "key"
@@ -96,11 +96,11 @@ class ReferenceLogprobs:
                 "DPO finds the reference by row: give fit or validate a PreferenceDataModule"
             )
         rows: dict[str, Rows] = {split: data.rows(split) for split in SPLITS}
-        path = Path(trainer.default_root_dir) / FILE
         computed = f"{trainer.precision} {_base_of(module.policy)}"
         if module.compute_dtype is not None:  # FSDP2's, whatever the Trainer's precision
             computed += f" {module.compute_dtype}"
         key = data_key(rows, self.fingerprint, computed)
+        path = Path(trainer.default_root_dir) / FOLDER / file_name(key)
         tables = _for_all_ranks(lambda: read_tables(path, key, rows), rows)
         missing = {split: _missing(tables[split], data, trainer, split) for split in splits}
         if any(missing.values()):
@@ -193,6 +193,11 @@ def data_key(rows: Mapping[str, Rows], fingerprint: str, precision: str) -> str:
             for side in ids:
                 digest.update(side.tobytes())
     return digest.hexdigest()
+
+
+def file_name(key: str) -> str:
+    """Return the name of the file of a key: runs of other data in one folder have others."""
+    return f"reference_logprobs_{key[:8]}.safetensors"
 
 
 def read_tables(path: Path, key: str, rows: Mapping[str, Rows]) -> dict[str, Tensor]:

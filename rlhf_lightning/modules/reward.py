@@ -28,7 +28,12 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import packs, pair_micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.checkpoint_state import load_states, save_states
+from rlhf_lightning.modules.checkpoint_state import (
+    compare_hyper_parameters,
+    load_states,
+    save_states,
+)
+from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
@@ -110,7 +115,8 @@ class RewardModule(L.LightningModule):
             reward: hyper-parameters; the defaults of `RewardHparams`.
             lora: train an adapter on the frozen model instead of the model.
             schedule: of the learning rate; linear to 0 by default.
-            optimizer: parameter groups -> optimizer; AdamW by default.
+            optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by
+                default.
             seed: of new weights, and of the order of the data.
             activation_checkpointing: compute decoder layers again in the backward pass.
             revision: branch, tag or commit of a hub name.
@@ -167,6 +173,7 @@ class RewardModule(L.LightningModule):
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Take one optimizer step on the batch of pairs."""
+        check_batch(self, batch, PreferenceBatch)
         started = time.perf_counter()
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
         parts = self._micro_batches(batch)
@@ -242,8 +249,11 @@ class RewardModule(L.LightningModule):
         return chosen, rejected
 
     def on_validation_start(self) -> None:
-        """Start the clock."""
+        """Start the clock; place the base of an adapter, where no training came before."""
         self.validation_started = time.perf_counter()
+        move_models(self, [self.model.root])
+        for metric in (*self.sums.values(), self.calibration):
+            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Add the held-out pairs to the measures."""
@@ -285,20 +295,20 @@ class RewardModule(L.LightningModule):
         if self.trainer.state.fn == "fit":  # not of a validation by itself
             measures["time/validate"] = time.perf_counter() - self.validation_started
         self.log_dict(measures)
-        for metric in (*self.sums.values(), self.calibration):
-            metric.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the skipped steps, and the fingerprint of the model's source."""
-        save_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
+        save_states(checkpoint, self.fingerprint, self.model, skipped_steps=self.skipped)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the skipped steps back.
 
         Raises:
-            ValueError: if the model's source is another one than the checkpoint was trained with.
+            ValueError: if the model's source, the scale of an adapter, or the seed is another one
+                than the checkpoint was trained with.
         """
-        load_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
+        load_states(checkpoint, self.fingerprint, self.model, skipped_steps=self.skipped)
+        compare_hyper_parameters(checkpoint, self)
 
 
 def answer_numbers(batch: PreferenceBatch) -> list[int]:

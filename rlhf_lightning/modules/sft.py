@@ -25,7 +25,12 @@ from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import micro_batches, pack_right, pack_together, packs
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.checkpoint_state import load_states, save_states
+from rlhf_lightning.modules.checkpoint_state import (
+    compare_hyper_parameters,
+    load_states,
+    save_states,
+)
+from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
@@ -102,7 +107,8 @@ class SFTModule(L.LightningModule):
             sft: hyper-parameters; the defaults of `SFTHparams`.
             lora: train an adapter on the frozen model instead of the model.
             schedule: of the learning rate; linear to 0 by default.
-            optimizer: parameter groups -> optimizer; AdamW by default.
+            optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by
+                default.
             seed: of new weights, and of the order of the data.
             activation_checkpointing: compute decoder layers again in the backward pass.
             revision: branch, tag or commit of a hub name.
@@ -159,6 +165,7 @@ class SFTModule(L.LightningModule):
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Take one optimizer step on the batch."""
+        check_batch(self, batch, SFTBatch)
         started = time.perf_counter()
         num_tokens = global_sum(batch.loss_mask.sum())
         parts = micro_batches(
@@ -212,8 +219,11 @@ class SFTModule(L.LightningModule):
         return -statistics.logprobs.sum() / num_tokens.clamp(min=1)
 
     def on_validation_start(self) -> None:
-        """Start the clock."""
+        """Start the clock; place the base of an adapter, where no training came before."""
         self.validation_started = time.perf_counter()
+        move_models(self, [self.policy.root])
+        for metric in self.sums.values():
+            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Add the batch to the held-out loss."""
@@ -227,17 +237,17 @@ class SFTModule(L.LightningModule):
         self.log("val/loss", loss, prog_bar=True)
         if self.trainer.state.fn == "fit":  # not of a validation by itself
             self.log("time/validate", time.perf_counter() - self.validation_started)
-        for metric in self.sums.values():
-            metric.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the skipped steps, and the fingerprint of the model's source."""
-        save_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
+        save_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the skipped steps back.
 
         Raises:
-            ValueError: if the model's source is another one than the checkpoint was trained with.
+            ValueError: if the model's source, the scale of an adapter, or the seed is another one
+                than the checkpoint was trained with.
         """
-        load_states(checkpoint, self.fingerprint, skipped_steps=self.skipped)
+        load_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)
+        compare_hyper_parameters(checkpoint, self)

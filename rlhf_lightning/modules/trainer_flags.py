@@ -5,23 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from rlhf_lightning.modules.data_checks import check_data
 
 TRAINED_IN = ("32-true", "bf16-mixed")
 
 
 def check_trainer(trainer: L.Trainer, *, num_steps: int = 1) -> None:
-    """Check what a stage asks of its Trainer; `trainer_arguments` gives all of it.
+    """Check what a stage asks of its Trainer, and of the Trainer's data.
+
+    `trainer_arguments` gives all that is asked of the Trainer.
 
     Args:
         trainer: that was given the module.
         num_steps: optimizer steps of an iteration, at most.
 
     Raises:
-        ValueError: naming the flag, what it is, why that is wrong and what to write.
+        ValueError: naming the flag, what it is, why that is wrong and what to write; also from
+            `check_data`.
+        TypeError: if the data are of another kind.
     """
     problem = _problem(trainer, num_steps)
     if problem is not None:
         raise ValueError(f"{problem}. trainer_arguments(folder, ...) sets what a stage needs")
+    check_data(trainer.lightning_module, getattr(trainer, "datamodule", None))
 
 
 def _problem(trainer: Any, num_steps: int) -> str | None:
@@ -54,5 +63,13 @@ def _problem(trainer: Any, num_steps: int) -> str | None:
         return (
             "Trainer(use_distributed_sampler=True), its default: Lightning would deal the rows "
             "anew, which our DataModules deal to ranks: use use_distributed_sampler=False"
+        )
+    module = trainer.lightning_module
+    stopping = [c for c in trainer.callbacks if isinstance(c, EarlyStopping)]
+    if stopping and not is_overridden("validation_step", module, L.LightningModule):
+        return (
+            f"{type(stopping[0]).__name__}(monitor={stopping[0].monitor!r}) stops SFT, reward and "
+            f"DPO training by val/loss, which {type(module).__name__} does not have, and would "
+            "never stop it: leave it out"
         )
     return None

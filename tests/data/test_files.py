@@ -174,7 +174,12 @@ def compress(path):
         (["train_0.jsonl", "train_1.jsonl"], True),
         (["train-part-1.jsonl", "train-part-2.jsonl"], True),
         (["train_prefs-00000-of-00001.parquet", "train_sft-00000-of-00001.parquet"], False),
+        (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], True),
         (["train.jsonl", "train_old.jsonl"], False),
+        (["train_v1.jsonl", "train_v2.jsonl"], False),
+        (["train_2023.jsonl", "train_2024.jsonl"], False),
+        (["train.jsonl", "train_2.jsonl"], False),
+        (["train_1.jsonl", "train_3.jsonl"], False),
         (["train.jsonl", "train.jsonl.gz"], False),
     ],
 )

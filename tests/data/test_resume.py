@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,20 @@ def test_a_resume_with_other_weights_of_a_mix_or_another_order_is_refused(tokeni
     other.group_by_length = not other.group_by_length
     with pytest.raises(ValueError, match="data group_by_length="):
         fit(other, ckpt_path=path)
+
+
+def test_a_resume_with_other_columns_is_refused(tokenizer, tmp_path):
+    """The prompts are the same, and what a reward function is given beside them is not."""
+
+    class OtherSolutions(CountingSource):
+        def records(self, kind, split):
+            rows = super().records(kind, split)
+            return [replace(row, columns={"number": "other"}) for row in rows]
+
+    path = tmp_path / "a.ckpt"
+    fit(prompts(tokenizer), callback=SaveAt(path, 5, HOOK))
+    with pytest.raises(ValueError, match="data training_rows="):
+        fit(prompts(tokenizer, source=OtherSolutions()), ckpt_path=path)
 
 
 def test_each_source_of_files_names_those_that_it_reads(tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
+import lightning as L
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_lightning import PPOHparams, PromptDataModule, SamplingHparams, trainer_arguments
 from tests.builders.processes import run_python
 from tests.builders.record_files import write_material
 
@@ -63,6 +66,29 @@ def test_a_reward_model_and_ppo_against_it(material, tmp_path):
 def test_ppo_with_a_function(example, material, tmp_path):
     run(example, material["policy"], material["prompts"], tmp_path / "run")
     completed(tmp_path / "run", "ppo")
+
+
+class Keep(L.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.rollout = outputs["rollout"]
+        self.loss = float(trainer.callback_metrics["ppo/policy_loss"])
+
+
+def test_the_new_objective_reads_the_policy_at_the_temperature_of_its_samples(material, tmp_path):
+    names = runpy.run_path(str(ROOT / "examples/ppo_new_objective.py"))
+    module = names["UnclippedPPOModule"].from_pretrained(
+        material["policy"],
+        lambda prompts, completions, **_: [float(len(text)) for text in completions],
+        ppo=PPOHparams(num_ppo_epochs=1, num_minibatches=1),
+        sampling=SamplingHparams(max_new_tokens=4, temperature=0.7),
+    )
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=8)
+    kept = Keep()
+    given = {"max_iterations": 1, "accelerator": "cpu", "enable_progress_bar": False}
+    L.Trainer(**trainer_arguments(tmp_path / "run", callbacks=kept, **given)).fit(module, data)
+    rollout = kept.rollout
+    sampled = (rollout.logprobs * rollout.advantages).sum() / rollout.response_mask.sum()
+    assert kept.loss == pytest.approx(-float(sampled), rel=1e-4)
 
 
 def test_grpo_trains_a_policy_and_nothing_else(material, tmp_path):

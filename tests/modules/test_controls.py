@@ -42,3 +42,11 @@ def test_running_means_count_each_value_on_its_own():
     means.add({"a": 1.0, "b": 4.0})
     means.add({"a": 3.0})
     assert means.means() == {"a": 2.0, "b": 4.0}
+
+
+def test_a_minibatch_without_a_step_counts_in_the_means_and_not_in_the_steps():
+    means = RunningMeans()
+    means.add({"kl": 0.0, "loss": 2.0})
+    means.add({"kl": 0.5}, took_step=False)
+    assert means.means() == {"kl": 0.25, "loss": 2.0}
+    assert means.num_steps == 1

@@ -23,12 +23,17 @@ from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import dpo
-from rlhf_lightning.modules.reference_logprobs import FILE, pair_logprobs
+from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs, read_tables
 from tests.builders.models import EOS, MODEL_TYPES, flat_gradients, flat_parameters
 from tests.builders.record_files import row_text, write_material
 from tests.builders.stages import preference_batch, tiny_dpo, train_ranks, without_trainer
 
 ITERATIONS = 4
+
+
+def reference_file(run: Path) -> Path:
+    (file,) = (run / FOLDER).iterdir()
+    return file
 
 
 def with_references(module: Any, offset: float = 0.0) -> Any:
@@ -216,9 +221,9 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(material, trai
     whole, _, folder, lora = trained
     with pytest.raises(RuntimeError, match="the power went"):
         train(material, tmp_path, lora=lora, checkpoint_every_n_iterations=1, callbacks=Stop())
-    before = (tmp_path / FILE).stat()
+    before = reference_file(tmp_path).stat()
     module, _ = train(material, tmp_path, lora=lora, ckpt_path="last")
-    assert (tmp_path / FILE).stat().st_mtime_ns == before.st_mtime_ns, "it was computed anew"
+    assert reference_file(tmp_path).stat().st_mtime_ns == before.st_mtime_ns, "it was computed anew"
     assert rows(tmp_path) == rows(folder)
     assert len(rows(folder)) == ITERATIONS
     for name, value in whole.state_dict().items():
@@ -231,7 +236,7 @@ def test_a_resumed_run_whose_file_is_gone_computes_it_from_the_start_not_the_che
     whole, _, _, lora = trained
     with pytest.raises(RuntimeError, match="the power went"):
         train(material, tmp_path, lora=lora, checkpoint_every_n_iterations=1, callbacks=Stop())
-    (tmp_path / FILE).unlink()
+    reference_file(tmp_path).unlink()
     module, _ = train(material, tmp_path, lora=lora, ckpt_path="last")
     for name, value in whole.state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name
@@ -282,27 +287,39 @@ def test_a_finished_run_that_is_extended_goes_on_at_the_rates_of_the_longer_sche
     assert rates.seen == [1e-3 * factor for factor in (1.0, 0.5, 0.5, 0.25)]
 
 
-def test_the_file_of_other_pairs_is_refused(material, tmp_path):
-    train(material, tmp_path / "run", max_iterations=1)
+def test_a_run_with_other_pairs_keeps_its_reference_in_a_file_of_its_own(material, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(material["pairs"].read_text().splitlines(keepends=True)[::-1]))
-    (tmp_path / "new" / FILE.parent).mkdir(parents=True)
-    (tmp_path / "run" / FILE).rename(tmp_path / "new" / FILE)
-    with pytest.raises(ValueError, match="holds log-probabilities of other data"):
-        train(material | {"pairs": other}, tmp_path / "new", max_iterations=1)
+    for pairs in (material["pairs"], other, material["pairs"]):
+        module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
+        data = PreferenceDataModule(pairs, module.tokenizer, batch_size=8, num_iterations=1)
+        L.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, default_root_dir=tmp_path,
+        ).fit(module, data)  # fmt: skip
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2
 
 
-def test_the_file_of_another_compute_dtype_is_refused(material, tmp_path):
+def test_another_compute_dtype_has_a_file_of_its_own(material, tmp_path):
     """FSDP2Strategy computes in bf16 while the Trainer's precision is 32-true."""
+    for dtype in (None, torch.bfloat16):
+        module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
+        module.compute_dtype = dtype
+        data = PreferenceDataModule(
+            material["pairs"], module.tokenizer, batch_size=8, num_iterations=1
+        )
+        L.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, default_root_dir=tmp_path,
+        ).fit(module, data)  # fmt: skip
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2
+
+
+def test_a_file_of_another_key_is_refused(material, tmp_path):
     train(material, tmp_path / "run", max_iterations=1)
-    (tmp_path / "new" / FILE.parent).mkdir(parents=True)
-    (tmp_path / "run" / FILE).rename(tmp_path / "new" / FILE)
-    module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(micro_batch_size=3))
-    module.compute_dtype = torch.bfloat16
-    data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=8)
-    given = trainer_arguments(tmp_path / "new", max_iterations=1, enable_progress_bar=False)
-    with pytest.raises(ValueError, match="under another reference or precision"):
-        L.Trainer(**given, accelerator="cpu").fit(module, data)
+    rows = {"train": [], "validation": []}
+    with pytest.raises(ValueError, match="holds log-probabilities of other data"):
+        read_tables(reference_file(tmp_path / "run"), "another key", rows)
 
 
 def test_pairs_that_come_from_no_data_module_are_refused(tmp_path):

@@ -50,15 +50,9 @@ def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def parts(artifacts: Path, precision: str = "32-true", **options: Any) -> dict[str, Any]:
     lora = LoraHparams(r=4, alpha=8, base_precision=precision)
+    options = {"lora": lora, "precision": precision} | options
     return {
-        "models": partial(
-            ppo_models,
-            artifacts / "sft",
-            artifacts / "reward",
-            lora=lora,
-            precision=precision,
-            **options,
-        ),
+        "models": partial(ppo_models, artifacts / "sft", artifacts / "reward", **options),
         "scorer": RewardAdapterScorer(artifacts / "reward"),
     }
 
@@ -141,6 +135,15 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(artifacts, tmp
     for ours, theirs in zip(module.rollouts, whole.rollouts[2:], strict=True):
         for name in ("sequences", "logprobs", "ref_logprobs", "values", "scores", "advantages"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("other", [LoraHparams(r=4, alpha=64), LoraHparams(r=8, alpha=8)])
+def test_a_run_resumes_with_the_rank_and_scale_of_its_adapters_alone(artifacts, tmp_path, other):
+    with pytest.raises(KilledError):
+        run(tmp_path, die_at=3, **parts(artifacts))
+    wanted = rf"policy.* r={other.r} alpha={other.alpha}, .*trained with r=4 alpha=8: .*lora\.alpha"
+    with pytest.raises(ValueError, match=wanted):
+        run(tmp_path, resume=True, **parts(artifacts, lora=other))
 
 
 def test_a_reward_adapter_without_a_shared_base_is_refused(artifacts):

@@ -14,6 +14,7 @@ import torch
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.modules.metrics import rollout_measures
+from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.builders.models import tiny_policy, tiny_scalar_model
@@ -97,6 +98,21 @@ def test_too_much_kl_stops_the_updates_of_a_rollout_before_the_step():
     assert 0 < allowed < 4
     assert module.num_optimizer_steps == allowed
     assert all(p.grad is None or (p.grad == 0).all() for p in module.parameters())
+
+
+def test_the_minibatch_that_stopped_the_updates_counts_in_approx_kl_and_in_no_step():
+    ppo = ppo_hparams(learning_rate=0.05, num_ppo_epochs=4, target_approx_kl=0.1)
+    stopped, free = tiny_module(ppo=ppo), tiny_module(ppo=replace(ppo, target_approx_kl=None))
+    logged, logged_free = logged_by(stopped), logged_by(free)
+    fit(stopped, 1)
+    fit(free, 1)
+    first, second, *_ = free.steps
+    assert second["ppo/approx_kl"] > 0.1
+    for name in ("ppo/approx_kl", "ppo/clipfrac"):
+        assert logged[0][name] == pytest.approx((first[name] + second[name]) / 2)
+    assert logged[0]["ppo/policy_loss"] == pytest.approx(first["ppo/policy_loss"])
+    assert logged[0]["ppo/num_updates"] == stopped.num_optimizer_steps == 1
+    assert logged_free[0]["ppo/num_updates"] == 4
 
 
 def test_the_learning_rate_falls_once_an_iteration_and_follows_the_controls():
@@ -322,3 +338,70 @@ def test_without_a_clip_there_is_no_share_at_it(caplog):
     metrics, said = clipped_run(caplog, 1.0, score_clip=None)
     assert "rollout/clipped" not in metrics
     assert said == []
+
+
+class OwnLoss(PPOModule):
+    """The loss of PPO with a function's word on what is returned."""
+
+    answer = staticmethod(lambda loss, measures: (loss, measures))
+
+    def policy_loss(self, micro_batch, counts):
+        return self.answer(*super().policy_loss(micro_batch, counts))
+
+
+def with_answer(answer, **hparams) -> OwnLoss:
+    module = tiny_module(cls=OwnLoss, ppo=ppo_hparams(**hparams))
+    module.answer = answer
+    return module
+
+
+def only(loss, measures, *names):
+    return loss, {name: value for name, value in measures.items() if name in names}
+
+
+def test_a_target_without_the_kl_that_it_bounds_is_an_error():
+    module = with_answer(lambda *given: only(*given, "ppo/policy_loss"), target_approx_kl=0.1)
+    with pytest.raises(
+        ValueError, match=r"target_approx_kl=0\.1 .*OwnLoss\.policy_loss .*approx_kl"
+    ):
+        fit(module, 1)
+
+
+def test_a_kl_alone_is_enough_for_its_target():
+    module = with_answer(
+        lambda *given: only(*given, "ppo/approx_kl"), target_approx_kl=1e-6, num_ppo_epochs=4
+    )
+    assert fit(module, 1).global_step < 4
+
+
+def test_a_target_waits_for_the_first_step_of_the_policy():
+    module = tiny_module(ppo=ppo_hparams(target_approx_kl=0.1, critic_warmup_iterations=1))
+    fit(module, 1)
+    assert module.num_optimizer_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (lambda loss, measures: loss, "Tensor"),
+        (lambda loss, measures: (loss, loss), r"\(Tensor, Tensor\)"),
+        (lambda loss, measures: (loss, {"mine/x": 1.0}), r"mine/x=1\.0"),
+    ],
+)
+def test_a_loss_of_one_s_own_that_is_no_loss_with_measures_is_named(answer, got):
+    with pytest.raises(TypeError, match=rf"OwnLoss\.policy_loss returned .*{got}.*\(loss, {{"):
+        fit(with_answer(answer), 1)
+
+
+def test_an_optimizer_s_own_learning_rate_that_is_not_taken_is_warned_of(caplog):
+    def own(groups):
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    fit(tiny_module(optimizer=own), 1)
+    warned = [r.getMessage() for r in caplog.records if "lr=0.01" in r.getMessage()]
+    assert len(warned) == 1
+    assert "0.001, 0.003" in warned[0]
+    caplog.clear()
+    fit(tiny_module(optimizer=own, ppo=ppo_hparams(learning_rate=0.01)), 1)
+    fit(tiny_module(optimizer=lambda groups: torch.optim.SGD(groups, momentum=0.9)), 1)
+    assert "learning rate" not in caplog.text

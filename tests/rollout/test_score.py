@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,29 @@ def test_numbers_of_numpy_and_torch_count_as_numbers(values):
 def test_a_function_that_returns_nonsense_is_named_with_the_row(function, message):
     with pytest.raises(ValueError, match=f"reward function mine {message}"):
         FunctionScorer(function, name="mine")(answers())
+
+
+def test_a_function_gets_the_domains_where_there_are_some():
+    seen = []
+
+    def function(prompts, completions, **columns):
+        seen.append(columns)
+        return [0.0] * len(completions)
+
+    given = answers()
+    domains = tuple(f"d{row}" for row in range(len(given.prompts)))
+    FunctionScorer(function)(replace(given, prompts=replace(given.prompts, domains=domains)))
+    FunctionScorer(function)(given)
+    assert seen == [{"domain": list(domains)}, {}]
+    plain = FunctionScorer(lambda prompts, completions: [1.0] * len(completions))
+    with_domains = replace(given, prompts=replace(given.prompts, domains=domains))
+    assert plain(with_domains).total.sum() > 0
+
+
+def test_scores_by_row_in_a_dict_are_refused():
+    count = len(answers().completions)
+    with pytest.raises(ValueError, match=r"returned dict with the keys \[0, .*one number a compl"):
+        FunctionScorer(lambda prompts, completions: dict.fromkeys(range(count), 1.0))(answers())
 
 
 def test_a_function_that_raises_is_named_with_its_columns():

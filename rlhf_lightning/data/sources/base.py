@@ -479,22 +479,3 @@ def _named(pool: Sequence[Record], number: int) -> list[Record]:
         else r
         for r in pool
     ]
-
-
-def as_source(source: RecordSource | str | Path) -> RecordSource:
-    """Return a source: itself, or the records of a file, a folder, or a data set of the hub.
-
-    Raises:
-        FileNotFoundError: for a path, or a name with the ending of a file, that does not exist.
-    """
-    if not isinstance(source, str | Path):
-        return source
-    path = Path(source).expanduser()
-    if path.exists():
-        return FileSource(path)
-    if isinstance(source, Path) or path.suffix:
-        raise FileNotFoundError(
-            f"{source} does not exist: give a .jsonl, .json, .csv or .parquet file, a folder, or "
-            "the hub name of a data set"
-        )
-    return HubSource(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -178,21 +179,30 @@ class FunctionScorer:
 
         Raises:
             RuntimeError: if it raises; the error names the function and the columns it was given.
-            ValueError: if it returns the wrong count, or something that is not a finite number.
+            ValueError: if it returns a mapping, the wrong count, or something that is not a finite
+                number.
         """
         hidden = ("prompt", CONVERSATION)
         # Copies, which the function may change.
         columns = {k: list(v) for k, v in answers.prompts.columns.items() if k not in hidden}
+        if any(answers.prompts.domains) and _takes(self.function, "domain"):
+            columns["domain"] = list(answers.prompts.domains)
         prompts = list(answers.prompts.columns["prompt"])
         names = sorted(columns)
         try:
-            values = list(self.function(prompts, list(answers.completions), **columns))
+            returned = self.function(prompts, list(answers.completions), **columns)
+            values = list(returned)
         except (Exception, SystemExit) as error:
             raise RuntimeError(
                 f"reward function {self.name} raised {type(error).__name__}: {error}; it was "
                 f"called with prompts, completions and the columns {names}"
             ) from error
         count = len(answers.completions)
+        if isinstance(returned, Mapping):
+            raise ValueError(
+                f"reward function {self.name} returned {type(returned).__name__} with the keys "
+                f"{values[:4]}, which are no scores: return a list with one number a completion"
+            )
         if len(values) != count:
             raise ValueError(
                 f"reward function {self.name} returned {len(values)} scores for {count} "
@@ -254,6 +264,15 @@ class WeightedScorer:
             ]
             total = total + components[name] * torch.tensor(weights, device=total.device)
         return Scores(total, components)
+
+
+def _takes(function: RewardFunction, name: str) -> bool:
+    """Return whether a function has an argument of that name, or takes all columns."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some built-in functions have none
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _is_finite_number(value: object) -> bool:

@@ -1,0 +1,87 @@
+"""What a DataModule takes as its source: a source, a path, a name on the hub, or rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.files import LocatedRow
+from rlhf_lightning.data.records import Split
+from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
+
+Rows = Sequence[Mapping[str, Any]]  # or a `datasets.Dataset`, which is no Sequence to Python
+
+
+@dataclass(eq=False, repr=False)
+class GivenRows(RowSource):
+    """Records of rows in memory, with the formats and checks of a file.
+
+    Further arguments are those of `RowSource`.
+
+    Args:
+        rows: mappings of column names to values.
+    """
+
+    rows: Rows
+
+    @property
+    def label(self) -> str:
+        """The type of the rows, for messages."""
+        return f"the {type(self.rows).__name__} that was given"
+
+    def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
+        return self._located() if split == "train" else None
+
+    def _located(self) -> Iterable[LocatedRow]:
+        for number, row in enumerate(self.rows, start=1):
+            where = Location(self.label, number, "row")
+            if isinstance(row, Mapping):
+                yield where, row
+            else:
+                fix = 'give mappings, {"prompt": ...}'
+                yield where, BadRecordError(where, f"found {type(row).__name__}", fix)
+
+
+def as_source(source: RecordSource | Rows | str | Path) -> RecordSource:
+    """Return a source: itself, or the records of rows, a file, a folder, or a set of the hub.
+
+    Raises:
+        FileNotFoundError: for a path, or a name with the ending of a file, that does not exist.
+        TypeError: if it is none of these.
+    """
+    if isinstance(source, str | Path):
+        return _named(source)
+    if callable(getattr(source, "records", None)):
+        return source  # type: ignore[return-value]
+    if _is_rows(source):
+        return GivenRows(source)  # type: ignore[arg-type]
+    splits = isinstance(source, Mapping) and source and all(map(_is_rows, source.values()))
+    fix = f"give one of its values, {list(source)}" if splits else "for a stream, list(stream)"  # type: ignore[call-overload]
+    raise TypeError(
+        f"source is {type(source).__name__}, expected a file, a folder, the hub name of a data "
+        f"set, a list of mappings, a datasets.Dataset, or an object with records(kind, split): "
+        f"{fix}"
+    )
+
+
+def _is_rows(source: object) -> bool:
+    sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if not sized or isinstance(source, str | bytes | Mapping):
+        return False
+    # A pandas.DataFrame has a length too, and iterates over the names of its columns.
+    return isinstance(source, list | tuple) or isinstance(next(iter(source), None), Mapping)  # type: ignore[call-overload]
+
+
+def _named(source: str | Path) -> RecordSource:
+    path = Path(source).expanduser()
+    if path.exists():
+        return FileSource(path)
+    if isinstance(source, Path) or path.suffix:
+        raise FileNotFoundError(
+            f"{source} does not exist: give a .jsonl, .json, .csv or .parquet file, a folder, or "
+            "the hub name of a data set"
+        )
+    return HubSource(source)

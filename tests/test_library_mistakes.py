@@ -1,0 +1,179 @@
+"""Mistakes of one who uses the library from Python, and rows that are given from memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rlhf_lightning import (
+    PPOHparams,
+    PPOModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    SamplingHparams,
+    SFTHparams,
+    SFTModule,
+)
+from tests.builders.record_files import write_material
+
+PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def ppo(material: dict[str, Path]) -> PPOModule:
+    sampling = SamplingHparams(max_new_tokens=5)
+    return PPOModule.from_pretrained(material["policy"], length, ppo=PPO, sampling=sampling)
+
+
+def plain_trainer(folder: Path, **flags: Any) -> L.Trainer:
+    return L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_checkpointing=False, **flags,
+    )  # fmt: skip
+
+
+def num_rows(data: PromptDataModule) -> int:
+    return len(data.rows("train")) + len(data.rows("validation"))
+
+
+def test_the_rows_of_the_docs_are_read_from_memory_and_by_other_names(
+    material, tmp_path, monkeypatch
+):
+    page = (Path(__file__).parents[1] / "docs/library.md").read_text()
+    blocks = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    (block,) = [block for block in blocks if "FileSource(" in block]
+    monkeypatch.chdir(tmp_path)
+    questions = [{"question": f"w{n} w3"} for n in range(20)]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    found: dict[str, Any] = {"module": ppo(material)}
+    exec(block, found)
+    assert num_rows(found["in_memory"]) == 40
+    assert found["in_memory"].rows("train")[0].columns["solution"].isdigit()
+    assert num_rows(found["from_file"]) == 20
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(found["rows"])
+    data = PromptDataModule(table, found["module"].tokenizer, batch_size=8)
+    assert num_rows(data) == 40
+
+
+class Dicts:
+    def records(self, kind: str, split: str) -> list[Any]:
+        return [{"prompt": "w2"}] * 8
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"train": [{"prompt": "w2"}]}, "source is dict, .*give one of its values"),
+        (3, "source is int, expected a file"),
+        (({"prompt": "w2"} for _ in range(3)), "source is generator.*list"),
+        (Dicts(), "record 1 of Dicts.records.*is of dict, expected prompts"),
+        ([{"prompt": "w2"}, 3], "row 2: found int"),
+    ],
+)
+def test_a_source_that_is_none_is_named(material, source, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        PromptDataModule(source, ppo(material).tokenizer, batch_size=4).setup()
+
+
+def test_a_prompt_without_its_solution_is_counted_and_warned_of(material):
+    rows = [{"prompt": f"w{n}", "solution": None if n % 2 else "w3"} for n in range(2, 22)]
+    data = PromptDataModule(rows, ppo(material).tokenizer, batch_size=4)
+    with pytest.warns(UserWarning, match="training prompts lack the column 'solution'"):
+        data.setup()
+    missing = sum("solution" not in row.columns for row in data.rows("train"))
+    assert data.summary.missing_columns == {"solution": missing}
+    assert "rows without 'solution'" in data.render_summary()
+
+
+def test_lengths_beyond_the_context_are_refused_with_their_numbers(material, tmp_path):
+    module = ppo(material)
+    data = PromptDataModule(
+        material["prompts"], module.tokenizer, batch_size=4, num_iterations=1,
+        max_prompt_length=2044,
+    )  # fmt: skip
+    said = r"max_prompt_length=2044 \+ .*max_new_tokens=5 = 2049 tokens are more .* of 2048"
+    with pytest.raises(ValueError, match=said):
+        plain_trainer(tmp_path).fit(module, data)
+
+
+def test_data_of_another_tokenizer_are_refused(material, tmp_path):
+    module = ppo(material)
+    other = SFTModule.from_pretrained(material["policy"]).tokenizer
+    other.add_tokens(["w99"])
+    data = PromptDataModule(material["prompts"], other, batch_size=4, num_iterations=1)
+    with pytest.raises(ValueError, match=r"another tokenizer .*give PromptDataModule"):
+        plain_trainer(tmp_path).fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "rows", "said"),
+    [
+        (ppo, PreferenceDataModule, "pairs", "PPOModule trains on prompts, and Pre"),
+        (None, PreferenceDataModule, "pairs", "SFTModule trains on demonstrations"),
+    ],
+)
+def test_records_of_another_kind_are_refused(material, tmp_path, build, kind, rows, said):
+    module: Any = build(material) if build else SFTModule.from_pretrained(material["policy"])
+    data = kind(material[rows], module.tokenizer, batch_size=4, num_iterations=1)
+    with pytest.raises(TypeError, match=said):
+        plain_trainer(tmp_path).fit(module, data)
+
+
+def test_batches_that_are_dicts_are_refused(material, tmp_path):
+    loader = torch.utils.data.DataLoader([{"prompt": "w2"}] * 4, batch_size=4)
+    with pytest.raises(
+        TypeError, match=r"batch that is dict, expected PromptBatch: give .*PromptD"
+    ):
+        plain_trainer(tmp_path).fit(ppo(material), loader)
+
+
+def test_early_stopping_where_nothing_validates_is_refused(material, tmp_path):
+    module = ppo(material)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
+    stop = L.pytorch.callbacks.EarlyStopping("rollout/score")
+    with pytest.raises(ValueError, match=r"EarlyStopping\(monitor='rollout/score'\) stops SFT"):
+        plain_trainer(tmp_path, callbacks=stop).fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda m: PPOModule.from_pretrained(m["policy"], length, ppo={"kl_coef": 0.1}), "is dict"),
+        (
+            lambda m: PPOModule.from_pretrained(m["policy"], length, ppo=SFTHparams()),
+            "is SFTHparams, expected PPOHparams: give ppo=PPOHparams",
+        ),
+        (lambda m: SFTModule.from_pretrained(torch.nn.Linear(1, 1)), "the model is Linear, exp"),
+        (
+            lambda m: PromptDataModule(m["prompts"], "gpt2", batch_size=4).setup(),
+            "tokenizer='gpt2' is str",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_named(material, make, said):
+    with pytest.raises(TypeError, match=said):
+        make(material)
+
+
+def test_a_checkpoint_of_another_module_is_refused(material, tmp_path):
+    module = ppo(material)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
+    trainer = plain_trainer(tmp_path)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(tmp_path / "ppo.ckpt")
+    with pytest.raises(ValueError, match=r"of another module: .*\['ppo', 'sampling'\], expected"):
+        SFTModule.load_from_checkpoint(tmp_path / "ppo.ckpt")
