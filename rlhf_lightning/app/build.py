@@ -340,7 +340,6 @@ def make_callbacks(
     callbacks: list[L.Callback] = [
         *own.first,
         RandomState(),
-        MetricsLog(folder),
         IterationCheckpoint(folder.checkpoints, **kept, started=started()),
         SaveFaultyBatch(folder, cast(Any, tokenizer)),
         WandbContent(folder, cast(Any, tokenizer), **given.samples.model_dump()),
@@ -352,4 +351,6 @@ def make_callbacks(
         # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
         stops = {"check_on_train_epoch_end": False} | stops
         callbacks += [PatientStopping(STOPS_BY, **stops), BestWeights()]
-    return callbacks + [node.build() for node in given.extra.values()]
+    extra = [node.build() for node in given.extra.values()]
+    # Behind all that log; the checkpoints, which are to find the row, Lightning puts behind it.
+    return [*callbacks, *extra, MetricsLog(folder)]

@@ -26,6 +26,7 @@ from rlhf_lightning.app.config.help import help_text
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
+from rlhf_lightning.app.sweep import SweepEnd
 from rlhf_lightning.distributed.launch import end_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import redacted
@@ -124,7 +125,14 @@ def run_job(entry: str, job: Callable[[Any], object]) -> None:
         entry: the command, and its file in `conf/`.
         job: called with the composed configuration, once for each job of a sweep.
     """
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
+    except SystemExit as error:
+        if error.code == 1:
+            # Without `on_multirun_end` where the sweeper raised, as Optuna's does if no trial
+            # completed.
+            SweepEnd.finish()
+        raise
     end_process()
 
 

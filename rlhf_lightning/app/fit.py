@@ -11,7 +11,7 @@ from rlhf_lightning.app.failures import watch_children
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.doctor.alert_log import EndRequest
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
-from rlhf_lightning.callbacks.wandb_content import wandb_loggers
+from rlhf_lightning.callbacks.wandb_content import early_end_alerted, wandb_loggers
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import Summary
@@ -44,7 +44,8 @@ def fit(
             return parts
         request = doctor.request
         if request.kind == "stop" or request.checkpoint is None:
-            raise RunStoppedError(_stopped(parts, folder, request))
+            with early_end_alerted(parts.trainer):
+                raise RunStoppedError(_stopped(parts, folder, request))
         checkpoint = folder.checkpoints / f"iteration={request.checkpoint:06d}.ckpt"
         if parts.trainer.is_global_zero:
             write_handover(folder, doctor.hand_over(request.checkpoint))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, more_steps
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import PlanGroup
+from rlhf_lightning.app.config.saved import read_saved
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.memory_plan.report import make_report
 from rlhf_lightning.app.memory_plan.request import device_bytes, policy_shape, read_run
@@ -33,7 +34,6 @@ def start_settings(
     settings: TrainSettings,
     parts: TrainingComponents,
     checkpoint: Path | None,
-    config_hash: str | None,
 ) -> dict[str, object]:
     """Return what to print before the first iteration, by topic.
 
@@ -41,7 +41,6 @@ def start_settings(
         settings: of the run.
         parts: what was built of it.
         checkpoint: that the run continues, if any.
-        config_hash: of the run; an earlier run that has the same says how long it takes.
     """
     starts = settings.artifacts.models()
     stage = settings.spec
@@ -65,7 +64,7 @@ def start_settings(
     notes = stage.start_notes(settings, rows["train"], rows["validation"])
     if notes:
         lines["note"] = "\n".join(notes)
-    seconds = earlier_seconds(Path(settings.paths.outputs) / settings.name, config_hash)
+    seconds = earlier_seconds(settings)
     if seconds is not None:
         lines["time"] = f"{duration(seconds)} the last time this configuration ran here"
     if not settings.paths.publish:
@@ -169,16 +168,30 @@ def count_parameters(shape: Shape) -> int:
     return count(1) + (layers - 1) * (count(2) - count(1))
 
 
-def earlier_seconds(outputs: Path, config_hash: str | None) -> float | None:
-    """Return how long the newest completed run of the same configuration took, or None."""
+def earlier_seconds(settings: TrainSettings) -> float | None:
+    """Return how long the newest completed run of the same configuration took, or None.
+
+    Runs on other devices, or under another strategy, do not count: `config_hash` leaves those out.
+    """
+    outputs = Path(settings.paths.outputs) / settings.name
     for path in sorted(outputs.glob("*/summary.json"), reverse=True)[:NUM_EARLIER_RUNS]:
+        folder = RunFolder(path.parent)
         try:
-            summary = read_summary(RunFolder(path.parent))
-        except (OSError, ValueError):
-            continue  # of a run that was killed while it wrote
-        if summary.status == "completed" and summary.config_hash == config_hash:
+            summary = read_summary(folder)
+            if summary.status != "completed" or summary.config_hash != settings.config_hash:
+                continue
+            earlier = read_saved(TrainSettings, folder.config)
+        except (OSError, ValueError, ConfigError):
+            continue  # of a run that was killed while it wrote, or of another version
+        if _placement(earlier) == _placement(settings):
             return summary.seconds.get("total")
     return None
+
+
+def _placement(settings: TrainSettings) -> tuple[object, ...]:
+    trainer, strategy = settings.trainer, settings.strategy
+    placed = (strategy.name, strategy.cpu_offload, strategy.shard_over)
+    return trainer.devices, trainer.num_nodes, *placed
 
 
 def readable_count(number: int) -> str:

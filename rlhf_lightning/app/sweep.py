@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -60,12 +60,32 @@ def goes_on(
 
 
 class SweepEnd(Callback):
-    """Hydra calls it in the process that started the sweep, whoever ran the jobs."""
+    """Hydra calls it in the process that started the sweep, whoever ran the jobs.
+
+    Attributes:
+        folder: of the sweep that this process has begun and not finished; None without one.
+    """
+
+    folder: ClassVar[Path | None] = None
+
+    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        """Keep the folder."""
+        SweepEnd.folder = Path(config.hydra.sweep.dir)
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
         """Write comparison.html, name the jobs that failed, and leave with 1 if there are any."""
-        if global_rank() == 0:
-            finish_sweep(Path(config.hydra.sweep.dir))
+        self.finish()
+
+    @classmethod
+    def finish(cls) -> None:
+        """Do that where it is not done yet.
+
+        Raises:
+            SystemExit: if a job failed.
+        """
+        folder, cls.folder = cls.folder, None
+        if folder is not None and global_rank() == 0:
+            finish_sweep(folder)
 
 
 def finish_sweep(sweep: Path) -> None:

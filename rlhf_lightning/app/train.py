@@ -54,7 +54,7 @@ from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
-from rlhf_lightning.runs.taken import drop_unused, summary_or_none
+from rlhf_lightning.runs.taken import drop_unused, spent_seconds
 
 register()
 register_help()
@@ -120,14 +120,10 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
 
 
 def _spent(folder: RunFolder, checkpoint: Path | None) -> dict[str, float]:
-    """Return the seconds of the processes before this one, if the run goes on in its folder.
-
-    Those of a process that was killed are not known.
-    """
+    """Return the seconds of the processes before this one, if the run goes on in its folder."""
     if checkpoint is None or folder.path.resolve() not in checkpoint.resolve().parents:
         return {}
-    earlier = summary_or_none(folder)
-    return {} if earlier is None else {"total": earlier.seconds.get("total", 0.0)}
+    return {"total": spent_seconds(folder)}
 
 
 def _total(summary: Summary, started: float) -> float:
@@ -153,6 +149,7 @@ def _train(
     from rlhf_lightning.app.fit import fit
     from rlhf_lightning.app.run_summary import start_settings
     from rlhf_lightning.callbacks.console import print_start, print_verdict
+    from rlhf_lightning.callbacks.wandb_content import early_end_alerted
     from rlhf_lightning.models.precision import set_matmul_precision
     from rlhf_lightning.reports.page import write_report
 
@@ -161,32 +158,33 @@ def _train(
     parts = assemble(settings, folder)
     settings = parts.settings  # with what was found out since
     if global_rank() == 0:
-        lines = start_settings(settings, parts, checkpoint, summary.config_hash)
+        lines = start_settings(settings, parts, checkpoint)
         print_start(settings.name, folder, lines)
         print(parts.data.render_summary())  # noqa: T201
     assembled = time.perf_counter()
     parts = fit(folder, parts, checkpoint, summary)
     fitted = time.perf_counter()
-    findings, gates = finish(settings, folder, parts)
-    seconds = {
-        "setup": assembled - started,
-        "fit": fitted - assembled,
-        "finish": time.perf_counter() - fitted,
-        **findings.seconds,
-        "total": _total(summary, started),
-    }
-    summary = replace(
-        summary,
-        status="completed",
-        metrics=dict(sorted(findings.metrics.items())),
-        gates=gates,
-        seconds=seconds,
-    )
-    if parts.trainer.is_global_zero:
-        write_summary(folder, summary)
-        write_report(folder)
-        finish_tracking(settings, folder, parts, findings, summary)
-        print_verdict(read_summary(folder), folder)  # with what the doctor said
+    with early_end_alerted(parts.trainer):
+        findings, gates = finish(settings, folder, parts)
+        seconds = {
+            "setup": assembled - started,
+            "fit": fitted - assembled,
+            "finish": time.perf_counter() - fitted,
+            **findings.seconds,
+            "total": _total(summary, started),
+        }
+        summary = replace(
+            summary,
+            status="completed",
+            metrics=dict(sorted(findings.metrics.items())),
+            gates=gates,
+            seconds=seconds,
+        )
+        if parts.trainer.is_global_zero:
+            write_summary(folder, summary)
+            write_report(folder)
+            finish_tracking(settings, folder, parts, findings, summary)
+            print_verdict(read_summary(folder), folder)  # with what the doctor said
     return summary
 
 

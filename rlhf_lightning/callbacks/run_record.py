@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,9 @@ from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+from rlhf_lightning.runs.taken import spent_seconds
+
+logger = logging.getLogger(__name__)
 
 
 class RunRecord(Callback):
@@ -44,14 +49,18 @@ class RunRecord(Callback):
         """
         holds_a_run = self.folder.metrics.exists() or self.folder.checkpoints.exists()
         if holds_a_run and not self._resumes:
+            held = 'holds a run already: go on with it by fit(..., ckpt_path="last")'
+            if not self.folder.last_checkpoint.exists():
+                held = "holds a run that ended before its first checkpoint: delete the folder"
             raise FileExistsError(
-                f"{self.folder.path} holds a run already: go on with it by "
-                'fit(..., ckpt_path="last"), or give trainer_arguments another folder'
+                f"{self.folder.path} {held}, or give trainer_arguments another one"
             )
         self._started = time.perf_counter()
         seed = pl_module.hparams.get("seed")
         stage: Any = pl_module.stage
-        self._summary = new_summary(stage, seed=seed, config_hash=None)
+        begun = new_summary(stage, seed=seed, config_hash=None)
+        spent = {"total": spent_seconds(self.folder)} if self._resumes else {}
+        self._summary = replace(begun, seconds=spent)
         if trainer.is_global_zero:
             write_summary(self.folder.create(), self._summary)
 
@@ -75,7 +84,16 @@ class RunRecord(Callback):
         last: dict[str, float] = {}
         for row in rows:
             last |= {k: v for k, v in row.items() if k.startswith("val/")}
-        seconds = {"total": time.perf_counter() - self._started}
+        # metrics.csv leaves a cell empty that is not finite: the one before it is not the last.
+        latest = trainer.callback_metrics
+        broken = {k for k in last if k in latest and not math.isfinite(float(latest[k]))}
+        for name in sorted(broken):
+            logger.warning(
+                "%s is %s at the end, and no figure of the summary", name, float(latest[name])
+            )
+        last = {k: v for k, v in last.items() if k not in broken}
+        before = self._summary.seconds.get("total", 0.0)
+        seconds = {"total": before + time.perf_counter() - self._started}
         summary = replace(self._summary, metrics=last, seconds=seconds, **ended)
         write_summary(self.folder, summary)
         if current_iteration(trainer):

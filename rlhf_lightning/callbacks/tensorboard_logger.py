@@ -16,8 +16,11 @@ _NOT_METRICS = ("epoch", "step")
 class IterationTensorBoardLogger(TensorBoardLogger):
     """Lightning's logger with iterations as steps; a resumed run goes on in the same folder.
 
-    What a killed run logged beyond its checkpoint is logged again with equal values.
+    TensorBoard shows an iteration once: the first row after a checkpoint hides what was logged from
+    there on, by a run that was killed later or before a rollback.
     """
+
+    _begun = False
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -30,7 +33,19 @@ class IterationTensorBoardLogger(TensorBoardLogger):
         """
         # NaN says that something was not measured.
         row = {k: float(v) for k, v in metrics.items() if k not in _NOT_METRICS and v == v}
-        super().log_metrics(row, None if step is None else step + 1)
+        iteration = None if step is None else step + 1
+        if iteration is not None:
+            if iteration > 1 and not self._begun:
+                self._hide_from(iteration)
+            self._begun = True
+        super().log_metrics(row, iteration)
+
+    def _hide_from(self, iteration: int) -> None:
+        """Do what `purge_step` of the writer does, which Lightning opens before it is known."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = Event(session_log=SessionLog(status=SessionLog.START))
+        self.experiment._get_file_writer().add_event(start, iteration)
 
 
 def tensorboard_logger(folder: RunFolder) -> IterationTensorBoardLogger:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,13 +100,8 @@ class WandbContent(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Tell W&B that the run has not come to its end, and why."""
-        stopped = isinstance(exception, RunStoppedError | KeyboardInterrupt)
-        cause = " ".join(f"{type(exception).__name__}: {exception}".split())[:LONGEST_TEXT]
-        for logger in wandb_loggers(trainer):
-            title = f"the run {'was stopped' if stopped else 'failed'}"
-            logger.alert(title, cause, "WARN" if stopped else "ERROR")
-            logger.finish(exit_code=1)
+        """Send an alert that says why the run ended early, and close it."""
+        _alert_end(trainer, exception)
 
     def _ends(self, rollout: RolloutBatch, *, best: bool) -> list[dict[str, Any]]:
         order = rollout.scores.float().cpu().argsort(descending=best, stable=True)
@@ -118,6 +114,25 @@ def wandb_loggers(trainer: Trainer) -> Iterator[IterationWandbLogger]:
     for logger in trainer.loggers:
         if isinstance(logger, IterationWandbLogger):
             yield logger
+
+
+@contextmanager
+def early_end_alerted(trainer: Trainer) -> Iterator[None]:
+    """Do for what happens behind `fit` as `WandbContent.on_exception` does within it."""
+    try:
+        yield
+    except BaseException as error:
+        _alert_end(trainer, error)
+        raise
+
+
+def _alert_end(trainer: Trainer, error: BaseException) -> None:
+    stopped = isinstance(error, RunStoppedError | KeyboardInterrupt)
+    cause = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_TEXT]
+    for logger in wandb_loggers(trainer):
+        title = f"the run {'was stopped' if stopped else 'failed'}"
+        logger.alert(title, cause, "WARN" if stopped else "ERROR")
+        logger.finish(exit_code=1)
 
 
 def log_samples(

@@ -72,7 +72,7 @@ _NOT_METRICS = ("epoch", "step")
 _DATA_FOLDER = "WANDB_DATA_DIR"
 _OWN_PLACES: set[str] = set()  # of the runs of this process
 _RUN_ID = "run_id"  # in wandb/ of the run folder
-_GATE_COLUMNS = ("gate", "passed", "value", "threshold", "reason")
+_GATE_COLUMNS = ("gate", "result", "value", "threshold", "reason")
 
 
 class IterationWandbLogger(WandbLogger):
@@ -144,8 +144,8 @@ class IterationWandbLogger(WandbLogger):
     ) -> None:
         """Write final metrics and gates into the summary of the W&B run and close it.
 
-        Gates are a table `gates` and a summary value `gates/<name>`, 1 for passed; one alert names
-        those that failed.
+        Gates are a table `gates` and a summary value `gates/<name>`, 1 for passed and 0 for not,
+        none where nothing was measured; one alert names those that failed.
         """
 
         def close() -> None:
@@ -153,10 +153,11 @@ class IterationWandbLogger(WandbLogger):
             for name, value in (metrics or {}).items():
                 run.summary[name] = value
             if gates:
-                rows = [[g.name, g.passed, g.value, g.threshold, g.reason] for g in gates]
+                rows = [[g.name, g.word, g.value, g.threshold, g.reason] for g in gates]
                 run.log({"gates": wandb.Table(columns=list(_GATE_COLUMNS), data=rows)})
             for gate in gates:
-                run.summary[f"gates/{gate.name}"] = int(gate.passed)
+                if gate.word != "not measured":
+                    run.summary[f"gates/{gate.name}"] = int(gate.passed)
             run.finish(exit_code=exit_code)
 
         failed = [gate for gate in gates if not gate.passed]

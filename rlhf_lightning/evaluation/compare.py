@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.data.sources.base import RecordSource, as_source
+from rlhf_lightning.data.sources.base import RecordSource
+from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.generate import Sampling, side_by_side
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions, encode_questions
 from rlhf_lightning.evaluation.metrics import Judges
@@ -42,7 +43,7 @@ class Comparison:
 def compare(
     policy: Any,
     baseline: Any,
-    prompts: str | Path | RecordSource,
+    prompts: str | Path | Rows | RecordSource,
     *,
     reward: Any,
     num_prompts: int = 400,

@@ -80,6 +80,12 @@ def drop_unused(folder: RunFolder, instead: RunFolder, *, link: bool = False) ->
             link_atomically(folder.path, instead.path)
 
 
+def spent_seconds(folder: RunFolder) -> float:
+    """Return the seconds of a run so far; those of a process that was killed are not known."""
+    summary = summary_or_none(folder)
+    return 0.0 if summary is None else summary.seconds.get("total", 0.0)
+
+
 def summary_or_none(folder: RunFolder) -> Summary | None:
     """Return the summary of a run, None where there is none that can be read."""
     try:

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers.logger import Logger
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.samples import SampleLog, describe_rollout
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics, read_samples
+from tests.builders.runs import killed
 from tests.callbacks.tiny_run import KilledError, run
 
 
@@ -147,3 +148,17 @@ def test_the_step_of_a_logger_is_the_iteration_minus_one_also_after_a_resume(tmp
     validation = [step for step, names in recorder.steps if "val/loss" in names]
     assert train == [4, 5, 6]
     assert validation == [5]
+
+
+class Mine(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("mine/iteration", float(batch_idx + 1))
+
+
+def test_a_metric_of_a_callback_of_the_configuration_stands_on_the_row_of_its_iteration(
+    tmp_path, start, monkeypatch
+):
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "tests.")
+    mine = "+callbacks.extra.mine._target_=tests.callbacks.test_metrics_and_samples.Mine"
+    rows = read_metrics(killed(tmp_path / "run", "sft", start, mine).metrics)
+    assert [row["mine/iteration"] for row in rows] == [row["iteration"] for row in rows]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from rlhf_lightning.callbacks.run_record import RunRecord
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock
-from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.callbacks.test_checkpointing import assert_same_run
 from tests.callbacks.tiny_run import TinyModule, run
 
@@ -113,6 +115,33 @@ def test_a_run_of_the_library_that_is_told_to_stop_is_recorded_as_stopped(tmp_pa
         run(tmp_path, callbacks=told)
     assert read_summary(folder).status == "stopped"
     assert "SIGTERM" in (read_summary(folder).cause or "")
+
+
+def test_a_last_validation_that_is_not_finite_leaves_no_earlier_value_in_the_summary(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(TinyModule, "stage", "sft", raising=False)
+    losses = {2: 0.5, 4: math.nan}
+    run(tmp_path, num_iterations=4, losses=losses, callbacks=[RunRecord(RunFolder(tmp_path))])
+    assert "val/loss" not in read_summary(RunFolder(tmp_path)).metrics
+    assert "val/loss is nan at the end" in caplog.text
+
+
+def test_a_run_of_the_library_that_goes_on_counts_the_seconds_of_the_processes_before(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(TinyModule, "stage", "ppo", raising=False)
+    folder = RunFolder(tmp_path)
+    with pytest.raises(RunStoppedError):
+        run(tmp_path, callbacks=[RunRecord(folder), Send(signal.SIGTERM, 3)])
+    write_summary(folder, replace(read_summary(folder), seconds={"total": 1000.0}))
+    with pytest.raises(RunStoppedError):
+        run(tmp_path, resume=True, callbacks=[RunRecord(folder), Send(signal.SIGTERM, 5)])
+    stopped = read_summary(folder).seconds["total"]
+    assert 1000 < stopped < 1100
+    run(tmp_path, resume=True, callbacks=[RunRecord(folder)])
+    assert read_summary(folder).status == "completed"
+    assert stopped < read_summary(folder).seconds["total"] < 1100
 
 
 def test_a_deadline_is_kept_with_a_checkpoint_behind_the_last_iteration(tmp_path):

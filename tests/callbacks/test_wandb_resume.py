@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlhf_lightning.callbacks.doctor.alert_log import AlertLog
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_content import REPEATED_ROWS, WandbContent
-from rlhf_lightning.callbacks.wandb_logger import run_id, wandb_logger
+from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger, run_id, wandb_logger
+from rlhf_lightning.doctor.detectors import Transition
+from rlhf_lightning.doctor.spec import ALARM, HEALTHY, WARN, Reading
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests import offline_wandb
 from tests.callbacks.tiny_run import KilledError, run
@@ -102,6 +106,23 @@ def test_a_run_that_fails_is_closed_with_an_alert_that_says_why(tmp_path, monkey
     assert next(r["exit"] for r in found if "exit" in r)["exit_code"] == 1
 
 
+@pytest.mark.timeout(60)
+def test_an_alarm_right_after_its_warning_is_another_alert_of_a_higher_level(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
+    logger = wandb_logger(RunFolder(tmp_path), mode="offline")
+    log = AlertLog(RunFolder(tmp_path))
+    log.open(True, 0, ["kl_high"], {})
+    for iteration, (before, after) in enumerate([(HEALTHY, WARN), (WARN, ALARM)], start=1):
+        reading = Reading(3.0, after)
+        log.note_alert(iteration, Transition("kl_high", before, after, reading, 1.0), [logger])
+    logger.finish()
+    (found,) = offline_wandb.segments(tmp_path)
+    alerts = [r["alert"] for r in found if "alert" in r]
+    assert [alert["level"] for alert in alerts] == ["WARN", "ERROR"]
+    titles = [alert["title"] for alert in alerts]
+    assert len(set(titles)) == 2, "W&B drops a second alert of one title within a minute"
+
+
 def test_tensorboard_has_a_point_an_iteration_also_of_a_run_that_was_resumed(tmp_path):
     folder = RunFolder(tmp_path)
     settings = {"num_iterations": 6, "validate_every": 3, "save_every": 2}
@@ -123,20 +144,64 @@ def test_tensorboard_has_a_point_an_iteration_also_of_a_run_that_was_resumed(tmp
     assert sorted(points["ppo/loss"]) == [1, 2, 3, 4, 5, 6]
 
 
-def train(folder: Path, **settings: Any) -> None:
+@pytest.mark.timeout(300)
+def test_tensorboard_has_every_point_of_a_run_that_was_killed_with_sigkill_and_resumed(tmp_path):
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path), "killed", "tensorboard"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    in_tensorboard(tmp_path, resume=True)
+    assert points(tmp_path, "ppo/loss") == list(range(1, NUM_ITERATIONS + 1))
+
+
+def test_tensorboard_shows_nothing_of_what_a_rollback_has_discarded(tmp_path):
+    in_tensorboard(tmp_path)
+    in_tensorboard(tmp_path, start=tmp_path / "checkpoints/iteration=000006.ckpt", num_iterations=7)
+    assert points(tmp_path, "ppo/loss") == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("death", [("validation", 6), ("train", 7), ("after", 7)])
+def test_tensorboard_keeps_what_stands_before_the_checkpoint_wherever_the_run_ended(
+    tmp_path, death
+):
+    with pytest.raises(KilledError):
+        in_tensorboard(tmp_path, die_at=death)
+    in_tensorboard(tmp_path, resume=True)
+    assert points(tmp_path, "ppo/loss") == list(range(1, NUM_ITERATIONS + 1))
+    assert points(tmp_path, "val/loss") == [3, 6, 9]
+
+
+def in_tensorboard(folder: Path, **settings: Any) -> None:
+    if (folder / "tensorboard").exists():
+        time.sleep(1.1)  # TensorBoard orders its files by the second in which they were begun
+    train(folder, logger=tensorboard_logger(RunFolder(folder)), keep_last=9, **settings)
+
+
+def points(folder: Path, name: str) -> list[int]:
+    """Return the iterations of a curve as TensorBoard shows it."""
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [event.step for event in events.Scalars(name)]
+
+
+def train(folder: Path, logger: Any = None, **settings: Any) -> None:
     made = RunFolder(folder)
     extra = settings.pop("callbacks", [])
-    logger = wandb_logger(made, mode="offline")
+    logger = logger or wandb_logger(made, mode="offline")
     run(
         folder,
-        num_iterations=NUM_ITERATIONS,
         validate_every=3,
         save_every=2,
         logger=logger,
         callbacks=[WandbContent(made, None), *extra],  # type: ignore[arg-type]
-        **settings,
+        **({"num_iterations": NUM_ITERATIONS} | settings),
     )
-    logger.finish()
+    if isinstance(logger, IterationWandbLogger):
+        logger.finish()
 
 
 class Kill(Callback):
@@ -150,4 +215,5 @@ class Kill(Callback):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     killed = sys.argv[2] == "killed"
-    train(Path(sys.argv[1]), resume=not killed, callbacks=[Kill()] if killed else [])
+    begin = in_tensorboard if sys.argv[3:] == ["tensorboard"] else train
+    begin(Path(sys.argv[1]), resume=not killed, callbacks=[Kill()] if killed else [])

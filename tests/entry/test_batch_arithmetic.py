@@ -152,7 +152,7 @@ def test_few_optimizer_steps_are_said_with_what_makes_more(start, tmp_path):
     records = own_records(tmp_path, "sft", 59)
     settings = composed("sft", start, *records, "data.batch_size=32", "data.num_epochs=1")
     parts = assemble(settings, RunFolder(tmp_path / "run"))
-    shown = start_settings(settings, parts, None, None)
+    shown = start_settings(settings, parts, None)
     assert shown["batches"] == "2 iterations of 32 rows = 2 optimizer steps"
     assert shown["warning"] == (
         "2 optimizer steps are too few to learn much: data.batch_size=8 data.num_epochs=5 makes 37"
@@ -160,7 +160,7 @@ def test_few_optimizer_steps_are_said_with_what_makes_more(start, tmp_path):
     assert shown["learning rate"] == "learning_rate 0.001, as set"
     more = composed("sft", start, *records, "data.batch_size=8", "data.num_epochs=5")
     parts = assemble(more, RunFolder(tmp_path / "more"))
-    shown = start_settings(more, parts, None, None)
+    shown = start_settings(more, parts, None)
     assert shown["batches"] == "37 iterations of 8 rows = 37 optimizer steps"
     assert "warning" not in shown
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlhf_lightning.app.config.save import write_settings
+from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.run_summary import earlier_seconds, readable_count
 from rlhf_lightning.app.train import run
 from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import settings_for
 
@@ -88,9 +92,31 @@ def test_one_batch_goes_through_everything_and_is_shown(start, tmp_path, capsys)
     assert len(read_metrics(folder.metrics)) == 1
     assert folder.report.exists()
     assert "chosen" in capsys.readouterr().out
-    summary = json.loads(folder.summary.read_text())
-    assert earlier_seconds(tmp_path, summary["config_hash"]) == summary["seconds"]["total"]
-    assert earlier_seconds(tmp_path, "another") is None
+
+
+def test_the_time_of_an_earlier_run_is_told_for_as_many_devices_and_the_same_strategy(tmp_path):
+    def asked(*overrides: str) -> TrainSettings:
+        return settings_of("+experiment=sft", f"paths.outputs={tmp_path}", *overrides)
+
+    settings = asked()
+    earlier = RunFolder(tmp_path / settings.name / "2026-11-02_09-30-00").create()
+    begun = new_summary("sft", seed=1, config_hash=settings.config_hash)
+    write_summary(earlier, replace(begun, status="completed", seconds={"total": 120.0}))
+    assert earlier_seconds(settings) is None, "where it ran is not known"
+    write_settings(earlier.config, settings)
+    assert earlier_seconds(settings) == 120.0
+    assert earlier_seconds(asked("resume=auto")) == 120.0
+    assert earlier_seconds(asked("seed=2")) is None
+    for elsewhere in (
+        ["trainer.devices=2", "strategy=ddp"],
+        ["trainer.num_nodes=2", "strategy=ddp"],
+        ["strategy.name=fsdp"],
+        ["+strategy.cpu_offload=true"],
+        ["+strategy.shard_over=1"],
+    ):
+        other = asked(*elsewhere)
+        assert other.config_hash == settings.config_hash, elsewhere
+        assert earlier_seconds(other) is None, elsewhere
 
 
 def test_models_of_debug_fast_are_kept_apart_wherever_models_are_kept():

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlhf_lightning.app.build import make_doctor
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.saved import read_saved
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import settings_of
@@ -87,3 +89,38 @@ def test_the_preflight_is_a_choice_of_its_own_and_a_key(tmp_path):
 def test_a_wrong_setting_is_named_with_its_key(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         doctors(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize(
+    ("overrides", "given"),
+    [
+        (["doctor=act"], "doctor.actions.on_alarm=rollback"),
+        (["doctor=act", "doctor.actions.on_alarm=none"], "doctor.actions.on_alarm=none"),
+        (["doctor=preflight"], "doctor.preflight=True"),
+        (["doctor.thresholds.kl_high_warn=0.8"], "doctor.thresholds.kl_high_warn=0.8"),
+        (["doctor.harmful_domains=[mine]"], "doctor.harmful_domains=['mine']"),
+        (
+            [f"doctor.second_scorer={{_target_: {FUNCTION_SCORER}, function: mine.py:score}}"],
+            f"doctor.second_scorer={{'_target_': '{FUNCTION_SCORER}', ",
+        ),
+    ],
+)
+def test_a_doctor_is_refused_where_there_are_no_rollouts_to_watch(stage, overrides, given):
+    with pytest.raises(ConfigError, match="^" + re.escape(given)) as error:
+        composed(*overrides, stage=stage)
+    assert "the doctor watches PPO, GRPO and their relatives" in str(error.value)
+    assert "doctor=default" in str(error.value)
+
+
+@pytest.mark.parametrize("stage", ["base", "sft", "reward", "dpo"])
+def test_a_stage_without_rollouts_takes_the_default_doctor_and_none(stage):
+    assert composed("doctor=default", stage=stage).doctor is not None
+    assert composed("doctor=none", stage=stage).doctor is None
+
+
+def test_an_earlier_run_whose_doctor_did_nothing_can_still_be_read(tmp_path):
+    written = composed(stage="sft").written
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(written | {"doctor": written["doctor"] | {"preflight": True}}))
+    assert read_saved(TrainSettings, file).doctor.preflight

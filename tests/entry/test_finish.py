@@ -16,6 +16,7 @@ from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import read_summary, write_summary
+from tests import offline_wandb
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import completed, settings_for
 
@@ -84,6 +85,24 @@ def test_a_run_that_goes_on_counts_the_seconds_of_the_processes_before(
     assert ended.status == "completed"
     assert 1000 < ended.seconds["total"] < 1200
     assert ended.seconds["setup"] < 200
+
+
+@pytest.mark.timeout(200)
+def test_a_run_that_fails_after_its_last_iteration_is_closed_with_an_alert(
+    start, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.export.write_text("a file where the model is to go")
+    with pytest.raises(OSError, match="export"):
+        train.run(settings_for("sft", start, "logger=wandb", "logger.mode=offline"), folder, [])
+    assert read_summary(folder).status == "failed"
+    (found,) = offline_wandb.segments(folder.path)
+    (alert,) = [r["alert"] for r in found if "alert" in r]
+    assert (alert["title"], alert["level"]) == ("the run failed", "ERROR")
+    assert "export" in alert["text"]
+    assert next(r["exit"] for r in found if "exit" in r)["exit_code"] == 1
 
 
 @pytest.mark.parametrize(("given", "threads"), [((), 1), (("model.cpu_threads=2",), 2)])

@@ -227,6 +227,32 @@ def test_a_pipeline_without_gates_does_not_say_that_they_passed(
     assert ("there were no gates" in told) is not gated
 
 
+MET = GateResult("loss", 4.0, 5.0, True, "val/loss is 4.000, wanted at most 5")
+MISSED = GateResult("loss", 4.0, 1.0, False, "val/loss is 4.000, wanted at most 1")
+IDLE = GateResult("refuses", None, 0.1, True, "not measured, and need not be")
+
+
+@pytest.mark.parametrize(
+    ("gates", "outcome"),
+    [
+        ((MET, IDLE, IDLE), "1 gate passed, 2 not measured"),
+        ((IDLE,), "no gate could be measured"),
+        ((MET, MET, MISSED, IDLE), "2 gates passed, 1 failed and accepted, 1 not measured"),
+    ],
+)
+def test_a_pipeline_does_not_say_that_gates_passed_which_were_not_measured(
+    gates: tuple[GateResult, ...],
+    outcome: str,
+    working_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cfg = composed(*ALONE, "accept=[base]")
+    status = DONE if MISSED not in gates else FAILED_GATE
+    folder = ended_base(cfg, working_folder, status, *gates)
+    assert run(cfg, folder).status == "completed"
+    assert f"\n{outcome} (" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_it_stops_at_a_failed_gate_names_the_stage_and_goes_on_when_told(tmp_path: Path) -> None:
     alone = ["experiments.sft=null", "experiments.reward=null", "experiments.ppo=null"]

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rlhf_lightning.app import plan
 from rlhf_lightning.app.config.compose import ConfigError, register
@@ -96,6 +97,69 @@ def test_a_served_rollout_is_planned_without_a_gathered_policy():
     assert run.served
     assert "what the servers of rollout=vllm_server hold is not counted" in notes
     assert not read(*words).run.served
+
+
+BASE = "rlhf_lightning.rollout.scorers.base"
+PACKED = f"{{_target_: {BASE}.RewardModelScorer}}"
+FUNCTION = f"{{_target_: {BASE}.FunctionScorer, function: rewards.py:score}}"
+OWN = "{_target_: rewards.OwnScorer}"
+
+
+def weighted(**scorers: str) -> list[str]:
+    """Return the words of a weighted sum of scorers."""
+    parts = ", ".join(f"{name}: {node}" for name, node in scorers.items())
+    words = [f"scorer._target_={BASE}.WeightedScorer", f"scorer.scorers={{{parts}}}"]
+    return ["scorer=none", *(f"+{word}" for word in words)]
+
+
+@pytest.mark.parametrize(
+    ("scorer", "name", "count"),
+    [
+        (["scorer=reward_ensemble", "scorer.sources=[a,b,c]"], "3 reward models", 3),
+        (weighted(one=PACKED, two=FUNCTION), "reward model", 1),
+        (weighted(one=PACKED, two=FUNCTION, three=PACKED), "2 reward models", 2),
+    ],
+)
+def test_every_reward_model_that_is_held_is_counted_in_every_phase(scorer, name, count):
+    words = ["+experiment=ppo", "plan.device=cuda"]  # the built-in world's models
+    one, several = (phases.plan(read(*words, *more).run) for more in ([], scorer))
+    size = one.models["reward model"]
+    assert several.models[name] == count * size > 0
+    for before, after in zip(one.phases, several.phases, strict=True):
+        assert after.parts[WEIGHTS] - before.parts[WEIGHTS] == (count - 1) * size, after.name
+
+
+def test_reward_models_of_several_kinds_are_counted_alike_and_that_is_said():
+    text = f"{{_target_: {BASE.replace('base', 'text_reward_model')}.TextRewardModelScorer"
+    small, large = f"{text}, source: x, dtype: bfloat16}}", f"{text}, source: y}}"
+    words = ["+experiment=ppo", "plan.device=cuda"]
+    found = read(*words, *weighted(one=small, two=large, three=small))
+    assert (found.run.scoring.count, found.run.scoring.dtype) == (3, torch.float32)
+    assert "3 reward models that differ are counted like the largest" in found.notes
+    adapter = f"{{_target_: {BASE.replace('base', 'adapter')}.RewardAdapterScorer, source: x}}"
+    found = read(*words, *weighted(one=adapter, two=large))
+    assert (found.run.scoring.kind, found.run.scoring.count) == ("model", 1)
+    assert "reward adapters beside a reward model are not counted" in found.notes
+
+
+def test_what_holds_models_that_are_not_counted_is_named(monkeypatch):
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "rewards.")
+    words = ["+experiment=ppo", "plan.device=cuda"]
+    second = "doctor.second_scorer is not counted: its models are whole on every device"
+    for overrides, expected in (
+        ([], []),
+        (["scorer=function", "scorer.function=rewards.py:score"], []),
+        (weighted(one=FUNCTION, two=OWN), ["what rewards.OwnScorer holds is not counted"]),
+        ([f"doctor.second_scorer={PACKED}"], [second]),
+        ([f"doctor.second_scorer={OWN}"], [second]),
+        ([f"doctor.second_scorer={FUNCTION}"], []),
+    ):
+        notes = read(*words, *overrides).notes
+        assert [note for note in notes if "not counted" in note] == expected, overrides
+    larger = "evaluation.larger_reward_model=artifacts/other/reward"
+    told = "evaluation.larger_reward_model is not counted: it is held in the evaluation"
+    assert told in read("+experiment=reward", "plan.device=cuda", larger).notes
+    assert told not in read("+experiment=reward", "plan.device=cuda").notes
 
 
 def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it_does():

@@ -180,6 +180,45 @@ def test_a_job_that_fails_does_not_stop_a_sweep_which_ends_in_one_page(tmp_path,
     )
 
 
+# As Optuna's does where no trial completed: `study.best_trial` raises.
+RAISING = """
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+
+class RaisingSweeper(BasicSweeper):
+    def sweep(self, arguments):
+        super().sweep(arguments)
+        raise ValueError("No trials are completed yet.")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_sweep_whose_sweeper_fails_at_the_end_names_its_jobs_and_has_its_page(tmp_path):
+    plugins = tmp_path / "plugins" / "hydra_plugins"
+    plugins.mkdir(parents=True)
+    (plugins / "raising.py").write_text(RAISING)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "rlhf_lightning.train", "-m", "+experiment=base", *SMALL),
+            "module.sft.learning_rate=-1,-2",
+            "hydra.sweep.dir=outputs/multirun/rates",
+            "hydra.sweeper._target_=hydra_plugins.raising.RaisingSweeper",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(plugins.parent)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "ValueError: No trials are completed yet." in done.stderr
+    assert done.stderr.count("2 of 2 jobs failed:\n  0  module.sft.learning_rate=-1: ") == 1
+    page = (tmp_path / "outputs/multirun/rates/comparison.html").read_text()
+    assert "2 did not end" in page
+
+
 def values_of(override):
     """What a sweep gives to a key: of an interval its ends."""
     if override.is_interval_sweep():

@@ -98,6 +98,23 @@ def test_few_layers_say_what_all_of_them_hold_and_receive(tiny):
     assert tiny.peaks == pytest.approx(whole.peaks, rel=0.001)
 
 
+@pytest.mark.slow
+def test_a_rank_holds_its_share_of_every_reward_model_and_the_plan_says_so():
+    run = replace(ppo(TINY, 8), batch_size=16, prompt_length=64, response_length=64)
+    three = replace(run, scoring=replace(run.scoring, count=3))
+    one, several = simulate(run), simulate(three)
+    vocabulary, layer = 1024 * 128 + 128, 3 * 128**2 + 3 * 128 * 256 + 2 * 128
+    member = 4 * (vocabulary + 6 * layer + 128) / 8
+    assert several.shards - one.shards == pytest.approx(2 * member, rel=0.01)
+    for phase in ("start", "score"):  # its weights on the way to the ranks, and to compute
+        assert several.received[phase] > one.received[phase], phase
+    totals = [{phase.name: phase.total for phase in plan(r).phases} for r in (run, three)]
+    for phase in ("generate", "score", "update"):
+        assert totals[1][phase] - totals[0][phase] == pytest.approx(2 * member, rel=0.01)
+        more = several.peaks[phase] - one.peaks[phase]
+        assert more == pytest.approx(2 * member, rel=0.01), phase
+
+
 def assert_plan_agrees(run: Run) -> dict[str, float]:
     found, planned = simulate(run), {phase.name: phase.total for phase in plan(run).phases}
     for phase, total in planned.items():

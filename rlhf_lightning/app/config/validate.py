@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -37,6 +38,7 @@ from rlhf_lightning.app.config.targets import (
     trusted_targets,
 )
 from rlhf_lightning.app.stages.spec import StageError, find_stage
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 BUILT_IN_CALLBACKS = {
@@ -94,6 +96,8 @@ def read_settings(
     _check_nothing_missing(found.resolved)
     if isinstance(found, TrainSettings):
         _check_training(found)
+        if not saved:  # earlier versions trained with a doctor that did nothing
+            _check_doctor(found)
     return found
 
 
@@ -184,6 +188,32 @@ def _check_training(settings: TrainSettings) -> None:
         )
     _check_batch_divides(settings)
     settings.spec.check(settings)
+
+
+def _check_doctor(settings: TrainSettings) -> None:
+    """Refuse settings of the doctor where it does not watch: they would do nothing, in silence.
+
+    Raises:
+        ConfigError: with the first setting that is not the default.
+    """
+    doctor, stage = settings.doctor, settings.spec
+    if doctor is None or stage.rolls_out:
+        return
+    actions, usual = doctor.actions, asdict(DoctorThresholds())
+    given = [] if actions is None else [("actions.on_alarm", actions.on_alarm)]
+    for name, value in asdict(doctor.thresholds).items():
+        given += [] if value == usual[name] else [(f"thresholds.{name}", value)]
+    usual_file = "default"
+    for key, default in primary(f"doctor/{usual_file}").items():
+        value = settings.select(f"doctor.{key}")
+        given += [] if key in ("defaults", "actions") or value == default else [(key, value)]
+    if given:
+        key, value = given[0]
+        raise ConfigError(
+            f"doctor.{key}={value}: the doctor watches PPO, GRPO and their relatives, and "
+            f"{stage.title} has no rollouts to watch: use doctor=default, or in a pipeline set it "
+            "for PPO alone, such as ppo:doctor=act"
+        )
 
 
 def _check_batch_divides(settings: TrainSettings) -> None:

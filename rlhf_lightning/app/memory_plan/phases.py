@@ -111,10 +111,13 @@ class Parts:
             found[names[kind]] = weights(kind)[TRAINED]
         if run.spec.holds_reference and run.style.lora is None:
             found["reference"] = weights(REFERENCE)[FROZEN]
+        count = run.scoring.count
         if run.scoring.kind == "model":
-            found["reward model"] = weights(REWARD)[FROZEN]
+            name = "reward model" if count == 1 else f"{count} reward models"
+            found[name] = count * weights(REWARD)[FROZEN]
         elif run.scoring.kind == "adapter":
-            found["reward model's adapter"] = weights(VALUE)[TRAINED]
+            name = "reward model's adapter" if count == 1 else f"{count} reward models' adapters"
+            found[name] = count * weights(VALUE)[TRAINED]
         return {name: self._share(size) for name, size in found.items()}
 
     def optimizer(self, kind: str) -> dict[str, int]:

@@ -250,7 +250,7 @@ def _served(run: Run, planned: Plan) -> Iterator[Option]:
 def _adapted(run: Run, _: Plan) -> Iterator[Option]:
     own = run.scoring.kind == "model" and run.scoring.shape is None
     extra = ("scorer=reward_adapter",) if own else ()
-    changed = replace(run, scoring=replace(run.scoring, kind="adapter")) if own else run
+    changed = replace(run, scoring=replace(run.scoring, kind="adapter", count=1)) if own else run
     if run.style.lora is None:
         style = replace(run.style, lora=LoraHparams(base_precision=run.style.precision))
         yield Option(("lora=lora", *extra), RESULT, replace(changed, style=style))

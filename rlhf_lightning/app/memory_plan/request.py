@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,6 +81,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         notes.append("strategy.cpu_offload is counted as if nothing were offloaded")
     if strategy.gradient_sync == "step":
         notes.append("strategy.gradient_sync=step keeps 4 bytes a trained weight more in an update")
+    notes += _uncounted(settings)
     if run.served:
         notes.append("what the servers of rollout=vllm_server hold is not counted")
     elif settings.rollout.class_name != "CachedGenerator":
@@ -181,14 +182,49 @@ def _scoring(settings: TrainSettings, plan: PlanGroup, notes: list[str]) -> Scor
         return Scoring()
     named = plan.reward_model
     shape = None if named is None else named_shape(named)
-    found = [_one_scorer(part, shape) for part in _scorers(settings.scorer.node())]
+    found = []
+    for node in _scorers(settings.scorer.node()):
+        scoring = _one_scorer(node, shape)
+        if scoring is None:
+            notes.append(f"what {node.get('_target_')} holds is not counted")
+        else:
+            found.append(scoring)
     models = [scoring for scoring in found if scoring.kind == "model"]
-    if len(models) > 1:
-        notes.append(f"{len(models)} reward models are counted as one")
-    if models and shape is None:
-        notes.append("the reward model has the policy's shape (plan.reward_model=NAME: another)")
     adapters = [scoring for scoring in found if scoring.kind == "adapter"]
-    return next(iter(models + adapters), Scoring())
+    if models and shape is None:
+        which = "the" if _number(models) == 1 else "each"
+        other = "(plan.reward_model=NAME: another)"
+        notes.append(f"{which} reward model has the policy's shape {other}")
+    if models and adapters:
+        notes.append("reward adapters beside a reward model are not counted")
+    alike = models or adapters
+    if not alike:
+        return Scoring()
+    if len({replace(scoring, count=1) for scoring in alike}) > 1:
+        notes.append(f"{_number(alike)} reward models that differ are counted like the largest")
+    largest = max(alike, key=_size)
+    return replace(largest, count=_number(alike))
+
+
+def _number(scorings: Sequence[Scoring]) -> int:
+    return sum(scoring.count for scoring in scorings)
+
+
+def _size(scoring: Scoring) -> tuple[bool, bool, int]:
+    """Return what sorts reward models of one shape: fp32 weights first, then rows in a forward."""
+    rows = scoring.micro_batch_size
+    return scoring.dtype == torch.float32, rows is None, rows or 0
+
+
+def _uncounted(settings: TrainSettings) -> Iterator[str]:
+    """Yield what holds reward models besides `scorer`; their shapes are not known."""
+    second = None if settings.doctor is None else settings.doctor.second_scorer
+    if second is not None:
+        found = [_one_scorer(node, None) for node in _scorers(second.node())]
+        if any(scoring is None or scoring.kind != "none" for scoring in found):
+            yield "doctor.second_scorer is not counted: its models are whole on every device"
+    if settings.evaluation.larger_reward_model is not None and not settings.spec.trains_policy:
+        yield "evaluation.larger_reward_model is not counted: it is held in the evaluation"
 
 
 def _scorers(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -198,19 +234,23 @@ def _scorers(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [node]
 
 
-def _one_scorer(node: Mapping[str, Any], shape: Shape | None) -> Scoring:
+def _one_scorer(node: Mapping[str, Any], shape: Shape | None) -> Scoring | None:
+    """Return the models of a scorer, None if its class is not known."""
     name = str(node.get("_target_", "")).rpartition(".")[2]
     rows = node.get("micro_batch_size")
+    if name in ("FunctionScorer", "HttpScorer"):
+        return Scoring()
     if name == "RewardAdapterScorer":
         return Scoring("adapter", micro_batch_size=rows)
-    if name == "RewardModelScorer":
+    if name in ("RewardModelScorer", "RewardEnsembleScorer"):
         precision = node.get("load", {}).get("precision")
         dtype = torch.float32 if precision is None else None
-        return Scoring("model", shape, dtype, rows)
+        count = len(node["sources"]) if name == "RewardEnsembleScorer" else 1
+        return Scoring("model", shape, dtype, rows, count=count)
     if name == "TextRewardModelScorer":
         dtype = torch.bfloat16 if node.get("dtype") == "bfloat16" else torch.float32
         return Scoring("model", shape, dtype, rows, node.get("max_length"))
-    return Scoring()
+    return None
 
 
 def _validation_rows(settings: TrainSettings) -> int:

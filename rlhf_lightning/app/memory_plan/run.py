@@ -107,7 +107,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Scoring:
-    """The reward model of PPO.
+    """The reward models of PPO.
 
     Args:
         kind: `none` (a function, a service), `adapter` on the policy's base, or a `model`.
@@ -115,6 +115,7 @@ class Scoring:
         dtype: of its weights; None for what the factory makes of them under this precision.
         micro_batch_size: rows in one forward; None for all.
         max_length: tokens of a row; None for prompt and answer.
+        count: of models or adapters, all alike and all held at once.
     """
 
     kind: Literal["none", "adapter", "model"] = "none"
@@ -122,6 +123,7 @@ class Scoring:
     dtype: torch.dtype | None = None
     micro_batch_size: int | None = None
     max_length: int | None = None
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Run:
         num_minibatches: optimizer steps of one pass over the rollout.
         num_passes: over the rollout.
         with_entropy: PPO's loss has an entropy bonus.
-        scoring: the reward model of PPO.
+        scoring: the reward models of PPO.
         validation_rows: of a validation batch on one device; 0 without validation.
         evaluation: what follows training; None where nothing does.
         read_at_once: prompt tokens that generation reads in one forward.

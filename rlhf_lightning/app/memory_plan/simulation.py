@@ -177,10 +177,10 @@ class _Rank:
         kinds = [*run.spec.trains]
         if run.spec.holds_reference:
             kinds.append(REFERENCE)
-        if run.scoring.kind == "model":
-            kinds.append(REWARD)
+        count = run.scoring.count if run.scoring.kind == "model" else 0
+        rewards = {f"{REWARD} {n}": fake.build(REWARD, num_layers) for n in range(1, count + 1)}
         if run.style.lora is None:
-            return {kind: fake.build(kind, num_layers) for kind in kinds}
+            return {kind: fake.build(kind, num_layers) for kind in kinds} | rewards
         first = fake.build(kinds[0], num_layers)
         built: dict[str, Any] = {kinds[0]: first}
         with torch.device("meta"):
@@ -189,9 +189,7 @@ class _Rank:
                     built[kind] = add_scalar_model(first.base, "value", init_std=0.0, seed=0)
         if REFERENCE in kinds:
             built[REFERENCE] = AdaptedPolicy(first.base, None)
-        if REWARD in kinds:
-            built[REWARD] = fake.build(REWARD, num_layers)
-        return built
+        return built | rewards
 
     def run_phases(self) -> dict[str, Counter[str]]:
         """Return bytes that were alive and received, by `phase:segment`."""
@@ -286,9 +284,10 @@ class _Rank:
             tracker.enter(f"{GENERATE}:end")
         rows = min(run.micro_batch_size or run.rows, run.rows)
         for kind, model in self.built.items():
-            own = run.scoring.micro_batch_size if kind == REWARD else rows
+            scores = kind.startswith(REWARD)
+            own = run.scoring.micro_batch_size if scores else rows
             together = min(own or run.rows, run.rows)
-            asked = 1 if kind == REWARD else run.response_length
+            asked = 1 if scores else run.response_length
             # Policy and reference are gathered once for all their micro-batches.
             at_once = kind in (POLICY, REFERENCE)
             tracker.enter(f"{SCORE}:{kind} gather")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.metric_catalog import duration
 from rlhf_lightning.runs.summary import (
+    GateResult,
     Status,
     Summary,
     new_summary,
@@ -224,10 +226,21 @@ def _tell(folder: RunFolder, summary: Summary) -> None:
     write_report(folder)
     print_verdict(summary, folder)
     total = duration(summary.seconds.get("total", 0.0))
-    failed = sum(not gate.passed for gate in summary.gates)
-    passed = "all gates passed" if summary.gates else "done; there were no gates"
-    outcome = f"done, with {failed} gates failed and accepted" if failed else passed
-    say(f"{summary.cause or outcome} ({total} in the stages)")
+    say(f"{summary.cause or _gates_in_words(summary.gates)} ({total} in the stages)")
+
+
+def _gates_in_words(gates: Sequence[GateResult]) -> str:
+    """Return how many gates passed, failed and were accepted, and were not measured."""
+    if not gates:
+        return "done; there were no gates"
+    count = Counter(gate.word for gate in gates)
+    if count["passed"] == len(gates):
+        return "all gates passed"
+    if count["not measured"] == len(gates):
+        return "no gate could be measured"
+    passed = f"{count['passed']} gate{'s' * (count['passed'] != 1)} passed"
+    others = [(count["NOT PASSED"], "failed and accepted"), (count["not measured"], "not measured")]
+    return ", ".join([passed, *(f"{number} {word}" for number, word in others if number)])
 
 
 def _job(cfg: Any) -> None:

@@ -11,7 +11,7 @@ from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.detectors import Transition
 from rlhf_lightning.doctor.interventions import Intervention
 from rlhf_lightning.doctor.preflight_checks import Check
-from rlhf_lightning.doctor.spec import HEALTHY, LEVELS
+from rlhf_lightning.doctor.spec import ALARM, HEALTHY, LEVELS
 from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
 from rlhf_lightning.runs.folder import RunFolder
 
@@ -98,9 +98,11 @@ class AlertLog:
         advice = f". Usual cause: {spec.cause}. What helps: {spec.remedy}" if worse else ""
         message = f"iteration {iteration}: {event.message}{advice}"
         self._add(event, message, warns=worse)
+        # W&B drops a second alert of one title within a minute: warning and alarm have their own.
+        title = f"{spec.title} ({event.level})"
         for each in loggers if worse and self._writes else ():
             if (alert := getattr(each, "alert", None)) is not None:
-                alert(spec.title, message)
+                alert(title, message, "ERROR" if transition.after == ALARM else "WARN")
 
     def note_action(self, iteration: int, intervention: Intervention) -> None:
         """Add a change of a control."""
