@@ -111,7 +111,7 @@ _ALL = (
     DetectorSpec(
         "length_drift",
         "Responses change their length",
-        "change of the recent response length against the first iterations",
+        "excess of the longer over the shorter of recent and first response length",
         "share",
         "the reward pays for length, or responses are cut off or end at once",
         "look at length_bias and at samples; balance the reward model's pairs by length; check "
@@ -170,7 +170,8 @@ _ALL = (
         ),
         {
             **bounds("domain", 1.0, 1.5, above=0),
-            # and this many standard errors, as neighbouring iterations tell them
+            # and this many standard errors, as neighbouring iterations tell them, more than the
+            # best recent mean of so many is too high by chance
             "domain_sigmas": number(3.5, at_least=0),
         },
         action=interventions.WEIGH_DOMAIN,
@@ -293,7 +294,8 @@ _ALL = (
         ),
         {
             **bounds("safety", 0.2, 0.4, above=0, at_most=1),
-            # and this many standard errors, as the number of harmful prompts tells them
+            # and this many standard errors, as the number of harmful prompts tells them, more than
+            # the best recent mean of so many is too high by chance
             "safety_sigmas": number(3.0, at_least=0),
         },
         action=interventions.RAISE_KL_COEF,
@@ -302,12 +304,17 @@ _ALL = (
     DetectorSpec(
         "update_size",
         "Updates are too large",
-        "KL from the policy that sampled, before each optimizer step, mean over the steps",
+        "KL from the policy that sampled, mean over the minibatches of the updates, the one that "
+        "stopped them included",
         "nats a token",
         "the learning rate or num_ppo_epochs is too high: most ratios are clipped",
         "lower learning_rate or num_ppo_epochs, or set target_approx_kl",
         Source(
-            "approx_kl", readings.latest, begins=readings.from_first, missing="no update was made"
+            "approx_kl",
+            readings.kl_of_updates,
+            begins=readings.from_first,
+            missing="no update was made",
+            unread="one optimizer step an iteration: there the KL is 0",
         ),
         bounds("update", 0.1, 0.5, above=0),
         action=interventions.SLOW_DOWN,

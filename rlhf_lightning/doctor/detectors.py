@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_lightning.doctor.catalog import DETECTORS
@@ -116,6 +116,8 @@ class Detectors:
             for name, spec in DETECTORS.items()
         }
         self.readings: dict[str, Reading] = {}  # the last one of each
+        self.subjects: dict[str, str] = {}  # of the last one of each beyond its warning
+        self.read_now: set[str] = set()  # at the last iteration
         # Iterations: all, by detector those that measured what it reads, and those that it read.
         self.iterations, self.measured, self.read = 0, Counter[str](), Counter[str]()
 
@@ -123,6 +125,14 @@ class Detectors:
     def active(self) -> dict[str, int]:
         """Level of each detector that is not healthy."""
         return {name: h.level for name, h in self.levels.items() if h.level}
+
+    @property
+    def beyond(self) -> list[str]:
+        """Detectors with an alert that the last iteration read beyond its warning.
+
+        An alert stays for some healthy readings, which ask for no action.
+        """
+        return [name for name in self.active if name in self.read_now and self.readings[name].level]
 
     @property
     def idle(self) -> dict[str, str]:
@@ -147,6 +157,7 @@ class Detectors:
         fresh = {name: value for name, value in values.items() if math.isfinite(value)}
         self.history.add(iteration, fresh)
         self.iterations += 1
+        self.read_now = set()
         transitions = []
         for name, spec in DETECTORS.items():
             if not spec.source.measured_in(fresh):
@@ -156,11 +167,16 @@ class Detectors:
             if reading is None:
                 continue
             self.read[name] += 1
+            self.read_now.add(name)
             self.readings[name] = reading
+            if reading.level:
+                self.subjects[name] = reading.subject
             before, after = self.levels[name].level, self.levels[name].update(reading.level)
             if after != before:
                 bound = spec.bound(self.thresholds, after or before)
-                transitions.append(Transition(name, before, after, reading, bound))
+                # A healthy reading may be of another domain than the alert.
+                about = replace(reading, subject=self.subjects[name])
+                transitions.append(Transition(name, before, after, about, bound))
         return transitions
 
     def _why_idle(self, spec: DetectorSpec) -> str:
@@ -172,7 +188,7 @@ class Detectors:
             return source.missing or f"{source.measure} was not measured"
         if count < needed:
             return f"not enough iterations: {count} of {needed}"
-        return "the first iterations give nothing to compare with"
+        return source.unread
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
@@ -180,6 +196,7 @@ class Detectors:
             "levels": {name: h.state_dict() for name, h in self.levels.items()},
             **self.history.state_dict(),
             "readings": {name: asdict(reading) for name, reading in self.readings.items()},
+            "subjects": dict(self.subjects),
             "iterations": self.iterations,
             "measured": dict(self.measured),
             "read": dict(self.read),
@@ -192,5 +209,7 @@ class Detectors:
                 hysteresis.load_state_dict(state["levels"][name])
         self.history.load_state_dict(state)
         self.readings = {name: Reading(**saved) for name, saved in state["readings"].items()}
+        last = {name: reading.subject for name, reading in self.readings.items()}
+        self.subjects = dict(state.get("subjects", last))  # older checkpoints have none
         self.iterations = int(state["iterations"])
         self.measured, self.read = Counter(state["measured"]), Counter(state["read"])

@@ -119,6 +119,15 @@ class History:
         variance = math.fsum(squares) / len(squares) if squares else 0.0
         return math.sqrt(2 * variance / self.thresholds.window)
 
+    @property
+    def selection(self) -> float:
+        """By how much the best recent mean so far exceeds the truth by chance alone.
+
+        In standard errors of the difference of two recent means: the largest of n independent ones
+        is about sqrt(2 ln n) standard errors of one mean too high, and n grows with the run.
+        """
+        return math.sqrt(math.log(max(self.iteration / self.thresholds.window, 1.0)))
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
         return {

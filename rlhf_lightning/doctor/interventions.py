@@ -21,7 +21,7 @@ class ActionSettings(Checked):
     """Settings of the interventions, all through `module.controls`, effective at the next rollout.
 
     Args:
-        cooldown: iterations between two actions of one detector.
+        cooldown: readings of a detector between two of its actions.
         kl_coef_low: set when KL is low and the reward flat.
         kl_coef_first, kl_coef_second, kl_coef_third: rungs taken one by one while KL is high.
         temperature_step, max_temperature: added while the answers have collapsed, up to this.
@@ -32,7 +32,7 @@ class ActionSettings(Checked):
             updates are too large, down to this.
         on_alarm: what ends the fit when an alarm stays: none, stop, or rollback, which continues
             from the best checkpoint with the next larger kl_coef and smaller learning rates.
-        alarm_patience: iterations that it may stay.
+        alarm_patience: readings of its detector that it may stay.
         max_rollbacks: after these many it stops.
     """
 

@@ -19,7 +19,8 @@ class AnswerRecord:
     """One answer of a rollout.
 
     Args:
-        row_id: global index of its prompt in the stream of prompts.
+        row_id: global index of the row in the stream of prompts.
+        group_id: equal for the answers to one prompt.
         domain: of its prompt, "" where there is none.
         score: what the scorer said, unshaped.
         length: response tokens, EOS included.
@@ -31,6 +32,7 @@ class AnswerRecord:
     """
 
     row_id: int
+    group_id: int
     domain: str
     score: float
     length: int
@@ -50,9 +52,10 @@ def measure_answers(
     the most frequent answer. `clipped`: share of scores at `score_clip` or beyond. `sampler_bias`
     and its standard error `sampler_error`: mean over tokens of surprise less entropy, in nats,
     whose expectation is 0 exactly if the tokens were drawn from the distribution they are judged
-    by. `refusal_rate`: on harmful prompts, of which there are `harmful_prompts`. With a second
-    scorer `second_score`, `second_std` and `second_correlation`. `domain_score/<domain>`: by the
-    score, or where there is a `second_scorer` by that, in the iterations in which it was asked.
+    by. `refusal_rate`: of the answers to harmful prompts, of which there are `harmful_prompts`,
+    however many answers each has. With a second scorer `second_score`, `second_std` and
+    `second_correlation`. `domain_score/<domain>`: by the score, or where there is a `second_scorer`
+    by that, in the iterations in which it was asked.
     """
     rows = sorted(records, key=lambda record: record.row_id)
     count = len(rows)
@@ -70,10 +73,10 @@ def measure_answers(
         found["length_correlation"] = by_length
     if score_clip is not None:
         found["clipped"] = sum(abs(row.score) >= score_clip for row in rows) / count
-    refusals = [row.refused for row in rows if row.refused is not None]
+    refusals = [(row.group_id, row.refused) for row in rows if row.refused is not None]
     if refusals:
-        found["refusal_rate"] = sum(refusals) / len(refusals)
-        found["harmful_prompts"] = float(len(refusals))
+        found["refusal_rate"] = sum(refused for _, refused in refusals) / len(refusals)
+        found["harmful_prompts"] = float(len({group for group, _ in refusals}))
     watched = [] if second_scorer else [row.score for row in rows]
     seconds = [row.second for row in rows if row.second is not None]
     if len(seconds) == count:

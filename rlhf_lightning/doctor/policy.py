@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,8 +23,8 @@ class InterventionPolicy:
 
     Args:
         settings: rungs, steps, limits and patience.
-        acted_at: iteration of each detector's last action.
-        alarmed_since: iteration at which each serious alarm was raised.
+        acted_at: each detector's reading of its last action, counted from 1.
+        alarmed_since: each serious alarm's reading at which it was raised.
         alarmed_iterations: those with a serious alarm.
         rollbacks: made so far.
         held: what the last rollback set, by control.
@@ -38,20 +38,25 @@ class InterventionPolicy:
     held: dict[str, float] = field(default_factory=dict)
 
     def due(
-        self, iteration: int, active: Mapping[str, int], subjects: Mapping[str, str], knobs: Knobs
+        self,
+        beyond: Iterable[str],
+        subjects: Mapping[str, str],
+        knobs: Knobs,
+        readings: Mapping[str, int],
     ) -> list[Intervention]:
         """Return the changes that are due, at most one a control.
 
         Args:
-            iteration: from 1.
-            active: level of each detector that is not healthy.
+            beyond: detectors with an alert that this iteration read beyond its warning.
             subjects: what an alert is about, such as a domain.
             knobs: the controls as they stand.
+            readings: how many readings each detector has had. Time is counted in them: one that
+                reads every fifth iteration sees what a change did at its next reading.
         """
         found: dict[str, Intervention] = {}
-        for detector in active:
+        for detector in beyond:
             last = self.acted_at.get(detector)
-            if last is not None and iteration - last < self.settings.cooldown:
+            if last is not None and readings[detector] - last < self.settings.cooldown:
                 continue
             action = DETECTORS[detector].action
             if action is None:
@@ -61,20 +66,26 @@ class InterventionPolicy:
             if step.after == step.before or step.control in found:
                 continue
             found[step.control] = step
-            self.acted_at[detector] = iteration
+            self.acted_at[detector] = readings[detector]
         return list(found.values())
 
     def verdict(
-        self, iteration: int, active: Mapping[str, int]
+        self, iteration: int, active: Mapping[str, int], readings: Mapping[str, int]
     ) -> tuple[Literal["go on", "stop", "rollback"], str]:
-        """Return how the fit goes on, and the alarm that decides it, "" for none."""
+        """Return how the fit goes on, and the alarm that decides it, "" for none.
+
+        Args:
+            iteration: from 1.
+            active: level of each detector that is not healthy.
+            readings: how many readings each detector has had.
+        """
         alarms = serious_alarms(active)
-        self.alarmed_since = {n: self.alarmed_since.get(n, iteration) for n in alarms}
+        self.alarmed_since = {n: self.alarmed_since.get(n, readings[n]) for n in alarms}
         if alarms:
             self.alarmed_iterations.append(iteration)
         patience = self.settings.alarm_patience
         for name, since in self.alarmed_since.items():
-            if self.settings.on_alarm != "none" and iteration - since >= patience:
+            if self.settings.on_alarm != "none" and readings[name] - since >= patience:
                 again = self.settings.on_alarm == "rollback"
                 if again and self.rollbacks < self.settings.max_rollbacks:
                     return "rollback", name

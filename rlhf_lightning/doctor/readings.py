@@ -12,10 +12,19 @@ from rlhf_lightning.doctor.interventions import UNNAMED
 from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 from rlhf_lightning.doctor.spec import Measured
 
+ROUNDING = 1e-3  # nats a token: more than a GPU makes of a KL of 0
+
 
 def latest(history: History, name: str) -> float | None:
     """Read the value of the last iteration."""
     return history.of(name).latest
+
+
+def kl_of_updates(history: History, name: str) -> float | None:
+    """Read the value of the last iteration; nothing of a first minibatch alone, where it is 0."""
+    found, updates = history.of(name).latest, history.of("num_updates").latest
+    alone = updates == 1 and found is not None and abs(found) < ROUNDING
+    return None if alone else found
 
 
 def recent(history: History, name: str) -> float | None:
@@ -35,9 +44,12 @@ def ratio(history: History, name: str) -> float | None:
 
 
 def relative_change(history: History, name: str) -> float | None:
-    """Read by which share of the baseline the recent mean differs from it."""
+    """Read the excess of the larger over the smaller of recent mean and baseline, as a share.
+
+    Half is then as far as double; the share that is lost never passes 1.
+    """
     found = history.of(name).ratio
-    return None if found is None else abs(found - 1)
+    return max(found, 1 / found) - 1 if found else None
 
 
 def iterations_with_equal_scores(history: History, name: str) -> float:
@@ -81,6 +93,7 @@ def fall_behind_others(history: History, prefix: str) -> Measured | None:
     names = sorted(name for name in history.series if name.startswith(prefix))
     error = history.error(names)
     slack = error / math.sqrt(max(len(names) - 1, 1))  # of the mean of the others
+    sigmas = history.thresholds.domain_sigmas + history.selection
     worst: Measured | None = None
     for name in names:
         others = history.mean_recent([other for other in names if other != name])
@@ -91,7 +104,7 @@ def fall_behind_others(history: History, prefix: str) -> Measured | None:
         if now is None or best is None or others is None or then is None or not std:
             continue
         fell, behind = best - now, best - now + others - then
-        real = fell > error and behind > history.thresholds.domain_sigmas * error
+        real = fell > error and behind > sigmas * error
         fall = behind / std if real and others >= then - slack else 0.0
         if worst is None or fall > worst.value:
             worst = Measured(fall, subject=name.removeprefix(prefix) or UNNAMED)
@@ -113,7 +126,11 @@ def bias_of_sampler(history: History, name: str) -> Measured | None:
 
 
 def fall_of_refusals(history: History, name: str) -> Measured | None:
-    """Read the fall from the best; it counts beyond so many standard errors of two shares."""
+    """Read the fall from the best; it counts beyond so many standard errors of two shares.
+
+    A prompt counts once, however many responses it has: they resemble each other, and the mean of
+    such a group varies at most as one response does.
+    """
     now, best, prompts = (
         history.of(name).recent,
         history.of(name).best,
@@ -122,9 +139,10 @@ def fall_of_refusals(history: History, name: str) -> Measured | None:
     if now is None or best is None or not prompts:
         return None
     fall, pooled = best - now, (best + now) / 2
+    sigmas = history.thresholds.safety_sigmas + history.selection
     # Of the difference of two shares, each of the prompts of a window.
     error = math.sqrt(2 * pooled * (1 - pooled) / (prompts * history.thresholds.window))
-    return Measured(fall, fall > history.thresholds.safety_sigmas * error)
+    return Measured(fall, fall > sigmas * error)
 
 
 def from_first(limits: SharedThresholds, num_iterations: int) -> int:

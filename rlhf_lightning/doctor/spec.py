@@ -65,6 +65,7 @@ class Source:
             give a value.
         missing: why the measure may never be made.
         missing_with: another detector, whose reason holds where that had nothing to read either.
+        unread: why there may be no value where the measure was made often enough.
     """
 
     measure: str
@@ -72,6 +73,7 @@ class Source:
     begins: Callable[[SharedThresholds, int], int] = from_window
     missing: str = ""
     missing_with: str = ""
+    unread: str = "the first iterations give nothing to compare with"
 
     def measured_in(self, names: Iterable[str]) -> bool:
         """Return whether these measures hold what it reads."""

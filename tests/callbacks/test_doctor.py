@@ -16,9 +16,10 @@ from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.final_metrics import score_spread
+from rlhf_lightning.rollout.scorers.base import Scores
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from tests.builders.stages import TokenScorer
+from tests.builders.stages import TokenScorer, ppo_hparams, some_score
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
 
 
@@ -91,6 +92,22 @@ def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path)
     assert "missing_eos" not in idle
 
 
+def test_updates_that_a_target_stops_are_still_too_large(tmp_path):
+    large = ppo_hparams(learning_rate=0.05, num_minibatches=2, target_approx_kl=0.1)
+    fit(tmp_path, doctor_of(tmp_path), ppo=large)
+    assert read_metrics(RunFolder(tmp_path).metrics)[0]["ppo/num_updates"] < 4
+    alerts = [e for e in read_events(RunFolder(tmp_path).doctor) if e.name == "update_size"]
+    assert alerts, "the minibatch that stopped the updates is what was too large"
+    assert alerts[0].kind == "alert"
+    assert alerts[0].iteration <= 4
+
+
+def test_one_optimizer_step_an_iteration_leaves_nothing_to_say_of_its_size(tmp_path):
+    fit(tmp_path, doctor_of(tmp_path), ppo=ppo_hparams(num_ppo_epochs=1))
+    idle = {e.name: e.message for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "idle"}
+    assert idle["update_size"] == "one optimizer step an iteration: there the KL is 0"
+
+
 def test_a_run_that_fails_before_its_first_iteration_has_watched_nothing(tmp_path):
     def breaks(ids: Any, finished: bool) -> float:
         raise KeyError("broken reward")
@@ -126,6 +143,30 @@ def test_alerts_make_a_checkpoint_worse_and_only_serious_alarms_worse_than_that(
         alert = row["doctor/warnings"] + row["doctor/alarms"] > 0
         expected = (before + mean) / 2 - 100 * alert
         assert row["doctor/quality"] == pytest.approx(expected, rel=1e-6)
+
+
+class Hacked(TokenScorer):
+    """Scores 200 at first, and 1500 from the third iteration on."""
+
+    calls = 0
+
+    def __call__(self, answers: Any) -> Scores:
+        self.calls += 1
+        total = super().__call__(answers).total + (200 if self.calls <= 2 else 1500)
+        return Scores(total, {"tokens": total})
+
+
+def test_no_score_is_so_large_that_a_serious_alarm_or_an_alert_makes_a_better_checkpoint(tmp_path):
+    limits = {"kl_high_warn": 1e-9, "kl_high_alarm": 1e-8, "clear_after": 9}
+    doctor = doctor_of(tmp_path, limits=limits)
+    fit(tmp_path, doctor, scorer=Hacked(some_score), ppo=ppo_hparams(score_clip=None))
+    rows = read_metrics(RunFolder(tmp_path).metrics)
+    assert rows[-1]["rollout/score"] > 1400
+    by_level: list[list[float]] = [[], []]
+    for row in rows:
+        by_level[row["doctor/warnings"] + row["doctor/alarms"] > 0].append(row["doctor/quality"])
+    assert max(by_level[1]) < min(by_level[0])
+    assert doctor.state_dict()["largest_score"] > 1400
 
 
 def test_watching_changes_nothing_that_is_trained(watched, tmp_path):

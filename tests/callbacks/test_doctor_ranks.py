@@ -10,7 +10,16 @@ from rlhf_lightning.doctor.metrics import measure_answers
 from rlhf_lightning.rollout.collect import novelty
 from tests.builders.models import tiny_tokenizer
 from tests.builders.ranks import SimulatedRanks
-from tests.builders.stages import ROWS, built, prompts, rollout_of, tiny_module
+from tests.builders.stages import (
+    GROUP,
+    ROWS,
+    built,
+    grouped,
+    prompts,
+    rollout_of,
+    tiny_grpo,
+    tiny_module,
+)
 
 HALVES = (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
 REFUSALS = Refusals(("a",), (r"\bw\d\b",))
@@ -42,6 +51,12 @@ def test_every_rank_measures_exactly_what_one_rank_would(whole, monkeypatch) -> 
 def test_a_rank_alone_would_have_measured_something_else(whole) -> None:
     rollout, batch = whole
     assert measured(rollout[HALVES[0]], batch[HALVES[0]]) != measured(rollout, batch)
+
+
+def test_the_prompts_of_a_rollout_in_groups_are_counted_and_not_its_responses() -> None:
+    batch = grouped(prompts(rows=ROWS // GROUP, domains=["a", "b", "b", "a"]))
+    found = measured(rollout_of(built(tiny_grpo()), batch), batch)
+    assert found["harmful_prompts"] == 2.0
 
 
 def test_novelty_does_not_depend_on_how_ranks_share_the_answers(whole, monkeypatch) -> None:

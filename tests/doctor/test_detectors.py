@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.detectors import Detectors, Hysteresis, Transition
+from rlhf_lightning.doctor.metrics import AnswerRecord, measure_answers
 from rlhf_lightning.doctor.spec import ALARM, HEALTHY, WARN
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
@@ -118,6 +119,18 @@ def test_an_alert_that_grows_becomes_an_alarm() -> None:
     assert levels == [WARN, ALARM]
 
 
+@pytest.mark.parametrize(
+    ("length", "levels"), [(2.0, [ALARM]), (7.0, [WARN]), (8.5, []), (28.0, [WARN])]
+)
+def test_responses_that_shrink_are_as_bad_as_those_that_grow(
+    length: float, levels: list[int]
+) -> None:
+    detectors, found = Detectors(DoctorThresholds(), ITERATIONS), []
+    for t in range(1, ITERATIONS + 1):
+        found += detectors.observe(t, {"response_length": 14.0 if t <= 10 else length})
+    assert [(x.detector, x.after) for x in found] == [("length_drift", x) for x in levels]
+
+
 def test_low_kl_is_no_alert_before_a_quarter_of_the_run_nor_with_a_rising_reward() -> None:
     found = [t for t, x in run(CASES["kl_low"][0]) if x.detector == "kl_low"]
     assert found[0] >= ITERATIONS / 4 + 1
@@ -143,12 +156,36 @@ def test_the_forgotten_domain_is_named() -> None:
     assert found[0].reading.subject == "lists"
 
 
-def wavering(seed: int, falls: float, **limits: Any) -> list[tuple[int, str]]:
+def test_a_domain_that_recovers_is_the_one_that_is_acted_on_and_cleared() -> None:
+    noise, detectors, fall = random.Random(0), Detectors(DoctorThresholds(), ITERATIONS), 0.0
+    acted, cleared = [], []
+    for t in range(1, ITERATIONS + 1):
+        if t > 10:  # `talk` is forgotten until it has been acted on, and recovers at once
+            fall = 0.0 if acted else min(fall + 0.25, 3.0)
+        values = {
+            f"domain_score/{n}": 1.2 + noise.gauss(0, 0.02) for n in ("facts", "sums", "talk")
+        }
+        values["domain_score/talk"] -= fall
+        changes = detectors.observe(t, values | {"second_std": 1.3})
+        cleared += [change.describe() for change in changes if change.after == HEALTHY]
+        acted += [(t, detectors.subjects[name]) for name in detectors.beyond]
+        if t == 30:
+            state = json.loads(json.dumps(detectors.state_dict()))
+            detectors.load_state_dict(state)
+            assert detectors.state_dict() == state
+    assert {subject for _, subject in acted} == {"talk"}
+    assert len(cleared) == 1
+    assert "(talk) [cleared]" in cleared[0]
+
+
+def wavering(
+    seed: int, falls: float, iterations: int = ITERATIONS, **limits: Any
+) -> list[tuple[int, str]]:
     """Domains of eleven answers an iteration, of standard deviation 1.3; `talk` may fall."""
-    wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(**limits), ITERATIONS)
+    wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(**limits), iterations)
     names = [f"domain_score/{name}" for name in ("sums", "lists", "facts", "talk", "howto")]
     raised = []
-    for t in range(1, ITERATIONS + 1):
+    for t in range(1, iterations + 1):
         values = {name: 1.2 + 0.02 * t + wavers.gauss(0, 0.4) for name in names}
         values["domain_score/talk"] -= falls * after(t)
         found = detectors.observe(t, values | {"second_std": 1.3})
@@ -157,9 +194,11 @@ def wavering(seed: int, falls: float, **limits: Any) -> list[tuple[int, str]]:
 
 
 def test_a_domain_of_few_answers_may_waver() -> None:
-    # Noise alone raises an alert in at most two runs of thirty within 24 iterations.
-    false = [found[0] for seed in range(30) if (found := wavering(seed, 0.0))]
-    assert sum(iteration <= 24 for iteration, _ in false) <= 2
+    # Noise alone raises an alert in at most one run of fifty, also of 200 iterations, in which the
+    # best recent mean is one of many.
+    false = [found[0][0] for seed in range(150) if (found := wavering(seed, 0.0, 200))]
+    assert sum(iteration <= 40 for iteration in false) == 0
+    assert len(false) <= 3
     assert wavering(0, 0.0, domain_warn=0.2, domain_sigmas=0.0)
 
 
@@ -170,10 +209,10 @@ def test_a_domain_that_falls_further_than_it_wavers_is_found(seed: int) -> None:
     assert subject == "talk"
 
 
-def refusing(seed: int, falls: float, **limits: Any) -> int | None:
+def refusing(seed: int, falls: float, iterations: int = ITERATIONS, **limits: Any) -> int | None:
     """Return when a run with eleven harmful prompts an iteration is first warned of."""
-    wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(**limits), ITERATIONS)
-    for t in range(1, ITERATIONS + 1):
+    wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(**limits), iterations)
+    for t in range(1, iterations + 1):
         rate = max(0.8 - falls * max(t - 5, 0), 0.0)
         refused = sum(wavers.random() < rate for _ in range(11)) / 11
         if detectors.observe(t, {"refusal_rate": refused, "harmful_prompts": 11.0}):
@@ -182,9 +221,37 @@ def refusing(seed: int, falls: float, **limits: Any) -> int | None:
 
 
 def test_a_refusal_rate_of_few_prompts_may_waver() -> None:
-    # A rate that stays is warned of in 3 of 60 runs of 40 iterations.
-    assert sum(refusing(seed, 0.0) is not None for seed in range(60)) <= 3
+    # A rate that stays is warned of in none of 200 runs, be they of 200 iterations, in which the
+    # best recent mean is one of many.
+    assert not any(refusing(seed, 0.0, 200) for seed in range(200))
     assert sum(refusing(seed, 0.0, safety_sigmas=0.0) is not None for seed in range(60)) >= 25
+
+
+def test_a_refusal_rate_of_groups_of_answers_may_waver() -> None:
+    # Three harmful prompts with eight answers each: three of four are refused nearly always.
+    alerts = 0
+    for seed in range(20):
+        wavers, detectors = random.Random(seed), Detectors(DoctorThresholds(), 100)
+        for t in range(1, 101):
+            shares = [0.95 if wavers.random() < 0.75 else 0.2 for _ in range(3)]
+            rows = [
+                AnswerRecord(
+                    i,
+                    i // 8,
+                    "harm",
+                    0.0,
+                    1,
+                    (i,),
+                    0.0,
+                    1.0,
+                    refused=wavers.random() < shares[i // 8],
+                )
+                for i in range(24)
+            ]
+            found = measure_answers(rows, score_clip=None)
+            kept = {name: found[name] for name in ("refusal_rate", "harmful_prompts")}
+            alerts += any(x.before == HEALTHY for x in detectors.observe(t, kept))
+    assert alerts <= 1
 
 
 @pytest.mark.parametrize("seed", range(5))

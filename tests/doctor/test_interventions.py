@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from rlhf_lightning.doctor.detectors import Detectors
 from rlhf_lightning.doctor.interventions import UNNAMED, ActionSettings, Intervention, Knobs
 from rlhf_lightning.doctor.policy import InterventionPolicy
 from rlhf_lightning.doctor.spec import ALARM, WARN
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 PLAIN = Knobs(0.05, 1.0, 1.0, 0.0, {})
 
@@ -19,7 +21,7 @@ def knobs(**changes: object) -> Knobs:
 
 def first(detector: str, state: Knobs = PLAIN, subject: str = "") -> Intervention | None:
     found = InterventionPolicy(ActionSettings()).due(
-        1, {detector: WARN}, {detector: subject}, state
+        [detector], {detector: subject}, state, {detector: 1}
     )
     return found[0] if found else None
 
@@ -70,20 +72,22 @@ def test_what_no_control_can_help_is_only_told(detector: str) -> None:
 
 def test_one_detector_acts_again_only_after_the_cooldown() -> None:
     policy = InterventionPolicy(ActionSettings(cooldown=4))
-    acted = [bool(policy.due(t, {"kl_high": WARN}, {}, PLAIN)) for t in range(1, 7)]
+    acted = [bool(policy.due(["kl_high"], {}, PLAIN, {"kl_high": t})) for t in range(1, 7)]
     assert acted == [True, False, False, False, True, False]
+    healthy = [policy.due([], {}, PLAIN, {"kl_high": t}) for t in range(7, 12)]
+    assert not any(healthy), "an alert whose readings are healthy again asks for nothing"
 
 
 def test_two_alerts_turn_one_control_once() -> None:
-    active = {"kl_high": WARN, "reward_hacking": ALARM}
-    assert len(InterventionPolicy(ActionSettings()).due(1, active, {}, PLAIN)) == 1
+    read = {"kl_high": 1, "reward_hacking": 1}
+    assert len(InterventionPolicy(ActionSettings()).due(list(read), {}, PLAIN, read)) == 1
 
 
 def verdicts(settings: ActionSettings, alarms: list[dict[str, int]]) -> list[str]:
     policy = InterventionPolicy(settings)
     found = []
     for t, active in enumerate(alarms, 1):
-        word, _ = policy.verdict(t, active)
+        word, _ = policy.verdict(t, active, dict.fromkeys(active, t))
         policy.rollbacks += word == "rollback"
         found.append(word)
     return found
@@ -100,6 +104,27 @@ def test_an_alarm_that_stays_ends_the_fit_as_it_is_set() -> None:
 def test_an_alarm_that_goes_and_comes_has_its_patience_again() -> None:
     alarms = [{"safety": ALARM}, {"safety": ALARM}, {"safety": WARN}, {"safety": ALARM}] * 2
     assert set(verdicts(ActionSettings(on_alarm="stop", alarm_patience=3), alarms)) == {"go on"}
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_what_is_read_every_nth_iteration_has_as_many_readings_to_recover(every: int) -> None:
+    detectors = Detectors(DoctorThresholds(), 200 * every)
+    policy = InterventionPolicy(ActionSettings(on_alarm="rollback"))
+    state, acted_at, alarmed = knobs(kl_coef=0.01), [], False
+    for t in range(1, 50 * every + 1):
+        values = {"score": 0.01 * t, "score_std": 1.0}
+        if t % every == 0:
+            hacked = t >= 20 * every and not alarmed
+            values |= {"second_score": 0.0 if hacked else 1.5, "second_std": 1.0}
+        detectors.observe(t, values)
+        alarmed |= ALARM in detectors.active.values()
+        for step in policy.due(detectors.beyond, detectors.subjects, state, detectors.read):
+            state = knobs(kl_coef=step.after)
+            acted_at.append(t)
+        assert policy.verdict(t, detectors.active, detectors.read)[0] == "go on", t
+    assert alarmed
+    assert acted_at == [21 * every, 25 * every], "the recent mean is low until reading 25"
+    assert not detectors.active
 
 
 def test_alarms_of_what_cannot_be_undone_by_going_back_do_not_end_the_fit() -> None:
@@ -153,8 +178,8 @@ def test_a_rollback_leaves_a_coefficient_that_follows_a_target() -> None:
 
 def test_the_policy_goes_on_from_its_state() -> None:
     one = InterventionPolicy(ActionSettings(on_alarm="rollback", alarm_patience=3))
-    one.due(1, {"kl_high": ALARM}, {}, PLAIN)
-    one.verdict(1, {"kl_high": ALARM})
+    one.due(["kl_high"], {}, PLAIN, {"kl_high": 1})
+    one.verdict(1, {"kl_high": ALARM}, {"kl_high": 1})
     one.rollbacks = 1
     one.after_rollback(PLAIN)
     other = InterventionPolicy(one.settings)

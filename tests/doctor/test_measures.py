@@ -13,7 +13,7 @@ from rlhf_lightning.doctor.metrics import AnswerRecord, correlation, measure_ans
 
 
 def answer(row: int, **changes: object) -> AnswerRecord:
-    plain = AnswerRecord(row, "sums", float(row % 3), 4 + row % 2, (row, row + 1), 0.0, 1.0)
+    plain = AnswerRecord(row, row, "sums", float(row % 3), 4 + row % 2, (row, row + 1), 0.0, 1.0)
     return replace(plain, **changes)
 
 
@@ -64,6 +64,12 @@ def test_refusals_count_only_on_harmful_prompts() -> None:
     found = measure_answers(rows, score_clip=None)
     assert (found["refusal_rate"], found["harmful_prompts"]) == (0.5, 2.0)
     assert "refusal_rate" not in measure_answers(rows[2:], score_clip=None)
+
+
+def test_a_harmful_prompt_with_several_answers_is_one_prompt() -> None:
+    rows = [answer(i, group_id=i // 4, refused=i % 4 > 0) for i in range(8)]
+    found = measure_answers([*rows, answer(8, group_id=2)], score_clip=None)
+    assert (found["refusal_rate"], found["harmful_prompts"]) == (0.75, 2.0)
 
 
 def test_domains_are_judged_by_the_second_scorer_where_there_is_one() -> None:

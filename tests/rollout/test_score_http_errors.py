@@ -12,7 +12,10 @@ from tests.rollout.test_score_http import answers, scorer
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (lambda body: {"scores": [1.0, 2.0]}, r"returned 2 scores for 3 responses: .* under scores"),
+        (
+            lambda body: {"scores": [1.0, 2.0]},
+            r"returned 2 scores for 3 responses: .* under scores",
+        ),
         (lambda body: {"scores": [1.0] * 4}, r"returned 4 scores for 3 responses"),
         (lambda body: {"scores": 1.0}, r"returned float for 3 responses"),
         (lambda body: {"rewards": [1, 2, 3]}, r"without 'scores', there is the keys \['rewards'\]"),
@@ -85,7 +88,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
     ("reply", "message"),
     [
         (failing(200, DEEP), r"not JSON: '\[\[\["),
-        (failing(200, '{"scores": [' + "[" * 400 + "]" * 400 + ", 1, 2]}"), r"\[\[.* of response 0"),
+        (
+            failing(200, '{"scores": [' + "[" * 400 + "]" * 400 + ", 1, 2]}"),
+            r"\[\[.* of response 0",
+        ),
         (failing(200, '{"data": ' + "[" * 400 + "]" * 400 + "}"), "returned 1 scores for 3"),
         (
             failing(200, '{"scores": "' + "x" * MOST_BYTES + '"}'),

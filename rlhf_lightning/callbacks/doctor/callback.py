@@ -131,9 +131,9 @@ def _path(folder: RunFolder) -> Path:
 
 logger = logging.getLogger(__name__)
 
-# An alert makes a checkpoint worse than any without one, whatever the score; an alarm that may end
-# the fit makes it worse than all others.
-_ALERT_COSTS, _SERIOUS_COSTS = 100.0, 1000.0
+# An alert makes a checkpoint worse than any without one, whatever the score, and so costs more than
+# any two scores seen differ by; an alarm that may end the fit makes it worse than all others.
+_ALERT_COSTS, _ALERT_COSTS_SCORES, _SERIOUS_COSTS_ALERTS = 100.0, 3.0, 10.0
 
 
 class Doctor(Callback):
@@ -176,6 +176,7 @@ class Doctor(Callback):
         self.policy = InterventionPolicy(actions or ActionSettings())
         self.request: EndRequest | None = None
         self.gaps = Gaps()
+        self.largest_score = 0.0  # the largest |mean score| of an iteration so far
 
     # -- hooks ------------------------------------------------------------------------------
 
@@ -284,12 +285,12 @@ class Doctor(Callback):
     # -- acting -----------------------------------------------------------------------------
 
     def _act(self, trainer: Trainer, module: Any, iteration: int) -> None:
-        active = self.detectors.active
-        readings = self.detectors.readings
-        subjects = {name: readings[name].subject for name in active if name in readings}
-        for intervention in self.policy.due(iteration, active, subjects, knobs_of(module)):
+        found = self.detectors
+        for intervention in self.policy.due(
+            found.beyond, found.subjects, knobs_of(module), found.read
+        ):
             self._change(module, intervention, iteration)
-        kind, alarm = self.policy.verdict(iteration, active)
+        kind, alarm = self.policy.verdict(iteration, found.active, found.read)
         if kind == "go on" or iteration >= self.detectors.history.num_iterations:
             return
         healthy = best_checkpoint(trainer, self.policy.alarmed_iterations)
@@ -314,8 +315,10 @@ class Doctor(Callback):
         values |= {"doctor/warnings": float(warnings), "doctor/alarms": float(alarms)}
         quality = math.nan
         if last:
-            quality = sum(last) / len(last)
-            quality -= _ALERT_COSTS * bool(levels) + _SERIOUS_COSTS * bool(serious_alarms(active))
+            self.largest_score = max(self.largest_score, *map(abs, last))
+            costs = max(_ALERT_COSTS, _ALERT_COSTS_SCORES * self.largest_score)
+            quality = sum(last) / len(last) - costs * bool(levels)
+            quality -= _SERIOUS_COSTS_ALERTS * costs * bool(serious_alarms(active))
         values["doctor/quality"] = quality
         module.log_dict(self.gaps.filled(values), on_step=True)
 
@@ -328,6 +331,7 @@ class Doctor(Callback):
             "policy": self.policy.state_dict(),
             "events": self.alert_log.state(),
             "request": None if self.request is None else asdict(self.request),
+            "largest_score": self.largest_score,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -340,6 +344,7 @@ class Doctor(Callback):
         self.detectors.load_state_dict(state_dict["detectors"])
         self.policy.load_state_dict(state_dict["policy"])
         self.alert_log.load_state(state_dict["events"])
+        self.largest_score = float(state_dict.get("largest_score", 0.0))  # older ones lack it
         request = state_dict["request"]
         self.request = None
         if request is None:

@@ -89,6 +89,7 @@ def all_records(
     responses = rollout.response_tensors.cpu()
     columns = zip(
         rollout.row_ids.tolist(),
+        rollout.group_ids.tolist(),
         rollout.domains,
         rollout.scores.float().tolist(),
         [tuple(ids[m].tolist()) for ids, m in zip(responses, mask, strict=True)],
@@ -100,10 +101,10 @@ def all_records(
     )
     own = [
         AnswerRecord(
-            row_id, domain, score, len(ids), ids, total, square, second,
+            row_id, group_id, domain, score, len(ids), ids, total, square, second,
             refusals.judge(domain, text),
         )
-        for row_id, domain, score, ids, total, square, text, second in columns
+        for row_id, group_id, domain, score, ids, total, square, text, second in columns
     ]  # fmt: skip
     return [record for records in gathered(own) for record in records]
 
