@@ -492,7 +492,7 @@ for name, curve in curves.items():
     print(f"{name:28} last 5: score {curve[-5:, 0].mean():+.2f}, {curve[-5:, 1].mean():.0%} stop"
           f" · 90% stop after {int(stops.argmax()) if stops.any() else f'more than {UPDATES}'} updates")  # fmt: skip
 axes[0].set(title="score", xlabel="update")
-axes[1].set(title="share of responses that stop", xlabel="update", ylim=(0, 1.02))
+axes[1].set(title="share of answers that stop", xlabel="update", ylim=(0, 1.02))
 axes[1].legend(fontsize=7)
 plt.show()
 

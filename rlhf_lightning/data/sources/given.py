@@ -59,7 +59,7 @@ def as_source(source: RecordSource | Rows | str | Path) -> RecordSource:
     if _is_rows(source):
         return GivenRows(source)  # type: ignore[arg-type]
     splits = isinstance(source, Mapping) and source and all(map(_is_rows, source.values()))
-    fix = f"give one of its values, {list(source)}" if splits else "for a stream, list(stream)"  # type: ignore[call-overload]
+    fix = f"give one of its values, {list(source)}" if splits else "for a stream, list(stream)"  # type: ignore[call-overload, arg-type]
     raise TypeError(
         f"source is {type(source).__name__}, expected a file, a folder, the hub name of a data "
         f"set, a list of mappings, a datasets.Dataset, or an object with records(kind, split): "
@@ -72,7 +72,7 @@ def _is_rows(source: object) -> bool:
     if not sized or isinstance(source, str | bytes | Mapping):
         return False
     # A pandas.DataFrame has a length too, and iterates over the names of its columns.
-    return isinstance(source, list | tuple) or isinstance(next(iter(source), None), Mapping)  # type: ignore[call-overload]
+    return isinstance(source, list | tuple) or isinstance(next(iter(source), None), Mapping)  # type: ignore[call-overload, arg-type]
 
 
 def _named(source: str | Path) -> RecordSource:
