@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from rlhf_lightning import (
+    DPOModule,
+    PolicyGradientModule,
     PPOHparams,
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
+    RewardModule,
     SamplingHparams,
     SFTHparams,
     SFTModule,
@@ -177,3 +180,17 @@ def test_a_checkpoint_of_another_module_is_refused(material, tmp_path):
     trainer.save_checkpoint(tmp_path / "ppo.ckpt")
     with pytest.raises(ValueError, match=r"of another module: .*\['ppo', 'sampling'\], expected"):
         SFTModule.load_from_checkpoint(tmp_path / "ppo.ckpt")
+
+
+@pytest.mark.parametrize(
+    "cls", [SFTModule, RewardModule, DPOModule, PPOModule, PolicyGradientModule]
+)
+def test_no_checkpoint_runs_the_code_of_a_model_unless_its_reader_says_so(cls, material, tmp_path):
+    file = tmp_path / "theirs.ckpt"
+    torch.save({"hyper_parameters": {"trust_remote_code": True}, "state_dict": {}}, file)
+    said = r"no checkpoint runs code: give load_from_checkpoint\(path, trust_remote_code=True\)"
+    with pytest.raises(ValueError, match=said):
+        cls.load_from_checkpoint(file)
+    for says in (True, False):  # goes on to the next thing that is wrong with it
+        with pytest.raises(ValueError, match="of another module"):
+            cls.load_from_checkpoint(file, trust_remote_code=says)

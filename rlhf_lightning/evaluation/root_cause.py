@@ -16,6 +16,7 @@ _LEVERS = {  # what holds a policy to its start, by stage
     "grpo": "module.grpo.kl_coef",
     "dpo": "module.dpo.beta",
 }
+_LEVER = "weight of what holds the policy to its start"  # of a stage of another package
 _ALSO = {"ppo": "; look at ppo/explained_variance"}
 WEAK_DOMAIN = 0.05  # below the reward model's own accuracy
 Metrics = Mapping[str, float | None]
@@ -76,13 +77,13 @@ def _of_stage(
         "reward": lambda: _reward(failed),
         "sft": lambda: _sft(failed, own),
     }
-    if stage in _LEVERS:
+    if stage in _LEVERS or (stage == policy_stage and stage not in causes):
         return _policy(stage, failed, own, metrics.get("reward", {}))
     return causes.get(stage, lambda: _unknown(stage, failed))()
 
 
 def _policy(stage: str, failed: Mapping[str, GateResult], own: Metrics, reward: Metrics) -> Blame:
-    lever = _LEVERS[stage]
+    lever = _LEVERS.get(stage, _LEVER)
     kl, proxy = measured_value(own, "val/kl_per_token"), measured_value(own, "val/score_win_rate")
     safety = [name for name in failed if "refus" in name]
     wins = [name for name in failed if "win_rate" in name]
@@ -138,7 +139,7 @@ def _not_won(stage: str, rates: Sequence[float], proxy: float | None, *, ends_al
             f"The policy wins {_show(proxy)} of comparisons by the learnt reward and not by the "
             "judge that counts: the reward model pays for the wrong things",
             "pairs of this policy's responses for the reward model, then a larger "
-            f"{_LEVERS[stage]}",
+            f"{_LEVERS.get(stage, _LEVER)}",
         )
     if rates and ends_alone:
         return Blame(

@@ -160,9 +160,10 @@ class DPOModule(L.LightningModule):
             changes: arguments of `from_pretrained` that are to differ.
 
         Raises:
-            ValueError: if the checkpoint holds no hyper-parameters.
+            ValueError: if the checkpoint holds no hyper-parameters, or if its model runs code and
+                `changes` do not say `trust_remote_code=True`.
         """
-        checkpoint, given = pretrained.read_checkpoint(checkpoint_path)
+        checkpoint, given = pretrained.read_checkpoint(checkpoint_path, changes)
         given = pretrained.revived(given, {"dpo": DPOHparams}) | changes
         return pretrained.restored(cls.from_pretrained(**given), checkpoint)
 

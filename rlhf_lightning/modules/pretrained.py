@@ -213,9 +213,10 @@ def restored_on_policy(
     """Return the module of a checkpoint whose module `on_policy_module` built.
 
     Raises:
-        ValueError: if the checkpoint holds no hyper-parameters, or no reward is known.
+        ValueError: if the checkpoint holds no hyper-parameters, if no reward is known, or if its
+            model runs code and `changes` do not say so.
     """
-    checkpoint, given = read_checkpoint(path)
+    checkpoint, given = read_checkpoint(path, changes)
     given = revived(given, kinds) | dict(changes)
     if reward is not None:
         given["reward"] = reward
@@ -345,11 +346,18 @@ def revived(given: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
     }
 
 
-def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_checkpoint(
+    path: str | Path, changes: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a checkpoint, read as data on the CPU, and the hyper-parameters in it.
 
+    Args:
+        path: of the checkpoint.
+        changes: arguments of `from_pretrained` that the caller gives.
+
     Raises:
-        ValueError: if it holds none: its module was not built by `from_pretrained`.
+        ValueError: if it holds none: its module was not built by `from_pretrained`; or if they
+            would run code and the caller does not say so.
     """
     if Path(path).is_dir():
         checkpoint = read_full(Path(path))
@@ -360,7 +368,13 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{path} holds no hyper-parameters, since its module was not built by "
             "from_pretrained(): build the module as it was, or use rlhf-export on its run folder"
         )
-    return checkpoint, dict(checkpoint[HYPER_PARAMETERS])
+    given = dict(checkpoint[HYPER_PARAMETERS])
+    if given.get("trust_remote_code") and "trust_remote_code" not in changes:
+        raise ValueError(
+            f"{path} was trained with trust_remote_code=True, and no checkpoint runs code: give "
+            "load_from_checkpoint(path, trust_remote_code=True) if you trust the model's own"
+        )
+    return checkpoint, given
 
 
 def restored(module: ModuleT, checkpoint: dict[str, Any]) -> ModuleT:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_run
-from rlhf_lightning.app.pipeline.run import StageEndedError, _run_step, run
+from rlhf_lightning.app.pipeline.run import StageEndedError, _cause, _run_step, run
 from rlhf_lightning.app.pipeline.state import (
     DONE,
     FAILED_GATE,
@@ -135,6 +135,24 @@ def test_adversarial_pairs_are_labelled_as_the_collection_is(tmp_path: Path) -> 
 def test_rounds_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         check_pipeline(composed(*overrides))
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "dpo", "mine"])
+def test_the_words_to_change_what_trains_the_policy_are_those_of_ppo(stage: str) -> None:
+    far = GateResult("kl_per_token", 3.0, 0.5, False, "val/kl_per_token is 3.000")
+    judged = {
+        f"round_2/{name}": replace(
+            new_summary(made, seed=1, config_hash="x"),
+            gates=(far,) if name == "evaluate" else (),
+            metrics={"val/kl_per_token": 3.0},
+        )
+        for name, made in (("ppo", stage), ("evaluate", "evaluate"))
+    }
+    steps = plan(composed("rounds=2"), Path("run"))
+    step = next(step for step in steps if step.name == "round_2/evaluate")
+    found = _cause(step, judged)
+    assert f"To blame: {stage}." in found
+    assert "with round_2/ppo:KEY=VALUE, or with accept=[round_2/evaluate]" in found
 
 
 @pytest.mark.slow  # of the first round: tests/entry/test_pipeline.py

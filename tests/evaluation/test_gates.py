@@ -190,6 +190,19 @@ def test_the_remedy_is_of_the_objective_that_trained_the_policy(stage):
     assert lever in find_blame("evaluate", gates, {"evaluate": own}, policy_stage=stage).attempt
 
 
+@pytest.mark.parametrize("rate", [0.4, 0.9])
+def test_an_objective_of_another_package_is_blamed_as_ours_are(rate):
+    own = {"val/score_win_rate": rate, "val/gold_win_rate": 0.4, "val/kl_per_token": 3.0}
+    for gates, attempt in (
+        (failed(kl_per_token=3.0), "a larger weight of what holds the policy to its start"),
+        (failed(gold_win_rate=0.4), "pairs of this policy" if rate == 0.9 else "more iterations"),
+    ):
+        for stage in ("mine", "evaluate"):
+            blame = find_blame(stage, gates, {stage: own}, policy_stage="mine")
+            assert attempt in blame.attempt
+            assert blame.stage == ("reward" if "pairs" in attempt else "mine")
+
+
 def test_what_was_not_measured_is_no_evidence_and_is_named():
     own = {"val/score_win_rate": 0.8, "val/kl_per_token": 0.2}
     gates = {"gold_win_rate": {"metric": "val/gold_win_rate", "at_least": 0.75}}

@@ -196,18 +196,27 @@ def blame_of(step: Step, judged: Mapping[str, Summary]) -> Blame | None:
         for name, result in judged.items()
         if name.startswith(f"round_{step.round}/") or name.startswith("round_1/")
     }
-    trained = judged.get(f"round_{step.round}/ppo")
-    policy = "ppo" if trained is None else trained.stage  # or grpo, dpo in its place
+    policy = _trained_policy(step, judged)
     own[policy] = own.get("ppo", {})
     stage = {"ppo": policy}.get(step.stage, step.stage)
     return find_blame(stage, judged[step.name].gates, own, policy_stage=policy)
+
+
+def _trained_policy(step: Step, judged: Mapping[str, Summary]) -> str:
+    """Return the stage that trained the round's policy: ppo, or grpo, dpo or another one."""
+    trained = judged.get(f"round_{step.round}/ppo")
+    return "ppo" if trained is None else trained.stage
 
 
 def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
     failed = [gate for gate in judged[step.name].gates if not gate.passed]
     reasons = "; ".join(f"{gate.name}: {gate.reason}" for gate in failed)
     blame = blame_of(step, judged)
-    change = step.stage if blame is None or blame.stage not in STAGES else blame.stage
+    change = step.stage
+    if blame is not None:
+        # What trains the policy has the words of `ppo:`, whatever its objective.
+        named = "ppo" if blame.stage == _trained_policy(step, judged) else blame.stage
+        change = named if named in STAGES else change
     accept = step.stage
     if step.round > 1:  # what goes to a stage of every round would begin the first one anew
         accept = step.name
