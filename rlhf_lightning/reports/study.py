@@ -375,10 +375,16 @@ def _settings(results: Sequence[Result]) -> list[list[Result]]:
 
 
 def _mean(study: Study, ended: Sequence[Result], name: str) -> Estimate | None:
+    """Return the mean over runs; of one run with its own interval, which need not be symmetric."""
+    runs = [r.metrics for r in ended if r.metrics.get(name) is not None]
+    if len(runs) == 1:
+        value, low, high = (runs[0].get(key) for key in (name, *bound_keys(name)))
+        if value is not None and low is not None and high is not None:
+            return Estimate(value, low, high, 1)
     found = [
-        Measured(0.0, value, _error(r.metrics, name))
-        for r in ended
-        if (value := r.metrics.get(name)) is not None
+        Measured(0.0, value, _error(metrics, name))
+        for metrics in runs
+        if (value := metrics.get(name)) is not None
     ]
     return over_seeds(found, same_prompts=study.same_prompts) if found else None
 

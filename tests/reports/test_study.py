@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.reports.study import (
     AnswerBudget,
     ProcessorBudget,
@@ -118,6 +119,17 @@ def test_the_interval_of_a_change_of_shares_is_signed_and_not_cut_at_zero():
     assert table.header[3] == "acc change: blimp"
     assert table.rows[0][3] == "+0.7 (-0.4 to +1.8) points"
     assert quantity("val/refusal_rate_change").show(-0.25) == "-25.0"
+
+
+def test_the_interval_of_one_run_is_its_own_and_not_put_around_its_value():
+    name = "val/refusal_rate"
+    none_of_24 = share(name, 0, 24)
+    one = replace(study(seeds=(2,)), measure=(name,))
+    one = replace(one, results=[replace(one.results[0], metrics=none_of_24)])
+    assert settings_table(one).rows[0][3] == "0.0 % (0.0 to 13.8 %)"
+    others = [replace(one.results[0], seed=seed, metrics={}) for seed in (1, 3)]
+    several = replace(one, results=[*one.results, *others])
+    assert settings_table(several).rows[0][3] == "0.0 % (0.0 to 13.8 %) (1 of 3 seeds)"
 
 
 def test_prompts_that_all_seeds_share_widen_the_interval():
