@@ -215,7 +215,7 @@ def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
     change = step.stage
     if blame is not None:
         # What trains the policy has the words of `ppo:`, whatever its objective.
-        named = "ppo" if blame.stage == _trained_policy(step, judged) else blame.stage
+        named = {_trained_policy(step, judged): "ppo"}.get(blame.stage, blame.stage)
         change = named if named in STAGES else change
     accept = step.stage
     if step.round > 1:  # what goes to a stage of every round would begin the first one anew
