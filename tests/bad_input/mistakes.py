@@ -86,6 +86,9 @@ VALUES = [
         "float16",
         "bfloat16",
     ),
+    Mistake("+experiment=ppo data.num_generations=null", "num_generations=", "None", "at least 1"),
+    Mistake("+experiment=sft +dataset.lengths.max_lenght=1", "max_lenght", "unknown", "max_length"),
+    Mistake("+experiment=reward optimizer.betas=''", "optimizer", "betas=", "index out of range"),
     Mistake("+experiment=ppo data.batch_size=many", "data.batch_size=", "'many'", "at least 1"),
     Mistake(
         "+experiment=ppo trainer.devices=3 data.batch_size=128",

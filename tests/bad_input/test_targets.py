@@ -164,6 +164,7 @@ def test_every_scorer_is_allowed(composed, scorer):
             ["+dataset.source.nun_texts=3"],
             "unknown key dataset.source.nun_texts; did you mean num",
         ),
+        (["+dataset.gold.pth=3"], "unknown key dataset.gold.pth; did you mean path"),
         (["optimizer.lr_=1"], ""),
         (["+optimizer.momentun=0.9"], "unknown key optimizer.momentun"),
         (["data.max_prompt_length=long"], "data.max_prompt_length='long' is str, expected int"),

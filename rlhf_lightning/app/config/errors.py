@@ -48,7 +48,7 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
         return _unknown(found.group(1), overrides, config_name)
     if isinstance(error, OmegaConfBaseException):
         return describe_interpolation(error)
-    return text.splitlines()[0]
+    return text.partition("\n")[0] or type(error).__name__
 
 
 def _a_file(overrides: list[str]) -> str | None:
@@ -66,11 +66,12 @@ def _a_file(overrides: list[str]) -> str | None:
 def _unreadable(override: str, text: str) -> str:
     if override.startswith("-") or ("=" not in override and not override.startswith("~")):
         return f"{override!r} sets nothing: write KEY=VALUE, such as seed=2"
-    key = override.partition("=")[0]
-    reason = text.splitlines()[0].removeprefix(f"Error parsing override '{override}'")
+    reason = text.removeprefix(f"Error parsing override '{override}'").strip().partition("\n")[0]
+    override = " ".join(override.split())
     return (
         f"{override} cannot be read ({reason or 'a blank, a comma or a bracket'}): close what is "
-        f"opened, and quote a text that holds such signs, as in '{key}=\"a, b\"'"
+        f"opened, and quote a text that holds such signs, as in "
+        f"'{override.partition('=')[0]}=\"a, b\"'"
     )
 
 

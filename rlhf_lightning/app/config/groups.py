@@ -345,6 +345,14 @@ class ModelSettings(Settings):
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
+class LengthsSettings(Settings):
+    """The lengths that suit a data set, in tokens."""
+
+    max_length: Positive | None = None
+    max_prompt_length: Positive | None = None
+    max_new_tokens: Positive | None = None
+
+
 class DatasetSettings(Settings):
     """A data set: its name, its source, and parameters of its own."""
 
@@ -352,6 +360,7 @@ class DatasetSettings(Settings):
 
     name: FolderName
     source: Target
+    lengths: LengthsSettings | None = None
     gold: Target | None = None
     hub_name: str | None = None
 

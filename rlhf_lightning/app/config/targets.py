@@ -206,8 +206,19 @@ def check_targets(container: Any, trusted: tuple[str, ...] = ()) -> None:
     check_names(container, trusted)
     for where, name, node in targets(container):
         found = resolve(name, where, trusted)
-        if node["_target_"] not in LOOKUPS:
+        if node["_target_"] in LOOKUPS:
+            _check_lookup(node, where)
+        else:
             check_arguments(found, {str(k): v for k, v in node.items()}, where)
+
+
+def _check_lookup(node: Mapping[Any, Any], where: str) -> None:
+    for key in node:
+        if key not in SPECIAL and key != "path":
+            raise TargetError(
+                f"unknown key {where}.{key}{did_you_mean(str(key), ['path'])} "
+                f"({node['_target_']} takes path)"
+            )
 
 
 def resolve(name: str, where: str, trusted: tuple[str, ...] = ()) -> Any:

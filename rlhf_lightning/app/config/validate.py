@@ -46,6 +46,16 @@ BUILT_IN_CALLBACKS = {
     "callbacks.samples": "rlhf_lightning.callbacks.samples.SampleLog",
     "callbacks.early_stopping": "lightning.pytorch.callbacks.EarlyStopping",
 }
+# What constructors raise at a value that they cannot use; torch's Adam an IndexError at betas=''.
+BUILD_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+    OSError,
+)
 
 
 def load_settings(settings: type[SettingsT], entry: str, overrides: list[str]) -> SettingsT:
@@ -227,6 +237,11 @@ def _check_batch_divides(settings: TrainSettings) -> None:
     rows = settings.data.arguments["batch_size"]
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise ConfigError(f"data.batch_size={rows!r} must be a whole number, at least 1")
+    generations = settings.data.arguments.get("num_generations", 1)
+    if not isinstance(generations, int) or isinstance(generations, bool):
+        raise ConfigError(
+            f"data.num_generations={generations!r} must be a whole number, at least 1"
+        )
     unit = settings.batch_unit
     if rows % unit == 0:
         return
@@ -319,7 +334,7 @@ def built(where: str, target: Target) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except BUILD_ERRORS as error:
         raise ConfigError(_described(where, target, error)) from error
 
 
