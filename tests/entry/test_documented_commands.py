@@ -126,6 +126,8 @@ OFFLINE = [
     and "doctor=preflight" not in c.overrides
     # vLLM has an environment of its own, and tests of its own: tests/rollout/test_generate_vllm.py.
     and not any(o.startswith("rollout=vllm") for o in c.overrides)
+    and "launcher=slurm" not in c.arguments  # needs a cluster: tests/multiprocess/test_tasks.py
+    and "--cfg" not in c.arguments  # it prints the configuration and trains nothing
 ]
 
 

@@ -154,13 +154,15 @@ class Killer:
             if processes[0].poll() is not None or time.monotonic() > deadline:
                 return
             time.sleep(0.001)
-        # An iteration takes some 0.1 s, a save 0.05 s, what follows training a few seconds.
-        longest = 0.04 if self.saving else 0.25 if rows < ITERATIONS else 3.0
+        # An iteration takes some 0.1 s, a save 0.05 s, what follows training a second.
+        longest = 0.04 if self.saving else 0.25 if rows < ITERATIONS else 1.0
         time.sleep(self.random.uniform(0, longest))
         for rank, process in enumerate(processes):
             if victim in (None, rank) and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 self.struck = f"rank {'all' if victim is None else victim}"
+        if not self.struck:
+            return
         halves = [path.name for path in self._unfinished(started)]
         self.struck += f", after {self._rows(started)} of {ITERATIONS} iterations"
         self.struck += f", writing {halves[0]}" if halves else ""
@@ -207,7 +209,7 @@ def finished(where: Path) -> list[Path]:
 def differences(one: Path, other: Path) -> list[str]:
     """Return what differs between two runs: weights, optimizer, loops, samples, metrics."""
     found = list(_table_differences(one, other))
-    states = [_read(_last(run)) for run in (one, other)]
+    states = [read_checkpoint(_last(run)) for run in (one, other)]
     found += [path for path, a, b in _leaves(*states) if not _equal(a, b)]
     if any((run / "samples.jsonl").exists() for run in (one, other)):
         texts = [(run / "samples.jsonl").read_bytes() for run in (one, other)]
@@ -237,7 +239,7 @@ def _last(run: Path) -> Path:
     return path
 
 
-def _read(checkpoint: Path) -> Any:
+def read_checkpoint(checkpoint: Path) -> Any:
     import torch
 
     from rlhf_lightning.distributed.checkpoint import read_full
