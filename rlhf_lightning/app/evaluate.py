@@ -6,6 +6,7 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,14 +232,15 @@ def import_labels(settings: EvaluateSettings) -> Summary:
         raise ConfigError(str(error)) from error
     kept = {k: v for k, v in summary.metrics.items() if not k.startswith("val/human_")}
     metrics = kept | found
-    known = {name: value for name, value in metrics.items() if value is not None}
-    gates = _gates(settings, known) if settings.gates else summary.gates
+    gates = _gates(settings, metrics) if settings.gates else summary.gates
     summary = replace(summary, metrics=dict(sorted(metrics.items())), gates=gates)
     _tell(folder, summary)
     return summary
 
 
-def _gates(settings: EvaluateSettings, metrics: dict[str, float]) -> tuple[GateResult, ...]:
+def _gates(
+    settings: EvaluateSettings, metrics: Mapping[str, float | None]
+) -> tuple[GateResult, ...]:
     from rlhf_lightning.evaluation.safety import required_measures
 
     safety = settings.safety

@@ -88,10 +88,8 @@ class RunRecord(Callback):
         latest = trainer.callback_metrics
         broken = {k for k in last if k in latest and not math.isfinite(float(latest[k]))}
         for name in sorted(broken):
-            logger.warning(
-                "%s is %s at the end, and no figure of the summary", name, float(latest[name])
-            )
-        last = {k: v for k, v in last.items() if k not in broken}
+            last[name] = float(latest[name])
+            logger.warning("%s is %s at the end: the summary has no figure", name, last[name])
         before = self._summary.seconds.get("total", 0.0)
         seconds = {"total": before + time.perf_counter() - self._started}
         summary = replace(self._summary, metrics=last, seconds=seconds, **ended)

@@ -15,7 +15,7 @@ LOW = 0.88  # ceiling of labels that are themselves what keeps accuracy down
 GAIN = 0.02  # what a larger model must add to show that size was missing
 
 
-def explain_accuracy(metrics: Mapping[str, float]) -> str:
+def explain_accuracy(accuracy: float, metrics: Mapping[str, float | None]) -> str:
     """Return the likely cause of a low `val/accuracy`, with its evidence and what to try.
 
     The first that applies: overfitting, if accuracy on training pairs exceeds that on held-out
@@ -26,10 +26,10 @@ def explain_accuracy(metrics: Mapping[str, float]) -> str:
     known to allow more; else what would tell.
 
     Args:
-        metrics: `val/accuracy`; where measured `val/accuracy_high` (0.03 above it without),
+        accuracy: `val/accuracy`.
+        metrics: where measured `val/accuracy_high` (0.03 above it without),
             `val/train_accuracy`, `val/label_ceiling` and `val/larger_model_accuracy`.
     """
-    accuracy = metrics["val/accuracy"]
     train = measured_value(metrics, "val/train_accuracy")
     ceiling = measured_value(metrics, "val/label_ceiling")
     larger = measured_value(metrics, "val/larger_model_accuracy")
@@ -75,9 +75,9 @@ def explain_accuracy(metrics: Mapping[str, float]) -> str:
 
 
 def measured_value(metrics: Mapping[str, float | None], name: str) -> float | None:
-    """Return a metric, None where it was not measured or is NaN."""
+    """Return a metric, None where it was not measured or is not finite."""
     value = metrics.get(name)
-    return None if value is None or math.isnan(value) else float(value)
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 _HOLDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt}
@@ -85,7 +85,7 @@ BOUNDS = tuple(_HOLDS)
 KEYS = ("metric", *BOUNDS, "or_near", "optional")
 NEAR_KEYS = ("metric", "within", "where_below")
 Gate = Mapping[str, Any]
-Metrics = Mapping[str, float]
+Metrics = Mapping[str, float | None]
 
 
 def check_gates(
@@ -95,7 +95,8 @@ def check_gates(
 
     Args:
         gates: name -> {metric, and one of at_least, at_most (numbers) and above (a metric)}, with
-            `or_near` and `optional` where wanted.
+            `or_near` and `optional` where wanted. An optional one need not be measured; a metric
+            that is there and not finite fails it.
         metrics: final metrics.
         required: metrics that are asked for, so that their gates are not optional.
 
@@ -149,6 +150,8 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
     threshold = measured_value(metrics, gate[bound]) if bound == "above" else float(gate[bound])
     if value is None or threshold is None:
         missing = metric if value is None else gate[bound]
+        if missing in metrics:
+            return GateResult(name, value, threshold, False, f"{missing} is not a finite number")
         optional = bool(gate.get("optional"))
         told = ", and need not be" if optional else ""
         return GateResult(name, value, threshold, optional, f"{missing} was not measured{told}")
@@ -163,7 +166,7 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
     passed = _HOLDS[bound](value, threshold)
     reason = f"{metric} is {value:.3f}, wanted {wanted}"
     if not passed and metric == "val/accuracy" and bound == "at_least":
-        reason = f"{reason}. {explain_accuracy(metrics)}"
+        reason = f"{reason}. {explain_accuracy(value, metrics)}"
     return GateResult(name, value, threshold, passed, reason)
 
 

@@ -114,6 +114,13 @@ def _get(metrics: Metrics, name: str) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
+def _without(metrics: Metrics, name: str, what: str, facts: list[Fact]) -> Verdict:
+    """Return the verdict without the figure that says most: it is broken, or was not taken."""
+    if name in metrics:
+        return Verdict("bad", sentence=f"{name} is not a finite number.", facts=tuple(facts))
+    return Verdict(sentence=f"No {what} was recorded.", facts=tuple(facts))
+
+
 def _win_rate_fact(metrics: Metrics, judge: str, label: str) -> list[Fact]:
     """Return the win rate by a judge, none where it was not asked."""
     name = f"val/{judge}_win_rate"
@@ -177,7 +184,7 @@ def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
         return _score_win_rate(metrics, rival, name, facts)
     score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
     if score is None:
-        return Verdict(sentence="No evaluation was recorded.", facts=tuple(facts))
+        return _without(metrics, "val/score", "evaluation", facts)
     if before is None:
         caption = "mean score on held-out prompts"
         return Verdict("neutral", number(score), caption, facts=tuple(facts))
@@ -366,7 +373,7 @@ def _sft(metrics: Metrics) -> Verdict:
     if _get(metrics, "val/gold_win_rate") is not None:
         return _gold_win_rate(metrics, "base", "SFT", facts)
     if loss is None:
-        return Verdict(sentence="No held-out loss was recorded.", facts=tuple(facts))
+        return _without(metrics, "val/loss", "held-out loss", facts)
     choices = number(_perplexity(loss))
     sentence = f"It is as unsure as between {choices} equally likely next tokens"
     if before is not None:
@@ -424,7 +431,7 @@ def _reward(metrics: Metrics) -> Verdict:
         if (value := _get(metrics, name)) is not None
     ]
     if _get(metrics, "val/accuracy") is None:
-        return Verdict(sentence="No held-out accuracy was recorded.", facts=tuple(facts))
+        return _without(metrics, "val/accuracy", "held-out accuracy", facts)
     rival = max(0.5, longer or 0.0)
     known = "chance" if rival == 0.5 else "length alone"
     sentences = (

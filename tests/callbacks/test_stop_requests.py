@@ -123,7 +123,8 @@ def test_a_last_validation_that_is_not_finite_leaves_no_earlier_value_in_the_sum
     monkeypatch.setattr(TinyModule, "stage", "sft", raising=False)
     losses = {2: 0.5, 4: math.nan}
     run(tmp_path, num_iterations=4, losses=losses, callbacks=[RunRecord(RunFolder(tmp_path))])
-    assert "val/loss" not in read_summary(RunFolder(tmp_path)).metrics
+    assert read_summary(RunFolder(tmp_path)).metrics["val/loss"] is None
+    assert "val/loss is not a finite number" in (tmp_path / "report.html").read_text()
     assert "val/loss is nan at the end" in caplog.text
 
 

@@ -63,6 +63,16 @@ def test_what_was_not_measured_fails_unless_it_is_optional():
     assert not verdict({"metric": "val/x", "above": "val/y"}, x=1.0).passed
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
+def test_a_figure_that_is_not_finite_is_not_one_that_need_not_be_measured(value):
+    for gate in ({"metric": "val/x", "at_least": 0.0}, {"metric": "val/x", "at_most": 0.0}):
+        found = verdict(gate | {"optional": True}, x=value)
+        assert found.word == "NOT PASSED"
+        assert found.reason == "val/x is not a finite number"
+    found = verdict({"metric": "val/y", "above": "val/x", "optional": True}, x=value, y=1.0)
+    assert not found.passed
+
+
 @pytest.mark.parametrize(
     ("gate", "problem"),
     [
@@ -103,7 +113,7 @@ def test_a_gate_that_is_none_is_refused(gate, problem):
 )
 def test_the_cause_of_a_low_accuracy_follows_the_evidence(metrics, cause):
     found = {f"val/{k}": v for k, v in metrics.items()} | {"val/accuracy": 0.8}
-    assert explain_accuracy(found).startswith(cause)
+    assert explain_accuracy(found.pop("val/accuracy"), found).startswith(cause)
     result = verdict(ACCURACY, accuracy=0.8, **metrics)  # the gate as shipped says so
     assert not result.passed
     assert cause in result.reason

@@ -36,6 +36,16 @@ def test_ppo_is_better_only_if_the_whole_interval_says_so(rate, low, high, tone,
     assert f"{100 * low:.1f} to {100 * high:.1f} %" in result.caption
 
 
+@pytest.mark.parametrize(
+    ("stage", "name"), [("sft", "val/loss"), ("reward", "val/accuracy"), ("ppo", "val/score")]
+)
+def test_a_figure_that_is_broken_is_not_one_that_was_not_taken(stage, name):
+    assert "was recorded" in verdict(Summary(stage, "completed", 1)).sentence
+    for value in (math.nan, math.inf, None):
+        broken = verdict(Summary(stage, "completed", 1, metrics={name: value}))
+        assert (broken.tone, broken.sentence) == ("bad", f"{name} is not a finite number.")
+
+
 def test_without_a_gold_reward_the_verdict_rests_on_the_score_and_is_never_good():
     metrics = {"val/score_win_rate": 0.9, "val/score_win_rate_low": 0.87}
     result = verdict(Summary("ppo", "completed", 1, metrics=metrics))
