@@ -174,6 +174,19 @@ def test_an_evaluation_after_training_holds_no_optimizer_state_and_one_during_it
     assert held[0][WEIGHTS] == held[1][WEIGHTS]
 
 
+def test_smaller_micro_batches_are_suggested_by_a_key_of_each_reward_model_of_a_sum():
+    words = ["+experiment=ppo", ULTRA, "plan.device=cuda", "data.batch_size=512"]
+    words += ["module.sampling.max_new_tokens=512"]
+    words += weighted(one=PACKED[:-1] + ", micro_batch_size: 32}", two=FUNCTION, three=PACKED)
+    run = read(*words).run
+    keys = ("scorer.scorers.one.micro_batch_size", "+scorer.scorers.three.micro_batch_size")
+    assert run.scoring.keys == keys
+    first = next(report._micro_batches(run, phases.plan(run)))
+    again = read(*words, *first.settings).run
+    assert again.scoring.micro_batch_size == first.run.scoring.micro_batch_size
+    assert len(first.settings) == 3
+
+
 @pytest.mark.parametrize("stage", ["ppo", "grpo"])
 def test_more_devices_are_planned_for_the_batch_that_is_suggested_with_them(stage):
     words = [f"+experiment={stage}", ULTRA, "model=qwen2_5_7b", "plan.device=cuda"]

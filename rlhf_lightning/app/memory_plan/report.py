@@ -203,8 +203,10 @@ def _micro_batches(run: Run, planned: Plan) -> Iterator[Option]:
         return
     for rows in _halved(run.micro_rows // run.spec.sequences_per_row):
         settings: tuple[str, ...] = (f"module.{run.spec.settings}.micro_batch_size={rows}",)
-        if run.scoring.kind == "model" and run.scoring.micro_batch_size != run.micro_batch_size:
-            settings += (f"scorer.micro_batch_size={rows}",)
+        equal = run.scoring.micro_batch_size == run.micro_batch_size
+        follows = equal and run.scoring.keys == ("scorer.micro_batch_size",)
+        if run.scoring.kind == "model" and not follows:
+            settings += tuple(f"{key}={rows}" for key in run.scoring.keys)
         scoring = replace(run.scoring, micro_batch_size=rows)
         yield Option(settings, SPEED, replace(run, micro_batch_size=rows, scoring=scoring))
 

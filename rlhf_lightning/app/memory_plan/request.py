@@ -183,12 +183,13 @@ def _scoring(settings: TrainSettings, plan: PlanGroup, notes: list[str]) -> Scor
     named = plan.reward_model
     shape = None if named is None else named_shape(named)
     found = []
-    for node in _scorers(settings.scorer.node()):
+    for key, node in _scorers(settings.scorer.node()):
         scoring = _one_scorer(node, shape)
         if scoring is None:
             notes.append(f"what {node.get('_target_')} holds is not counted")
         else:
-            found.append(scoring)
+            new = "" if "micro_batch_size" in node else "+"  # a key that Hydra has to add
+            found.append(replace(scoring, keys=(f"{new}{key}.micro_batch_size",)))
     models = [scoring for scoring in found if scoring.kind == "model"]
     adapters = [scoring for scoring in found if scoring.kind == "adapter"]
     if models and shape is None:
@@ -203,7 +204,8 @@ def _scoring(settings: TrainSettings, plan: PlanGroup, notes: list[str]) -> Scor
     if len({replace(scoring, count=1) for scoring in alike}) > 1:
         notes.append(f"{_number(alike)} reward models that differ are counted like the largest")
     largest = max(alike, key=_size)
-    return replace(largest, count=_number(alike))
+    keys = tuple(key for scoring in alike for key in scoring.keys)
+    return replace(largest, count=_number(alike), keys=keys)
 
 
 def _number(scorings: Sequence[Scoring]) -> int:
@@ -220,18 +222,23 @@ def _uncounted(settings: TrainSettings) -> Iterator[str]:
     """Yield what holds reward models besides `scorer`; their shapes are not known."""
     second = None if settings.doctor is None else settings.doctor.second_scorer
     if second is not None:
-        found = [_one_scorer(node, None) for node in _scorers(second.node())]
+        found = [_one_scorer(node, None) for _, node in _scorers(second.node())]
         if any(scoring is None or scoring.kind != "none" for scoring in found):
             yield "doctor.second_scorer is not counted: its models are whole on every device"
     if settings.evaluation.larger_reward_model is not None and not settings.spec.trains_policy:
         yield "evaluation.larger_reward_model is not counted: it is held in the evaluation"
 
 
-def _scorers(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _scorers(
+    node: Mapping[str, Any], key: str = "scorer"
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the scorers of a sum, or the only one, each with its key."""
     parts = node.get("scorers")
-    if isinstance(parts, Mapping):
-        return [leaf for part in parts.values() for leaf in _scorers(part)]
-    return [node]
+    if not isinstance(parts, Mapping):
+        yield key, node
+        return
+    for name, part in parts.items():
+        yield from _scorers(part, f"{key}.scorers.{name}")
 
 
 def _one_scorer(node: Mapping[str, Any], shape: Shape | None) -> Scoring | None:

@@ -116,6 +116,7 @@ class Scoring:
         micro_batch_size: rows in one forward; None for all.
         max_length: tokens of a row; None for prompt and answer.
         count: of models or adapters, all alike and all held at once.
+        keys: that set `micro_batch_size`, one for each scorer of a sum.
     """
 
     kind: Literal["none", "adapter", "model"] = "none"
@@ -124,6 +125,7 @@ class Scoring:
     micro_batch_size: int | None = None
     max_length: int | None = None
     count: int = 1
+    keys: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
