@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -27,7 +28,9 @@ def sign_in(browser: Chrome, server: Server, name: str) -> None:
 
 
 def wait(browser: Chrome, condition) -> None:
-    WebDriverWait(browser, 20, poll_frequency=0.02).until(lambda _: condition())
+    # Without the script each answer loads the page anew, perhaps while the condition reads it.
+    waiting = WebDriverWait(browser, 20, 0.02, ignored_exceptions=[StaleElementReferenceException])
+    waiting.until(lambda _: condition())
 
 
 def assignment(browser: Chrome) -> str | None:
