@@ -39,9 +39,10 @@ class BadRecordError(ValueError):
     """
 
     def __init__(self, where: Location, found: str, fix: str) -> None:
-        """Make the message `where: found. Fix: fix.`, in one line."""
-        text = f"{where}: {found}. Fix: {fix}."
-        super().__init__(text.replace("\r", "\\r").replace("\n", "\\n"))
+        """Make the message `where: found. Fix: fix.`, in one line that UTF-8 can hold."""
+        text = f"{where}: {found}. Fix: {fix}.".replace("\r", "\\r").replace("\n", "\\n")
+        # A key of a JSON object may hold half of a character, which no log file takes.
+        super().__init__(text.encode("utf-8", "backslashreplace").decode())
         self.where = where
 
     def __reduce__(self) -> tuple[Any, ...]:

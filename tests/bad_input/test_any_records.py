@@ -48,6 +48,7 @@ def parse(rows: list[Any], on_bad_record: Any = "raise") -> list[ParsedRow]:
 
 def must_tell(error: BadRecordError, place: str) -> None:
     text = str(error)
+    text.encode()  # a log file, summary.json and W&B take UTF-8 only
     assert text.startswith(place)
     assert ". Fix: " in text
     assert "\n" not in text
@@ -95,6 +96,16 @@ def convert(parsed: ParsedRow, kind: Any) -> None:
 @given(st.lists(ROW, min_size=1, max_size=3))
 def test_any_rows_are_records_or_are_named(rows):
     check_rows(rows)
+
+
+def test_a_key_with_half_of_a_character_is_named_in_words_that_a_log_file_takes(caplog):
+    row = json.loads('{"prompt\\ude99": "p", "chosen": "a"}')
+    with pytest.raises(BadRecordError, match=r"prompt\\ude99") as raised:
+        parse([row])
+    must_tell(raised.value, "set.jsonl")
+    parse([row, {"text": "t"}], "skip")
+    assert "prompt\\ude99" in caplog.text
+    caplog.text.encode()
 
 
 @pytest.mark.slow
