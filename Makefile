@@ -54,7 +54,7 @@ test: $(STAMP) ## run the test suite: 10 to 20 minutes on 2 cores, no network
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 .PHONY: test-all
-test-all: $(STAMP) ## run every test, the slow ones too: at most 80 minutes on 2 cores
+test-all: $(STAMP) ## run every test, the slow ones too: two hours or more on 2 cores
 	$(PYTEST) $(ARGS)
 
 .PHONY: check
