@@ -51,8 +51,9 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return `exp(d) - 1 - d` with `d = ref_logprobs - logprobs`: unbiased and never negative.
 
-    `d` is clamped to +-20 before the exponential and the result to +-10; clamping the result
-    alone leaves `inf * 0 = NaN` in the gradient.
+    `d` is clamped to +-20 and the value to 10, so that one token does not hide all others in a
+    mean. The gradient is that of the value before it is clamped, `1 - exp(d)` with the clamped
+    `d`: a penalty pulls hardest where the policy is furthest away.
 
     Args:
         logprobs: log-probabilities of the sampled tokens under the policy, any shape, nats.
@@ -61,8 +62,10 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     Returns:
         The same shape, at least float32.
     """
-    d = (-kl_k1(logprobs, ref_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (d.expm1() - d).clamp(-MAX_K3, MAX_K3)
+    k1 = kl_k1(logprobs, ref_logprobs)
+    d = -k1.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    value = (d.expm1() - d).clamp(max=MAX_K3)
+    return value - d.expm1() * (k1 - k1.detach()) if k1.requires_grad else value
 
 
 def adapted_kl_coef(

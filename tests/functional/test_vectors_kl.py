@@ -105,6 +105,14 @@ def test_k3_of_identical_policies_is_exactly_zero():
         assert torch.equal(estimator(logprobs, logprobs), torch.zeros(100))
 
 
+def test_k3_pulls_a_token_back_however_far_the_policy_has_left_the_reference():
+    d = torch.tensor([-30.0, -8.0, 0.5, 2.7, 8.0, 30.0], dtype=torch.float64)
+    logprobs = (-d - 40).requires_grad_()
+    kl_k3(logprobs, torch.full_like(d, -40)).sum().backward()
+    expected = 1 - d.clamp(-20, 20).exp()
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=0)
+
+
 def test_the_coefficient_rises_above_the_target_and_falls_below():
     settings = {"target": 6.0, "horizon": 10000, "num_episodes": 64}
     assert adapted_kl_coef(0.05, 9.0, **settings) > 0.05

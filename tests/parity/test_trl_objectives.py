@@ -128,6 +128,35 @@ def test_policy_losses_and_gradients_with_k3_in_the_loss_are_those_of_trl(
     check_same(ours.loss + BETA * kl, theirs, [new])
 
 
+def test_k3_pulls_a_policy_far_from_its_reference_back_as_trl_does():
+    _, old, ref = logprobs()
+    ours, theirs = ((ref - 4).requires_grad_() for _ in range(2))  # 55 times less likely
+    for _ in range(5):
+        trainer = trl_self(
+            theirs,
+            loss_type="bnpo",
+            importance_sampling_level="token",
+            top_entropy_quantile=1.0,
+            off_policy_mask_threshold=None,
+            use_vllm=False,
+            _entropy_bonus_enabled=False,
+            current_gradient_accumulation_steps=1,
+            max_completion_length=MAX_LENGTH,
+            args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        )
+        inputs = trl_inputs(old_per_token_logps=old, ref_per_token_logps=ref)
+        inputs["advantages"] = torch.zeros_like(SCORES)
+        GRPOTrainer._compute_loss(trainer, None, inputs).backward()
+        kl = policy_kl_loss(ours, ref, MASK, estimator="k3", num_tokens=MASK.sum())
+        (BETA * kl).backward()
+        for policy in (ours, theirs):
+            with torch.no_grad():
+                policy -= 5.0 * policy.grad
+            policy.grad = None
+    assert (ours - ref)[MASK].max() > -3  # it has moved
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
 def test_rloo_is_that_of_trl_before_the_first_step_and_clips_tokens_where_trl_clips_responses():
     def both(old: Tensor) -> tuple[Tensor, Tensor]:
         old_sums = torch.where(MASK, old, 0).sum(-1)
