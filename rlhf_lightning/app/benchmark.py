@@ -38,8 +38,8 @@ def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
         if isinstance(benchmark, LmEvalBenchmark):
             sides = [load_side(settings, one) for one in (settings.policy, settings.baseline)]
             with in_precision(settings.trainer.precision, sides[0].model.device):
-                return benchmark.measure(*sides, seed=settings.seed)
-        return benchmark.measure(_scored(settings, benchmark), seed=settings.seed)
+                return benchmark.measure(*sides)
+        return benchmark.measure(_scored(settings, benchmark))
     except (TargetError, BadRecordError, OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigError(str(error)) from error
 

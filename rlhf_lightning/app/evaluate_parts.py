@@ -257,7 +257,6 @@ def measured_best_of(
         pool,
         sorted(set(settings.best_of.n)),
         baseline_gold=None if rival is None else by_prompt(rival, len(sides.records)),
-        seed=settings.seed,
     )
 
 

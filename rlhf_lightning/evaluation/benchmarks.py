@@ -57,7 +57,7 @@ class RewardBenchmark(Protocol):
     def candidates(self, *, chat: bool) -> list[Candidates]:
         """Return the answers; plain prompts as conversations if `chat`."""
 
-    def measure(self, scored: Sequence[Scored], *, seed: int) -> dict[str, float]:
+    def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/...`."""
 
 
@@ -89,7 +89,7 @@ class PairsBenchmark:
             if isinstance(pair, PreferenceRecord)
         ]
 
-    def measure(self, scored: Sequence[Scored], *, seed: int) -> dict[str, float]:
+    def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/accuracy` and what `pair_measures` finds, under `benchmark/`."""
         pairs = [
             ScoredPair(
@@ -170,7 +170,7 @@ class RewardBench2:
         ]
         return Candidates(prompt, tuple(answers), len(correct), subset, group)
 
-    def measure(self, scored: Sequence[Scored], *, seed: int) -> dict[str, float]:
+    def measure(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Return `benchmark/score` and each subset's.
 
         A best of four counts 1, or one over the number of equal highest scores. The score of the
@@ -186,9 +186,7 @@ class RewardBench2:
             else:
                 credit = [best_of_credit(one.scores) for one in part]
                 by_prompt = np.array(credit)
-                found = share_over_prompts(by_prompt, confidence=CONFIDENCE, seed=seed).named(
-                    "score"
-                )
+                found = share_over_prompts(by_prompt, confidence=CONFIDENCE).named("score")
             found["num_prompts"] = float(len(part))
             measures |= {part_key(f"benchmark/{k}", "subset", name): v for k, v in found.items()}
         scores = [measures[part_key("benchmark/score", "subset", name)] for name in parts]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.evaluation.comparisons import (
-    bootstrap_mean,
     comparisons_won,
+    mean_over_prompts,
     share_over_prompts,
 )
 from rlhf_lightning.evaluation.generate import GoldReward, Sampling, gold_scores, sample_answers
@@ -90,7 +90,7 @@ def _table(by_place: Sequence[Sequence[float]]) -> Tensor:
 
 
 def measure_best_of(
-    pool: Pool, counts: Sequence[int], *, baseline_gold: Tensor | None, seed: int
+    pool: Pool, counts: Sequence[int], *, baseline_gold: Tensor | None
 ) -> dict[str, float]:
     """Return what the best of n answers is worth, as `best_of/<n>/...`, for each n of `counts`.
 
@@ -109,7 +109,6 @@ def measure_best_of(
         pool: of the policy.
         counts: the n, none above the size of the pool.
         baseline_gold: `[N, L]` gold of the baseline's answers; None where it is not known.
-        seed: of the bootstrap.
 
     Source: Nakano et al. 2021, "WebGPT", appendix I (the estimator); Beirami et al. 2024,
     "Theoretical guarantees on the best-of-n alignment policy", theorem 1 (the bound).
@@ -124,11 +123,11 @@ def measure_best_of(
         for name, values in means.items():
             if values is not None:
                 by_prompt = _by_prompt(pool.scores, values, n)
-                interval = bootstrap_mean(by_prompt, confidence=CONFIDENCE, seed=seed)
+                interval = mean_over_prompts(by_prompt, confidence=CONFIDENCE)
                 found |= interval.named(f"{key}/{name}")
         if won is not None:
             by_prompt = _by_prompt(pool.scores, won, n).clip(0, 1)  # but for rounding
-            interval = share_over_prompts(by_prompt, confidence=CONFIDENCE, seed=seed)
+            interval = share_over_prompts(by_prompt, confidence=CONFIDENCE)
             found |= interval.named(f"{key}/gold_win_rate")
         length = float(_by_prompt(pool.scores, pool.lengths, n).mean())
         kl = best_of_n_kl(n)

@@ -1,4 +1,4 @@
-"""Win rates with several answers a prompt, and at equal length."""
+"""Win rates with several responses a prompt, and at equal length."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit
+from scipy.stats import norm, t
 from torch import Tensor
 
 from rlhf_lightning.functional.statistics import wilson_interval
-
-FEW = 10  # prompts, below which a percentile bootstrap is far too narrow
 
 
 class Interval(NamedTuple):
@@ -28,29 +27,24 @@ class Interval(NamedTuple):
         return {key: self.mean, f"{key}_low": self.low, f"{key}_high": self.high}
 
 
-def bootstrap_win_rate(
-    policy_scores: Tensor,
-    baseline_scores: Tensor,
-    *,
-    confidence: float,
-    seed: int,
+def win_rate_over_prompts(
+    policy_scores: Tensor, baseline_scores: Tensor, *, confidence: float
 ) -> Interval:
-    """Return the win rate over all pairs of answers to a prompt, its interval over prompts.
+    """Return the win rate over all pairs of responses to a prompt, its interval over prompts.
 
-    Answers to one prompt are alike, so they are no independent trials: see `share_over_prompts`.
-    With one answer a prompt use `win_rate`, whose interval is always Wilson's.
+    Responses to one prompt are alike, so they are no independent trials: see `share_over_prompts`.
+    With one response a prompt use `win_rate`, whose interval is Wilson's on the prompts.
 
     Args:
-        policy_scores: `[N, K]`, K answers to each of N prompts.
+        policy_scores: `[N, K]`, K responses to each of N prompts.
         baseline_scores: `[N, L]`.
-        confidence: of the two-sided percentile interval.
-        seed: of the resampling.
+        confidence: of the two-sided interval.
 
     Raises:
         ValueError: if the numbers of prompts differ or a score is NaN.
     """
     won = comparisons_won(policy_scores, baseline_scores)
-    return share_over_prompts(won.mean((1, 2)).numpy(), confidence=confidence, seed=seed)
+    return share_over_prompts(won.mean((1, 2)).numpy(), confidence=confidence)
 
 
 def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
@@ -75,42 +69,43 @@ def comparisons_won(policy_scores: Tensor, baseline_scores: Tensor) -> Tensor:
     return (difference > 0).double() + 0.5 * (difference == 0).double()
 
 
-def share_over_prompts(by_prompt: np.ndarray, *, confidence: float, seed: int) -> Interval:
+def share_over_prompts(
+    by_prompt: np.ndarray, *, confidence: float, seed: int | None = None
+) -> Interval:
     """Return the mean of shares, one a prompt, and its interval over prompts.
 
-    A bootstrap, in which a prompt is drawn with all that was measured on it. Resampling prompts
-    that agree, or very few, says nothing of the next one: there the interval is Wilson's on the
-    number of prompts, which is never too narrow for shares between 0 and 1.
+    Wilson's interval at the number of yes-or-no prompts that would vary as much, `n p (1 - p) / v`,
+    with Student's quantile for n prompts. v is the variance of the shares, to which one more prompt
+    with the variance `p (1 - p)` is added: a few prompts that agree by chance say little of the
+    next one. Where all agree it is Wilson's on the number of prompts. A test measures its coverage.
 
     Args:
         by_prompt: `[N]`, each between 0 and 1.
-        confidence: of the two-sided percentile interval.
-        seed: of the resampling.
+        confidence: of the two-sided interval.
+        seed: not read; the bootstrap that this interval replaced had one.
 
-    Source: Efron 1979; Wilson 1927.
+    Source: Wilson 1927; Dean and Pagano 2015 (Wilson's interval at an effective sample size).
     """
     count = len(by_prompt)
-    if count and (count < FEW or np.ptp(by_prompt) == 0):
-        mean = float(by_prompt.mean())
-        return Interval(mean, *wilson_interval(mean * count, count, confidence=confidence))
-    return bootstrap_mean(by_prompt, confidence=confidence, seed=seed)
+    mean = float(by_prompt.mean()) if count else math.nan
+    effective = float(count)
+    if count and np.ptp(by_prompt) > 0:
+        most = mean * (1 - mean)
+        variance = ((count - 1) * by_prompt.var(ddof=1) + most) / count
+        normal, student = norm.ppf((1 + confidence) / 2), t.ppf((1 + confidence) / 2, count - 1)
+        effective = count * most / variance * (normal / student) ** 2
+    low, high = wilson_interval(mean * effective if count else 0, effective, confidence=confidence)
+    return Interval(mean, low, high)
 
 
-def bootstrap_mean(
-    values: Sequence[float] | np.ndarray, *, confidence: float, seed: int, num_resamples: int = 2000
-) -> Interval:
-    """Return the mean of `values` and its percentile bootstrap interval; NaN without values."""
+def mean_over_prompts(values: Sequence[float] | np.ndarray, *, confidence: float) -> Interval:
+    """Return the mean of `values`, one a prompt, and Student's interval; NaN where unknown."""
     sample = np.asarray(values, dtype=np.float64)
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence} must be above 0 and below 1: use 0.95")
-    if not len(sample):
-        return Interval(math.nan, math.nan, math.nan)
-    draw = np.random.default_rng(seed)
-    means = [
-        sample[draw.integers(len(sample), size=len(sample))].mean() for _ in range(num_resamples)
-    ]
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(sample.mean()), float(low), float(high))
+    if len(sample) < 2:
+        return Interval(float(sample[0]) if len(sample) else math.nan, math.nan, math.nan)
+    reach = t.ppf((1 + confidence) / 2, len(sample) - 1) * sample.std(ddof=1) / len(sample) ** 0.5
+    mean = float(sample.mean())
+    return Interval(mean, mean - float(reach), mean + float(reach))
 
 
 def length_controlled_win_rate(

@@ -318,5 +318,4 @@ def judge_measures(
         rows_of(theirs, [one.other for one in kept]),
         scores,
         [1 - score for score in scores],
-        seed=seed,
     )

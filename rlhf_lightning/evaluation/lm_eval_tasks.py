@@ -37,14 +37,12 @@ class LmEvalBenchmark:
     batch_size: int = 8
     apply_chat_template: bool = False
 
-    def measure(
-        self, policy: LoadedPolicy, baseline: LoadedPolicy, *, seed: int
-    ) -> dict[str, float]:
+    def measure(self, policy: LoadedPolicy, baseline: LoadedPolicy) -> dict[str, float]:
         """Return of each task and metric the policy's mean, the baseline's, and the change.
 
         Names are `benchmark/<metric>/task/<task>`, `benchmark/baseline_<metric>/task/<task>` and
-        `benchmark/<metric>_change/task/<task>` with the ends of an interval: a bootstrap over the
-        questions, each with both answers (95 %), or Wilson's where questions are few or agree.
+        `benchmark/<metric>_change/task/<task>` with the ends of its 95 % interval over the
+        questions, each with both responses: see `share_over_prompts`.
 
         Raises:
             ValueError: if a task is unknown, or has no metric that is known here.
@@ -59,7 +57,7 @@ class LmEvalBenchmark:
                 both = np.array([(by_question[key], before[key]) for key in sorted(by_question)])
                 # Differences of values in [0, 1] as shares, so that the interval never has width 0.
                 shares = (both[:, 0] - both[:, 1] + 1) / 2
-                of = share_over_prompts(shares, confidence=CONFIDENCE, seed=seed)
+                of = share_over_prompts(shares, confidence=CONFIDENCE)
                 of = Interval(*(2 * value - 1 for value in of))
                 measures = {
                     metric: float(both[:, 0].mean()),

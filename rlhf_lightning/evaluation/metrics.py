@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rlhf_lightning.evaluation.comparisons import (
     Interval,
-    bootstrap_win_rate,
     length_controlled_win_rate,
+    win_rate_over_prompts,
 )
 from rlhf_lightning.evaluation.generate import (
     GoldReward,
@@ -69,7 +69,7 @@ def measure_sides(
         mine: the policy's answers, K to a prompt, with their KL and scores.
         theirs: the baseline's, L to a prompt.
         judges: who judges.
-        seed: of the bootstrap and of self-BLEU's draws.
+        seed: of self-BLEU's draws.
     """
     metrics = describe_answers(mine, MINE) | describe_answers(theirs, THEIRS)
     metrics |= variety(mine.token_ids, MINE, seed=seed)
@@ -78,21 +78,21 @@ def measure_sides(
     metrics["val/kl_per_response"] = sum(mine.kl) / len(mine.kl)
     metrics["val/num_prompts"] = float(num_prompts(mine))
     if judges.scored:
-        metrics |= wins("score", mine, theirs, mine.scores, theirs.scores, seed=seed)
+        metrics |= wins("score", mine, theirs, mine.scores, theirs.scores)
     else:
         del metrics["val/score"], metrics["val/baseline_score"]
     if judges.gold is not None:
-        metrics |= _gold_measures(judges.gold, mine, theirs, seed=seed)
+        metrics |= _gold_measures(judges.gold, mine, theirs)
     if judges.safety is not None and judges.safety.prompts is None:
         metrics |= judges.safety.compare(mine, theirs)
     return metrics
 
 
 def _gold_measures(
-    gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers, *, seed: int
+    gold: GoldReward, mine: PolicyAnswers, theirs: PolicyAnswers
 ) -> dict[str, float]:
     my_gold, their_gold = gold_scores(gold, mine), gold_scores(gold, theirs)
-    metrics = wins("gold", mine, theirs, my_gold, their_gold, seed=seed)
+    metrics = wins("gold", mine, theirs, my_gold, their_gold)
     metrics["val/gold"] = sum(my_gold) / len(my_gold)
     metrics["val/baseline_gold"] = sum(their_gold) / len(their_gold)
     for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
@@ -113,8 +113,6 @@ def wins(
     theirs: PolicyAnswers,
     my_scores: Sequence[float],
     their_scores: Sequence[float],
-    *,
-    seed: int,
 ) -> dict[str, float]:
     """Return `val/<name>_win_rate` with its interval, ties, at equal length, and by domain.
 
@@ -122,7 +120,7 @@ def wins(
     can be any: `low` is not the lower end of the interval.
 
     Every answer of the policy meets every answer of the baseline to the same prompt. With one of
-    each the interval is Wilson's, else that of a bootstrap over prompts; both at 95 %.
+    each the interval is Wilson's, else that of `share_over_prompts`; both at 95 %.
 
     Args:
         name: of the judge.
@@ -130,12 +128,11 @@ def wins(
         theirs: the baseline's.
         my_scores: of `mine`, in their order.
         their_scores: of `theirs`.
-        seed: of the bootstrap.
     """
     count = num_prompts(mine)
     key = f"val/{name}_win_rate"
     first, second = by_prompt(my_scores, count), by_prompt(their_scores, count)  # [N, K], [N, L]
-    metrics = _with_interval(key, rate_of(first, second, seed=seed))
+    metrics = _with_interval(key, rate_of(first, second))
     metrics[f"val/{name}_tie_rate"] = tie_rate(first, second)
     lengths = by_prompt(mine.lengths, count), by_prompt(theirs.lengths, count)
     # Each of the K x L comparisons of a prompt is one row of the regression.
@@ -148,20 +145,20 @@ def wins(
     domains = mine.domains[:: len(mine.domains) // count]
     for domain in sorted(set(domains) - {""}):
         index = [i for i, each in enumerate(domains) if each == domain]
-        part = rate_of(first[index], second[index], seed=seed)
+        part = rate_of(first[index], second[index])
         metrics |= _with_interval(key, part, domain)
     return metrics
 
 
-def rate_of(first: Tensor, second: Tensor, *, seed: int) -> Interval:
+def rate_of(first: Tensor, second: Tensor) -> Interval:
     """Return the win rate of scores `[N, K]` over `[N, L]`, ties one half, with its 95 % interval.
 
-    Wilson's with one score a side; else a bootstrap over prompts.
+    Wilson's with one score a side, else that of `share_over_prompts`.
     """
     if first.shape[1] == second.shape[1] == 1:
         result = win_rate(first[:, 0], second[:, 0], confidence=CONFIDENCE)
         return Interval(result.rate, result.low, result.high)
-    return bootstrap_win_rate(first, second, confidence=CONFIDENCE, seed=seed)
+    return win_rate_over_prompts(first, second, confidence=CONFIDENCE)
 
 
 def tie_rate(first: Tensor, second: Tensor) -> float:

@@ -78,8 +78,8 @@ def against_references(
         part.answers_per_prompt = several
         if comparison.scorer is not None:
             name = f"{side}score_reference"
-            found |= wins(name, part, written, part.scores, written.scores, seed=comparison.seed)
+            found |= wins(name, part, written, part.scores, written.scores)
         if gold is not None:
             scores = gold_scores(gold, part), gold_scores(gold, written)
-            found |= wins(f"{side}gold_reference", part, written, *scores, seed=comparison.seed)
+            found |= wins(f"{side}gold_reference", part, written, *scores)
     return found

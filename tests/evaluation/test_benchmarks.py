@@ -44,7 +44,7 @@ def test_a_best_of_four_is_right_where_the_correct_answer_is_alone_at_the_top(tm
     rows.append(row(subset, "y", ["good"], ["equal", "worse", "worst"]))
     bench = RewardBench2(write(tmp_path / "set.jsonl", rows))
     scores = {"good": 2.0, "equal": 2.0, "bad": 1.0, "worse": 0.0, "worst": -1.0}
-    found = bench.measure(scored_by(bench, scores), seed=1)
+    found = bench.measure(scored_by(bench, scores))
     expected = (12 + 0 + 0.5) / 14
     assert found[f"benchmark/score/subset/{subset}"] == pytest.approx(expected)
     assert found[f"benchmark/num_prompts/subset/{subset}"] == 14
@@ -58,7 +58,7 @@ def test_the_whole_is_the_mean_of_the_subsets_however_many_prompts_each_has(tmp_
     rows += [row("Focus", "f", ["bad"], ["good"])]
     rows += [row("Ties", "ref:0", ["good"], ["bad"]), row("Ties", "tied:0", ["good"] * 2, ["bad"])]
     bench = RewardBench2(write(tmp_path / "set.jsonl", rows))
-    found = bench.measure(scored_by(bench, {"good": 1.0, "bad": 0.0}), seed=1)
+    found = bench.measure(scored_by(bench, {"good": 1.0, "bad": 0.0}))
     ties = found["benchmark/score/subset/Ties"]
     assert found["benchmark/score"] == pytest.approx((1 + 0 + ties) / 3)
     assert found["benchmark/num_subsets"] == 3
@@ -144,7 +144,7 @@ def test_pairs_are_measured_by_subset_and_where_the_better_answer_is_the_shorter
         Scored(one, [1.0, 0.0] if i < 6 else [0.0, 1.0], [5, 2] if i < 5 else [2, 5])
         for i, one in enumerate(found)
     ]
-    measures = bench.measure(scored, seed=1)
+    measures = bench.measure(scored)
     assert measures["benchmark/accuracy"] == 6 / 8
     assert measures["benchmark/accuracy/subset/a"] == 1
     assert measures["benchmark/accuracy/subset/b"] == 3 / 5

@@ -11,7 +11,7 @@ import torch
 
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.evaluation.best_of import Pool, measure_best_of, sample_pool
-from rlhf_lightning.evaluation.comparisons import bootstrap_mean
+from rlhf_lightning.evaluation.comparisons import share_over_prompts
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import encode_questions
 from rlhf_lightning.models.factory import frozen, load_policy
@@ -49,7 +49,7 @@ def pool(start: Path) -> Pool:
 
 def test_where_the_reward_is_gold_more_answers_win_more(pool: Pool) -> None:
     assert pool.gold is not None
-    found = measure_best_of(pool, COUNTS, baseline_gold=pool.gold[:, :2], seed=1)
+    found = measure_best_of(pool, COUNTS, baseline_gold=pool.gold[:, :2])
     for name in ("gold_win_rate", "gold", "score"):
         values = [found[f"best_of/{n}/{name}"] for n in COUNTS]
         assert values == sorted(values)
@@ -63,7 +63,7 @@ def test_where_the_reward_is_gold_more_answers_win_more(pool: Pool) -> None:
 def test_a_reward_against_gold_loses_more_with_more_answers(pool: Pool) -> None:
     assert pool.gold is not None
     against = Pool(-pool.scores, pool.lengths, pool.gold)
-    found = measure_best_of(against, COUNTS, baseline_gold=pool.gold[:, :2], seed=1)
+    found = measure_best_of(against, COUNTS, baseline_gold=pool.gold[:, :2])
     rates = [found[f"best_of/{n}/gold_win_rate"] for n in COUNTS]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1] + 0.1
@@ -71,7 +71,7 @@ def test_a_reward_against_gold_loses_more_with_more_answers(pool: Pool) -> None:
 
 def test_the_best_of_one_is_the_mean_of_the_pool_and_of_all_its_best(pool: Pool) -> None:
     assert pool.gold is not None
-    found = measure_best_of(pool, (1, 8), baseline_gold=pool.gold[:, :1], seed=1)
+    found = measure_best_of(pool, (1, 8), baseline_gold=pool.gold[:, :1])
     assert found["best_of/1/score"] == pytest.approx(float(pool.scores.mean()))
     assert found["best_of/1/response_length"] == pytest.approx(float(pool.lengths.mean()))
     assert found["best_of/8/score"] == pytest.approx(float(pool.scores.amax(1).mean()))
@@ -88,9 +88,7 @@ def test_a_win_rate_is_the_mean_over_every_draw_and_its_interval_is_over_prompts
     draw = torch.Generator().manual_seed(3)
     scores, gold = torch.rand((2, 30, 6), generator=draw, dtype=torch.float64)
     rivals = torch.rand((30, 3), generator=draw, dtype=torch.float64)
-    found = measure_best_of(
-        Pool(scores, torch.ones(30, 6), gold), [3], baseline_gold=rivals, seed=5
-    )
+    found = measure_best_of(Pool(scores, torch.ones(30, 6), gold), [3], baseline_gold=rivals)
     by_prompt = []
     for prompt in range(30):
         best = [
@@ -99,7 +97,7 @@ def test_a_win_rate_is_the_mean_over_every_draw_and_its_interval_is_over_prompts
         ]
         won = [float((gold[prompt, answer] > rivals[prompt]).double().mean()) for answer in best]
         by_prompt.append(np.mean(won))
-    wanted = bootstrap_mean(by_prompt, confidence=0.95, seed=5)
+    wanted = share_over_prompts(np.array(by_prompt), confidence=0.95)
     ends = [found[f"best_of/3/gold_win_rate{end}"] for end in ("", "_low", "_high")]
     assert ends == pytest.approx(list(wanted))
 
@@ -111,6 +109,6 @@ def test_a_smaller_pool_is_the_beginning_of_a_larger_one(pool: Pool, start: Path
 
 
 def test_without_a_gold_reward_there_is_no_win_rate(pool: Pool) -> None:
-    found = measure_best_of(Pool(pool.scores, pool.lengths, None), [4], baseline_gold=None, seed=1)
+    found = measure_best_of(Pool(pool.scores, pool.lengths, None), [4], baseline_gold=None)
     assert not [name for name in found if "gold" in name]
     assert found["best_of/4/score"] > float(pool.scores.mean())

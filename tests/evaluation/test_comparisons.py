@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from rlhf_lightning.evaluation.comparisons import (
-    bootstrap_mean,
-    bootstrap_win_rate,
     length_controlled_win_rate,
+    mean_over_prompts,
+    share_over_prompts,
+    win_rate_over_prompts,
 )
 from rlhf_lightning.functional.statistics import wilson_interval
 
@@ -17,7 +18,7 @@ from rlhf_lightning.functional.statistics import wilson_interval
 def test_every_pair_of_answers_to_a_prompt_is_compared_and_ties_count_one_half():
     policy = torch.tensor([[1.0, 3.0], [0.0, 0.0]])
     baseline = torch.tensor([[2.0, 3.0], [1.0, 0.0]])
-    result = bootstrap_win_rate(policy, baseline, confidence=0.9, seed=0)
+    result = win_rate_over_prompts(policy, baseline, confidence=0.9)
     # First prompt: 1<2, 1<3, 3>2, 3=3 -> 1.5 / 4. Second: 0<1, 0=0, twice -> 1 / 4.
     assert result.mean == pytest.approx((1.5 + 1) / 8)
 
@@ -28,12 +29,11 @@ def test_every_pair_of_answers_to_a_prompt_is_compared_and_ties_count_one_half()
         (torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]), 0.5),  # one prompt
         (torch.ones(40, 3), torch.zeros(40, 3), 1.0),  # all win
         (torch.zeros(40, 3), torch.ones(40, 3), 0.0),
-        (torch.tensor([[1.0, 1.0]] * 3 + [[0.0, 0.0]]), torch.full((4, 2), 0.5), 0.75),  # few
     ],
 )
-def test_prompts_that_agree_or_are_few_have_wilsons_interval(policy, baseline, rate):
+def test_prompts_that_agree_have_wilsons_interval(policy, baseline, rate):
     count = len(policy)
-    result = bootstrap_win_rate(policy, baseline, confidence=0.95, seed=0)
+    result = win_rate_over_prompts(policy, baseline, confidence=0.95)
     assert result.mean == pytest.approx(rate)
     assert (result.low, result.high) == wilson_interval(rate * count, count, confidence=0.95)
     assert result.low <= result.mean <= result.high
@@ -45,21 +45,33 @@ def test_answers_of_one_prompt_are_no_independent_trials():
     effect = torch.randn(60, 1, generator=rng)
     policy = effect + 0.1 * torch.randn(60, 8, generator=rng)
     baseline = 0.1 * torch.randn(60, 8, generator=rng)
-    many = bootstrap_win_rate(policy, baseline, confidence=0.95, seed=1)
-    one = bootstrap_win_rate(policy[:, :1], baseline[:, :1], confidence=0.95, seed=1)
+    many = win_rate_over_prompts(policy, baseline, confidence=0.95)
+    one = win_rate_over_prompts(policy[:, :1], baseline[:, :1], confidence=0.95)
     # Eight answers a prompt hardly narrow an interval that comes from the choice of prompts.
     assert (many.high - many.low) > 0.8 * (one.high - one.low)
 
 
-def test_the_bootstrap_interval_holds_the_truth_as_often_as_it_says():
+@pytest.mark.parametrize("count", [10, 16, 20, 40, 100])
+@pytest.mark.parametrize("mean", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize("spread", [1, 5])  # a + b of the beta distribution of a prompt's rate
+def test_intervals_of_shares_hold_the_truth_and_are_seldom_wholly_above_it(count, mean, spread):
     rng = np.random.default_rng(0)
-    held = 0
-    for trial in range(200):
-        interval = bootstrap_mean(
-            rng.random(80) < 0.7, confidence=0.9, seed=trial, num_resamples=300
-        )
-        held += interval.low <= 0.7 <= interval.high
-    assert 0.82 <= held / 200 <= 0.96
+
+    def shares(number: int) -> np.ndarray:
+        """Shares of 2 x 2 comparisons."""
+        return np.round(rng.beta(mean * spread, (1 - mean) * spread, number) * 4) / 4
+
+    truth = float(shares(400_000).mean())
+    found = [share_over_prompts(shares(count), confidence=0.95) for _ in range(2000)]
+    assert np.mean([f.low <= truth <= f.high for f in found]) >= 0.93
+    assert np.mean([f.low > truth for f in found]) <= 0.04
+
+
+@pytest.mark.parametrize("count", [3, 10, 40])
+def test_intervals_of_means_hold_the_truth_as_often_as_they_say(count):
+    rng = np.random.default_rng(0)
+    found = [mean_over_prompts(rng.normal(1, 2, count), confidence=0.9) for _ in range(2000)]
+    assert np.mean([f.low <= 1 <= f.high for f in found]) == pytest.approx(0.9, abs=0.02)
 
 
 def test_a_policy_that_wins_by_length_alone_wins_half_at_equal_length():
@@ -88,10 +100,8 @@ def test_a_policy_that_wins_by_quality_keeps_its_win_rate():
 
 def test_unequal_or_missing_numbers_are_refused():
     with pytest.raises(ValueError, match="of the same prompts"):
-        bootstrap_win_rate(torch.zeros(2, 1), torch.zeros(3, 1), confidence=0.95, seed=0)
+        win_rate_over_prompts(torch.zeros(2, 1), torch.zeros(3, 1), confidence=0.95)
     with pytest.raises(ValueError, match="a score is NaN"):
-        bootstrap_win_rate(
-            torch.tensor([[float("nan")]]), torch.zeros(1, 1), confidence=0.9, seed=0
-        )
+        win_rate_over_prompts(torch.tensor([[float("nan")]]), torch.zeros(1, 1), confidence=0.9)
     with pytest.raises(ValueError, match=r"\[1, 2\] numbers"):
         length_controlled_win_rate([1.0], [0.0, 1.0], [3], [3])
