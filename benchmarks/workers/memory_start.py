@@ -15,9 +15,9 @@ from benchmarks.worker import Task, worker_main
 from benchmarks.workers import models
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import save_adapter
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_scalar_model
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.modules.export import save_hf_model
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT_WORDS = 300  # longer than any prompt that is measured: it is cut to what fits

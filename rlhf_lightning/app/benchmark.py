@@ -51,7 +51,7 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
     from rlhf_lightning.evaluation.benchmarks import Scored, offsets
     from rlhf_lightning.evaluation.held_out import written_answers
     from rlhf_lightning.models.precision import in_precision
-    from rlhf_lightning.models.tokenizers import load_tokenizer
+    from rlhf_lightning.text.tokenizers import load_tokenizer
 
     target = settings.scorer
     if target is None:

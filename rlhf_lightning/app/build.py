@@ -43,12 +43,12 @@ from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.models.learning_rates import default_learning_rate
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.summary import git_commit, installed_versions
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 
 
 def make_doctor(settings: TrainSettings, folder: RunFolder) -> list[Doctor]:

@@ -23,24 +23,21 @@ from rlhf_lightning.app.stages.spec import find_stage
 from rlhf_lightning.models.adapter_files import CONFIG as ADAPTER_CONFIG
 from rlhf_lightning.models.adapter_files import EXTRA as ADAPTER_EXTRA
 from rlhf_lightning.models.adapter_files import merge_adapter, save_adapter
-from rlhf_lightning.models.export import (
-    export_tokenizer,
-    save_hf_model,
-    weights_by_file_name,
-)
+from rlhf_lightning.models.export import weights_by_file_name
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.rounding import DTYPES, Rounding, base_dtype, measure_rounding
-from rlhf_lightning.models.tokenizers import as_saved, stop_ids
+from rlhf_lightning.modules.export import export_tokenizer, save_hf_model
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
 from rlhf_lightning.runs.manifest import source_fingerprint
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.summary import GateResult, installed_versions
+from rlhf_lightning.text.tokenizers import as_saved, stop_ids
 
 logger = logging.getLogger(__name__)
 LEAST_KEPT = 0.9  # of what training changed, that rounding must keep

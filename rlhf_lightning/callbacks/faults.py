@@ -11,12 +11,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PreferenceBatch, RolloutBatch, SFTBatch, TensorBatch
-from rlhf_lightning.callbacks.samples import Decoder
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.atomic import follow_umask, write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
+from rlhf_lightning.text.decoding import decoded
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class SaveFaultyBatch(Callback):
         tokenizer: decodes ids.
     """
 
-    def __init__(self, folder: RunFolder, tokenizer: Decoder) -> None:
+    def __init__(self, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
 
@@ -51,7 +52,7 @@ class SaveFaultyBatch(Callback):
             exception.saved = str(target)
 
 
-def save_batch(batch: TensorBatch, stem: Path, tokenizer: Decoder) -> None:
+def save_batch(batch: TensorBatch, stem: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write `<stem>.safetensors` and `<stem>.jsonl`.
 
     Raises:
@@ -67,7 +68,7 @@ def save_batch(batch: TensorBatch, stem: Path, tokenizer: Decoder) -> None:
     write_text(stem.with_suffix(".jsonl"), "".join(lines))
 
 
-def describe_rows(batch: TensorBatch, tokenizer: Decoder) -> list[dict[str, Any]]:
+def describe_rows(batch: TensorBatch, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return each row as plain values: texts, numbers, and `not_finite`, the fields that are not.
 
     Special tokens stand in the texts.
@@ -75,7 +76,7 @@ def describe_rows(batch: TensorBatch, tokenizer: Decoder) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = [{"row": i} for i in range(len(batch))]
     for name, ids, mask in _texts(batch):
         for i, row in enumerate(rows):
-            row[name] = tokenizer.decode(ids[i][mask[i]].tolist(), skip_special_tokens=False)
+            row[name] = decoded(ids[i][mask[i]].tolist(), tokenizer)
     for name, value in vars(batch).items():
         if isinstance(value, tuple):
             for i, row in enumerate(rows):

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of token ids."""
+from rlhf_lightning.text.decoding import decoded, response_texts
 
 
 class SampleLog(Callback):
@@ -35,7 +30,7 @@ class SampleLog(Callback):
     def __init__(
         self,
         folder: RunFolder,
-        tokenizer: Decoder | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         every_n_iterations: int = 10,
         num_samples: int = 8,
@@ -74,7 +69,7 @@ class SampleLog(Callback):
 
 
 def describe_rollout(
-    rollout: RolloutBatch, tokenizer: Decoder, num_samples: int
+    rollout: RolloutBatch, tokenizer: PreTrainedTokenizerBase, num_samples: int
 ) -> list[dict[str, Any]]:
     """Return the first rows of a rollout as plain values.
 
@@ -94,10 +89,8 @@ def describe_rollout(
         finished = rows.finish_reason[i].item() == FINISHED_BY_STOP
         samples.append(
             {
-                "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-                "response": tokenizer.decode(
-                    response[:-1] if finished else response, skip_special_tokens=True
-                ),
+                "prompt": decoded(prompt, tokenizer, skip_special_tokens=True),
+                "response": response_texts([response[:-1] if finished else response], tokenizer)[0],
                 "score": rows.scores[i].item(),
                 "kl": kl[i].item(),
                 "length": int(length[i]),

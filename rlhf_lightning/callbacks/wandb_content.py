@@ -17,10 +17,11 @@ import torch
 import wandb
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration
-from rlhf_lightning.callbacks.samples import Decoder, describe_rollout
+from rlhf_lightning.callbacks.samples import describe_rollout
 from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, to_json
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -62,7 +63,7 @@ class WandbContent(Callback):
     def __init__(
         self,
         folder: RunFolder,
-        tokenizer: Decoder,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         every_n_iterations: int = 10,
         num_samples: int = 8,

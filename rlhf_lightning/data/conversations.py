@@ -12,7 +12,8 @@ from itertools import takewhile
 from typing import Any
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
-from rlhf_lightning.data.records import ROLES, Messages, Text
+from rlhf_lightning.data.records import ROLES
+from rlhf_lightning.text.messages import Messages, Text
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 ANSWER_MARK = "\n\nAssistant:"

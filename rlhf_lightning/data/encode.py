@@ -18,6 +18,7 @@ r"""Records to token ids: the one place where prompts, answers and EOS meet.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -34,13 +36,9 @@ from rlhf_lightning.data.records import (
     Record,
     TextRecord,
 )
-from rlhf_lightning.data.tokens import (
-    MemoTokenizer,
-    answer_ids,
-    end_with_eos,
-    prompt_columns,
-    prompt_ids,
-)
+from rlhf_lightning.text.messages import Text
+from rlhf_lightning.text.templates import render_chat
+from rlhf_lightning.text.tokens import MemoTokenizer, answer_ids, end_with_eos, prompt_ids
 
 OverLong = Literal["drop", "truncate_left"]
 OVER_LONG = "over-long"
@@ -135,7 +133,10 @@ def encode_all(
     for number, record in enumerate(everything, start=1):
         if number % NUM_TOKENIZED_TOGETHER == 1:
             together = everything[number - 1 : number - 1 + NUM_TOKENIZED_TOGETHER]
-            memo = MemoTokenizer(tokenizer, together)
+            texts = [_texts(each) for each in together]
+            memo = MemoTokenizer(
+                tokenizer, (prompt for prompt, *_ in texts), (a for _, *own in texts for a in own)
+            )
         encode = encoders[type(record)]
         try:
             row = encode(record, memo, max_length=max_length, over_long=over_long, report=report)
@@ -143,8 +144,16 @@ def encode_all(
             raise ValueError(f"record {number}: {error}") from error
         if row is not None:
             encoded.append(row)
-            report.num_spelled += memo.control.spelled_in_record(record)
+            report.num_spelled += not record.rendered and memo.control.spelled_in(*_texts(record))
     return encoded, report
+
+
+def _texts(record: Record) -> tuple[Text, ...]:
+    """Return the prompt of a record, or its text, and the answers to it."""
+    if isinstance(record, TextRecord):
+        return (record.text,)
+    names = ("prompt", "completion", "chosen", "rejected")
+    return tuple(getattr(record, name) for name in names if hasattr(record, name))
 
 
 def encode_text(
@@ -250,6 +259,20 @@ def encode_prompt(
         return None
     report.num_encoded += 1
     return EncodedPrompt(_ids(fitted), prompt_columns(record, tokenizer), record.domain)
+
+
+def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the record's text columns and its prompt.
+
+    `prompt` is the plain prompt, or the conversation as the template writes it; then `CONVERSATION`
+    holds the conversation itself as JSON, for models that have another template.
+    """
+    columns = {k: v for k, v in record.columns.items() if k != CONVERSATION}
+    if isinstance(record.prompt, str):
+        return columns | {"prompt": record.prompt}
+    messages = [dict(message) for message in record.prompt]
+    columns[CONVERSATION] = json.dumps(messages, ensure_ascii=False)
+    return columns | {"prompt": render_chat(record.prompt, tokenizer)}
 
 
 def _fit(

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Messages = tuple[Mapping[str, str], ...]
-Text = str | Messages
+from rlhf_lightning.text.messages import Text
+
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences"]
 Split = Literal["train", "validation"]
 

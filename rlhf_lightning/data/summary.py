@@ -22,6 +22,7 @@ from rlhf_lightning.data.encode import (
     EncodedSequence,
     EncodingReport,
 )
+from rlhf_lightning.text.decoding import decoded
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
 
@@ -180,7 +181,7 @@ def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBa
         if isinstance(row, EncodedSequence):
             lines.append(f"example {number}: {_marked(row.input_ids, row.loss_mask, tokenizer)}")
         elif isinstance(row, EncodedPrompt):
-            lines.append(f"example {number}: {tokenizer.decode(row.input_ids.tolist())}")
+            lines.append(f"example {number}: {decoded(row.input_ids, tokenizer)}")
         else:
             for side in ("chosen", "rejected"):
                 ids = getattr(row, f"{side}_input_ids")
@@ -202,7 +203,7 @@ def _marked(ids: Any, mask: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     text, start = "", 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or bool(mask[end]) != bool(mask[start]):
-            run = str(tokenizer.decode([int(i) for i in ids[start:end]]))
+            run = decoded(ids[start:end], tokenizer)
             text += f"{LEARNT_OPEN}{run}{LEARNT_CLOSE}" if mask[start] else run
             start = end
     return text

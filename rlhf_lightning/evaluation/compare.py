@@ -17,9 +17,9 @@ from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions, enc
 from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 from rlhf_lightning.modules.pretrained import as_scorer
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 
 
 @dataclass(frozen=True)

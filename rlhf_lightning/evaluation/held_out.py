@@ -15,7 +15,6 @@ from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.records import PromptRecord, Text
-from rlhf_lightning.data.tokens import answer_ids
 from rlhf_lightning.evaluation.generate import (
     PolicyAnswers,
     Sampling,
@@ -26,6 +25,7 @@ from rlhf_lightning.evaluation.metrics import Judges, measure_sides
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Scorer, make_answers
+from rlhf_lightning.text.tokens import answer_ids
 
 logger = logging.getLogger(__name__)
 

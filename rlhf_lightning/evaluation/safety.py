@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.files import read_rows
-from rlhf_lightning.data.records import Messages, PromptRecord, Text
+from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.evaluation.generate import PolicyAnswers
 from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.runs.metric_catalog import part_key
+from rlhf_lightning.text.messages import Messages, Text
 
 # (prompt, completion) -> whether the completion refuses.
 RefusalDetector = Callable[[str, str], bool]

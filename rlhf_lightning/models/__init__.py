@@ -1,1 +1,1 @@
-"""Models: factories, heads, tokenizers and every full-sequence call."""
+"""Models: factories, heads and every full-sequence call."""

@@ -16,48 +16,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_lightning.models.classifier_tokenizer import classifier_tokenizer, with_row_for
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.rounding import BASE_DTYPE, rounded
-from rlhf_lightning.runs.atomic import follow_umask
 
 
-def save_hf_model(
-    model: PolicyModel | ScalarHeadModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    state: Mapping[str, Tensor],
-    *,
-    stop_ids: Sequence[int],
-    dtype: torch.dtype = torch.float32,
-    base_dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write weights, config, tokenizer with chat template and, for a policy, when to stop.
-
-    Args:
-        model: gives the architecture.
-        tokenizer: the one it was trained with.
-        folder: created if missing.
-        state: full state dict of `model`.
-        stop_ids: every id that ends a response.
-        dtype: of the weights; a scalar head stays in fp32.
-        base_dtype: of the model at the root, which config.json then names.
-    """
-    if isinstance(model, PolicyModel):
-        generation = generation_settings(model, tokenizer, stop_ids)
-        # transformers before 5.23 would refuse to save the model with settings that need mending
-        model.model.generation_config = generation
-        export_policy(model, folder, state, dtype=dtype)
-        generation.save_pretrained(folder)
-        export_tokenizer(model, tokenizer, folder)
-    else:
-        pad = export_tokenizer(model, tokenizer, folder)
-        export_scalar_model(model, folder, state, pad_token_id=pad, dtype=dtype)
-    follow_umask(*folder.glob("*.safetensors"))
-    _name_dtypes(folder / "config.json", dtype, base_dtype)
-
-
-def _name_dtypes(file: Path, dtype: torch.dtype, base_dtype: torch.dtype) -> None:
+def name_dtypes(file: Path, dtype: torch.dtype, base_dtype: torch.dtype) -> None:
     """Write into config.json what transformers would take from a model in one dtype."""
     content = json.loads(file.read_text(encoding="utf-8"))
     named = content | {"dtype": str(dtype).removeprefix("torch.")}
@@ -77,18 +40,6 @@ def weights_by_file_name(
     prefix = f"{model.trunk.base_model_prefix}."
     trunk = {k: v for k, v in state.items() if k.startswith("trunk.")}
     return {prefix + k.removeprefix("trunk."): v for k, v in trunk.items()}
-
-
-def export_tokenizer(
-    model: PolicyModel | ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> int:
-    """Write the tokenizer that goes with an exported model; return the id that it pads with."""
-    if isinstance(model, ScalarHeadModel):
-        embedding: Any = model.trunk.get_input_embeddings()
-        tokenizer = classifier_tokenizer(tokenizer, len(embedding.weight))
-    tokenizer.save_pretrained(folder)
-    pad: Any = tokenizer.pad_token_id
-    return int(pad)
 
 
 def export_policy(
@@ -171,6 +122,14 @@ def export_scalar_model(
     if missing or unexpected:
         raise ValueError(f"cannot export: missing {missing}, unexpected {unexpected}")
     classifier.save_pretrained(folder)
+
+
+def with_row_for(embedding: Tensor, token_id: int) -> Tensor:
+    """Return `[V, H]` input embeddings in which `token_id` has a row: zeros, if it is new."""
+    missing = token_id + 1 - len(embedding)
+    if missing <= 0:
+        return embedding
+    return torch.cat([embedding, embedding.new_zeros(missing, embedding.shape[1])])
 
 
 def _input_embedding(model: ScalarHeadModel) -> str:

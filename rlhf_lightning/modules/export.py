@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.models.adapter_files import merge_adapter
-from rlhf_lightning.models.export import save_hf_model
+from rlhf_lightning.models.export import (
+    export_policy,
+    export_scalar_model,
+    generation_settings,
+    name_dtypes,
+)
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.rounding import base_dtype
-from rlhf_lightning.models.tokenizers import stop_ids
+from rlhf_lightning.runs.atomic import follow_umask
+from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
+from rlhf_lightning.text.tokenizers import stop_ids
 
 
 def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:
@@ -58,3 +68,50 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
         base_dtype=base_dtype(load_config(source, loading_options(source, **options))),
     )
     return Path(folder)
+
+
+def save_hf_model(
+    model: PolicyModel | ScalarHeadModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    state: Mapping[str, Tensor],
+    *,
+    stop_ids: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    base_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write weights, config, tokenizer with chat template and, for a policy, when to stop.
+
+    Args:
+        model: gives the architecture.
+        tokenizer: the one it was trained with.
+        folder: created if missing.
+        state: full state dict of `model`.
+        stop_ids: every id that ends a response.
+        dtype: of the weights; a scalar head stays in fp32.
+        base_dtype: of the model at the root, which config.json then names.
+    """
+    if isinstance(model, PolicyModel):
+        generation = generation_settings(model, tokenizer, stop_ids)
+        # transformers before 5.23 would refuse to save the model with settings that need mending
+        model.model.generation_config = generation
+        export_policy(model, folder, state, dtype=dtype)
+        generation.save_pretrained(folder)
+        export_tokenizer(model, tokenizer, folder)
+    else:
+        pad = export_tokenizer(model, tokenizer, folder)
+        export_scalar_model(model, folder, state, pad_token_id=pad, dtype=dtype)
+    follow_umask(*folder.glob("*.safetensors"))
+    name_dtypes(folder / "config.json", dtype, base_dtype)
+
+
+def export_tokenizer(
+    model: PolicyModel | ScalarHeadModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> int:
+    """Write the tokenizer that goes with an exported model; return the id that it pads with."""
+    if isinstance(model, ScalarHeadModel):
+        embedding: Any = model.trunk.get_input_embeddings()
+        tokenizer = classifier_tokenizer(tokenizer, len(embedding.weight))
+    tokenizer.save_pretrained(folder)
+    pad: Any = tokenizer.pad_token_id
+    return int(pad)

@@ -28,18 +28,18 @@ from rlhf_lightning.hparams import (
 )
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.loading import loading_options, naming_source
-from rlhf_lightning.models.tokenizers import (
-    as_saved,
-    check_same_tokenizer,
-    load_tokenizer,
-    stop_ids,
-)
 from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, Scorer
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.runs.manifest import source_fingerprint
+from rlhf_lightning.text.tokenizers import (
+    as_saved,
+    check_same_tokenizer,
+    load_tokenizer,
+    stop_ids,
+)
 
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

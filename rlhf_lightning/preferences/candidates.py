@@ -19,19 +19,19 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
-from rlhf_lightning.data.control_tokens import control_tokens
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.records import PromptRecord, text_key
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import round_frozen_weights
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_answers
+from rlhf_lightning.text.control_tokens import control_tokens
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 
 EMPTY = "empty"
 UNFINISHED = "cut off at max_new_tokens"

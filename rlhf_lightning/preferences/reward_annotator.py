@@ -18,9 +18,9 @@ from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
 from rlhf_lightning.data.records import DemonstrationRecord, Text
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
-from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.preferences.annotators import by_gap, now
 from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair, completion_of
+from rlhf_lightning.text.tokenizers import load_tokenizer
 
 
 @dataclass(eq=False)

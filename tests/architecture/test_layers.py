@@ -20,6 +20,7 @@ PACKAGE = ROOT / "rlhf_lightning"
 LAYERS = (
     {"functional", "batches", "hparams", "runs"},
     {"models", "distributed"},
+    {"text"},
     {"data", "rollout"},
     {"modules", "preferences"},
     {"evaluation", "doctor"},
@@ -40,7 +41,7 @@ NOT_PURE = HEAVY - {"torch", "scipy"} | HYDRA
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 MAX_FILE_LINES = 500
 MAX_ENTRY_POINT_LINES = 6
-MAX_FOLDERS = 13
+MAX_FOLDERS = 14
 MAX_FUNCTION_LINES = 50
 
 

@@ -15,8 +15,8 @@ from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.train import run
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import overrides_of, settings_of

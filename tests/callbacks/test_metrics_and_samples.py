@@ -10,14 +10,9 @@ from lightning.pytorch.loggers.logger import Logger
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.samples import SampleLog, describe_rollout
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics, read_samples
+from tests.builders.models import tiny_tokenizer
 from tests.builders.runs import killed
 from tests.callbacks.tiny_run import KilledError, run
-
-
-class Tokenizer:
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return " ".join(str(i) for i in token_ids if i > 1)
 
 
 def make_rollout() -> RolloutBatch:
@@ -47,10 +42,10 @@ def make_rollout() -> RolloutBatch:
 
 
 def test_a_sample_has_text_score_kl_per_token_and_length_with_eos():
-    first, second = describe_rollout(make_rollout(), Tokenizer(), 8)
+    first, second = describe_rollout(make_rollout(), tiny_tokenizer(), 8)
     assert first == {
-        "prompt": "5",
-        "response": "7 8",
+        "prompt": "w5",
+        "response": "w7 w8",
         "score": 1.5,
         "kl": pytest.approx((0.3 + 0.6 + 0.0) / 3, rel=1e-5),
         "length": 3,
@@ -58,10 +53,10 @@ def test_a_sample_has_text_score_kl_per_token_and_length_with_eos():
         "finished": True,
     }
     assert second["kl"] == pytest.approx(-1.0 / 4)
-    assert second["prompt"] == "5 6"
+    assert second["prompt"] == "w5 w6"
     assert second["length"] == 4
     assert second["finished"] is False
-    assert len(describe_rollout(make_rollout(), Tokenizer(), 1)) == 1
+    assert len(describe_rollout(make_rollout(), tiny_tokenizer(), 1)) == 1
 
 
 class Rollouts(Callback):
@@ -79,7 +74,7 @@ class Rollouts(Callback):
 
 def test_samples_are_written_at_the_first_and_every_nth_iteration_and_cut_on_resume(tmp_path):
     def callbacks(folder: Path) -> list[Callback]:
-        log = SampleLog(RunFolder(folder), Tokenizer(), every_n_iterations=3, num_samples=1)
+        log = SampleLog(RunFolder(folder), tiny_tokenizer(), every_n_iterations=3, num_samples=1)
         return [Rollouts(), log]
 
     whole = tmp_path / "whole"
@@ -94,10 +89,10 @@ def test_samples_are_written_at_the_first_and_every_nth_iteration_and_cut_on_res
 
 
 def test_a_step_without_a_rollout_writes_no_samples(tmp_path):
-    run(tmp_path, num_iterations=2, callbacks=[SampleLog(RunFolder(tmp_path), Tokenizer())])
+    run(tmp_path, num_iterations=2, callbacks=[SampleLog(RunFolder(tmp_path), tiny_tokenizer())])
     assert not (tmp_path / "samples.jsonl").exists()
     with pytest.raises(ValueError, match="num_samples=0"):
-        SampleLog(RunFolder(tmp_path), Tokenizer(), num_samples=0)
+        SampleLog(RunFolder(tmp_path), tiny_tokenizer(), num_samples=0)
 
 
 def test_validation_stands_on_the_row_of_its_iteration_and_on_no_other(tmp_path):

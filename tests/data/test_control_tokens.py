@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from transformers import ByT5Tokenizer
 
-from rlhf_lightning.data.control_tokens import control_tokens
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.encode import (
     encode_all,
@@ -22,8 +21,9 @@ from rlhf_lightning.data.records import (
     TextRecord,
 )
 from rlhf_lightning.data.sources.base import FileSource
-from rlhf_lightning.data.tokens import answer_ids, prompt_ids, render_chat
-from rlhf_lightning.models.turn_end import turn_end
+from rlhf_lightning.text.control_tokens import control_tokens
+from rlhf_lightning.text.tokens import answer_ids, prompt_ids, render_chat
+from rlhf_lightning.text.turn_end import turn_end
 from tests.builders.tokenizers import FAMILIES, KINDS, family_tokenizer
 
 WIDE = {"max_length": 2000}

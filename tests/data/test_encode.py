@@ -21,7 +21,7 @@ from rlhf_lightning.data.records import (
     PromptRecord,
     TextRecord,
 )
-from rlhf_lightning.data.tokens import prompt_ids
+from rlhf_lightning.text.tokens import prompt_ids
 from tests.builders.tokenizers import CHATML
 
 WIDE = {"max_length": 1000}

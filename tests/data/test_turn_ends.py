@@ -8,9 +8,9 @@ import torch
 from rlhf_lightning.data.encode import encode_all, encode_demonstration, encode_preference
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.evaluation.held_out import written_answers
-from rlhf_lightning.models.classifier_tokenizer import classifier_tokenizer
-from rlhf_lightning.models.tokenizers import check_same_tokenizer, stop_ids
-from rlhf_lightning.rollout.scorers.text_inputs import AnswerText, LastTokenInputs, Renderer
+from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
+from rlhf_lightning.text.reward_texts import AnswerText, LastTokenInputs, Renderer
+from rlhf_lightning.text.tokenizers import check_same_tokenizer, stop_ids
 from tests.builders.tokenizers import FAMILIES, family_tokenizer
 
 ASKED = ({"role": "user", "content": "why the end?"},)

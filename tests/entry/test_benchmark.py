@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_scalar_model
-from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.reports.page import render_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import LENGTH_REWARD, settings_of
 
 pytestmark = pytest.mark.timeout(300)

@@ -22,8 +22,8 @@ from rlhf_lightning.app.export import run as run_export
 from rlhf_lightning.app.train import run as run_train
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.models import cpu
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import overrides_of, settings_of
 from tests.builders.runs import completed

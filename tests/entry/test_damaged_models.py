@@ -17,15 +17,15 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.reexport import reexport
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import save_adapter
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_base, load_policy, load_scalar_model
 from rlhf_lightning.models.lora import add_policy
 from rlhf_lightning.models.ppo_models import ADAPTER
-from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import source_fingerprint, write_manifest
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.runs import killed, settings_for
 from tests.entry.test_evaluate import evaluate
 

@@ -40,8 +40,8 @@ def other(tmp_path_factory: pytest.TempPathFactory, start: Path) -> Path:
     import torch
 
     from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
-    from rlhf_lightning.models.export import save_hf_model
     from rlhf_lightning.models.factory import load_policy
+    from rlhf_lightning.modules.export import save_hf_model
 
     tokenizer, policy = demo_tokenizer(), load_policy(start)
     torch.manual_seed(7)

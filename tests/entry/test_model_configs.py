@@ -18,7 +18,7 @@ from rlhf_lightning.app.config.compose import choices, conf_dir, named_model
 from rlhf_lightning.app.config.groups import ModelSettings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import find_stage
-from rlhf_lightning.data.tokens import render_chat
+from rlhf_lightning.text.tokens import render_chat
 from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import build_tokenizer
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rlhf_lightning.models.export import save_hf_model
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.licence import Licence
 from rlhf_lightning.runs.model_card import CardFacts, write_model_card
 from tests.builders.models import EOS, tiny_policy, tiny_tokenizer

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_scalar_model
-from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.records import Candidate, read_records
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import completed
 

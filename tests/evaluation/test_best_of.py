@@ -15,9 +15,9 @@ from rlhf_lightning.evaluation.comparisons import share_over_prompts
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import encode_questions
 from rlhf_lightning.models.factory import frozen, load_policy
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 
 COUNTS = (1, 2, 4, 8)
 

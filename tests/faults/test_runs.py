@@ -10,12 +10,12 @@ import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.train import run
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import overrides_of, settings_of
 from tests.builders.reward_server import serving, slow
 from tests.builders.runs import completed

@@ -20,16 +20,16 @@ from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTC
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.hparams import LoraHparams, RewardHparams, SamplingHparams, SFTHparams
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import ResponseRows, response_statistics, sequence_scores
 from rlhf_lightning.models.ppo_models import ppo_models
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from tests.builders.models import (
     EOS,
     HIDDEN,

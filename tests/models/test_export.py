@@ -18,15 +18,15 @@ from transformers import (
 )
 
 from rlhf_lightning.distributed.collectives import full_state
-from rlhf_lightning.models.classifier_tokenizer import (
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.models.forward import sequence_scores
+from rlhf_lightning.modules.export import save_hf_model
+from rlhf_lightning.text.classifier_tokenizer import (
     ADDED,
     classifier_tokenizer,
     unused_special_token,
 )
-from rlhf_lightning.models.export import save_hf_model
-from rlhf_lightning.models.factory import load_policy, load_scalar_model
-from rlhf_lightning.models.forward import sequence_scores
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from tests.builders.mirror import on_mirror
 from tests.builders.models import (
     EOS,

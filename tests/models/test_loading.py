@@ -12,7 +12,7 @@ import torch
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.ppo_models import ppo_models
-from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import tiny_policy, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.loading import load_config
 from rlhf_lightning.models.rounding import base_dtype, measure_rounding, rounded
+from rlhf_lightning.modules.export import save_hf_model
 from tests.builders.models import tiny_policy, tiny_scalar_model, tiny_tokenizer
 
 BF16 = torch.bfloat16

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.ppo_models import ppo_models
-from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
 from tests.builders.models import (
     EOS,
     VOCABULARY,

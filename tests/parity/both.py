@@ -18,12 +18,12 @@ from rlhf_lightning.data.collate import PreferenceCollator, SFTCollator
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
 from rlhf_lightning.hparams import RewardHparams, SFTHparams
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
-from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import EOS, VOCABULARY, tiny_policy, tiny_scalar_model, tiny_tokenizer
 from tests.builders.stages import trainer
 

@@ -11,7 +11,7 @@ from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from rlhf_lightning.data.encode import encode_demonstration, encode_preference
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
-from rlhf_lightning.models.classifier_tokenizer import classifier_tokenizer
+from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
 from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.parity.both import COMMON, export_policy_folder, export_reward_folder
 

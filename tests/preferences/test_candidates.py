@@ -12,9 +12,8 @@ import torch
 
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import frozen, load_policy, load_scalar_model
-from rlhf_lightning.models.tokenizers import load_tokenizer
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.candidates import (
     DUPLICATE,
     EMPTY,
@@ -30,6 +29,7 @@ from rlhf_lightning.preferences.candidates import (
 from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.runs import make_start
 
 PROMPTS = DemoSource(seed=1).records("prompts", "train")[:10]

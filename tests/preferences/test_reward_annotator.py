@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_lightning.models.export import save_hf_model
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.annotators import label_pairs
 from rlhf_lightning.preferences.journal import record_journal
 from rlhf_lightning.preferences.records import Label, Pair

@@ -21,13 +21,13 @@ from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import ppo_models
-from rlhf_lightning.models.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.modules import on_policy
 from rlhf_lightning.modules.metrics import rollout_measures
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 
 CACHE = "~/.cache/rlhf_lightning/smollm2-135m-instruct"
 FOLDER = Path(os.environ.get("RLHF_SMOLLM2", CACHE)).expanduser()

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from rlhf_lightning.batches import Generation, PromptBatch
-from rlhf_lightning.rollout.scorers.base import Answers, Scores, make_answers
+from rlhf_lightning.rollout.scorers.base import Answers, Scores
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from tests.builders.tokenizers import build_tokenizer, word_tokenizer
 
@@ -111,17 +111,6 @@ def plain_call(folder: Path, *texts: Sequence[str], **options: Any) -> torch.Ten
     return plain_model(folder)(**inputs).logits
 
 
-class PolicyTokenizer:
-    """Decodes what a policy wrote: the test gives completions, and whether each finished."""
-
-    def __init__(self, completions: Sequence[str]) -> None:
-        self.completions = list(completions)
-
-    def batch_decode(self, rows: Sequence[Sequence[int]], **_: Any) -> list[str]:
-        assert len(rows) == len(self.completions)
-        return self.completions
-
-
 def text_answers(
     prompts: Sequence[str],
     completions: Sequence[str],
@@ -142,8 +131,7 @@ def text_answers(
     )
     reason = torch.tensor([0 if done else 1 for done in finished])
     generation = Generation(one.expand(-1, 2), one.bool(), reason)
-    tokenizer: Any = PolicyTokenizer(completions)
-    return make_answers(batch, generation, tokenizer)
+    return Answers(batch, generation, one.expand(-1, 2).bool(), tuple(completions))
 
 
 def scored(folder: Path, answers: Answers, **settings: Any) -> Scores:

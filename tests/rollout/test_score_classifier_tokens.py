@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.rollout.scorers.text_inputs import AnswerText, ClassifierInputs, Renderer
+from rlhf_lightning.text.reward_texts import AnswerText, ClassifierInputs, Renderer
 from tests.builders.tokenizers import word_tokenizer
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.models.tokenizers import check_same_tokenizer
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
 from rlhf_lightning.rollout.scorers.http import HttpScorer
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.text.tokenizers import check_same_tokenizer
 from tests.builders.command_lines import settings_of
 from tests.builders.models import tiny_scalar_model, tiny_tokenizer
 from tests.rollout.reward_models import built, byte_tokenizer, save_reward_model

@@ -12,12 +12,11 @@ from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.rollout.scorers.base import FunctionScorer
-from rlhf_lightning.rollout.scorers.text_inputs import (
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, answer_texts
+from rlhf_lightning.text.reward_texts import (
     AnswerText,
     LastTokenInputs,
     Renderer,
-    answer_texts,
 )
 from tests.builders.tokenizers import CHATML
 from tests.rollout.reward_models import (

@@ -14,10 +14,10 @@ from rlhf_lightning.evaluation.generate import Sampling, sample_answers
 from rlhf_lightning.evaluation.generate import gold_scores as gold_of
 from rlhf_lightning.evaluation.win_rate import win_rate
 from rlhf_lightning.models.factory import frozen, load_policy
-from rlhf_lightning.models.tokenizers import load_tokenizer
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.runs.folder import read_metrics
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.processes import run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -198,7 +198,7 @@ def _check_adapter(
 
 def _check_value_tokenizer(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> None:
     from rlhf_lightning.app.config.compose import ConfigError
-    from rlhf_lightning.models.tokenizers import check_same_tokenizer
+    from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
     models = settings.module.get("models")
     value, head = models["value"], models["value_head"]

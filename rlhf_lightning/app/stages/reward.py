@@ -53,7 +53,7 @@ def _evidence(
     """Return what tells overfitting, noise and too small a model apart."""
     from rlhf_lightning.evaluation.reward_accuracy import comparable_rows, share_right
     from rlhf_lightning.models.factory import frozen, load_scalar_model
-    from rlhf_lightning.models.tokenizers import check_same_tokenizer
+    from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
     train = cast("Sequence[EncodedPreference]", parts.data.rows("train"))
     found = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,9 @@ from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
-from rlhf_lightning.models.tokenizers import check_same_tokenizer, load_tokenizer
+from rlhf_lightning.text.decoding import response_texts
+from rlhf_lightning.text.reward_texts import AnswerText
+from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
 
 RewardFunction = Callable[..., Sequence[float]]
 
@@ -75,17 +78,31 @@ class Answers:
 def make_answers(
     prompts: PromptBatch, generation: Generation, tokenizer: PreTrainedTokenizerBase
 ) -> Answers:
-    """Return the answers with their text, without the token that ended one.
-
-    A tokenizer need not list it among its special tokens, which it leaves out by itself.
-    """
+    """Return the answers with their text, without the token that ended one."""
     mask = generation.response_mask
     responses = generation.sequences[:, -mask.shape[1] :].cpu()
     lengths = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()  # [B]
     kept = [ids[:n].tolist() for ids, n in zip(responses, lengths.tolist(), strict=True)]
-    texts = tokenizer.batch_decode(kept, skip_special_tokens=True)
+    texts = response_texts(kept, tokenizer)
     attention_mask = torch.cat([prompts.attention_mask, mask], 1)
     return Answers(prompts, generation, attention_mask, tuple(texts))
+
+
+def answer_texts(answers: Answers) -> list[AnswerText]:
+    """Return the answers as texts, row by row."""
+    columns = answers.prompts.columns
+    conversations = columns.get(CONVERSATION, ("",) * len(answers.prompts))
+    rows = zip(
+        columns["prompt"],
+        conversations,
+        answers.completions,
+        answers.finished.tolist(),
+        strict=True,
+    )
+    return [
+        AnswerText(prompt, json.loads(messages) if messages else None, completion, finished)
+        for prompt, messages, completion, finished in rows
+    ]
 
 
 class Scorer(Protocol):

@@ -19,9 +19,9 @@ from torch import nn
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
-from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
-from rlhf_lightning.rollout.scorers.text_inputs import AnswerText, answer_texts
+from rlhf_lightning.text.reward_texts import AnswerText
 
 NUM_SHOWN = 200  # characters of an answer in an error
 MOST_BYTES = 32 * 2**20  # of an answer: scores of some thousand answers are a hundredth of it

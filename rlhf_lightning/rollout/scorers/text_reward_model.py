@@ -26,16 +26,15 @@ from rlhf_lightning.models.classifiers import (
 )
 from rlhf_lightning.models.forward import bucket_width, by_micro_batch
 from rlhf_lightning.models.loading import loading_options
-from rlhf_lightning.models.tokenizers import as_saved
-from rlhf_lightning.rollout.scorers.base import Answers, Scores
+from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
 from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
-from rlhf_lightning.rollout.scorers.text_inputs import (
+from rlhf_lightning.text.reward_texts import (
     ClassifierInputs,
     LastTokenInputs,
     Renderer,
     Tokens,
-    answer_texts,
 )
+from rlhf_lightning.text.tokenizers import as_saved
 
 logger = logging.getLogger(__name__)
 NO_LIMIT = 10**9  # tokenizers without a limit say 10**30

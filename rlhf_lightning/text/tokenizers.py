@@ -24,8 +24,8 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rlhf_lightning.models.loading import loading_options, naming_source
-from rlhf_lightning.models.template_date import leading_settings, with_fixed_date
-from rlhf_lightning.models.turn_end import turn_end
+from rlhf_lightning.text.template_date import leading_settings, with_fixed_date
+from rlhf_lightning.text.turn_end import turn_end
 
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")

@@ -6,14 +6,14 @@ import pytest
 from huggingface_hub import constants
 from transformers import GenerationConfig
 
-from rlhf_lightning.data.tokens import answer_ids, render_chat
-from rlhf_lightning.models.tokenizers import (
+from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
+from rlhf_lightning.text.tokenizers import (
     check_same_tokenizer,
     load_tokenizer,
     stop_ids,
     with_template_arguments,
 )
-from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
+from rlhf_lightning.text.tokens import answer_ids, render_chat
 from tests.builders.models import EOS, PAD, tiny_tokenizer
 from tests.builders.tokenizers import build_tokenizer
 from tests.entry.hub_server import COMMIT, running_hub

@@ -13,11 +13,9 @@ import json
 import re
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.models.turn_end import turn_end
+from rlhf_lightning.text.turn_end import turn_end
 
 ADDED = "<|pad|>"
 # Names that tokenizers give to tokens of theirs that no text holds, the best first.
@@ -43,8 +41,8 @@ def classifier_tokenizer(
 
     No id of a token changes. The pad token is the tokenizer's own, else a special token of its
     vocabulary that no text uses, else a new token `<|pad|>`, which may need a row more than the
-    model has (`with_row_for`). Padding is on the right: models with absolute positions count
-    columns.
+    model has (`with_row_for` of models/export.py). Padding is on the right: models with absolute
+    positions count columns.
 
     Args:
         tokenizer: left as it is.
@@ -82,14 +80,6 @@ def unused_special_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int
             if re.fullmatch(pattern, content) and content not in template:
                 return content
     return None
-
-
-def with_row_for(embedding: Tensor, token_id: int) -> Tensor:
-    """Return `[V, H]` input embeddings in which `token_id` has a row: zeros, if it is new."""
-    missing = token_id + 1 - len(embedding)
-    if missing <= 0:
-        return embedding
-    return torch.cat([embedding, embedding.new_zeros(missing, embedding.shape[1])])
 
 
 def _end_template_at_its_stop(tokenizer: Any) -> None:

@@ -7,7 +7,6 @@ answer.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,8 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import CONVERSATION
-from rlhf_lightning.models.template_date import with_fixed_date
-from rlhf_lightning.models.turn_end import first_stop
-from rlhf_lightning.rollout.scorers.base import Answers
+from rlhf_lightning.text.template_date import with_fixed_date
+from rlhf_lightning.text.turn_end import first_stop
 
 PLAIN = "plain"
 BETWEEN_TURNS = "\n\n"
@@ -42,23 +39,6 @@ class AnswerText(NamedTuple):
     messages: list[dict[str, str]] | None
     completion: str
     finished: bool
-
-
-def answer_texts(answers: Answers) -> list[AnswerText]:
-    """Return the answers as texts, row by row."""
-    columns = answers.prompts.columns
-    conversations = columns.get(CONVERSATION, ("",) * len(answers.prompts))
-    rows = zip(
-        columns["prompt"],
-        conversations,
-        answers.completions,
-        answers.finished.tolist(),
-        strict=True,
-    )
-    return [
-        AnswerText(prompt, json.loads(messages) if messages else None, completion, finished)
-        for prompt, messages, completion, finished in rows
-    ]
 
 
 @dataclass(frozen=True)

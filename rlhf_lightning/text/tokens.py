@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.batches import CONVERSATION
-from rlhf_lightning.data.control_tokens import ControlTokens, control_tokens
-from rlhf_lightning.data.records import (
-    DemonstrationRecord,
-    Messages,
-    PreferenceRecord,
-    PromptRecord,
-    Record,
-    Text,
-    TextRecord,
-)
-from rlhf_lightning.models.turn_end import TurnEnd, turn_end
+from rlhf_lightning.text.control_tokens import ControlTokens, control_tokens
+from rlhf_lightning.text.messages import Text
+from rlhf_lightning.text.templates import render_chat
+from rlhf_lightning.text.turn_end import TurnEnd, turn_end
 
 
 class MemoTokenizer:
@@ -29,10 +20,16 @@ class MemoTokenizer:
 
     Args:
         tokenizer: the tokenizer.
-        records: what will be encoded; their plain texts are tokenized here, each once.
+        prompts: will be tokenized; the plain ones are tokenized here, each once.
+        answers: the same of answers.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, records: Iterable[Record]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Iterable[Text] = (),
+        answers: Iterable[Text] = (),
+    ) -> None:
         """Tokenize the texts."""
         self._tokenizer = tokenizer
         self._known: dict[tuple[str, bool], dict[str, list[int]]] = {}
@@ -41,14 +38,6 @@ class MemoTokenizer:
         self.eos_token_id = tokenizer.eos_token_id
         self.turn_end = turn_end(tokenizer)
         self.control = control_tokens(tokenizer)
-        prompts: list[Text] = []
-        answers: list[Text] = []
-        for record in records:
-            prompts.append(record.text if isinstance(record, TextRecord) else record.prompt)
-            if isinstance(record, DemonstrationRecord):
-                answers.append(record.completion)
-            elif isinstance(record, PreferenceRecord):
-                answers += (record.chosen, record.rejected)
         for texts, add_special_tokens in ((prompts, True), (answers, False)):
             plain = sorted({text for text in texts if isinstance(text, str)})
             if plain:
@@ -110,20 +99,6 @@ def prompt_ids(
     front, text = ids[:num_front], ids[num_front : len(ids) - num_back]
     # A rendered prompt may spell BOS itself.
     return text if text[:num_front] == front else front + text
-
-
-def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the record's text columns and its prompt.
-
-    `prompt` is the plain prompt, or the conversation as the template writes it; then `CONVERSATION`
-    holds the conversation itself as JSON, for models that have another template.
-    """
-    columns = {k: v for k, v in record.columns.items() if k != CONVERSATION}
-    if isinstance(record.prompt, str):
-        return columns | {"prompt": record.prompt}
-    messages = [dict(message) for message in record.prompt]
-    columns[CONVERSATION] = json.dumps(messages, ensure_ascii=False)
-    return columns | {"prompt": render_chat(record.prompt, tokenizer)}
 
 
 def answer_ids(
@@ -204,27 +179,6 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
 
 def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def render_chat(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = True
-) -> str:
-    """Return a conversation as its chat template writes it.
-
-    Raises:
-        ValueError: if the tokenizer has no chat template.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "the records are conversations but the tokenizer has no chat template: set "
-            "tokenizer.chat_template, take an instruction-tuned tokenizer, or give plain text"
-        )
-    conversation = [dict(message) for message in messages]
-    return str(
-        tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    )
 
 
 def _prefix_message(start: str, full: str) -> str:

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.data.records import Messages, Record, Text, TextRecord
-from rlhf_lightning.models.turn_end import turn_end
+from rlhf_lightning.text.messages import Messages, Text
+from rlhf_lightning.text.turn_end import turn_end
 
 # Noncharacters of Unicode, which no text holds.
 _HIDDEN, _MARKER = "\ufdd1", "\ufdd2"
@@ -49,12 +49,6 @@ class ControlTokens:
             for text in texts
             for part in ([text] if isinstance(text, str) else [m["content"] for m in text])
         )
-
-    def spelled_in_record(self, record: Record) -> bool:
-        """Return True if a text of the record spells a control token that is to stay text."""
-        names = ("text",) if isinstance(record, TextRecord) else _TEXTS
-        texts = [getattr(record, name) for name in names if hasattr(record, name)]
-        return not record.rendered and self.spelled_in(*texts)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         """Return `input_ids` and `special_tokens_mask` of a plain text.
@@ -124,7 +118,6 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
     return known
 
 
-_TEXTS = ("prompt", "completion", "chosen", "rejected")
 _KNOWN: WeakKeyDictionary[Any, ControlTokens] = WeakKeyDictionary()
 
 

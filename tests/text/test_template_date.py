@@ -6,11 +6,11 @@ from datetime import date
 
 import pytest
 
-from rlhf_lightning.data.tokens import render_chat
-from rlhf_lightning.models.template_date import DATE, with_fixed_date
-from rlhf_lightning.models.tokenizers import load_tokenizer
-from rlhf_lightning.rollout.scorers.text_inputs import Renderer
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
+from rlhf_lightning.text.reward_texts import Renderer
+from rlhf_lightning.text.template_date import DATE, with_fixed_date
+from rlhf_lightning.text.tokenizers import load_tokenizer
+from rlhf_lightning.text.tokens import render_chat
 from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
