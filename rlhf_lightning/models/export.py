@@ -18,17 +18,19 @@ from transformers import (
 
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.rounding import BASE_DTYPE, rounded
+from rlhf_lightning.models.transformers_4 import with_old_keys, write_json
 
 
-def name_dtypes(file: Path, dtype: torch.dtype, base_dtype: torch.dtype) -> None:
-    """Write into config.json what transformers would take from a model in one dtype."""
+def complete_config(
+    file: Path, model: PolicyModel | ScalarHeadModel, dtype: torch.dtype, base_dtype: torch.dtype
+) -> None:
+    """Write into config.json the dtypes of an export, and the keys of transformers 4."""
     content = json.loads(file.read_text(encoding="utf-8"))
-    named = content | {"dtype": str(dtype).removeprefix("torch.")}
+    content["dtype"] = str(dtype).removeprefix("torch.")
     if base_dtype != torch.float32:
-        named[BASE_DTYPE] = str(base_dtype).removeprefix("torch.")
-    if named != content:
-        text = json.dumps(named, indent=2, sort_keys=True, ensure_ascii=False)
-        file.write_text(text + "\n", encoding="utf-8")
+        content[BASE_DTYPE] = str(base_dtype).removeprefix("torch.")
+    config = model.model.config if isinstance(model, PolicyModel) else model.trunk.config
+    write_json(file, with_old_keys(content, type(config).from_dict(copy.deepcopy(content))))
 
 
 def weights_by_file_name(
@@ -69,12 +71,7 @@ def generation_settings(
     stops = sorted({int(i) for i in stop_ids})
     settings.eos_token_id = stops[0] if len(stops) == 1 else stops
     settings.pad_token_id = tokenizer.pad_token_id
-    try:
-        settings.validate(strict=True)
-    except ValueError:
-        # Older checkpoints name a temperature and leave do_sample out, which is refused today.
-        settings.do_sample = True
-    return settings
+    return settings  # type: ignore[no-any-return]
 
 
 def export_scalar_model(

@@ -21,6 +21,7 @@ from transformers import (
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.building import drawn, reads_weights
+from rlhf_lightning.models.generation_settings import mended_settings
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
@@ -89,6 +90,7 @@ def load_policy(
         assert source is not None  # or it is from scratch
         options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
         model = _load(AutoModelForCausalLM, source, dropout, options)
+        model.generation_config = mended_settings(model.generation_config, source)
     if not dropout:
         check_deterministic(model)
     if activation_checkpointing:
@@ -121,6 +123,7 @@ def load_base(
     options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     extra = _four_bit() if lora.quantization == "nf4" else {}
     model: Any = _load(AutoModelForCausalLM, source, dropout, options, **extra)
+    model.generation_config = mended_settings(model.generation_config, source)
     if not dropout:
         check_deterministic(model)
     return AdaptedBase(model, lora, activation_checkpointing=activation_checkpointing)

@@ -13,16 +13,17 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.models.adapter_files import merge_adapter
 from rlhf_lightning.models.export import (
+    complete_config,
     export_policy,
     export_scalar_model,
     generation_settings,
-    name_dtypes,
 )
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.rounding import base_dtype
+from rlhf_lightning.models.transformers_4 import name_old_tokenizer
 from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
 from rlhf_lightning.text.tokenizers import stop_ids
@@ -93,7 +94,6 @@ def save_hf_model(
     """
     if isinstance(model, PolicyModel):
         generation = generation_settings(model, tokenizer, stop_ids)
-        # transformers before 5.23 would refuse to save the model with settings that need mending
         model.model.generation_config = generation
         export_policy(model, folder, state, dtype=dtype)
         generation.save_pretrained(folder)
@@ -102,7 +102,7 @@ def save_hf_model(
         pad = export_tokenizer(model, tokenizer, folder)
         export_scalar_model(model, folder, state, pad_token_id=pad, dtype=dtype)
     follow_umask(*folder.glob("*.safetensors"))
-    name_dtypes(folder / "config.json", dtype, base_dtype)
+    complete_config(folder / "config.json", model, dtype, base_dtype)
 
 
 def export_tokenizer(
@@ -113,5 +113,6 @@ def export_tokenizer(
         embedding: Any = model.trunk.get_input_embeddings()
         tokenizer = classifier_tokenizer(tokenizer, len(embedding.weight))
     tokenizer.save_pretrained(folder)
+    name_old_tokenizer(folder)
     pad: Any = tokenizer.pad_token_id
     return int(pad)
