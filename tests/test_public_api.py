@@ -281,15 +281,20 @@ def test_a_metric_of_a_callback_of_one_s_own_stands_on_the_row_of_its_iteration(
     assert found == [(str(n), float(n)) for n in range(1, ITERATIONS + 1)]
 
 
-def test_a_folder_whose_run_failed_before_a_checkpoint_says_what_works(material, tmp_path):
+def test_a_folder_whose_run_failed_before_a_checkpoint_is_begun_anew(material, tmp_path):
     with pytest.raises(RuntimeError, match="the power went"):
         train(material, tmp_path / "run", callbacks=[Stop()])
     assert not (tmp_path / "run/checkpoints/last.ckpt").exists()
-    with pytest.raises(FileExistsError, match="ended before its first checkpoint") as error:
-        train(material, tmp_path / "run")
-    assert "ckpt_path" not in str(error.value)
-    assert "delete" in str(error.value)
-    assert "give trainer_arguments another one" in str(error.value)
+    train(material, tmp_path / "run")
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == ["1", "2", "3", "4"][:ITERATIONS]
+
+
+def test_a_folder_of_somebody_else_is_refused_as_it_is(material, tmp_path):
+    (tmp_path / "report.html").write_text("my thesis")
+    with pytest.raises(FileExistsError, match=r"report\.html.*give trainer_arguments another"):
+        train(material, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == "my thesis"
 
 
 def resume(material: dict[str, Path], folder: Path, **changes: Any) -> None:

@@ -38,6 +38,7 @@ from rlhf_lightning.modules.checkpoint_state import say_changed
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing, take_along
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
 from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock, SignalWatch, deadline
+from rlhf_lightning.runs.taken import check_no_checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -201,7 +202,7 @@ class IterationCheckpoint(Checkpoint):
         """Take up where the checkpoint left off, and drop what was written after it.
 
         Raises:
-            FileExistsError: if the run starts from nothing and a complete checkpoint is there.
+            FolderTakenError: if the run starts from nothing and a complete checkpoint is there.
             FileNotFoundError: on every rank, if early stopping needs a best checkpoint that is
                 neither here nor beside the one that is continued.
         """
@@ -213,7 +214,7 @@ class IterationCheckpoint(Checkpoint):
             self.best_model_score = self.best_iteration = None
             return
         if start == 0:
-            self._refuse_to_start_over()
+            check_no_checkpoint(self.dirpath)
         # Every rank has looked before rank 0 deletes, so that all of them raise or none.
         trainer.strategy.barrier("IterationCheckpoint.on_train_start")
         if self.best_iteration is not None:  # first: a run that is refused has deleted nothing
@@ -315,16 +316,8 @@ class IterationCheckpoint(Checkpoint):
         names = {value: number.name for number, value in _SIGNALS.items()}
         return SaveRequest(save=True, stop=names[code])
 
-    def _refuse_to_start_over(self) -> None:
-        complete = [path for path in self._files() if checkpoint_problem(path) is None]
-        if complete:
-            raise FileExistsError(
-                f"{self.dirpath} holds the checkpoints of another run, e.g. {complete[-1].name}: "
-                "continue it with resume=auto or ckpt_path=, or choose another run folder"
-            )
-
     def _drop_after(self, start: int) -> None:
-        for unfinished in self.dirpath.glob(".*.tmp-*"):  # what a kill left behind
+        for unfinished in self.dirpath.glob(".iteration=*.tmp-*"):  # what a kill left behind
             remove(unfinished)
         later = [path for path in self._files() if (checkpoint_iteration(path) or 0) > start]
         if later:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
-from rlhf_lightning.runs.taken import spent_seconds
+from rlhf_lightning.runs.taken import WayOn, check_free, spent_seconds
 
 logger = logging.getLogger(__name__)
+LIBRARY = WayOn(
+    'go on with it by fit(..., ckpt_path="last")', "give trainer_arguments another folder"
+)
 
 
 class RunRecord(Callback):
@@ -31,6 +37,7 @@ class RunRecord(Callback):
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
+        self._claim = ExitStack()
         self._summary: Summary | None = None
         self._started = 0.0
         self._resumes = False
@@ -42,27 +49,32 @@ class RunRecord(Callback):
         self._resumes = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the folder is free, or that its run goes on.
+        """Take the folder, which has to be free unless its run goes on.
 
         Raises:
-            FileExistsError: if it holds a run and no checkpoint is resumed.
+            FolderTakenError: on every rank, if it is not.
         """
-        holds_a_run = self.folder.metrics.exists() or self.folder.checkpoints.exists()
-        if holds_a_run and not self._resumes:
-            held = 'holds a run already: go on with it by fit(..., ckpt_path="last")'
-            if not self.folder.last_checkpoint.exists():
-                held = "holds a run that ended before its first checkpoint: delete the folder"
-            raise FileExistsError(
-                f"{self.folder.path} {held}, or give trainer_arguments another one"
-            )
+        stage: Any = pl_module.stage
+        taken = self._take(stage) if trainer.is_global_zero else None
+        if (taken := trainer.strategy.broadcast(taken)) is not None:
+            raise FolderTakenError(taken)
         self._started = time.perf_counter()
         seed = pl_module.hparams.get("seed")
-        stage: Any = pl_module.stage
         begun = new_summary(stage, seed=seed, config_hash=None)
         spent = {"total": spent_seconds(self.folder)} if self._resumes else {}
         self._summary = replace(begun, seconds=spent)
         if trainer.is_global_zero:
-            write_summary(self.folder.create(), self._summary)
+            write_summary(self.folder, self._summary)
+
+    def _take(self, stage: str) -> str | None:
+        """Claim the folder until the fit has ended; return why that cannot be."""
+        check = partial(check_free, self.folder, stage, way_on=LIBRARY)
+        try:
+            claim = claim_run(self.folder.path, check if not self._resumes else lambda: None)
+            self._claim.enter_context(claim)
+        except FolderTakenError as error:
+            return str(error)
+        return None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the summary of a finished run, and its report."""
@@ -96,6 +108,7 @@ class RunRecord(Callback):
         write_summary(self.folder, summary)
         if current_iteration(trainer):
             write_report(self.folder)
+        self._claim.close()
 
 
 class LastCheckpoint(ModelCheckpoint):

@@ -14,6 +14,8 @@ from filelock import FileLock, Timeout
 
 logger = logging.getLogger(__name__)
 
+LOCK = ".lock"  # in a run folder
+_SIGNATURE = "process {} on {}"
 _EVERY_SECONDS = 30.0
 _taken: dict[Path, FileLock] = {}  # run folders, with their locks
 
@@ -51,8 +53,8 @@ def artifact_lock(
         lock.release()
 
 
-class FolderTakenError(RuntimeError):
-    """A run folder belongs to another run; nothing in it was touched."""
+class FolderTakenError(FileExistsError, RuntimeError):
+    """A folder belongs to another run, or to somebody else; nothing in it was touched."""
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
 
 def is_claimed(folder: Path | str) -> bool:
     """Return whether a living process writes into the run folder; `take_run` is no writing."""
-    path = Path(folder) / ".lock"
+    path = Path(folder) / LOCK
     if Path(folder).resolve() in _taken:
         return False
     lock = _lock(path)
@@ -103,10 +105,16 @@ def is_claimed(folder: Path | str) -> bool:
     return False
 
 
+def is_signed(folder: Path | str) -> bool:
+    """Return whether a run has claimed the folder, now or earlier."""
+    path = Path(folder) / LOCK
+    return path.is_file() and path.read_bytes()[:8] in (b"", b"process ")
+
+
 def _claim(folder: Path, check: Callable[[], None]) -> FileLock:
     check()
     folder.mkdir(parents=True, exist_ok=True)
-    lock = _lock(folder / ".lock")
+    lock = _lock(folder / LOCK)
     if not _acquired(lock):
         raise FolderTakenError(
             f"the run folder {folder} is in use by {_holder(lock)}: wait for it to end, "
@@ -135,7 +143,7 @@ def _acquired(lock: FileLock, patience: float = 0.0) -> bool:
 
 
 def _sign(lock: FileLock) -> None:
-    Path(lock.lock_file).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    Path(lock.lock_file).write_text(_SIGNATURE.format(os.getpid(), socket.gethostname()))
 
 
 def _holder(lock: FileLock) -> str:

@@ -104,7 +104,12 @@ def newest_complete_checkpoint(folder: RunFolder) -> Path | None:
     A damaged one is reported and passed over for the one before. Every byte of a candidate is
     read once and held against its checksum, which costs less than finding out later.
     """
-    for path in _candidates(folder.checkpoints):
+    return newest_complete_in(folder.checkpoints)
+
+
+def newest_complete_in(checkpoints: Path) -> Path | None:
+    """Return that checkpoint of a folder of checkpoints."""
+    for path in _candidates(checkpoints):
         if problem := checkpoint_problem(path):
             logger.warning("passing over the checkpoint %s: %s", path, problem)
         else:

@@ -1,83 +1,141 @@
-"""Checks that a folder is free for a new run."""
+"""The check that a folder is free for a new run: a run folder is its own."""
 
 from __future__ import annotations
 
-import shutil
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_lightning.runs.atomic import link_atomically
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import FolderTakenError
-from rlhf_lightning.runs.resume import newest_complete_checkpoint
+from rlhf_lightning.runs.lock import LOCK, FolderTakenError, is_signed
+from rlhf_lightning.runs.resume import newest_complete_in
 from rlhf_lightning.runs.summary import Summary, read_summary
 
-ELSE = "choose another folder with hydra.run.dir="
+HYDRA = ".hydra"  # and in it what Hydra writes
+_SAVED = ("config.yaml", "hydra.yaml", "overrides.yaml")
 
 
-def check_free(folder: RunFolder, stage: str, *, continues: bool = False) -> None:
-    """Check that a run may write into a folder; nothing is written here.
+@dataclass(frozen=True)
+class WayOn:
+    """What to do where a folder is taken, in the words of who asked for it.
 
-    A folder whose run ended before its first checkpoint is free: there is nothing to lose in it.
+    Args:
+        go_on: how its run is continued, with `{last}` for its last checkpoint.
+        elsewhere: how another folder is chosen.
+    """
+
+    go_on: str = (
+        "continue it with ckpt_path={last} (with resume=auto if it is of this configuration)"
+    )
+    elsewhere: str = "choose another folder with hydra.run.dir="
+
+
+COMMAND = WayOn()
+
+
+def check_free(
+    folder: RunFolder, stage: str, *, log: str = "", begun: bool = False, way_on: WayOn = COMMAND
+) -> None:
+    """Check that a new run may write into a folder; nothing is written here.
+
+    It may where there is no folder, where it is empty, and where it is that of a run of the same
+    kind that ended before its first checkpoint: there is nothing to lose in it. What stands in a
+    folder of anybody else is never touched.
 
     Args:
         folder: that of the run.
         stage: of the run.
-        continues: whether the run goes on with what is there.
+        log: name of Hydra's log, which a run has written before its summary.
+        begun: whether Hydra may have written there by now, as in the folder of a sweep's job.
+        way_on: for the message.
 
     Raises:
-        FolderTakenError: if another run is complete there, or could be continued.
+        FolderTakenError: if it may not.
     """
-    if continues:
-        return
     if folder.summary.exists():
         try:
             summary = read_summary(folder)
         except (OSError, ValueError) as error:
-            raise FolderTakenError(f"{folder.path} is not free: {error}; or {ELSE}") from error
+            raise FolderTakenError(
+                f"{folder.path} is not free: {error}; or {way_on.elsewhere}"
+            ) from error
         if summary.status == "completed" or summary.stage != stage:
             ended = "a finished" if summary.status == "completed" else "an unfinished"
+            go_on = f"{way_on.go_on}, or " if summary.stage == stage and way_on != COMMAND else ""
             raise FolderTakenError(
                 f"the folder {folder.path} holds {ended} run ({summary.stage}), which would be "
-                f"overwritten: {ELSE}"
+                f"overwritten: {go_on}{way_on.elsewhere}"
             )
-    checkpoint = newest_complete_checkpoint(folder)
-    if checkpoint is not None:
+    check_no_checkpoint(folder.checkpoints, way_on)
+    if folder.summary.exists():
+        return
+    ours = {LOCK, HYDRA, log} if begun or is_signed(folder.path) else set()
+    if others := sorted(entry.name for entry in _entries(folder.path) if entry.name not in ours):
         raise FolderTakenError(
-            f"the folder {folder.path} holds the checkpoints of another run, e.g. "
-            f"{checkpoint.name}: continue it with ckpt_path={folder.last_checkpoint} (with "
-            f"resume=auto if it is of this configuration), or {ELSE}"
+            f"the folder {folder.path} holds {others[0]}"
+            + (f" and {len(others) - 1} more" if others[1:] else "")
+            + f", which no run has written there: {way_on.elsewhere}"
+        )
+
+
+def check_no_checkpoint(checkpoints: Path, way_on: WayOn = COMMAND) -> None:
+    """Check that no run could be continued from the checkpoints in a folder.
+
+    Raises:
+        FolderTakenError: if one could.
+    """
+    if (found := newest_complete_in(checkpoints)) is not None:
+        raise FolderTakenError(
+            f"the folder {checkpoints.parent} holds the checkpoints of another run, e.g. "
+            f"{found.name}: {way_on.go_on.format(last=checkpoints / 'last.ckpt')}, or "
+            f"{way_on.elsewhere}"
         )
 
 
 def check_free_sweep(folder: Path) -> None:
-    """Check that no run of another sweep stands in a sweep's folder.
+    """Check that a new sweep may write into a folder: it is not there, or empty.
 
     Raises:
-        FolderTakenError: if there is one.
+        FolderTakenError: if something stands there.
     """
-    found = sorted(folder.glob("*/summary.json"))
+    begun = {LOCK} if is_signed(folder) else set()
+    found = sorted(entry.name for entry in _entries(folder) if entry.name not in begun)
     if found:
+        what = "the runs of another sweep" if list(folder.glob("*/summary.json")) else "files"
         raise FolderTakenError(
-            f"the folder {folder} holds the runs of another sweep, e.g. {found[0].parent.name}: "
+            f"the folder {folder} holds {what}, e.g. {found[0]}: "
             "choose another folder with hydra.sweep.dir="
         )
 
 
-def drop_unused(folder: RunFolder, instead: RunFolder, *, link: bool = False) -> None:
-    """Remove a folder that holds nothing but what Hydra made; the run goes on in another.
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    if folder.exists():
+        with os.scandir(folder) as found:
+            yield from found
+
+
+def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool = False) -> None:
+    """Remove what Hydra and the claim have made in a folder whose run goes on in another.
 
     Args:
-        folder: to remove.
+        folder: removed as well, unless something else stands in it.
         instead: the other one.
+        log: name of Hydra's log.
         link: leave a link to it, for a sweep that counts the runs in its folder.
     """
-    own = folder.path.resolve() == instead.path.resolve()
-    if not own and all(
-        p.name in (".hydra", ".lock") or p.suffix == ".log" for p in folder.path.glob("*")
-    ):
-        shutil.rmtree(folder.path, ignore_errors=True)
-        if link and not folder.path.exists():
-            link_atomically(folder.path, instead.path)
+    if folder.summary.exists() or folder.path.resolve() == instead.path.resolve():
+        return
+    hydra = folder.path / HYDRA
+    for made in (*(hydra / name for name in _SAVED), folder.path / LOCK, folder.path / log):
+        made.unlink(missing_ok=True)
+    for emptied in (hydra, folder.path):
+        with suppress(OSError):  # it is not empty, or not there
+            emptied.rmdir()
+    if link and not folder.path.exists():
+        link_atomically(folder.path, instead.path)
 
 
 def spent_seconds(folder: RunFolder) -> float:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rlhf_lightning.app.train import run
+from rlhf_lightning.app.config.compose import composed
+from rlhf_lightning.app.config.inherit import command_settings as command_settings_of
+from rlhf_lightning.app.config.run_claim import check_folder
+from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed, take_run
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
-from rlhf_lightning.runs.taken import check_free
+from rlhf_lightning.runs.taken import check_free, drop_unused
 from tests.builders.command_lines import environment, overrides_of
 from tests.builders.runs import completed, settings_for
 
@@ -109,9 +117,128 @@ def test_a_run_that_ended_before_its_first_checkpoint_may_be_begun_anew(tmp_path
         check_free(folder, "sft")
 
 
+FILES = st.sampled_from(
+    [
+        "report.html",
+        "samples.jsonl",
+        "metrics.csv",
+        "export/model.safetensors",
+        "server.log",
+        "train.log",
+        ".hydra/config.yaml",
+        ".lock",
+        ".bashrc",
+        ".git/config",
+        "runs/1/events",
+        "data/a",
+        "summary.json",
+        "pipeline.json",
+        "checkpoints/iteration=000001.ckpt",
+        "multirun.yaml",
+    ]
+)
+STAGES = ("sft", "ppo", "evaluate", "collect", "pipeline", "study")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(FILES, st.binary(max_size=8), max_size=4), st.sampled_from(STAGES))
+def test_a_folder_that_holds_anything_of_somebody_else_is_refused_as_it_is(files, stage):
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunFolder(Path(name))
+        for file, content in files.items():
+            path = folder.path / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        before = contents(folder.path)
+        signed = before.get(".lock", (b"x",))[0] == b""
+        ours = {".lock", "train.log", ".hydra/config.yaml"} if signed else set()
+        with nullcontext() if set(files) <= ours else pytest.raises(FolderTakenError):
+            take = claim_run(folder.path, partial(check_free, folder, stage, log="train.log"))
+            with take:
+                pass
+        before.pop(".lock", None)
+        assert {k: v for k, v in contents(folder.path).items() if k != ".lock"} == before
+
+
+@pytest.mark.parametrize("name", ["a file", "a link", "a broken link", "a link to a link"])
+def test_a_folder_behind_a_link_is_looked_into(tmp_path, name):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("x")
+    link, other = tmp_path / "link", tmp_path / "other"
+    other.symlink_to(mine)
+    if name == "a file":
+        link.write_text("x")
+    else:
+        link.symlink_to({"a link": mine, "a link to a link": other}.get(name, tmp_path / "none"))
+    with pytest.raises(OSError), claim_run(link, lambda: check_free(RunFolder(link), "sft")):
+        pass
+    assert [p.name for p in mine.iterdir()] == ["thesis.tex"]
+
+
+def test_what_a_start_left_before_its_summary_is_taken_again_and_removed_by_name(tmp_path):
+    begun, other = RunFolder(tmp_path / "begun").create(), RunFolder(tmp_path / "other").create()
+    with claim_run(begun.path):
+        (begun.path / ".hydra").mkdir()
+        for name in (".hydra/config.yaml", "train.log"):
+            (begun.path / name).write_text("x")
+    check_free(begun, "sft", log="train.log")
+    (begun.path / "server.log").write_text("three weeks")
+    with pytest.raises(FolderTakenError, match=r"server\.log"):
+        check_free(begun, "sft", log="train.log")
+    drop_unused(begun, other, "train.log")
+    assert [p.name for p in begun.path.iterdir()] == ["server.log"]
+    (begun.path / "server.log").unlink()
+    drop_unused(begun, other, "train.log", link=True)
+    assert begun.path.resolve() == other.path.resolve()
+
+
+SOMEBODY_ELSES = ("report.html", "server.log", ".hydra/config.yaml", "runs/1/events")
+ELSEWHERE = {
+    "run": ["hydra.run.dir=MINE"],
+    "run with a log of its name": ["hydra.run.dir=MINE", "hydra.job.name=server"],
+    "resume": ["hydra.run.dir=MINE", "resume=auto"],
+    "sweep": ["-m", "hydra.sweep.dir=MINE", "seed=1,2"],
+    "job of a sweep": ["-m", "hydra.sweep.dir=new", "hydra.sweep.subdir=MINE", "seed=1,2"],
+    "job above its sweep": ["-m", "hydra.sweep.dir=new", "hydra.sweep.subdir=../mine", "seed=1,2"],
+    "configuration": ["hydra.run.dir=new", "hydra.output_subdir=MINE"],
+    "variable": ["hydra.run.dir=${oc.env:NOSUCH}/mine"],
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_a_command_line_that_leads_into_a_folder_of_somebody_else_is_one_line(
+    tmp_path, start, case, monkeypatch, capsys
+):
+    mine = tmp_path / "mine"
+    for name in SOMEBODY_ELSES:
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).write_text("my thesis")
+    before = contents(tmp_path)
+    words = [word.replace("MINE", str(mine)) for word in ELSEWHERE[case]]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", *words, *overrides_of("sft", start)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "hydra." in line
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("command_settings", ["study", "pipeline", "collect", "evaluate"])
+def test_every_command_looks_at_its_folder(tmp_path, command_settings):
+    (tmp_path / "runs").mkdir()  # as TensorBoard makes it
+    (tmp_path / "runs/events").write_text("x")
+    cfg = composed(command_settings, ["study=arguments"] if command_settings == "study" else [])
+    with pytest.raises(FolderTakenError, match="holds runs, which no run has written"):
+        check_folder(command_settings_of(command_settings, cfg, []), RunFolder(tmp_path))
+
+
 def test_of_two_runs_at_once_in_one_folder_one_is_refused_and_writes_nothing(start, tmp_path):
     folder = RunFolder(tmp_path / "run").create()
-    (folder.path / "metrics.csv").write_text("iteration\n")
+    write_summary(folder, new_summary("sft", seed=1, config_hash="x"))
     with claim_run(folder.path):
         before = contents(folder.path)
         done = command(

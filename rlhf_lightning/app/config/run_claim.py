@@ -8,10 +8,11 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
+from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.command_line import fail
 from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings, StudySettings
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.compose import ConfigError, describe_interpolation
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.pipeline.state import has_more_to_do
@@ -21,7 +22,7 @@ from rlhf_lightning.distributed.launch import agree_on
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, take_run
 from rlhf_lightning.runs.resume import find_unfinished_run
-from rlhf_lightning.runs.taken import check_free, check_free_sweep, summary_or_none
+from rlhf_lightning.runs.taken import HYDRA, check_free, check_free_sweep, summary_or_none
 
 
 class ClaimFolder(Callback):
@@ -33,19 +34,28 @@ class ClaimFolder(Callback):
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         """Take the folder of a single run."""
         HydraConfig.instance().set_config(config)  # the folder's name may refer to it
-        folder = RunFolder(Path(str(config.hydra.run.dir)))
+        job = config.hydra
         try:
-            job = config.hydra
+            folder = RunFolder(Path(str(job.run.dir)))
+            _check_where_hydra_writes(job)
             words = list(job.overrides.task)
             settings = command_settings(str(job.job.config_name), config, words)
         except ConfigError as error:
             fail(str(error))
+        except OmegaConfBaseException as error:  # of the folder's name
+            fail(describe_interpolation(error))
         _or_fail("hydra.run.dir", folder.path, lambda: check_folder(settings, folder))
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         """Take the folder of a sweep, for as long as it lasts."""
         HydraConfig.instance().set_config(config)
-        folder = Path(str(config.hydra.sweep.dir))
+        try:
+            folder = Path(str(config.hydra.sweep.dir))
+            _check_where_hydra_writes(config.hydra)
+        except ConfigError as error:
+            fail(str(error))
+        except OmegaConfBaseException as error:
+            fail(describe_interpolation(error))
         _or_fail("hydra.sweep.dir", folder, lambda: check_free_sweep(folder))
 
 
@@ -55,7 +65,33 @@ def check_folder(settings: RunSettings, folder: RunFolder) -> None:
     Raises:
         FolderTakenError: if another run is complete there, or could be continued.
     """
-    check_free(folder, run_kind(settings.stage), continues=continues(settings, folder))
+    if not continues(settings, folder):
+        begun = in_sweep() or not HydraConfig.initialized()
+        check_free(folder, run_kind(settings.stage), log=hydra_log(), begun=begun)
+
+
+def hydra_log() -> str:
+    """Return the name of the log that Hydra keeps in a run folder."""
+    return f"{HydraConfig.get().job.name}.log" if HydraConfig.initialized() else ""
+
+
+def _check_where_hydra_writes(hydra: Any) -> None:
+    """Check that Hydra writes into folders of runs alone.
+
+    Raises:
+        ConfigError: if a setting of its leads elsewhere.
+    """
+    if hydra.output_subdir not in (HYDRA, None):
+        raise ConfigError(
+            f"hydra.output_subdir={hydra.output_subdir} would put the configuration where no "
+            "command finds it: leave it out"
+        )
+    subdir = Path(str(hydra.sweep._get_node("subdir")._value()))  # as written
+    if subdir.is_absolute() or ".." in subdir.parts or not subdir.parts:
+        raise ConfigError(
+            f"hydra.sweep.subdir={subdir} is no folder inside that of the sweep: give each job one "
+            "of its own, such as ${hydra.job.num}"
+        )
 
 
 def continues(settings: RunSettings, folder: RunFolder) -> bool:
@@ -66,9 +102,9 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
     """
     if isinstance(settings, TrainSettings) and settings.ckpt_path is not None:
         return folder.path.resolve() in Path(settings.ckpt_path).resolve().parents
-    if isinstance(settings, StudySettings):  # a folder holds the runs of all its matrices
-        return (folder.path / "runs").is_dir()
     summary = summary_or_none(folder)
+    if isinstance(settings, StudySettings):  # a folder holds the runs of all its matrices
+        return summary is not None and run_kind(settings.stage) == summary.stage
     if getattr(settings, "resume", "never") != "auto" or summary is None:
         return False
     if summary.config_hash != settings.config_hash:

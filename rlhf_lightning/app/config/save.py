@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
+from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import find_changes, write_changes
 from rlhf_lightning.runs.folder import RunFolder
@@ -34,7 +35,7 @@ def keep_secrets(settings: RunSettings, folder: RunFolder | None) -> None:
     redact_logs()
     if folder is not None:
         saved = folder.config.parent.glob("*.yaml")
-        redact_files(*saved, folder.path.parent / "multirun.yaml")
+        redact_files(*saved, *([folder.path.parent / "multirun.yaml"] if in_sweep() else []))
 
 
 def keep_changes(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
 from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
-from rlhf_lightning.app.config.run_claim import check_folder
+from rlhf_lightning.app.config.run_claim import check_folder, hydra_log
 from rlhf_lightning.app.config.save import keep_secrets, write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings, read_settings
@@ -115,7 +115,7 @@ def _where(settings: PipelineSettings, folder: RunFolder) -> Path:
     if begun is None:
         return folder.path
     say(f"going on with {begun.path}")
-    drop_unused(folder, begun)
+    drop_unused(folder, begun, hydra_log())
     return begun.path
 
 
