@@ -19,17 +19,33 @@ from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rlhf_vllm_"
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of `model`, a tied output head under its own name too.
+    """Yield every weight as `save_pretrained` names it, a tied output head under its own name too.
 
-    Adapters that are switched on are merged into what they stand on. A sharded weight is gathered
-    when its turn comes, on every rank: all of them have to go through all weights.
+    Adapters that are switched on are merged. A sharded weight is gathered when its turn comes, on
+    every rank: all of them have to go through all weights. Of models whose weights transformers
+    renames or fuses as it loads them, such as mixtures of experts, a layer is gathered at a time.
     """
+    shapes = {
+        name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    saved = revert_weight_conversion(model, shapes)
+    if all(saved.get(name) is shape for name, shape in shapes.items()):
+        yield from _loaded_weights(model)
+        return
+    for _, weights in groupby(_loaded_weights(model), key=lambda item: _layer(item[0])):
+        yield from revert_weight_conversion(model, dict(weights)).items()
+
+
+def _loaded_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight under its name in `model`."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, kind = name.partition(".base_layer.")
         if kind == "weight":
