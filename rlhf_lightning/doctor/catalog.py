@@ -274,7 +274,7 @@ _ALL = (
         "weights; off_policy=truncated or masked corrects for older weights, not for wrong ones",
         Source(
             "sampler_gap",
-            readings.latest,
+            readings.gap_of_engine,
             begins=readings.from_first,
             missing="the generator gives no log-probabilities",
         ),

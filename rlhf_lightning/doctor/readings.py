@@ -12,12 +12,18 @@ from rlhf_lightning.doctor.interventions import UNNAMED
 from rlhf_lightning.doctor.shared_thresholds import SharedThresholds
 from rlhf_lightning.doctor.spec import Measured
 
+MAX_GAP = 20.0  # nats a token, as gaps are clamped
 ROUNDING = 1e-3  # nats a token: more than a GPU makes of a KL of 0
 
 
 def latest(history: History, name: str) -> float | None:
     """Read the value of the last iteration."""
     return history.of(name).latest
+
+
+def gap_of_engine(history: History, name: str) -> float | None:
+    """Read the last gap; the largest where a log-probability of the engine was not finite."""
+    return MAX_GAP if history.of("sampler_non_finite").latest else history.of(name).latest
 
 
 def kl_of_updates(history: History, name: str) -> float | None:

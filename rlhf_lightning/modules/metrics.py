@@ -12,7 +12,7 @@ from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.distributed.collectives import gathered, global_moments, global_sum
 from rlhf_lightning.functional.advantages import informative_groups
 from rlhf_lightning.functional.diversity import distinct_n
-from rlhf_lightning.functional.kl import kl_k1
+from rlhf_lightning.functional.kl import MAX_LOG_RATIO, kl_k1
 from rlhf_lightning.functional.off_policy import (
     MismatchSums,
     mismatch,
@@ -162,7 +162,8 @@ def rollout_measures(
 def sampler_measures(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> dict[str, float]:
     """Return how far the old policy is from what sampled the rollout, as `rollout/*` values.
 
-    Nothing where the generator gives no log-probabilities. `rollout/sampler_gap` is the mean of
+    Nothing where the generator gives no log-probabilities. `rollout/sampler_non_finite` counts
+    those that are not finite; the other values leave them out. `rollout/sampler_gap` is the mean of
     |log-probability of the old policy less that of the sampler|, in nats a token, and
     `rollout/sampler_gap_max` the largest; `rollout/sampler_kl_k1` and `_k3` estimate KL(sampler ||
     policy); `rollout/effective_sample_size` is that of the responses, as a share of them. Of a
@@ -180,12 +181,15 @@ def sampler_measures(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> dict[
         ratios = sequence_ratios(old, sampler, mask)
         inside = (ratios >= algorithm.off_policy_low) & (ratios <= algorithm.off_policy_high)
         limited = float((mask.any(-1) & ~inside).sum())
-    ranks = gathered((tuple(mismatch_sums(old, sampler, mask)), limited))
-    sums = [MismatchSums(*own) for own, _ in ranks]
-    found, num_limited = mismatch(sums), sum(count for _, count in ranks)
+    finite_ones = mask & sampler.isfinite()
+    non_finite = float((mask & ~finite_ones).sum())
+    ranks = gathered((tuple(mismatch_sums(old, sampler, finite_ones)), limited, non_finite))
+    sums = [MismatchSums(*own) for own, _, _ in ranks]
+    found, num_limited = mismatch(sums), sum(count for _, count, _ in ranks)
+    measures = {"rollout/sampler_non_finite": sum(count for _, _, count in ranks)}
     if found is None:
-        return {}
-    measures = {
+        return measures | {"rollout/sampler_gap": MAX_LOG_RATIO}
+    measures |= {
         "rollout/sampler_gap": found.mean_abs,
         "rollout/sampler_gap_max": found.max_abs,
         "rollout/sampler_kl_k1": found.kl_k1,

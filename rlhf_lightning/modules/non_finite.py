@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 # In the order in which they are computed, so that the first one named is the cause.
 _ROLLOUT_SCALARS = ("scores",)
 _ROLLOUT_TOKENS = (
-    "sampler_logprobs",
     "logprobs",
     "ref_logprobs",
     "values",

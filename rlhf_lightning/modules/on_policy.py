@@ -154,14 +154,33 @@ def sample_rollout(
         **common,
     )
     seconds["generate"] += waited
-    correction = module.algorithm.off_policy
-    if correction != "none" and rollout.sampler_logprobs is None:
-        raise ValueError(
-            f"module.{module.stage}.off_policy={correction} needs the log-probabilities of the "
-            f"sampler, and {type(module.generator).__name__} gives none: use rollout=cached, or "
-            "off_policy=none"
-        )
+    _check_sampler(module, rollout)
     return rollout, seconds
+
+
+def _check_sampler(module: Any, rollout: RolloutBatch) -> None:
+    """Check that a correction has the log-probabilities that it weighs tokens by.
+
+    Raises:
+        RuntimeError: if some are not finite where the policy's are.
+        ValueError: if there are none.
+    """
+    correction, sampler = module.algorithm.off_policy, rollout.sampler_logprobs
+    if correction == "none":
+        return
+    setting = f"module.{module.stage}.off_policy={correction}"
+    if sampler is None:
+        raise ValueError(
+            f"{setting} needs the log-probabilities of the sampler, and "
+            f"{type(module.generator).__name__} gives none: use rollout=cached, or off_policy=none"
+        )
+    wrong = rollout.response_mask & ~sampler.isfinite() & rollout.logprobs.isfinite()
+    if count := int(global_sum(wrong.sum())):
+        name = getattr(module.generator, "name", type(module.generator).__name__)
+        raise RuntimeError(
+            f"{count} log-probabilities of {name} are not finite, and {setting} weighs tokens by "
+            "them: mend the sampler, or use off_policy=none"
+        )
 
 
 def _lagged_responses(

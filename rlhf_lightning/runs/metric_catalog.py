@@ -48,6 +48,7 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "rollout/resampling_rounds": Quantity("rounds of asking prompts in place of others"),
     "rollout/sampler_gap": Quantity("gap of sampler and policy, per token", "nats", (0.0, 0.05)),
+    "rollout/sampler_non_finite": Quantity("log-probabilities of the sampler that are not finite"),
     "rollout/sampler_gap_max": Quantity("largest gap of sampler and policy", "nats"),
     "rollout/sampler_kl_k1": Quantity("KL of sampler and policy, k1", "nats", (-0.01, 0.01)),
     "rollout/sampler_kl_k3": Quantity("KL of sampler and policy, k3", "nats", (0.0, 0.01)),

@@ -37,6 +37,7 @@ def healthy(t: int, noise: random.Random) -> dict[str, float]:
         "sampler_bias": 0.0,
         "sampler_error": 0.01,
         "sampler_gap": 0.01,
+        "sampler_non_finite": 0.0,
         "refusal_rate": 0.7 + 0.2 * grown,
         "harmful_prompts": 60.0,
         "second_score": 0.8 + 1.2 * grown,
@@ -112,6 +113,11 @@ def test_each_case_is_found_in_time_and_by_its_own_detector_first(name: str) -> 
     described = found[0][1].describe()
     assert DETECTORS[name].title in described
     assert DETECTORS[name].measures in described
+
+
+def test_an_engine_whose_log_probabilities_are_no_numbers_is_an_alarm() -> None:
+    found = run(lambda t: {"sampler_gap": 0.01, "sampler_non_finite": 1.0})
+    assert [(x.detector, x.after) for _, x in found] == [("engine_weights", ALARM)]
 
 
 def test_an_alert_that_grows_becomes_an_alarm() -> None:

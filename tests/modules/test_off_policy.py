@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
 from rlhf_lightning.doctor.detectors import Detectors
 from rlhf_lightning.doctor.spec import ALARM
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
+from rlhf_lightning.functional.kl import MAX_LOG_RATIO
 from rlhf_lightning.functional.off_policy import sequence_ratios
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.modules import on_policy
@@ -185,11 +185,16 @@ class Broken(CachedGenerator):
         return replace(generation, logprobs=nan)
 
 
-def test_log_probabilities_that_are_no_numbers_are_skipped_and_named(caplog):
-    with caplog.at_level(logging.WARNING):
-        module = trained("grpo", generator=Broken(STOPS, PAD), off_policy="truncated")
-    assert [row["grpo/num_updates"] for row in module.logged] == [0, 0]
-    assert "sampler_logprobs" in caplog.text
+def test_log_probabilities_that_are_no_numbers_end_a_run_that_weighs_by_them():
+    with pytest.raises(RuntimeError, match=r"log-probabilities of Broken .*off_policy=truncated"):
+        trained("grpo", generator=Broken(STOPS, PAD), off_policy="truncated")
+
+
+def test_log_probabilities_that_are_no_numbers_are_counted_where_only_metrics_read_them():
+    module = trained("grpo", generator=Broken(STOPS, PAD), off_policy="none")
+    assert all(row["grpo/num_updates"] > 0 for row in module.logged)
+    assert all(row["rollout/sampler_non_finite"] > 0 for row in module.logged)
+    assert all(row["rollout/sampler_gap"] == MAX_LOG_RATIO for row in module.logged)
 
 
 def test_a_weight_that_has_a_graph_is_another_gradient(monkeypatch):

@@ -213,6 +213,7 @@ MEASURES = {
     "rollout/distinct_2",
     "rollout/sampler_gap",
     "rollout/sampler_gap_max",
+    "rollout/sampler_non_finite",
     "rollout/sampler_kl_k1",
     "rollout/sampler_kl_k3",
     "rollout/effective_sample_size",

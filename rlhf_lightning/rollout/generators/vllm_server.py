@@ -29,7 +29,12 @@ from transformers import PreTrainedModel
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank
 from rlhf_lightning.rollout.generators import vllm_engine
-from rlhf_lightning.rollout.generators.vllm import CHECKED_ROWS, Request, VllmGenerator
+from rlhf_lightning.rollout.generators.vllm import (
+    CHECKED_ROWS,
+    Request,
+    VllmGenerator,
+    check_answers,
+)
 from rlhf_lightning.rollout.generators.vllm_engine import Answer
 from rlhf_lightning.rollout.generators.vllm_weights import weight_files
 from rlhf_lightning.rollout.noise import RowNoise
@@ -420,7 +425,9 @@ class VllmServerGenerator(VllmGenerator):
             start = stack.enter_context(self._sent(model))
             probes = gathered(probe)
             written = self._answers(probes, start, stay_awake=True)
-            self.check_logprobs(model, probe, _own(probes, written))
+            own = _own(probes, written)
+            check_answers(own, probe, num_tokens=model.config.vocab_size)
+            self.check_logprobs(model, probe, own)
             asked = gathered(request)
             if rank() == 0:
                 self.under_way = _in_background(
@@ -428,12 +435,13 @@ class VllmServerGenerator(VllmGenerator):
                 )
             sent = stack.pop_all()  # the files have to be there until all is written
 
-        under_way = self.under_way
+        under_way, num_tokens = self.under_way, model.config.vocab_size
 
         def generation() -> Generation:
             with sent:
                 made = gathered([] if under_way is None else under_way.result())[0]
-            return self.generation(prompts, request, _own(asked, made))
+            own = _own(asked, made)
+            return self.generation(prompts, request, own, num_tokens=num_tokens)
 
         return generation
 

@@ -1,0 +1,71 @@
+"""What vLLM is sent, and what it may answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_lightning.rollout.generators.vllm import Request, check_answers
+from rlhf_lightning.rollout.generators.vllm_weights import named_weights
+from tests.builders.models import EOS, prompt_rows
+
+ROWS = prompt_rows([3, 8])
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("gpt_neox", {}),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 8}),
+    ],
+)
+def test_weights_are_sent_under_the_names_of_the_checkpoint(tmp_path, kind, sizes, loaded):
+    common = {
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 1},
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common, **sizes))
+    model.save_pretrained(tmp_path)
+    if loaded:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    kept = load_file(tmp_path / "model.safetensors")
+    sent = dict(named_weights(model))
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    assert sent.keys() == kept.keys() | tied
+    for name, weight in kept.items():
+        assert torch.equal(sent[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "named"),
+    [
+        ([10**6, EOS], [-1.0, -1.0], "1000000"),
+        ([-1, EOS], [-1.0, -1.0], "-1"),
+        ([5.0, EOS], [-1.0, -1.0], "5.0"),
+        ([True, EOS], [-1.0, -1.0], "True"),
+        (["5", EOS], [-1.0, -1.0], "'5'"),
+        ([5, EOS], [-1.0], "1 log-probabilities for 2 tokens"),
+        ([5, EOS], [-1.0, "x"], "'x'"),
+        ([5, EOS], [3.0, -1.0], "3.0"),
+        ([5, EOS], [float("inf"), -1.0], "inf"),
+        ([5, EOS], [None, -1.0], "None"),
+        ([5, EOS, 7, EOS], [-1.0] * 4, "number 2 is a stop token"),
+        ([5] * 9 + [EOS], [-1.0] * 10, "max_new_tokens=8"),
+        ([5, 6], [-1.0, -1.0], "ended after 2"),
+        ([], [], "ended after 0"),
+    ],
+)
+def test_a_response_that_vllm_cannot_have_written_ends_the_run(tokens, logprobs, named):
+    settings = {"temperature": 1.0, "max_new_tokens": 8, "stop_ids": [EOS]}
+    request = Request(ROWS, [1, 2], settings)
+    sound = ([5, EOS], [-1.0, float("nan")])
+    check_answers([sound, ([5] * 8, [1e-6] * 8)], request, num_tokens=50)
+    with pytest.raises(RuntimeError, match="vLLM's response to row 1 ") as error:
+        check_answers([sound, (tokens, logprobs)], request, num_tokens=50)
+    assert named in str(error.value)
