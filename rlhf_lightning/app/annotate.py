@@ -5,12 +5,12 @@ It also takes pairs and labels in and gives them out, in our own records and in 
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING
 
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import AnnotateSettings
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.runs.stopping import RunStoppedError
 
 if TYPE_CHECKING:
     from rlhf_lightning.preferences.annotation.store import LabelStore
@@ -116,13 +116,11 @@ def _serve(settings: AnnotateSettings, store: LabelStore) -> None:
                 "file=PAIRS begin anew; action=export writes the labels"
             )
 
-    # A service that is told to stop ends as after Control-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         serve(store, settings.page, settings.sharing, announce=announce)
     except PortError as error:
         raise ConfigError(str(error)) from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RunStoppedError):
         after = store.progress()
         say(f"stopped: {after.done} of {after.wanted} labels are in {store.path}")
 

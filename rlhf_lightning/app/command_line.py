@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,9 +28,11 @@ from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
 from rlhf_lightning.app.sweep import SweepEnd
+from rlhf_lightning.app.terminal import outlast_terminal
 from rlhf_lightning.distributed.launch import end_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import redacted
+from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 
 MISTAKE = 2  # exit status
 
@@ -51,7 +54,11 @@ def say(text: str) -> None:
 
 
 def _arguments(entry: str) -> list[str]:
-    """Return the arguments of the command line; for help, write it and end the process."""
+    """Return the arguments of the command line; for help, write it and end the process.
+
+    From here on no output that fails ends the process.
+    """
+    outlast_terminal()
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
         say(help_text(entry))
@@ -97,10 +104,19 @@ def run_command(entry: str, run: Callable[[Any], object], config: str | None = N
     """
     words = [f"++{one}" if one.startswith(f"{entry}.") else one for one in _arguments(entry)]
     register()
-    try:
+    with ended_in_one_line(), stopping_on_signals():
         run(load_settings(COMMANDS[entry], config or entry, with_run(entry, words)))
+
+
+@contextmanager
+def ended_in_one_line() -> Iterator[None]:
+    """End the process in one line where the block fails, or is stopped by a signal."""
+    try:
+        yield
     except ConfigError as error:
         fail(str(error))
+    except (Exception, KeyboardInterrupt, RunStoppedError) as error:
+        exit_with(error)
 
 
 def with_run(entry: str, arguments: Sequence[str]) -> list[str]:
@@ -145,12 +161,8 @@ def run_in_folder(entry: str, cfg: Any, run: Callable[[Any, RunFolder, list[str]
         run: called with the settings, the folder and the overrides.
     """
     folder, overrides, _ = this_job()
-    try:
+    with ended_in_one_line(), stopping_on_signals():
         run(command_settings(entry, cfg, overrides), folder, overrides)
-    except ConfigError as error:
-        fail(str(error))
-    except (Exception, KeyboardInterrupt) as error:  # told in one line, and kept in the folder
-        exit_with(error)
 
 
 class Job(NamedTuple):

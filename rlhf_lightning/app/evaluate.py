@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_lightning.app.command_line import (
     check_command_line,
-    fail,
+    ended_in_one_line,
     quieten,
     run_in_folder,
     run_job,
@@ -38,6 +38,7 @@ from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import (
     GateResult,
     Summary,
@@ -80,11 +81,8 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
         try:
             write_summary(folder, summary)
             return _evaluate(settings, folder, summary)
-        except KeyboardInterrupt:
-            write_summary(folder, replace(summary, status="stopped", cause="it was interrupted"))
-            raise
-        except Exception as error:
-            record_failure(folder, summary, error)
+        except BaseException as error:
+            record_failure(folder, summary, error, resumes=False)
             raise
 
 
@@ -341,10 +339,8 @@ def main() -> None:
     if settings is None or settings.human != "import":
         run_job("evaluate", _job)
         return
-    try:
+    with ended_in_one_line(), stopping_on_signals():
         import_labels(settings)  # into the folder of another run
-    except ConfigError as error:
-        fail(str(error))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_disk, write_text
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import redacted
-from rlhf_lightning.runs.stopping import RunStoppedError
+from rlhf_lightning.runs.stopping import stop_behind
 from rlhf_lightning.runs.summary import Status, Summary, write_summary
 
 logger = logging.getLogger(__name__)
@@ -118,24 +118,31 @@ def is_expected(error: BaseException) -> bool:
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """Return the error inside those that Hydra puts around it."""
+    """Return the error inside those that Hydra puts around it, or the stop behind an error.
+
+    torch makes an error of its own of a Control-C that reaches it while it writes a file.
+    """
+    if (stop := stop_behind(error)) is not None:
+        return stop
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-def record_failure(folder: RunFolder, summary: Summary, error: BaseException) -> None:
+def record_failure(
+    folder: RunFolder, summary: Summary, error: BaseException, *, resumes: bool = True
+) -> None:
     """Write status and cause into the summary, the report and `traceback.txt`.
 
     A note at the error says where. A disk that is full, which may be the cause itself, hides
     nothing: it is only logged.
     """
-    stops = isinstance(unwrapped(error), KeyboardInterrupt | RunStoppedError)
-    status: Status = "stopped" if stops else "failed"
+    status: Status = "failed" if stop_behind(error) is None else "stopped"
     try:
         write_summary(folder, replace(summary, status=status, cause=cause_of(error)))
         if status == "stopped":
-            error.add_note(f"resume=auto continues {folder.path}")
+            if resumes:
+                error.add_note(f"resume=auto continues {folder.path}")
         else:
             write_text(folder.traceback, redacted("".join(traceback.format_exception(error))))
             error.add_note(f"the traceback is in {folder.traceback}")
@@ -153,9 +160,10 @@ def exit_with(error: BaseException) -> NoReturn:
     first one, which is still writing, where another one fails. What was not raised for the user
     to read is shown with its traceback, which stands in the run folder in any case.
     """
-    if isinstance(error, KeyboardInterrupt):
+    stop = stop_behind(error)
+    if isinstance(stop, KeyboardInterrupt):
         word, code = "stopped", 130
-    elif isinstance(error, RunStoppedError):
+    elif stop is not None:
         word, code = "stopped", STOPPED if global_rank() == 0 else 0
     else:
         word, code = "error", 1

@@ -107,7 +107,9 @@ def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:
     if settings.paths.apart is not None:  # whatever set it: a file, a preset or the command line
         command.append(f"paths.apart={settings.paths.apart}")
     code = subprocess.run(command, check=False, env=own_environment()).returncode
-    if code:
+    if code or not is_available(str(settings.select(f"artifacts.{kind}"))):
+        made = "" if code else " and made no model"
         raise RuntimeError(
-            f"training the {kind} model failed with exit status {code}: {' '.join(command[1:])}"
+            f"training the {kind} model failed with exit status {code}{made}: "
+            + " ".join(command[1:])
         )

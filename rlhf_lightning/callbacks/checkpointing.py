@@ -15,7 +15,6 @@ import time
 import warnings
 from datetime import datetime
 from pathlib import Path
-from signal import SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -37,7 +36,13 @@ from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.modules.checkpoint_state import say_changed
 from rlhf_lightning.runs.atomic import link_atomically, remove, replacing, take_along
 from rlhf_lightning.runs.resume import checkpoint_iteration, checkpoint_problem
-from rlhf_lightning.runs.stopping import RunStoppedError, SaveClock, SignalWatch, deadline
+from rlhf_lightning.runs.stopping import (
+    STOP_SIGNALS,
+    RunStoppedError,
+    SaveClock,
+    SignalWatch,
+    deadline,
+)
 from rlhf_lightning.runs.taken import check_no_checkpoint
 
 
@@ -91,8 +96,8 @@ def silence_resume_warnings() -> None:
 
 
 # The larger, the more it asks for; what one rank says is done by all.
-_SAVE, _DEADLINE, _USR1, _USR2, _TERM = 1, 2, 3, 4, 5
-_SIGNALS = {SIGUSR1: _USR1, SIGUSR2: _USR2, SIGTERM: _TERM}
+_SAVE, _DEADLINE = 1, 2
+_SIGNALS = {number: code for code, number in enumerate(STOP_SIGNALS, start=3)}
 
 
 class SaveRequest(NamedTuple):

@@ -18,7 +18,7 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
-from rlhf_lightning.runs.stopping import RunStoppedError
+from rlhf_lightning.runs.stopping import stop_behind
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import WayOn, check_free, spent_seconds
 
@@ -84,9 +84,9 @@ class RunRecord(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Write why the run ended."""
-        stops = isinstance(exception, KeyboardInterrupt | RunStoppedError)
-        status = "stopped" if stops else "failed"
-        cause = f"{type(exception).__name__}: {exception}"
+        stop = stop_behind(exception)
+        status = "failed" if stop is None else "stopped"
+        cause = f"{type(stop or exception).__name__}: {stop or exception}"
         self._end(trainer, status=status, cause=cause.splitlines()[0])
 
     def _end(self, trainer: Trainer, **ended: Any) -> None:

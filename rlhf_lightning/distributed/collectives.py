@@ -9,11 +9,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
+from threading import Event, Thread
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from rlhf_lightning.functional.masked import zero_off_mask
 BUCKET_ELEMENTS = 2**23  # of gradients exchanged at once
 REPLICATE, SHARD = "replicate", "shard"
 _END = "rlhf/end/{}"  # why a rank ended
+_A_MOMENT = timedelta(seconds=1)
 MEETING_PATIENCE = timedelta(minutes=10)  # for the first rank to start
 
 
@@ -162,28 +163,40 @@ def roll_call(word: str, patience: timedelta) -> dict[int, str]:
             dist.destroy_process_group()
     except RuntimeError:  # the rank that keeps the store is gone
         return {}
-    deadline = time.monotonic() + patience.total_seconds()
-    heard: dict[int, str] = {}
-    while len(heard) < size - 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-        try:
-            heard |= _heard(store, ours, size)
-        except RuntimeError:
-            break
-    return heard
+    return _heard(store, ours, size, patience, presumed=word)
 
 
 def heard_so_far() -> dict[int, str]:
-    """Return what other ranks said in their roll calls, without waiting."""
-    try:
-        return _heard(dist.distributed_c10d._get_default_store(), rank(), world_size())
-    except RuntimeError:
-        return {}
+    """Return what other ranks said in their roll calls."""
+    store = dist.distributed_c10d._get_default_store()
+    return _heard(store, rank(), world_size(), _A_MOMENT, presumed="")
 
 
-def _heard(store: Any, ours: int, size: int) -> dict[int, str]:
-    others = [r for r in range(size) if r != ours and store.check([_END.format(r)])]
-    return {r: store.get(_END.format(r)).decode() for r in others}
+def _heard(
+    store: Any, ours: int, size: int, patience: timedelta, *, presumed: str
+) -> dict[int, str]:
+    """Return what others say until all have spoken, or patience is at its end.
+
+    A thread asks: no call of the store has a limit where the rank that keeps it is frozen. The
+    other ranks behind such a store are presumed to say what this one says.
+    """
+    others = [r for r in range(size) if r != ours]
+    heard: dict[int, str] = {}
+    answered, enough = Event(), Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            while len(heard) < len(others) and not enough.wait(0.05):
+                for other in others:
+                    if store.check([_END.format(other)]):
+                        heard[other] = store.get(_END.format(other)).decode()
+                answered.set()
+
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(patience.total_seconds())
+    enough.set()
+    return heard.copy() if answered.is_set() else dict.fromkeys(others[1:], presumed)
 
 
 def agreed_max(value: int, device: torch.device) -> int:

@@ -60,10 +60,13 @@ def describe_full_disk(number: int, path: Path | str) -> str:
     folder = Path(path).absolute()
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free / 2**20
+    there = os.statvfs(folder)
+    free = f"{there.f_bavail * there.f_frsize / 2**20:.1f} MiB free there"
+    if number == errno.ENOSPC and there.f_files and not there.f_favail:
+        free = f"not one inode is free there, which each file takes: remove files; {free}"
     return (
-        f"cannot write {path}: {FULL[number]} ({free:.1f} MiB free there). What stood there before "
-        "is intact: make room and continue with resume=auto"
+        f"cannot write {path}: {FULL[number]} ({free}). What stood there before "
+        "is intact: make room and start again (a run with resume=auto)"
     )
 
 

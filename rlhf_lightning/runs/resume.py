@@ -93,6 +93,12 @@ def find_unfinished_run(
             continue
         if summary.config_hash == config_hash and summary.status != "completed":
             if not is_claimed(path):
+                if summary.status == "running":
+                    logger.warning(
+                        "%s never ended: its process was killed, or something that it calls ended "
+                        "it without a word (os._exit)",
+                        path,
+                    )
                 return folder
             logger.warning("passing over %s: another process is writing it", path)
     return None

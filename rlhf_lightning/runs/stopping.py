@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 # Slurm sends SIGTERM before it ends a job, SIGUSR1 if sbatch was told --signal=USR1@SECONDS, and
-# SIGUSR2 if submitit told it.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# SIGUSR2 if submitit told it; a terminal that is closed sends SIGHUP.
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 SLURM = "slurm"
 SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970
 
@@ -34,6 +34,14 @@ class RunStoppedError(BaseException):
 
     It is no `Exception`, so that no library takes it for a failure of its own and goes on.
     """
+
+
+def stop_behind(error: BaseException) -> BaseException | None:
+    """Return the Control-C or the request to stop that `error` is, or came from; None without."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KeyboardInterrupt | RunStoppedError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
 
 
 def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.environ) -> float:
@@ -127,6 +135,22 @@ class SaveClock:
         return self._now() + reserve + _SAVES_IN_RESERVE * self._longest_save >= self.deadline
 
 
+def _taken_over(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Give the signals to a handler and return the former ones; what is ignored stays so.
+
+    `nohup` ignores SIGHUP for what it starts. Only the main thread may; elsewhere nothing happens.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def _give_back(former: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in former.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 class SignalWatch:
     """Notes the signals that ask a process to stop, while it watches."""
 
@@ -135,15 +159,13 @@ class SignalWatch:
         self._former: dict[signal.Signals, Any] = {}
 
     def start(self) -> None:
-        """Take the signals over; only the main thread may, and elsewhere nothing happens."""
+        """Take the signals over."""
         self.received = None
-        if not self._former and threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        self._former = self._former or _taken_over(self._note)
 
     def stop(self) -> None:
         """Give them back."""
-        for number, handler in self._former.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _give_back(self._former)
         self._former = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -163,12 +185,8 @@ def stopping_on_signals() -> Iterator[None]:
             f"{signal.Signals(number).name} outside of training: there is nothing new to save"
         )
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    former = _taken_over(stop)
     try:
         yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _give_back(former)

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
 import sys
+from typing import Any
 
 import pytest
+import torch
 
+from rlhf_lightning.app.command_line import ended_in_one_line, run_command
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices
-from rlhf_lightning.app.failures import RunFailedError, cause_of, exits_are_failures, is_expected
+from rlhf_lightning.app.evaluate import run as evaluate
+from rlhf_lightning.app.failures import (
+    INTERRUPTED,
+    STOPPED,
+    RunFailedError,
+    cause_of,
+    exit_with,
+    exits_are_failures,
+    is_expected,
+    record_failure,
+)
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.stopping import stopping_on_signals
+from rlhf_lightning.runs.summary import new_summary, read_summary
 from tests.builders.command_lines import settings_of
 
 
@@ -41,6 +60,72 @@ def test_an_interrupt_that_lightning_makes_an_exit_of_is_an_interrupt():
 
     with pytest.raises(KeyboardInterrupt):
         run()
+
+
+class InterruptedFile(io.BytesIO):
+    """Control-C comes while it is written to."""
+
+    def write(self, content: Any) -> int:
+        if self.tell() > 100:
+            raise KeyboardInterrupt
+        return super().write(content)
+
+
+def test_a_control_c_in_the_middle_of_a_checkpoint_is_no_failure_of_torch(tmp_path, capsys):
+    folder = RunFolder(tmp_path).create()
+    begun = new_summary("sft", seed=1, config_hash=None)
+    with pytest.raises(RuntimeError) as caught:
+        torch.save({"x": torch.zeros(10_000)}, InterruptedFile())
+    record_failure(folder, begun, caught.value)
+    assert (read_summary(folder).status, read_summary(folder).cause) == ("stopped", INTERRUPTED)
+    assert not folder.traceback.exists()
+    with pytest.raises(SystemExit) as ended:
+        exit_with(caught.value)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.splitlines()[0] == f"stopped: {INTERRUPTED}"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT"])
+def test_a_signal_ends_an_evaluation_with_a_word(start, tmp_path, name, capsys):
+    reward = "import os, signal\ndef score(*_, **__):\n    os.kill(os.getpid(), signal.{})\n"
+    (tmp_path / "reward.py").write_text(reward.format(name))
+    words = [f"policy={start}", f"baseline={start}", "scorer=function", "evaluation.num_prompts=4"]
+    words.append(f"scorer.function={tmp_path}/reward.py:score")
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(SystemExit) as ended, ended_in_one_line(), stopping_on_signals():
+        evaluate(settings_of(*words, entry="evaluate"), folder, words)
+    assert ended.value.code == (130 if name == "SIGINT" else STOPPED)
+    (line,) = (text for text in capsys.readouterr().err.splitlines() if "stopped" in text)
+    assert name == "SIGINT" or name in line
+    assert read_summary(folder).status == "stopped"
+
+
+@pytest.mark.parametrize("entry", ["report", "export", "plan", "dashboard", "annotate"])
+def test_a_signal_ends_a_command_without_a_folder_with_a_word(entry, monkeypatch, capsys, tmp_path):
+    words = {
+        "report": [f"run={tmp_path}"], "export": [f"run={tmp_path}"], "plan": ["+experiment=sft"],
+        "dashboard": ["project=x"], "annotate": [f"store={tmp_path}/store"],
+    }  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [entry, *words[entry]])
+
+    def work(settings: object) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    config = "train" if entry == "plan" else None
+    with pytest.raises(SystemExit) as ended:
+        run_command(entry, work, config=config)
+    assert ended.value.code == STOPPED
+    assert capsys.readouterr().err.startswith("stopped: SIGHUP")
+
+
+def test_a_signal_that_nohup_has_switched_off_stays_so(monkeypatch):
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, former)
 
 
 def on(kind: str, devices: int) -> TrainSettings:

@@ -131,6 +131,17 @@ def test_a_killed_first_rank_is_named_too(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_frozen_first_rank_is_named_as_well_within_the_time_out(tmp_path):
+    with two_ranks(tmp_path, *LONG, "strategy.timeout_minutes=0.2") as ranks:
+        ranks.wait_for_checkpoint()
+        os.kill(ranks.processes[0].pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert ranks.processes[1].wait(120) == 1
+        assert time.monotonic() - stopped < 60
+        assert ranks.error(1).startswith("rank 0 of 2 did not answer within strategy.timeout")
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_waited_for_as_long_as_the_setting_says(tmp_path):
     with two_ranks(tmp_path, *LONG, "strategy.timeout_minutes=0.2") as ranks:
         ranks.wait_for_checkpoint()

@@ -166,6 +166,13 @@ def _run_step(step: Step, folder: RunFolder) -> None:
             f"{step.name} {ends}, see {where}: calling the pipeline again goes on from there",
             code if code in PASSED_ON else 1,
         )
+    begun = summary_or_none(RunFolder(folder.path / step.name))
+    if begun is None or begun.status != "completed":
+        raise StageEndedError(
+            f"{step.name} ended with status 0 before its end, see {folder.path / step.name}: "
+            "something that it calls ended its process (os._exit)",
+            1,
+        )
 
 
 def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
