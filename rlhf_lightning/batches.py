@@ -190,6 +190,8 @@ class PreferenceBatch(TensorBatch):
         row_ids: `[B]` int64, the index of the row among those of its split.
         answer_ids: a number of the chosen and one of the rejected answer; equal numbers are the
             same answer to the same prompt. None: not known.
+        label: `[B]` bool of unpaired rows, whose answer is on the chosen side: True where it is
+            desirable. The other side has an answer to another prompt. None: pairs.
     """
 
     chosen_input_ids: Tensor
@@ -202,6 +204,7 @@ class PreferenceBatch(TensorBatch):
     domains: tuple[str, ...]
     row_ids: Tensor
     answer_ids: tuple[tuple[int, int], ...] | None = None
+    label: Tensor | None = None
 
     @property
     def either_attention_mask(self) -> Tensor:

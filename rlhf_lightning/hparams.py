@@ -217,8 +217,11 @@ class DPOHparams(Checked):
         max_skipped_steps: optimizer steps in a row that are skipped because the loss or the
             gradient is not finite, before the run stops; 0 stops at the first.
         beta: weight of the log-ratio to the reference; the smaller, the farther the policy moves.
-        label_smoothing: share of labels taken to be wrong (cDPO); 0 with `kind="ipo"`.
-        kind: "sigmoid" for DPO, "ipo" for the squared loss whose margin is bounded.
+        label_smoothing: share of labels taken to be wrong (cDPO), of `kind="sigmoid"` alone.
+        kind: "sigmoid" for DPO, "ipo" for the squared loss whose margin is bounded, "kto" for
+            single answers with a label (`data.kind=unpaired`).
+        desirable_weight: weight of answers whose label is true, of `kind="kto"` alone.
+        undesirable_weight: weight of answers whose label is false, of `kind="kto"` alone.
     """
 
     learning_rate: float | None = number(None, above=0, below=1, usual=(1e-7, 1e-3))
@@ -227,15 +230,23 @@ class DPOHparams(Checked):
     max_skipped_steps: int = number(10, at_least=0)
     beta: float = number(0.1, above=0, usual=(0.01, 0.5))
     label_smoothing: float = number(0.0, at_least=0, below=0.5, usual=(0, 0.3))
-    kind: str = choice("sigmoid", "ipo")
+    kind: str = choice("sigmoid", "ipo", "kto")
+    desirable_weight: float = number(1.0, at_least=0, usual=(0.1, 10))
+    undesirable_weight: float = number(1.0, at_least=0, usual=(0.1, 10))
 
     def __post_init__(self) -> None:
         """Check that they go together."""
         super().__post_init__()
-        if self.kind == "ipo" and self.label_smoothing:
+        if self.kind != "sigmoid" and self.label_smoothing:
             raise ValueError(
                 f"DPOHparams.label_smoothing={self.label_smoothing:g} is of kind=sigmoid alone: "
-                "use 0 with kind=ipo"
+                f"use 0 with kind={self.kind}"
+            )
+        weights = (self.desirable_weight, self.undesirable_weight)
+        if self.kind != "kto" and weights != (1, 1):
+            raise ValueError(
+                f"DPOHparams.desirable_weight={weights[0]:g}, undesirable_weight={weights[1]:g} "
+                f"are of kind=kto alone: use 1 with kind={self.kind}"
             )
 
 

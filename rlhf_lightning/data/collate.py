@@ -73,6 +73,7 @@ class PreferenceCollator:
             answer_ids=tuple(
                 (_number(c), _number(r)) for c, r in zip(chosen, rejected, strict=True)
             ),
+            label=None if rows[0].label is None else torch.tensor([row.label for row in rows]),
         )
 
 

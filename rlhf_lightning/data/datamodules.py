@@ -15,8 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
-from rlhf_lightning.data.encode import EncodedPreference, OverLong
+from rlhf_lightning.data.encode import EncodedPreference, OverLong, beside_other_answers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.records import RecordKind
 from rlhf_lightning.data.sampler import stream_generator
 from rlhf_lightning.data.sources.base import (
     JoinedSource,
@@ -55,9 +56,12 @@ class PreferenceDataModule(RecordDataModule):
     With `balance_length` training pairs whose preferred answer is the shorter one (or the longer
     one, if these are fewer) are repeated until both are equally many: length alone then says
     nothing.
+
+    With `kind="unpaired"` a row is one answer with a label, for `DPOHparams(kind="kto")`; a pair
+    gives two. Beside it is an answer to another prompt, by which the KL is estimated.
     """
 
-    kinds = ("preferences",)
+    kinds = ("preferences", "unpaired")
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class PreferenceDataModule(RecordDataModule):
         max_length: int = 1024,
         seed: int | None = None,
         path: str | None = None,
+        kind: RecordKind | None = None,
         also: Sequence[str] = (),
         num_epochs: float | None = None,
         num_iterations: int | None = None,
@@ -91,6 +96,7 @@ class PreferenceDataModule(RecordDataModule):
             JoinedSource([first, *more]) if more else first,
             tokenizer,
             batch_size=batch_size,
+            kind=kind,
             num_iterations=num_iterations,
             num_epochs=num_epochs,
             max_length=max_length,
@@ -102,6 +108,10 @@ class PreferenceDataModule(RecordDataModule):
             validation_batch_size=validation_batch_size,
             num_workers=num_workers,
         )
+        of_pairs = {"group_by_prompt": group_by_prompt, "balance_length": balance_length}
+        for name in (name for name, wanted in of_pairs.items() if wanted):
+            if self.kind == "unpaired":
+                raise ValueError(f"{name}=True is of pairs alone: use false with kind=unpaired")
         self.group_by_prompt = group_by_prompt
         self.balance_length = balance_length
 
@@ -115,6 +125,12 @@ class PreferenceDataModule(RecordDataModule):
             repeats = len(balanced) - len(self._rows["train"])
             rank_zero_info(f"balance_length: {repeats:,} repeats, {len(balanced):,} pairs in all")
             self._rows["train"] = balanced
+        if self.kind == "unpaired":
+            others = self._rows["train"]
+            self._rows = {
+                split: beside_other_answers(rows, others, max_length=self.max_length)
+                for split, rows in self._rows.items()
+            }
         for rows in self._rows.values():
             rows[:] = [replace(row, row_id=number) for number, row in enumerate(rows)]
 

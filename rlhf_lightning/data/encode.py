@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ from rlhf_lightning.data.records import (
     PromptRecord,
     Record,
     TextRecord,
+    UnpairedRecord,
 )
 from rlhf_lightning.text.messages import Text
 from rlhf_lightning.text.templates import render_chat
@@ -50,11 +51,15 @@ NUM_TOKENIZED_TOGETHER = 4096
 
 @dataclass(frozen=True, eq=False)
 class EncodedSequence:
-    """A sequence to learn: `[T]` int32 ids and a `[T]` bool mask of the tokens that are learnt."""
+    """A sequence to learn: `[T]` int32 ids and a `[T]` bool mask of the tokens that are learnt.
+
+    `label` is that of an unpaired row, else None.
+    """
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     domain: str = ""
+    label: bool | None = None
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -65,7 +70,8 @@ class EncodedSequence:
 class EncodedPreference:
     """Two sequences `[T]` that share their first `prompt_length` tokens and end with EOS.
 
-    `row_id` is the index among the rows of a split of a `PreferenceDataModule`.
+    `row_id` is the index among the rows of a split of a `PreferenceDataModule`. With a `label` it
+    is an unpaired row: its answer is on the chosen side, an answer of another row on the other.
     """
 
     chosen_input_ids: NDArray[np.int32]
@@ -75,6 +81,7 @@ class EncodedPreference:
     domain: str = ""
     subsets: tuple[str, ...] = ()
     row_id: int = 0
+    label: bool | None = None
 
     def __len__(self) -> int:
         """Return the number of tokens of the longer side."""
@@ -125,6 +132,7 @@ def encode_all(
         TextRecord: encode_text,
         PromptRecord: encode_prompt,
         DemonstrationRecord: encode_demonstration,
+        UnpairedRecord: encode_demonstration,
         PreferenceRecord: encode_preference,
     }
     encoded = []
@@ -199,7 +207,44 @@ def encode_demonstration(
     if fitted is None:
         return None
     report.num_encoded += 1
-    return _sequence([*fitted, *answer], num_given=max(len(fitted), 1), domain=record.domain)
+    row = _sequence([*fitted, *answer], num_given=max(len(fitted), 1), domain=record.domain)
+    return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
+
+
+def beside_other_answers(
+    rows: Sequence[EncodedSequence], others: Sequence[EncodedSequence], *, max_length: int
+) -> list[EncodedPreference]:
+    """Return unpaired rows, each beside its prompt with an answer to another prompt.
+
+    It is the answer of the row before among `others`, without those of the same prompt; before the
+    first row comes the last one. It only estimates a KL, and is cut where it does not fit.
+
+    Args:
+        rows: of one split, with labels.
+        others: the training rows.
+        max_length: most tokens of prompt and other answer.
+
+    Raises:
+        ValueError: if all `others` have the prompt of a row.
+    """
+    parts = [np.split(row.input_ids, [int(np.argmax(row.loss_mask))]) for row in others]
+    prompts = [prompt.tobytes() for prompt, _ in parts]
+    paired = []
+    for number, row in enumerate(rows):
+        length = int(np.argmax(row.loss_mask))
+        prompt = row.input_ids[:length]
+        before = ((number - back) % len(others) for back in range(1, len(others) + 1))
+        other = next((n for n in before if prompts[n] != prompt.tobytes()), None)
+        if other is None:
+            raise ValueError(
+                "all unpaired rows have one prompt: KTO estimates its KL from answers to other "
+                "prompts, give it rows of several"
+            )
+        joined = np.concatenate([prompt, parts[other][1]])[:max_length]
+        paired.append(
+            EncodedPreference(row.input_ids, joined, length, domain=row.domain, label=row.label)
+        )
+    return paired
 
 
 def encode_preference(

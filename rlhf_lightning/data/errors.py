@@ -75,12 +75,15 @@ class SkippedRecords:
         self.messages: list[str] = []
         self.num_repeated_keys = 0  # rows of JSON with a key twice
         self._num_told = 0
+        self._known: set[str] = set()
 
     def add(self, error: BadRecordError) -> None:
-        """Raise `error`, or note it where bad records are skipped."""
+        """Raise `error`, or note it, once, where bad records are skipped."""
         if self.on_bad_record == "raise":
             raise error
-        self.messages.append(str(error))
+        if str(error) not in self._known:
+            self._known.add(str(error))
+            self.messages.append(str(error))
 
     def log(self, source: str, num_kept: int) -> None:
         """Warn about the records skipped since the last warning, naming the first few."""
@@ -101,9 +104,9 @@ class SkippedRecords:
         )
 
 
-def closest(name: str, names: Iterable[str]) -> str | None:
+def closest(name: str, names: Iterable[str], *, cutoff: float = 0.7) -> str | None:
     """Return the one of `names` that `name` most looks like, None if none does."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 

@@ -10,8 +10,9 @@
 | preference, prompt implied | `chosen rejected`             | preferences    |
 
 Each is plain (strings) or conversational (lists of `{"role", "content"}`), save `text` (plain) and
-`messages` (conversational). Optional keys: `domain`, `margin`, and `rendered` (true where the texts
-spell special tokens that are meant as tokens). All rows of a set have one format. Sides that are
+`messages` (conversational). Optional keys: `domain`, `margin`, `label` (true where the answer is
+good, see `data.labels`), and `rendered` (true where the texts spell special tokens that are meant
+as tokens). All rows of a set have one format. Sides that are
 transcripts, as in Anthropic/hh-rlhf, are read as conversations unless they are `rendered`.
 Source: https://huggingface.co/docs/trl/dataset_formats.
 """
@@ -130,7 +131,7 @@ PARSERS: dict[str, Callable[[Row, Location], Record]] = {
 FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
 TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
-KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "rendered")
+KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered")
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ def rows_digest(rows: Iterable[Encoded]) -> str:
             if isinstance(value, np.ndarray):
                 digest.update(f"{value.shape}".encode() + value.tobytes())
         digest.update(f"{getattr(row, 'margin', 0.0)}".encode())
+        if (label := getattr(row, "label", None)) is not None:
+            digest.update(f"label {label}".encode())
         digest.update(repr(sorted(getattr(row, "columns", {}).items())).encode())
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""The four kinds of record that data sources yield, in TRL's vocabulary.
+"""The five kinds of record that data sources yield, in TRL's vocabulary.
 
 A text is plain (`str`) or conversational (a tuple of `{"role", "content"}` mappings). What it
 spells is text, `<|im_end|>` too; `rendered` says that special tokens which it spells are tokens, as
@@ -14,7 +14,7 @@ from typing import Literal
 
 from rlhf_lightning.text.messages import Text
 
-RecordKind = Literal["texts", "prompts", "demonstrations", "preferences"]
+RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
 Split = Literal["train", "validation"]
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -57,6 +57,13 @@ class DemonstrationRecord:
 
 
 @dataclass(frozen=True)
+class UnpairedRecord(DemonstrationRecord):
+    """A prompt and an answer with a label: True where the answer is desirable (TRL: `label`)."""
+
+    label: bool = True
+
+
+@dataclass(frozen=True)
 class PreferenceRecord:
     """A prompt with a preferred and a rejected answer.
 
@@ -81,6 +88,14 @@ class PreferenceRecord:
 
 
 Record = TextRecord | PromptRecord | DemonstrationRecord | PreferenceRecord
+
+
+def both_answers(pair: PreferenceRecord) -> list[UnpairedRecord]:
+    """Return a pair as two unpaired rows: the chosen answer is desirable, the other one is not."""
+    return [
+        UnpairedRecord(pair.prompt, answer, pair.domain, pair.rendered, label)
+        for answer, label in ((pair.chosen, True), (pair.rejected, False))
+    ]
 
 
 def prompt_key(record: Record) -> str:
@@ -151,4 +166,5 @@ _KINDS: dict[type, RecordKind] = {
     PromptRecord: "prompts",
     DemonstrationRecord: "demonstrations",
     PreferenceRecord: "preferences",
+    UnpairedRecord: "unpaired",
 }

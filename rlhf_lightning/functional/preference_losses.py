@@ -1,4 +1,4 @@
-"""The losses on pairs of a preferred and a rejected answer: reward model and DPO.
+"""The losses on preferences: reward model and DPO on pairs, KTO on single labelled answers.
 
 A mean over pairs is `sum / num_pairs`: with the global count of the optimizer step the losses of
 micro-batches and ranks add up to that of the whole batch.
@@ -43,6 +43,21 @@ class DPOLoss(NamedTuple):
     chosen_reward: Tensor
     rejected_reward: Tensor
     accuracy: Tensor
+
+
+class KTOLoss(NamedTuple):
+    """Result of `kto_loss`; only `loss` has a graph.
+
+    Args:
+        loss: of a row, a scalar.
+        accuracy: fraction of rows whose reward is strictly on the side of `kl` that their label
+            asks for.
+        rewards: `[B]` implicit rewards, `beta * (policy - ref)`.
+    """
+
+    loss: Tensor
+    accuracy: Tensor
+    rewards: Tensor
 
 
 def pairwise_reward_loss(
@@ -138,6 +153,51 @@ def dpo_loss(
         measures = (beta * chosen, beta * rejected, (h > 0).to(h.dtype))
         chosen_reward, rejected_reward, accuracy = (x.sum() / divisor for x in measures)
     return DPOLoss(per_pair.sum() / divisor, chosen_reward, rejected_reward, accuracy)
+
+
+def kto_loss(
+    policy: Tensor,
+    ref: Tensor,
+    label: Tensor,
+    *,
+    kl: Tensor | float,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+    num_rows: Tensor | float | None,
+) -> KTOLoss:
+    """Return the loss of Kahneman-Tversky optimization.
+
+    With `r = policy - ref`, the mean over rows of `desirable_weight (1 - sigmoid(beta (r - kl)))`
+    where `label` is True and of `undesirable_weight (1 - sigmoid(beta (kl - r)))` where it is not.
+
+    Args:
+        policy: `[B]` log-probability of the answer under the policy, nats.
+        ref: `[B]` of the same answer under the reference.
+        label: `[B]` bool, True where the answer is desirable.
+        kl: the reference point of all rows of an optimizer step, nats, 0 or above: the mean of
+            `policy - ref` over prompts with answers of other prompts. It gets no gradient.
+        beta: how much the policy is held to the reference, above 0.
+        desirable_weight: of rows whose label is True.
+        undesirable_weight: of the others.
+        num_rows: rows of the whole optimizer step, or None for those of this call.
+
+    Returns:
+        At least float32; all 0 for no rows.
+
+    Source: Ethayarajh et al. 2024 (arXiv 2402.01306), equation 8.
+    """
+    r = at_least_float32(policy) - at_least_float32(ref)
+    sign, weight = (
+        label.to(r.dtype) * 2 - 1,
+        torch.where(label, desirable_weight, undesirable_weight),
+    )
+    kl = kl.detach() if isinstance(kl, Tensor) else kl
+    per_row = weight * torch.sigmoid(-beta * sign * (r - kl))
+    divisor = max(r.numel(), 1) if num_rows is None else num_rows
+    with torch.no_grad():
+        accuracy = (sign * (r - kl) > 0).to(r.dtype).sum() / divisor
+    return KTOLoss(per_row.sum() / divisor, accuracy, beta * r.detach())
 
 
 def _smoothed_logistic_loss(d: Tensor, label_smoothing: float) -> Tensor:

@@ -40,10 +40,11 @@ def check_data(module: Any, data: Any) -> None:
     fitting = FITTING.get(getattr(module, "stage", ""))
     if fitting is None or not isinstance(data, RecordDataModule):
         return
-    if data.kind not in fitting.kinds:
+    kinds = getattr(module, "record_kinds", fitting.kinds)
+    if data.kind not in kinds:
         raise TypeError(
-            f"{type(module).__name__} trains on {' or '.join(fitting.kinds)}, and "
-            f"{type(data).__name__} gives {data.kind}: give a {fitting.__name__}"
+            f"{type(module).__name__} trains on {' or '.join(kinds)}, and "
+            f"{type(data).__name__} gives {data.kind}: give a {fitting.__name__} of kind={kinds[0]}"
         )
     _check_tokenizer(module, data)
     _check_context(module, data)

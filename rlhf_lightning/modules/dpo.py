@@ -1,6 +1,9 @@
 """Direct preference optimization: a policy learns from pairs, without a reward model or sampling.
 
-Legend: B pairs, T tokens.
+KTO learns from single answers that have a label: its rows have their answer on the chosen side of
+the batch, and on the other an answer to another prompt.
+
+Legend: B pairs or rows, b those of a micro-batch, T tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from torchmetrics import SumMetric
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PreferenceBatch
-from rlhf_lightning.distributed.collectives import agreed_max, global_sum
-from rlhf_lightning.functional.preference_losses import dpo_loss
+from rlhf_lightning.distributed.collectives import agreed_max, gathered, global_sum
+from rlhf_lightning.functional.preference_losses import dpo_loss, kto_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import DPOHparams, LoraHparams
 from rlhf_lightning.models.building import completed
@@ -36,6 +39,7 @@ from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
     Measured,
+    Term,
     accumulate_gradients,
     clip_and_step,
     of_rows,
@@ -44,7 +48,12 @@ from rlhf_lightning.modules.optimization import (
 )
 from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
-from rlhf_lightning.modules.reference_logprobs import SPLITS, ReferenceLogprobs, pair_logprobs
+from rlhf_lightning.modules.reference_logprobs import (
+    SPLITS,
+    ReferenceLogprobs,
+    pair_logprobs,
+    side_logprobs,
+)
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.trainer_flags import check_trainer
 
@@ -57,6 +66,9 @@ MEASURES = (
     "margin",
     "chosen_logprob",
     "rejected_logprob",
+)
+BY_LABEL = (
+    "dpo/by_label"  # [2, 3] sums over rows with label True, False: 1, reward, log-probability
 )
 
 
@@ -74,7 +86,8 @@ class DPOModule(L.LightningModule):
         fingerprint: of the model's source; a checkpoint resumes only from the same one.
         compute_dtype: of sharded forwards.
 
-    Source: Rafailov et al. 2023, equation 7; Azar et al. 2023 (`kind="ipo"`).
+    Source: Rafailov et al. 2023, equation 7; Azar et al. 2023 (`kind="ipo"`); Ethayarajh et al.
+    2024 (`kind="kto"`).
     """
 
     stage = "dpo"
@@ -104,7 +117,13 @@ class DPOModule(L.LightningModule):
         self.policy: PolicyModel | None = None
         names = ("pairs", *MEASURES)
         self.sums: Any = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
+        self.validated: list[list[float]] = []  # of KTO, by row: see `validation_step`
         self.validation_started = 0.0
+
+    @property
+    def record_kinds(self) -> tuple[str, ...]:
+        """The kind of the records that the objective is of."""
+        return ("unpaired",) if self.dpo.kind == "kto" else ("preferences",)
 
     @classmethod
     def from_pretrained(
@@ -189,12 +208,12 @@ class DPOModule(L.LightningModule):
         self.references.prepare(self, SPLITS)
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Take one optimizer step on the batch of pairs."""
+        """Take one optimizer step on the batch of pairs, or of unpaired rows."""
         check_batch(self, batch, PreferenceBatch)
         started = time.perf_counter()
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
         parts = micro_batches(batch.either_attention_mask, self.dpo.micro_batch_size)
-        measured = accumulate_gradients(self, parts, [of_rows(self.loss, batch, num_pairs)])
+        measured = accumulate_gradients(self, parts, [self.objective(batch, num_pairs)])
         norms = clip_and_step(
             self,
             {"dpo/grad_norm": self.policy},
@@ -202,6 +221,13 @@ class DPOModule(L.LightningModule):
             lambda norms: self.skipped.should_step(measured | norms, batch, batch_idx),
         )
         self.finish_iteration(measured | (norms or {}), num_pairs, time.perf_counter() - started)
+
+    def objective(self, batch: PreferenceBatch, num_pairs: Tensor) -> Term:
+        """Return the loss of the batch's rows, by the kind of the objective."""
+        if self.dpo.kind == "kto":
+            counts = (num_pairs, self.reference_point(batch, num_pairs))
+            return of_rows(self.unpaired_loss, batch, counts)
+        return of_rows(self.loss, batch, num_pairs)
 
     def loss(self, batch: PreferenceBatch, num_pairs: Tensor | float) -> tuple[Tensor, Measured]:
         """Return the sum of the pairs' losses over `num_pairs`, and measures over the same."""
@@ -236,11 +262,57 @@ class DPOModule(L.LightningModule):
         }
         return result.loss, {f"dpo/{name}": value for name, value in measures.items()}
 
+    @torch.no_grad()
+    def reference_point(self, batch: PreferenceBatch, num_rows: Tensor) -> Tensor:
+        """Return KTO's KL over all micro-batches and ranks: of answers to other prompts."""
+        (logprobs,) = by_micro_batch(
+            lambda rows: (side_logprobs(self.policy, batch[rows], "rejected"),),
+            batch.either_attention_mask,
+            self.dpo.micro_batch_size,
+            agree=agreed_max,
+        )
+        _, reference = self.references.of(batch, "train")
+        return (global_sum((logprobs - reference).sum()) / num_rows).clamp(min=0)
+
+    def unpaired_loss(
+        self, batch: PreferenceBatch, counts: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Measured]:
+        """Return the sum of the rows' KTO losses over their number, with measures.
+
+        Args:
+            batch: a micro-batch of unpaired rows.
+            counts: rows of the optimizer step, and its `reference_point`.
+        """
+        num_rows, kl = counts
+        logprobs = side_logprobs(self.policy, batch, "chosen")
+        reference, _ = self.references.of(batch, "train")
+        return self.labelled(logprobs, reference, batch.label, kl, num_rows)
+
+    def labelled(
+        self, logprobs: Tensor, reference: Tensor, label: Any, kl: Tensor, num_rows: Tensor | float
+    ) -> tuple[Tensor, Measured]:
+        """Return KTO's loss and measures of log-probabilities `[b]` and labels `[b]`."""
+        result = kto_loss(
+            logprobs,
+            reference,
+            label,
+            kl=kl,
+            beta=self.dpo.beta,
+            desirable_weight=self.dpo.desirable_weight,
+            undesirable_weight=self.dpo.undesirable_weight,
+            num_rows=num_rows,
+        )
+        rows = torch.stack([torch.ones_like(result.rewards), result.rewards, logprobs.detach()], -1)
+        sides = torch.stack([label, ~label]).to(rows.dtype)  # [2, b]
+        measures = {"dpo/loss": result.loss, "dpo/accuracy": result.accuracy}
+        measures["dpo/kl"] = kl * (len(rows) / num_rows)
+        return result.loss, measures | {BY_LABEL: sides @ rows}
+
     def finish_iteration(
         self, measured: Mapping[str, Tensor], num_pairs: Tensor, seconds: float
     ) -> None:
         """Log one row of metrics and step the schedule."""
-        measures = finite(measured) | {
+        measures = finite(by_label(measured)) | {
             "dpo/skipped_steps": self.skipped.end_iteration(),
             "dpo/learning_rate": self.optimizers().param_groups[0]["lr"],
             "time/update": seconds,
@@ -252,6 +324,7 @@ class DPOModule(L.LightningModule):
     def on_validation_start(self) -> None:
         """Start the clock and place the base; before or without training, look up the reference."""
         self.validation_started = time.perf_counter()
+        self.validated = []
         move_models(self, [self.policy.root])
         for metric in self.sums.values():
             metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
@@ -267,6 +340,10 @@ class DPOModule(L.LightningModule):
             self.dpo.micro_batch_size,
             agree=agreed_max,
         )
+        if self.dpo.kind == "kto":  # its reference point is that of all held-out rows
+            columns = (chosen, rejected, *self.references.of(batch, "validation"), batch.label)
+            self.validated += torch.stack(columns, -1).double().tolist()  # type: ignore[arg-type]
+            return
         _, sums = self.compared(batch, chosen, rejected, 1.0, "validation")
         self.sums["pairs"].update(float(len(batch)))
         for name in MEASURES:
@@ -274,14 +351,28 @@ class DPOModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all held-out pairs of all ranks, accuracy with its interval."""
-        total = {name: float(metric.compute()) for name, metric in self.sums.items()}
-        pairs = total.pop("pairs")
-        low, high = wilson_interval(total["accuracy"], int(pairs), confidence=CONFIDENCE)
-        measures = {f"val/{name}": value / pairs for name, value in total.items()}
+        if self.dpo.kind == "kto":
+            pairs, measures = self._validated_rows()
+        else:
+            total = {name: float(metric.compute()) for name, metric in self.sums.items()}
+            pairs = round(total.pop("pairs"))
+            measures = {f"val/{name}": value / pairs for name, value in total.items()}
+        right = round(measures["val/accuracy"] * pairs)
+        low, high = wilson_interval(right, pairs, confidence=CONFIDENCE)
         measures |= {"val/accuracy_low": low, "val/accuracy_high": high}
         if self.trainer.state.fn == "fit":  # not of a validation by itself
             measures["time/validate"] = time.perf_counter() - self.validation_started
         self.log_dict(measures)
+
+    def _validated_rows(self) -> tuple[int, dict[str, float]]:
+        """Return the number of held-out rows, and KTO's measures over all of them."""
+        parts = gathered(self.validated)
+        rows = torch.tensor([row for part in parts for row in part], dtype=torch.float64)
+        own, other, reference, of_other, label = rows.unbind(-1)
+        kl = (other - of_other).mean().clamp(min=0)
+        _, measured = self.labelled(own, reference, label.bool(), kl, float(len(rows)))
+        found = finite(by_label(measured))
+        return len(rows), {name.replace("dpo/", "val/"): value for name, value in found.items()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the skipped steps, and the fingerprint of the reference."""
@@ -296,3 +387,20 @@ class DPOModule(L.LightningModule):
         """
         load_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)
         compare_hyper_parameters(checkpoint, self)
+
+
+def by_label(measured: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return measures with KTO's sums by label made into means; NaN without such a row."""
+    if BY_LABEL not in measured:
+        return measured
+    sums = measured[BY_LABEL]
+    (chosen, rejected), logprobs = (sums[:, 1] / sums[:, 0]).unbind(), sums[:, 2] / sums[:, 0]
+    means = {
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "margin": chosen - rejected,
+        "chosen_logprob": logprobs[0],
+        "rejected_logprob": logprobs[1],
+    }
+    others = {name: value for name, value in measured.items() if name != BY_LABEL}
+    return others | {f"dpo/{name}": value for name, value in means.items()}

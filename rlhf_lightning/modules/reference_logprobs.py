@@ -46,6 +46,12 @@ KEY = "key"
 Rows = Sequence[EncodedPreference]
 
 
+def side_logprobs(policy: PolicyModel, batch: PreferenceBatch, side: str) -> Tensor:
+    """Return log-probabilities `[b]` of the answers on a side, `chosen` or `rejected`."""
+    ids, mask = getattr(batch, f"{side}_input_ids"), getattr(batch, f"{side}_attention_mask")
+    return response_logprobs(policy, ids, mask, getattr(batch, f"{side}_length"))
+
+
 def pair_logprobs(policy: PolicyModel, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
     """Return log-probabilities `[b]` of the chosen and of the rejected answers, in one forward."""
     ids = torch.cat([batch.chosen_input_ids, batch.rejected_input_ids])  # [2b, T]
@@ -118,7 +124,7 @@ class ReferenceLogprobs:
     ) -> None:
         """Fill the `missing` rows of the tables; each rank computes its share."""
         count = sum(map(len, missing.values()))
-        rank_zero_info(f"Log-probabilities of {count:,} pairs under the reference, once")
+        rank_zero_info(f"Log-probabilities of {count:,} rows under the reference, once")
         policy = module.policy
         if isinstance(policy, AdaptedPolicy):
             reference: PolicyModel = frozen(AdaptedPolicy(policy.base, None))

@@ -66,6 +66,7 @@ class RewardModule(L.LightningModule):
     """
 
     stage = "reward"
+    record_kinds = ("preferences",)
 
     def __init__(
         self,

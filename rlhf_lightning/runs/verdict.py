@@ -385,25 +385,25 @@ def _sft(metrics: Metrics) -> Verdict:
 def _dpo(metrics: Metrics) -> Verdict:
     """Return the verdict by the comparison with SFT; without one, by the held-out pairs."""
     name = "val/accuracy"
+    unpaired = "val/kl" in metrics  # KTO's rows are single responses
+    what = "rows on their label's side" if unpaired else "pairs ranked as labelled"
     pairs = []
     if (accuracy := _get(metrics, name)) is not None:
         note = "by the policy's own rewards" + interval(metrics, name)
-        pairs.append(Fact("held-out pairs ranked as labelled", percent(accuracy), note))
+        pairs.append(Fact(f"held-out {what}", percent(accuracy), note))
     if (chosen := _get(metrics, "val/chosen_reward")) is not None:
         note = "below 0: preferred responses have become less likely"
         pairs.append(Fact("reward of preferred responses", number(chosen), note))
-    compared = _compared(metrics, "SFT", "DPO")
+    compared = _compared(metrics, "SFT", "KTO" if unpaired else "DPO")
     if compared.number or not pairs:
         return replace(compared, facts=(*compared.facts, *pairs))
     sentences = (
-        "It ranks held-out pairs better than chance; no judge compares its answers.",
-        "It ranks held-out pairs worse than chance.",
-        "Undecided: it is not shown to rank held-out pairs better than chance.",
+        "It ranks held-out responses better than chance; no judge compares its answers.",
+        "It ranks held-out responses worse than chance.",
+        "Undecided: it is not shown to rank held-out responses better than chance.",
     )
     facts = [*compared.facts, *pairs[1:]]
-    return _judged(
-        metrics, name, 0.5, "of held-out pairs ranked as labelled", sentences, facts, best="neutral"
-    )
+    return _judged(metrics, name, 0.5, f"of held-out {what}", sentences, facts, best="neutral")
 
 
 def _perplexity(loss: float) -> float:

@@ -28,6 +28,7 @@ from rlhf_lightning.data.records import (
     RecordKind,
     Split,
     TextRecord,
+    both_answers,
 )
 
 TEXT_QUALITY = Quality(
@@ -122,8 +123,11 @@ class DemoSource:
                 return [_demonstration(q, rng) for q in self._draw(split, count, rng)]
             case "preferences":
                 return [pair.record for pair in self._pairs(split)]
+            case "unpaired":
+                return [one for pair in self._pairs(split) for one in both_answers(pair.record)]
         raise ValueError(
-            f"kind={kind!r} is not known: use 'texts', 'prompts', 'demonstrations' or 'preferences'"
+            f"kind={kind!r} is not known: use 'texts', 'prompts', 'demonstrations', 'preferences' "
+            "or 'unpaired'"
         )
 
     def questions(self, split: Split) -> list[Question]:

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf_lightning.data import labels
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
 from rlhf_lightning.data.files import LocatedRow, Row, read_rows, split_files
 from rlhf_lightning.data.formats import ParsedRow, RowParser, check_columns, parse_rows, to_kind
@@ -67,6 +68,7 @@ class RowSource:
         check_columns(self.columns)
         self._skipped = SkippedRecords(self.on_bad_record)
         self._splits: dict[Split, list[ParsedRow]] | None = None
+        self._label: labels.Label | None = None
 
     @property
     def label(self) -> str:
@@ -87,6 +89,7 @@ class RowSource:
         """Return all records of `split` as `kind`, in the order of the source.
 
         Prompts taken from demonstrations or preferences are made unique; a set of prompts is kept.
+        Rows that are labelled bad are no demonstrations.
 
         Raises:
             BadRecordError: for a bad record unless it is skipped, or if the records cannot be
@@ -99,15 +102,21 @@ class RowSource:
         return list(self._converted(rows, kind))
 
     def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
+        labelled = self._label is not None and not self._label.is_rating
         for row in rows:
             try:
+                if kind == "unpaired":
+                    yield from labels.unpaired(row, self._label)
+                    continue
+                if kind == "demonstrations":
+                    labels.check_demonstration(row, self._label)
                 yield to_kind(row, kind)
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
-                if kind != "prompts" or kind_of(row.record) == "texts":
+                of_row = labelled if kind in ("demonstrations", "unpaired") else kind == "prompts"
+                if not of_row or kind_of(row.record) == "texts":
                     raise
-                if str(error) not in self._skipped.messages:
-                    self._skipped.add(error)
+                self._skipped.add(error)
 
     def _split(self, split: Split) -> list[ParsedRow]:
         check_split(split)
@@ -120,8 +129,10 @@ class RowSource:
         validation_rows = self._rows("validation")
         if validation_rows is not None:
             validation = self._parse(validation_rows)
+            self._look_at([*train, *validation])
             self._warn_of_shared_prompts(train, validation)
             return {"train": train, "validation": validation}
+        self._look_at(train)
         keys = connected_keys([row.split_key for row in train], [row.texts for row in train])
         train, validation = split_by_key(
             train,
@@ -131,6 +142,10 @@ class RowSource:
             name=self.label,
         )
         return {"train": train, "validation": validation}
+
+    def _look_at(self, rows: Sequence[ParsedRow]) -> None:
+        self._label = labels.find_label(rows, self.columns or {})
+        labels.warn_of_repeated_prompts(rows, self.label)
 
     def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
         held_out = {prompt_key(row.record) for row in validation}

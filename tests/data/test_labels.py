@@ -1,0 +1,153 @@
+"""Rows whose other columns say that a response is good or bad."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.labels import verdict
+from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord, UnpairedRecord
+from rlhf_lightning.data.sources.given import GivenRows
+
+PAIRS = [("good", "bad"), ("👍", "👎"), ("thumbs up", "thumbs-down"), (True, False), (1, 0)]
+PAIRS += [
+    (1.0, -1.0),
+    ("true", "false"),
+    ("TRUE", "FALSE"),
+    ("1", "0"),
+    ("desirable", "undesirable"),
+]
+
+
+def rows(name: str, values: Any, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Question {i}?", "completion": f"Response {i}.", name: value} | more
+        for i, value in enumerate(list(values) * 3)
+    ]
+
+
+def records(given: Any, kind: Any, **options: Any) -> list[Any]:
+    return GivenRows(given, validation_fraction=0.0, **options).records(kind, "train")
+
+
+def completions(found: list[Any]) -> list[Any]:
+    return [record.completion for record in found]
+
+
+@pytest.mark.parametrize("values", PAIRS)
+@pytest.mark.parametrize("name", ["label", "thumbs", "kto_tag", "userFeedback"])
+def test_a_response_that_is_labelled_bad_is_no_demonstration(name, values):
+    given = rows(name, values)
+    with pytest.raises(
+        BadRecordError, match=rf"row 2: the label '{name}'.*on_bad_record=skip.*kto"
+    ):
+        records(given, "demonstrations")
+    good = records(given, "demonstrations", on_bad_record="skip")
+    assert completions(good) == ["Response 0.", "Response 2.", "Response 4."]
+    assert all(type(record) is DemonstrationRecord for record in good)
+    every = records(given, "demonstrations", columns={"label": None})
+    assert len(every) == 6
+    unpaired = records(given, "unpaired")
+    assert [record.label for record in unpaired] == [True, False] * 3
+    assert all(type(record) is UnpairedRecord for record in unpaired)
+
+
+def test_the_label_of_messages_and_of_a_column_that_is_mapped_counts_too():
+    messages = [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "R."}]
+    given = [{"messages": messages, "helps": value} for value in ("yes", "no")]
+    with pytest.raises(BadRecordError, match="'helps'"):
+        records(given, "demonstrations", columns={"label": "helps"})
+    found = records(given, "unpaired", columns={"label": "helps"})
+    assert [record.label for record in found] == [True, False]
+
+
+@pytest.mark.parametrize("values", [(1, 5), ("1", "4.5"), (0.25, 0.75), (-2, 3)])
+@pytest.mark.parametrize("name", ["score", "rating", "helpfulness", "reward_score"])
+def test_rated_responses_are_no_demonstrations_until_it_is_said(name, values):
+    given = rows(name, values)
+    for on_bad_record in ("raise", "skip"):
+        with pytest.raises(BadRecordError, match=f"{name}' rates.*label: null"):
+            records(given, "demonstrations", on_bad_record=on_bad_record)
+    assert len(records(given, "demonstrations", columns={"label": None})) == 6
+    with pytest.raises(BadRecordError, match="no label"):
+        records(given, "unpaired")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("label", ("home", "leisure")),
+        ("label", (True, True)),
+        ("score", (4, 4)),
+        ("label", (None, None)),
+        ("turns", (1, 2)),
+        ("id", (0, 1, 2)),
+        ("length", (10, 12)),
+        ("year", (2024, 2025)),
+        ("source", ("web", "book")),
+    ],
+)
+def test_a_topic_a_count_and_a_label_that_is_always_good_say_nothing(name, values, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = records(rows(name, values), "demonstrations")
+    assert len(found) == 3 * len(values)
+    assert not caplog.records
+
+
+def test_a_set_in_which_every_response_is_bad_is_refused():
+    with pytest.raises(BadRecordError, match="row 1: the label"):
+        records(rows("label", (False, False)), "demonstrations")
+
+
+@pytest.mark.parametrize(("name", "values"), [("is_english", (True, False)), ("label", (0, 1, 2))])
+def test_a_column_that_may_be_a_label_is_named_and_its_rows_are_read(name, values, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = records(rows(name, values), "demonstrations")
+    assert len(found) == 3 * len(values)
+    (record,) = caplog.records
+    assert f"columns={{label: {name}}}" in record.getMessage()
+
+
+def test_a_label_beside_prompts_is_for_the_reward():
+    found = records([{"prompt": "Q?", "label": False}, {"prompt": "P?", "label": True}], "prompts")
+    assert all(isinstance(record, PromptRecord) and "label" in record.columns for record in found)
+    assert len(records(rows("label", (True, False)), "prompts")) == 6
+
+
+def test_a_row_without_its_label_is_a_bad_record():
+    given = [*rows("label", (True, False)), {"prompt": "Q?", "completion": "R."}]
+    for kind in ("demonstrations", "unpaired"):
+        with pytest.raises(BadRecordError, match=r"row (7|2)"):
+            records(given, kind)
+    assert len(records(given, "unpaired", on_bad_record="skip")) == 6
+
+
+@pytest.mark.parametrize("word", ["home", "2", "none", "", "0.5", "positively"])
+def test_words_that_are_no_verdict_are_none(word):
+    assert verdict(word) is None
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_responses_that_all_begin_with_their_prompt_are_named(repeats, caplog):
+    def answer(i: int) -> str:
+        return f"Question {i}?\n Yes." if repeats or i else "Yes."
+
+    plain = [{"prompt": f"Question  {i}?", "completion": answer(i)} for i in range(4)]
+    pairs = [
+        {"prompt": f"Question {i}?", "chosen": answer(i), "rejected": answer(i) + " No."}
+        for i in range(4)
+    ]
+    chat = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+        }
+        for row in plain
+    ]
+    with caplog.at_level(logging.WARNING):
+        for given, kind in ((plain, "demonstrations"), (pairs, "preferences"), (chat, "prompts")):
+            records(given, kind)
+    assert len(caplog.records) == (3 if repeats else 0)

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
+from rlhf_lightning.modules import dpo
+from rlhf_lightning.modules.dpo import by_label
+from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs
+from tests.builders.models import EOS, flat_gradients, flat_parameters
+from tests.builders.record_files import row_text, write_material
+from tests.builders.stages import preference_batch, tiny_dpo, train_ranks, without_trainer
+
+LABEL = torch.tensor([True, False, True, True, False, False, True, False])
+
+
+def unpaired_batch(**options: Any) -> Any:
+    return replace(preference_batch(**options), label=LABEL)
+
+
+def module_of(shift: float = 1.5, **hparams: Any) -> Any:
+    """Return a KTO module whose reference is the policy plus noise; the KL is near `shift`."""
+    module = without_trainer(tiny_dpo(kind="kto", beta=0.3, **hparams))
+    with torch.no_grad():
+        table = torch.stack(pair_logprobs(module.policy, preference_batch()), -1)
+    table = table + 2 * torch.randn(table.shape, generator=torch.Generator().manual_seed(2))
+    table[:, 1] -= shift
+    module.references.tables = {"train": table}
+    return module
+
+
+def step(module: Any, batch: Any) -> tuple[dict[str, float], torch.Tensor]:
+    """Return the measures and the gradient of a training step, without taking it."""
+    captured = {}
+
+    def capture(module, models, max_grad_norm, admit):
+        captured["gradient"] = flat_gradients(module.policy)
+        module.zero_grad()
+        return {}
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dpo, "clip_and_step", capture)
+        module.training_step(batch, 0)
+    return {name: float(v) for name, v in module.logged[-1].items()}, captured["gradient"]
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_gradient_and_measures_do_not_depend_on_micro_batches_or_padding(micro_batch_size):
+    whole, expected = step(module_of(), unpaired_batch())
+    assert whole["dpo/kl"] > 0.5
+    assert expected.abs().max() > 1e-3
+    split = module_of(micro_batch_size=micro_batch_size)
+    measures, got = step(split, unpaired_batch(width=40, fill=EOS))
+    for name in ("loss", "kl", "accuracy", "chosen_reward", "rejected_reward", "margin"):
+        assert measures[f"dpo/{name}"] == pytest.approx(whole[f"dpo/{name}"], abs=1e-5)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_two_ranks_take_the_same_steps_as_one(monkeypatch):
+    batches = [unpaired_batch()] * 3
+    (one,) = whole = [module_of(micro_batch_size=2)]
+    two = [module_of(micro_batch_size=2) for _ in range(2)]
+    start = flat_parameters(one)
+    train_ranks(monkeypatch, whole, batches)
+    train_ranks(monkeypatch, two, batches)
+    moved = flat_parameters(one) - start
+    assert moved.abs().max() > 1e-3
+    for rank in two:
+        torch.testing.assert_close(flat_parameters(rank) - start, moved, rtol=0, atol=1e-5)
+        for ours, theirs in zip(rank.logged, one.logged, strict=True):
+            for name in ("loss", "kl", "accuracy", "margin", "chosen_logprob"):
+                got, wanted = (float(x[f"dpo/{name}"]) for x in (ours, theirs))
+                assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+def test_the_reference_point_is_at_least_0_and_the_rewards_are_means_of_their_own_rows():
+    module = module_of(shift=-5.0)
+    measures, _ = step(module, unpaired_batch())
+    assert measures["dpo/kl"] == 0
+    with torch.no_grad():
+        own, _ = pair_logprobs(module.policy, unpaired_batch())
+    rewards = 0.3 * (own - module.references.tables["train"][:, 0])
+    assert measures["dpo/chosen_reward"] == pytest.approx(float(rewards[LABEL].mean()), abs=1e-5)
+    assert measures["dpo/rejected_reward"] == pytest.approx(float(rewards[~LABEL].mean()), abs=1e-5)
+
+
+def test_a_batch_of_one_label_says_nothing_of_the_other():
+    module = module_of()
+    step(module, unpaired_batch())
+    measures, _ = step(module, replace(unpaired_batch(), label=torch.ones(8, dtype=torch.bool)))
+    assert measures["dpo/chosen_reward"] == measures["dpo/chosen_reward"]
+    for name in ("rejected_reward", "margin"):  # not a number, and not the last batch's
+        assert measures[f"dpo/{name}"] != measures[f"dpo/{name}"]
+    sums = torch.tensor([[2.0, 4.0, -6.0], [1.0, 1.0, -8.0]])
+    found = by_label({"dpo/by_label": sums, "dpo/loss": torch.tensor(1.0)})
+    assert {k: float(v) for k, v in found.items()} == {
+        "dpo/loss": 1.0, "dpo/chosen_reward": 2.0, "dpo/rejected_reward": 1.0, "dpo/margin": 1.0,
+        "dpo/chosen_logprob": -3.0, "dpo/rejected_logprob": -8.0,
+    }  # fmt: skip
+
+
+def test_weights_and_smoothing_of_another_objective_are_refused():
+    with pytest.raises(ValueError, match="kind=kto alone"):
+        DPOHparams(desirable_weight=2.0)
+    with pytest.raises(ValueError, match="kind=sigmoid alone"):
+        DPOHparams(kind="kto", label_smoothing=0.1)
+
+
+# -- whole runs -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = write_material(tmp_path_factory.mktemp("material"))
+    rows = [
+        {"prompt": row_text(i, 1 + i % 5), "completion": f" {row_text(i + k, 1 + i * 7 % 13)} w{k}",
+         "label": k == 3}
+        for i in range(40)
+        for k in (3, 4)
+    ]  # fmt: skip
+    made["rows"] = made["pairs"].parent / "rows.jsonl"
+    made["rows"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made
+
+
+def train(material: dict[str, Path], folder: Path, **changes: Any) -> tuple[Any, L.Trainer]:
+    hparams = DPOHparams(learning_rate=1e-3, micro_batch_size=3, kind="kto")
+    module = DPOModule.from_pretrained(material["policy"], dpo=hparams)
+    data = PreferenceDataModule(
+        material["rows"], module.tokenizer, batch_size=8, kind="unpaired", max_length=64
+    )
+    given = {"max_iterations": 5, "accelerator": "cpu", "enable_progress_bar": False}
+    ckpt_path = changes.pop("ckpt_path", None)
+    trainer = L.Trainer(**trainer_arguments(folder, **given | changes))
+    trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+    return module, trainer
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return [
+            {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/"))}
+            for row in csv.DictReader(file)
+        ]
+
+
+class Stop(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 2:
+            raise RuntimeError("the power went")
+
+
+def test_a_run_starts_at_reward_0_learns_the_labels_and_resumes_to_the_bit(material, tmp_path):
+    whole, _ = train(material, tmp_path / "whole")
+    first, *_, last = rows = rows_of(tmp_path / "whole")
+    assert float(first["dpo/loss"]) == 0.5
+    for name in ("kl", "chosen_reward", "rejected_reward", "margin", "accuracy"):
+        assert float(first[f"dpo/{name}"]) == 0, name
+    assert float(last["dpo/margin"]) > 0
+    assert float(last["val/loss"]) < 0.5
+    assert len(list((tmp_path / "whole" / FOLDER).iterdir())) == 1
+    stopped = {"callbacks": Stop(), "checkpoint_every_n_iterations": 1}
+    with pytest.raises(RuntimeError, match="the power went"):
+        train(material, tmp_path / "cut", **stopped)
+    resumed, _ = train(material, tmp_path / "cut", ckpt_path="last")
+    assert torch.equal(flat_parameters(whole), flat_parameters(resumed))
+    assert rows_of(tmp_path / "cut") == rows
+
+
+def test_pairs_are_two_rows_each_and_other_answers_are_of_other_prompts(material, tmp_path):
+    pairs = [
+        {"prompt": f"w{i}", "chosen": f" w{i + 1} w9", "rejected": f" w{i + 2} w8 w7"}
+        for i in range(10)
+    ]
+    tokenizer = DPOModule.from_pretrained(material["policy"]).tokenizer
+    data = PreferenceDataModule(pairs, tokenizer, batch_size=4, kind="unpaired", max_length=5)
+    rows = data.rows("train")
+    assert [row.label for row in rows[:4]] == [True, False, True, False]
+    assert len(rows) == 18
+    answers = {
+        row.chosen_input_ids[row.prompt_length :].tobytes(): row.chosen_input_ids[
+            : row.prompt_length
+        ].tolist()
+        for row in rows
+    }
+    for row in rows:
+        cut = row.prompt_length
+        own, other = row.chosen_input_ids, row.rejected_input_ids
+        assert (own[:cut] == other[:cut]).all()
+        assert cut < len(other) <= 5
+        of_prompt = answers.get(other[cut:].tobytes())  # None where it was cut
+        assert of_prompt != own[:cut].tolist()
+
+
+@pytest.mark.parametrize(("kind", "given"), [("kto", "preferences"), ("sigmoid", "unpaired")])
+def test_rows_of_another_objective_are_refused_with_the_kind_that_fits(
+    material, tmp_path, kind, given
+):
+    module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(kind=kind))
+    source = material["pairs"]
+    data = PreferenceDataModule(source, module.tokenizer, batch_size=4, kind=given)
+    trainer = L.Trainer(**trainer_arguments(tmp_path, max_iterations=1, accelerator="cpu"))
+    with pytest.raises(TypeError, match=f"kind={module.record_kinds[0]}"):
+        trainer.fit(module, data)
