@@ -54,12 +54,7 @@ def parse_messages(value: Any, key: str, where: Location) -> Messages:
 def _parse_message(message: Any, name: str, where: Location) -> Mapping[str, str]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
         found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
-        fix = 'write {"role": "user", "content": "..."}'
-        if isinstance(message, Mapping) and {"from", "value"} <= set(message):
-            fix = (
-                "rename 'from' to 'role' (human -> user, gpt -> assistant) and 'value' to 'content'"
-            )
-        raise BadRecordError(where, found, fix)
+        raise BadRecordError(where, found, 'write {"role": "user", "content": "..."}')
     role, content = message["role"], message["content"]
     if role not in ROLES:
         hint = closest(role, ROLES) if isinstance(role, str) else None
@@ -112,7 +107,10 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
     """
     if isinstance(prompt, str) != isinstance(answer, str):
         found = f"'prompt' is {style(prompt)} but {key!r} is {style(answer)}"
-        raise BadRecordError(where, found, "write both as text or both as lists of messages")
+        fix = "write both as text or both as lists of messages"
+        if len(answer) > 1 and not isinstance(answer, str):
+            fix = "take the prompt from the conversations with columns={prompt: null}"
+        raise BadRecordError(where, found, fix)
     if isinstance(answer, str):
         if not answer.strip():
             raise _empty(key, where)
@@ -159,8 +157,8 @@ def implied_prompt(
         cut = _shared_words(chosen, rejected)
         return chosen[:cut], chosen[cut:], rejected[cut:]
     shared = _num_shared(chosen, rejected)
-    contents = [m["content"] for m in chosen[:shared] if not isinstance(m, str)]
-    if isinstance(prompt, str) and prompt in contents:
+    contents = [" ".join(m["content"].split()) for m in chosen[:shared] if not isinstance(m, str)]
+    if isinstance(prompt, str) and " ".join(prompt.split()) in contents:
         prompt = None
     if prompt is not None:
         return prompt, chosen, rejected

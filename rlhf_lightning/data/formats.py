@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_lightning.data.cells import messages_in
 from rlhf_lightning.data.conversations import (
     SIDES,
     check_answer,
@@ -39,6 +40,7 @@ from rlhf_lightning.data.conversations import (
 )
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
 from rlhf_lightning.data.files import LocatedRow, RepeatedKeys, Row
+from rlhf_lightning.data.public_formats import HINTS, TEXT_KEYS, as_ours, with_roles
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -129,7 +131,6 @@ PARSERS: dict[str, Callable[[Row, Location], Record]] = {
     "chosen+rejected": _parse_preference_row,
 }
 FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
-TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
 MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
 KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered")
 
@@ -239,10 +240,12 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
     if kind != have:
         keys = " or ".join(f"`{' '.join(FORMATS[name])}`" for name in _FORMATS_OF[kind])
         columns = ", ".join(parsed.columns) or "none"
+        known = (fix for own, fix in HINTS if all(name in parsed.columns for name in own))
+        hint = next(known, None)
         raise BadRecordError(
             parsed.where,
             f"{kind} were asked for, but the records are {have} (other columns: {columns})",
-            f"give a set with {keys}, or map its columns with {MAPPING}",
+            hint or f"give a set with {keys}, or map its columns with {MAPPING}",
         )
     return record
 
@@ -253,6 +256,20 @@ _FORMATS_OF: dict[RecordKind, tuple[str, ...]] = {
     "demonstrations": ("prompt+completion", "messages"),
     "preferences": ("prompt+chosen+rejected", "chosen+rejected"),
 }
+
+
+def _read_cells(ours: Mapping[str, Any], where: Location) -> dict[str, Any]:
+    """Return the texts with the messages that cells spell; a JSON completion of a text stays."""
+    found = {
+        key: with_roles(messages_in(value, key, where))
+        for key, value in ours.items()
+        if key in TEXT_KEYS and key != "text"
+    }
+    prompt, answer = found.get("prompt"), found.get("completion")
+    if isinstance(prompt, str) and isinstance(answer, list):
+        asked_for = [message["role"] for message in answer] != ["assistant"]
+        found["completion"] = ours["completion"] if asked_for else answer
+    return found
 
 
 class RowParser:
@@ -279,8 +296,12 @@ class RowParser:
         Raises:
             BadRecordError: if it has none, or is of another format than the first.
         """
+        if not self._columns.keys() & set(TEXT_KEYS):
+            row = as_ours(row, where)
         ours = self._rename(row, where)
         rendered = _parse_rendered(ours.get("rendered", self._rendered), where)
+        if not rendered:
+            ours |= _read_cells(ours, where)
         if not rendered and all(is_transcript(ours.get(side)) for side in SIDES):
             ours |= {side: parse_transcript(ours[side], side, where) for side in SIDES}
         name = self._format(ours, row, where)
@@ -326,7 +347,8 @@ class RowParser:
             fix = "give each format a set of its own"
             raise BadRecordError(where, f"mixed formats: {found}", fix)
         if name is None:
-            hints = [(key, closest(key, row)) for key in TEXT_KEYS]
+            # "context" is no misspelled "text".
+            hints = [(key, closest(key, row, cutoff=0.75)) for key in TEXT_KEYS]
             meant = next(
                 (f"rename {theirs!r} to {key!r}, or " for key, theirs in hints if theirs), ""
             )

@@ -228,7 +228,6 @@ CONVERSATIONS = {
         r"prompt\[0\] is an object .*expected an object with 'role'",
     ),
     "content null": ([{"role": "user", "content": None}], r"content of prompt\[0\] is null"),
-    "other names": ([{"from": "human", "value": "x"}], "rename 'from' to 'role'"),
     "no message": ([], "'prompt' holds an empty list"),
     "a text in the list": (["hello"], r"prompt\[0\] is the text 'hello'"),
     "nothing to answer": ([user("a"), assistant("b")], "leaves nothing to answer"),

@@ -1,0 +1,258 @@
+r"""Rows of public sets that have keys of their own, as rows with ours: one function a set.
+
+| set                              | is known by                                                  |
+|----------------------------------|--------------------------------------------------------------|
+| HelpSteer3                       | `context response1 response2 overall_preference`             |
+| SHP                              | `history human_ref_A human_ref_B labels`                     |
+| Chatbot Arena, as rows           | `prompt response_a response_b winner_model_a winner_model_b` |
+| Chatbot Arena, as conversations  | `conversation_a conversation_b winner`                       |
+| Nectar                           | `prompt answers`, answers with a `rank`                      |
+| UltraFeedback, not binarized     | `instruction completions`, completions with `overall_score`  |
+| WebGPT comparisons               | `question answer_0 answer_1 score_0 score_1`                 |
+| OpenAssistant trees              | `prompt` with `replies`                                      |
+| Orca pairs and the like          | `chosen rejected`, with the prompt as `question`, ...        |
+| ShareGPT                         | `conversations`, with `chosen rejected` for pairs            |
+| Capybara                         | `conversation`, of `input` and `output`                      |
+| Alpaca; Dolly                    | `instruction output`; `instruction response`                 |
+| HelpSteer and HelpSteer2         | `prompt response helpfulness`                                |
+
+A tie is a bad record. Of the answers to a prompt the best and the worst make the pair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf_lightning.data.cells import messages_in
+from rlhf_lightning.data.conversations import is_transcript, parse_transcript
+from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.files import Row
+
+PROMPTS = ("prompt", "instruction", "question", "input", "query")
+TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "prompter": "user",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+Reader = Callable[[Row, Location], dict[str, Any] | None]
+# Keys of sets that no row of which is a record alone -> what to do.
+HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("message_id", "role"),
+        "its rows are single messages: give the set's file of trees (NAME.trees.jsonl.gz)",
+    ),
+    (
+        ("response", "helpfulness"),
+        "its rows rate single responses: write the better and the worse one of each prompt as "
+        "chosen and rejected",
+    ),
+)
+
+
+def as_ours(row: Row, where: Location) -> Row:
+    """Return a row of a public set with our keys beside its own; any other row as it is.
+
+    Raises:
+        BadRecordError: for a tie, or a row of such a set that cannot be read.
+    """
+    for keys, read in _READERS:
+        if all(row.get(key) is not None for key in keys):
+            try:
+                found = read(row, where)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                if isinstance(error, BadRecordError):
+                    raise
+                continue  # the same keys with other values: a set of the user's own
+            if found is not None:
+                return {key: value for key, value in row.items() if key not in keys} | found
+    return row
+
+
+def with_roles(messages: Any) -> Any:
+    """Return messages of `from` and `value` as ones of `role` and `content`; others as they are."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [_with_role(message) for message in messages]
+
+
+def _with_role(message: Any) -> Any:
+    if not isinstance(message, Mapping) or not {"from", "value"} <= set(message):
+        return message
+    others = {k: v for k, v in message.items() if k not in ("from", "value")}
+    return {"role": _role(message["from"]), "content": message["value"], **others}
+
+
+def _role(name: Any) -> Any:
+    return _ROLES.get(str(name).lower(), name)
+
+
+def _pair(prompt: Any, first: Any, second: Any, gap: float, where: Location) -> dict[str, Any]:
+    """Return the pair; `gap` is positive where the first answer is the better one.
+
+    Raises:
+        BadRecordError: if it is 0.
+    """
+    if gap == 0:
+        fix = "leave ties out with dataset.source.on_bad_record=skip"
+        raise BadRecordError(where, "the row is a tie, which prefers neither answer", fix)
+    chosen, rejected = (first, second) if gap > 0 else (second, first)
+    if not isinstance(prompt, str):
+        chosen, rejected = _said(chosen), _said(rejected)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _said(answer: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": answer}]
+
+
+def _turn(question: Any, answer: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, *_said(answer)]
+
+
+def _best_and_worst(
+    prompt: Any, answers: Sequence[Any], text: str, score: Callable[[Any], float], where: Location
+) -> dict[str, Any]:
+    ordered = sorted(answers, key=score)
+    best, worst = ordered[-1], ordered[0]
+    return _pair(prompt, best[text], worst[text], score(best) - score(worst), where)
+
+
+def _helpsteer3(row: Row, where: Location) -> dict[str, Any]:
+    prompt = with_roles(messages_in(row["context"], "context", where))
+    # -3: response1 is much better, 3: response2 is.
+    gap = -float(row["overall_preference"])
+    return _pair(prompt, row["response1"], row["response2"], gap, where)
+
+
+def _shp(row: Row, where: Location) -> dict[str, Any]:
+    gap = 2 * int(row["labels"]) - 1  # 1: A is preferred
+    return _pair(row["history"], row["human_ref_A"], row["human_ref_B"], gap, where)
+
+
+def _arena(row: Row, where: Location) -> dict[str, Any]:
+    turns, *answers = (_listed(row[key]) for key in ("prompt", "response_a", "response_b"))
+    first, second = (
+        [x for turn in zip(turns, said, strict=True) for x in _turn(*turn)] for said in answers
+    )
+    gap = int(row["winner_model_a"]) - int(row["winner_model_b"])
+    return _pair_of_conversations(first, second, gap, where)
+
+
+def _listed(value: Any) -> list[str]:
+    found = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _arena_conversations(row: Row, where: Location) -> dict[str, Any]:
+    names = ("conversation_a", "conversation_b")
+    first, second = (with_roles(messages_in(row[key], key, where)) for key in names)
+    gap = {"model_a": 1, "model_b": -1}.get(str(row["winner"]), 0)
+    return _pair_of_conversations(first, second, gap, where)
+
+
+def _pair_of_conversations(
+    first: list[Any], second: list[Any], gap: float, where: Location
+) -> dict[str, Any]:
+    if first[:-1] != second[:-1]:
+        found = "the two answers end different conversations"
+        fix = "leave such rows out with dataset.source.on_bad_record=skip"
+        raise BadRecordError(where, found, fix)
+    return _pair(first[:-1], first[-1]["content"], second[-1]["content"], gap, where)
+
+
+def _nectar(row: Row, where: Location) -> dict[str, Any]:
+    prompt = row["prompt"]
+    if is_transcript(prompt):
+        # The prompt ends where the answer begins.
+        whole = prompt.rstrip() + " ?"
+        prompt = parse_transcript(whole, "prompt", where)[:-1]
+    return _best_and_worst(prompt, row["answers"], "answer", lambda x: -float(x["rank"]), where)
+
+
+def _ultrafeedback(row: Row, where: Location) -> dict[str, Any]:
+    given, score = row["completions"], "overall_score"
+    return _best_and_worst(row["instruction"], given, "response", lambda x: float(x[score]), where)
+
+
+def _webgpt(row: Row, where: Location) -> dict[str, Any]:
+    question = row["question"]
+    prompt = question["full_text"] if isinstance(question, Mapping) else question
+    gap = float(row["score_0"]) - float(row["score_1"])
+    return _pair(prompt, row["answer_0"], row["answer_1"], gap, where)
+
+
+def _oasst_tree(row: Row, where: Location) -> dict[str, Any]:
+    root = row["prompt"]
+    prompt = [{"role": "user", "content": root["text"]}]
+    ranked = [reply for reply in root["replies"] if reply.get("rank") is not None]
+    if len(ranked) < 2:
+        found = "the tree has fewer than two ranked replies to its prompt"
+        fix = "leave such trees out with dataset.source.on_bad_record=skip"
+        raise BadRecordError(where, found, fix)
+    return _best_and_worst(prompt, ranked, "text", lambda x: -float(x["rank"]), where)
+
+
+def _pair_with_prompt(row: Row, where: Location) -> dict[str, Any] | None:
+    sides = {key: row[key] for key in ("chosen", "rejected")}
+    name = next((key for key in PROMPTS if isinstance(row.get(key), str)), None)
+    plain = all(isinstance(side, str) and not is_transcript(side) for side in sides.values())
+    if not plain or name is None or row.get("prompt") is not None:
+        return None
+    return {"prompt": row[name], **sides}
+
+
+def _sharegpt(row: Row, where: Location) -> dict[str, Any]:
+    turns = with_roles(messages_in(row["conversations"], "conversations", where))
+    sides = {key: row[key] for key in ("chosen", "rejected") if row.get(key) is not None}
+    if len(sides) < 2:
+        return {"messages": turns}
+    return {"prompt": turns} | {key: with_roles([side]) for key, side in sides.items()}
+
+
+def _capybara(row: Row, where: Location) -> dict[str, Any]:
+    turns = row["conversation"]
+    return {"messages": [x for turn in turns for x in _turn(turn["input"], turn["output"])]}
+
+
+def _instruction(answer: str, *more: str) -> Reader:
+    def read(row: Row, where: Location) -> dict[str, Any] | None:
+        if not set(row).isdisjoint(TEXT_KEYS):
+            return None
+        given = [row["instruction"], *(row.get(key) for key in more)]
+        prompt = "\n\n".join(part for part in given if part)
+        return {"prompt": prompt, "completion": row[answer]} | dict.fromkeys(more)
+
+    return read
+
+
+def _helpsteer(row: Row, where: Location) -> dict[str, Any]:
+    # The own keys stay: as prompts the rows are asked for them by rewards.
+    own = {key: row[key] for key in ("prompt", "response", "helpfulness")}
+    return own | {"completion": row["response"]}
+
+
+_READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
+    (("context", "response1", "response2", "overall_preference"), _helpsteer3),
+    (("history", "human_ref_A", "human_ref_B", "labels"), _shp),
+    (("prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"), _arena),
+    (("conversation_a", "conversation_b", "winner"), _arena_conversations),
+    (("prompt", "answers"), _nectar),
+    (("instruction", "completions"), _ultrafeedback),
+    (("question", "answer_0", "answer_1", "score_0", "score_1"), _webgpt),
+    (("prompt",), _oasst_tree),
+    (("chosen", "rejected"), _pair_with_prompt),
+    (("conversations",), _sharegpt),
+    (("conversation",), _capybara),
+    (("instruction", "output"), _instruction("output", "input")),
+    (("instruction", "response"), _instruction("response", "context")),
+    (("prompt", "response", "helpfulness"), _helpsteer),
+)

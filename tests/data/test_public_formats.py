@@ -1,0 +1,180 @@
+"""Rows of public sets, as they are published, with invented texts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
+from rlhf_lightning.data.sources.given import GivenRows
+
+Q, GOOD, BAD = "How does one look after tea?", "Keep it dry.", "Ask somebody else."
+TIE = "on_bad_record=skip"
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+PLAIN = PreferenceRecord(Q, GOOD, BAD)
+CHAT = PreferenceRecord((user(Q),), (said(GOOD),), (said(BAD),))
+ARENA = {
+    "prompt": json.dumps([Q]),
+    "response_a": json.dumps([BAD]),
+    "response_b": json.dumps([GOOD]),
+}
+NO = {"winner_model_a": 0, "winner_model_b": 0, "winner_tie": 0}
+TREE = {"text": Q, "role": "prompter", "message_id": "m"}
+UF = {"source": "x", "models": ["a", "b", "c"], "instruction": Q}
+PAIRS: dict[str, tuple[dict[str, Any], PreferenceRecord]] = {
+    "HelpSteer3": (
+        {"context": [user(Q)], "response1": BAD, "response2": GOOD, "overall_preference": 2}, CHAT),
+    "HelpSteer3, first": (
+        {"context": [user(Q)], "response1": GOOD, "response2": BAD, "overall_preference": -1},
+        CHAT),
+    "SHP": ({"history": Q, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1}, PLAIN),
+    "SHP, B": ({"history": Q, "human_ref_A": BAD, "human_ref_B": GOOD, "labels": 0}, PLAIN),
+    "Arena": ({**ARENA, **NO, "winner_model_b": 1}, CHAT),
+    "Arena, conversations": (
+        {"conversation_a": [user(Q), said(GOOD)], "conversation_b": [user(Q), said(BAD)],
+         "winner": "model_a"}, CHAT),
+    "Nectar": (
+        {"prompt": f"\n\nHuman: {Q}\n\nAssistant: ", "turns": 1, "answers": [
+            {"answer": "Or so.", "rank": 2.0}, {"answer": BAD, "rank": 7.0},
+            {"answer": GOOD, "rank": 1.0}]}, CHAT),
+    "UltraFeedback": (
+        {**UF, "completions": [{"response": BAD, "overall_score": 2.5},
+                               {"response": GOOD, "overall_score": 9}]}, PLAIN),
+    "WebGPT": (
+        {"question": {"full_text": Q, "id": "1"}, "answer_0": BAD, "answer_1": GOOD,
+         "score_0": -0.5, "score_1": 0.5, "quotes_0": {}}, PLAIN),
+    "OpenAssistant tree": (
+        {"message_tree_id": "t", "prompt": {**TREE, "replies": [
+            {"text": BAD, "role": "assistant", "rank": 1, "replies": []},
+            {"text": GOOD, "role": "assistant", "rank": 0, "replies": []},
+            {"text": "?", "role": "assistant", "rank": None, "replies": []}]}}, CHAT),
+    "Orca": ({"system": "", "question": Q, "chosen": GOOD, "rejected": BAD}, PLAIN),
+    "Distilabel": ({"input": Q, "chosen": GOOD, "rejected": BAD}, PLAIN),
+    "ShareGPT pairs": (
+        {"conversations": [{"from": "human", "value": Q}], "chosen": {"from": "gpt", "value": GOOD},
+         "rejected": {"from": "gpt", "value": BAD}}, CHAT),
+    "ORPO, prompt with white space": (
+        {"prompt": f" {Q}\n", "chosen": [user(Q), said(GOOD)], "rejected": [user(Q), said(BAD)]},
+        CHAT),
+}  # fmt: skip
+TWO = (user(Q), said(BAD), user("And?"))
+DEMONSTRATIONS: dict[str, tuple[dict[str, Any], DemonstrationRecord]] = {
+    "ShareGPT": (
+        {"id": "s", "conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": BAD},
+                                      {"from": "human", "value": "And?"},
+                                      {"from": "gpt", "value": GOOD}]},
+        DemonstrationRecord(TWO, (said(GOOD),))),
+    "conversations with roles": (
+        {"conversations": [*TWO, said(GOOD)]}, DemonstrationRecord(TWO, (said(GOOD),))),
+    "ShareGPT in a cell": (
+        {"conversations": str([{"from": "human", "value": Q}, {"from": "gpt", "value": GOOD}])},
+        DemonstrationRecord((user(Q),), (said(GOOD),))),
+    "messages of from and value": (
+        {"messages": [{"from": "human", "value": Q}, {"from": "gpt", "value": GOOD}]},
+        DemonstrationRecord((user(Q),), (said(GOOD),))),
+    "Capybara": (
+        {"source": "x", "conversation": [{"input": Q, "output": BAD},
+                                         {"input": "And?", "output": GOOD}]},
+        DemonstrationRecord(TWO, (said(GOOD),))),
+    "Alpaca": (
+        {"instruction": "Sum up.", "input": Q, "output": GOOD},
+        DemonstrationRecord(f"Sum up.\n\n{Q}", GOOD)),
+    "Alpaca without input": (
+        {"instruction": Q, "input": "", "output": GOOD}, DemonstrationRecord(Q, GOOD)),
+    "Dolly": (
+        {"instruction": "Sum up.", "context": Q, "response": GOOD, "category": "qa"},
+        DemonstrationRecord(f"Sum up.\n\n{Q}", GOOD)),
+}  # fmt: skip
+
+
+def source(*rows: dict[str, Any], **options: Any) -> GivenRows:
+    return GivenRows(list(rows), validation_fraction=0.0, **options)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_row_of_a_set_of_preferences_is_its_pair(name):
+    row, wanted = PAIRS[name]
+    assert source(row).records("preferences", "train") == [wanted]
+
+
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_a_row_of_a_set_of_conversations_is_its_demonstration(name):
+    row, wanted = DEMONSTRATIONS[name]
+    assert source(row).records("demonstrations", "train") == [wanted]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**ARENA, **NO, "winner_tie": 1},
+        {**PAIRS["HelpSteer3"][0], "overall_preference": 0},
+        {**PAIRS["WebGPT"][0], "score_0": 0.5},
+        {**PAIRS["Arena, conversations"][0], "winner": "tie (bothbad)"},
+        {**PAIRS["Arena, conversations"][0], "conversation_b": [user("Else?"), said(BAD)]},
+        {"prompt": {**TREE, "replies": [{"text": GOOD, "rank": 0}]}},
+    ],
+)
+def test_a_row_that_prefers_neither_answer_is_left_out_as_its_error_says(row):
+    good = PAIRS["HelpSteer3"][0] if "context" in row else PAIRS["Arena"][0]
+    with pytest.raises(BadRecordError, match=TIE):
+        source(row, good).records("preferences", "train")
+    left = source(row, good, on_bad_record="skip")
+    assert left.records("preferences", "train") == [CHAT]
+    assert len(left.skipped_records) == 1
+
+
+def test_several_turns_of_the_arena_are_one_conversation():
+    row = {"prompt": [Q, "And?"], "response_a": [BAD, GOOD], "response_b": [BAD, "No."]}
+    (pair,) = source({**row, **NO, "winner_model_a": 1}).records("preferences", "train")
+    assert pair == PreferenceRecord(TWO, (said(GOOD),), (said("No."),))
+
+
+@pytest.mark.parametrize(
+    ("row", "fix"),
+    [
+        ({"prompt": Q, "response": GOOD, "helpfulness": 4}, "better and the worse"),
+        ({"message_id": "m", "parent_id": None, "text": Q, "role": "prompter"}, "trees"),
+    ],
+)
+def test_a_set_whose_rows_are_no_pairs_is_told_what_to_give(row, fix):
+    with pytest.raises(BadRecordError, match=fix):
+        source(row, row).records("preferences", "train")
+
+
+def test_keys_of_the_users_own_set_are_not_taken_for_those_of_a_public_one():
+    rows = [{"prompt": Q, "answers": ["yes", "no"]}, {"prompt": "Else?", "answers": ["no", "yes"]}]
+    (first, _) = source(*rows).records("prompts", "train")
+    assert first.prompt == Q
+    assert "answers" in first.columns
+    mapped = source(
+        {"instruction": "Sum up.", "input": Q, "output": GOOD},
+        columns={"prompt": "input", "completion": "output"},
+    )
+    assert mapped.records("demonstrations", "train") == [DemonstrationRecord(Q, GOOD)]
+    shared = {
+        "question": Q,
+        "chosen": "\n\nHuman: Q\n\nAssistant: A",
+        "rejected": "\n\nHuman: Q\n\nAssistant: B",
+    }
+    (pair,) = source(shared).records("preferences", "train")
+    assert pair.prompt == (user("Q"),)
+
+
+def test_a_hint_names_no_column_that_is_merely_spelled_alike():
+    with pytest.raises(BadRecordError) as error:
+        source({"context": Q, "reply": GOOD}).records("demonstrations", "train")
+    assert "rename" not in str(error.value)
+    with pytest.raises(BadRecordError, match="rename 'promts' to 'prompt'"):
+        source({"promts": Q}).records("prompts", "train")
