@@ -210,8 +210,9 @@ class PolicyGradientModule(L.LightningModule):
         """Sample, evaluate and score; return the rollout and the seconds of its phases.
 
         Raises:
-            ValueError: if a group has one row, whose advantage would always be 0, or if the
-                batch has another number of spare prompts than resampling needs.
+            ValueError: if a group has one row, whose advantage would always be 0, if groups differ
+                in size or their rows do not follow each other, or if the batch has another number
+                of spare prompts than resampling needs.
         """
         rounds, num_spares = self.algorithm.max_resampling_rounds, int(prompts.spare.sum())
         lagged = self.algorithm.rollout_lag
@@ -222,7 +223,14 @@ class PolicyGradientModule(L.LightningModule):
                 "Trainer a PromptDataModule, which adds them, by trainer.fit(module, "
                 "datamodule=...), or use max_resampling_rounds=0"
             )
-        if self.algorithm.baseline != "none" and len(prompts.group_ids.unique()) == len(prompts):
+        sizes = prompts.group_ids.unique_consecutive(return_counts=True)[1]
+        if len(sizes) != len(prompts.group_ids.unique()) or sizes.min() != sizes.max():
+            raise ValueError(
+                f"{type(self).__name__} was given groups of {int(sizes.min())} to "
+                f"{int(sizes.max())} rows that follow each other: give each prompt as many rows as "
+                "the others, next to each other, with one group_id"
+            )
+        if self.algorithm.baseline != "none" and len(sizes) == len(prompts):
             raise ValueError(
                 f"GRPOHparams.baseline={self.algorithm.baseline} compares the responses to one "
                 "prompt, and every prompt has one: use data.num_generations=8, that is "

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
-from rlhf_lightning.distributed.collectives import global_sum, rank, unsharded, world_size
+from rlhf_lightning.distributed.collectives import (
+    gathered,
+    global_sum,
+    rank,
+    unsharded,
+    world_size,
+)
 from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.off_policy import masked_weights, truncated_weights
@@ -124,8 +130,14 @@ def sample_rollout(
     writes them while this one scores and trains.
 
     Raises:
-        ValueError: if there is to be a correction, and the generator gives no log-probabilities.
+        ValueError: if ranks have another number of prompts, or if there is to be a correction, and
+            the generator gives no log-probabilities.
     """
+    if len(set(rows := gathered(len(prompts)))) > 1:
+        raise ValueError(
+            f"the ranks were given {', '.join(map(str, rows))} prompts: give each as many as the "
+            "others, as a PromptDataModule does"
+        )
     parts = RolloutParts(
         generator=module.generator,
         policy=module.policy,
