@@ -3,10 +3,13 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from rlhf_lightning.batches import PreferenceBatch, PromptBatch, SFTBatch
+from rlhf_lightning.data.datamodules import balanced_by_length
+from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.records import PreferenceRecord
 from tests.data.stages import (
     STAGES,
@@ -292,6 +295,19 @@ def test_balance_by_length_repeats_the_rarer_kind_evenly(tokenizer):
         if len(r.chosen_input_ids) < len(r.rejected_input_ids)
     )
     assert sorted(short.values()) == [5, 5, 5]
+
+
+def test_balance_by_length_draws_the_rest_of_the_rarer_kind():
+    sides = [(5, 3)] * 8 + [(3, 5), (2, 6), (2, 7)]
+    rows = [EncodedPreference(np.zeros(a), np.zeros(b), prompt_length=1) for a, b in sides]
+    drawn = Counter()
+    for seed in range(40):
+        even = balanced_by_length(rows, seed)
+        counts = [sum(row is one for row in even) for one in rows]
+        assert counts[:8] == [1] * 8
+        assert sorted(counts[8:]) == [2, 3, 3]
+        drawn[counts.index(2, 8)] += 1
+    assert set(drawn) == {8, 9, 10}
 
 
 @pytest.mark.parametrize("option", ["group_by_prompt", "balance_length"])

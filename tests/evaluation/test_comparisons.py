@@ -87,6 +87,26 @@ def test_a_policy_that_wins_by_length_alone_wins_half_at_equal_length():
     assert abs(got - 0.5) < 0.06
 
 
+def test_the_length_controlled_rate_is_the_intercept_of_a_regression_on_tanh_of_the_difference():
+    rng = np.random.default_rng(2)
+    lengths = np.concatenate([60 + rng.integers(-30, 60, size=60), [900, 1200]])
+    scores = rng.normal(0.3 + 0.01 * (lengths - 60).clip(-50, 50), 1)
+    difference = lengths - 60.0
+    x = np.stack(
+        [
+            np.ones(62),
+            np.tanh(difference / np.sqrt((difference**2).mean() - difference.mean() ** 2)),
+        ]
+    )
+    won, weights = (scores > 0).astype(float), np.zeros(2)
+    for _ in range(50):  # Newton's steps, with the ridge of the slope
+        p = 1 / (1 + np.exp(-weights @ x))
+        gradient = x @ (p - won) + np.array([0, 0.02]) * weights
+        weights -= np.linalg.solve((x * p * (1 - p)) @ x.T + np.diag([0, 0.02]), gradient)
+    got = length_controlled_win_rate(scores.tolist(), [0.0] * 62, lengths.tolist(), [60] * 62)
+    assert got == pytest.approx(1 / (1 + np.exp(-weights[0])), abs=1e-4)
+
+
 def test_a_policy_that_wins_by_quality_keeps_its_win_rate():
     rng = np.random.default_rng(1)
     lengths = 60 + rng.integers(-30, 60, size=800)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,10 @@ from rlhf_lightning.evaluation.final_metrics import normalize_reward_model
 from rlhf_lightning.evaluation.generate import Sampling, sample_answers
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
 from rlhf_lightning.evaluation.metrics import Judges
+from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.builders.models import (
     EOS,
     PAD,
@@ -26,6 +29,12 @@ from tests.builders.models import (
 from tests.builders.ranks import SimulatedRanks
 
 PROMPTS = prompt_batch(prompt_rows([4, 6, 5, 3, 8, 7, 2, 5]))
+
+
+def scorer_of(model: ScalarHeadModel) -> RewardModelScorer:
+    scorer = RewardModelScorer(lambda: model.eval())
+    scorer.build()
+    return scorer
 
 
 def sampling(*stops: int) -> Sampling:
@@ -46,9 +55,32 @@ def test_every_rank_normalizes_with_the_moments_of_the_samples_that_ranks_have_s
     measured = ranks.run(one)
     assert measured[0] == measured[1]
     assert measured[0] == alone
+    # As normalized, the scores of the same samples have mean 0 and a biased variance of 1.
+    again = normalize_reward_model(reward, policy, batches, sampling(EOS), seed=3)
+    assert again["reward/sample_mean"] == pytest.approx(0, abs=1e-6)
+    assert again["reward/sample_std"] == pytest.approx(1, abs=1e-6)
+    said = sample_answers(
+        policy, batches, sampling(EOS), noise=RowNoise(3, "normalization"), scorer=scorer_of(reward)
+    )
+    assert np.std(said.scores) == pytest.approx(1, abs=1e-5)
     for name, weight in models[0].head.state_dict().items():
         assert torch.equal(weight, models[1].head.state_dict()[name])
         torch.testing.assert_close(weight, reward.head.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_kl_of_answers_has_no_dropout_whatever_mode_the_models_are_in():
+    policy = tiny_policy()
+    for module in policy.root.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    said = [
+        sample_answers(
+            model, [PROMPTS], sampling(EOS), noise=RowNoise(1, "evaluation"), reference=model
+        )
+        for model in (policy.train(), policy.eval())
+    ]
+    assert said[0].token_ids == said[1].token_ids
+    assert said[0].kl == said[1].kl == [0.0] * len(PROMPTS)
 
 
 def test_ranks_that_sample_other_answers_run_policy_and_reference_equally_often(monkeypatch):

@@ -51,10 +51,10 @@ def test_the_report_learns_of_both_answers_how_long_they_are_and_whether_they_we
 
 
 def test_kl_is_a_mean_over_the_tokens_of_the_policy():
-    mine = answers(["a b c", "a"], kl=[2.0, 1.0])  # 4 and 2 tokens
+    mine = answers(["a b c", "a"], kl=[2.0, 0.5])  # 4 and 2 tokens
     found = measure_sides(mine, answers(["b", "b"]), Judges(), seed=1)
-    assert found["val/kl_per_token"] == 3.0 / 6
-    assert found["val/kl_per_response"] == 1.5
+    assert found["val/kl_per_token"] == 2.5 / 6
+    assert found["val/kl_per_response"] == 1.25
 
 
 def test_each_domain_has_its_own_win_rate_and_interval():

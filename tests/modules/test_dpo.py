@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
@@ -20,10 +21,16 @@ from rlhf_lightning import (
     trainer_arguments,
 )
 from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import dpo
-from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs, read_tables
+from rlhf_lightning.modules.reference_logprobs import (
+    FOLDER,
+    data_key,
+    pair_logprobs,
+    read_tables,
+)
 from tests.builders.models import EOS, MODEL_TYPES, flat_gradients, flat_parameters
 from tests.builders.record_files import row_text, write_material
 from tests.builders.stages import preference_batch, tiny_dpo, train_ranks, without_trainer
@@ -60,6 +67,27 @@ def step(module: Any, batch: PreferenceBatch) -> tuple[dict[str, float], torch.T
         module.training_step(batch, 0)
     measures = {name: float(value) for name, value in module.logged[-1].items()}
     return measures, captured["gradient"]
+
+
+def test_the_key_of_reference_log_probabilities_changes_with_all_that_they_depend_on():
+    def key(chosen=(3, 4, 5), rejected=(3, 4, 6), prompt_length=2, split="train", **of):
+        ids = [np.array(side, dtype=np.int32) for side in (chosen, rejected)]
+        row = EncodedPreference(*ids, prompt_length=prompt_length)
+        rows = {"train": [], "validation": []} | {split: [row]}
+        return data_key(rows, **{"fingerprint": "f", "precision": "32-true"} | of)
+
+    keys = [
+        key(),
+        key(prompt_length=1),
+        key(chosen=(3, 4, 7)),
+        key(rejected=(3, 4, 7)),
+        key(chosen=(3, 4), rejected=(5, 3, 4, 6)),
+        key(split="validation"),
+        key(fingerprint="g"),
+        key(precision="bf16-mixed"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -111,11 +111,12 @@ def test_margin_smoothing_and_centring_enter_the_loss_as_written():
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_the_gradient_does_not_depend_on_micro_batches_or_padding(micro_batch_size):
+    margin = torch.linspace(0, 3, 8)
     whole = without_trainer(tiny_reward())
-    loss, expected = step(whole, preference_batch())
+    loss, expected = step(whole, replace(preference_batch(), margin=margin))
     assert expected.abs().max() > 1e-2
     split = without_trainer(tiny_reward(micro_batch_size=micro_batch_size))
-    measures, got = step(split, preference_batch(width=40, fill=EOS))
+    measures, got = step(split, replace(preference_batch(width=40, fill=EOS), margin=margin))
     for name in ("reward/loss", "reward/accuracy", "reward/margin"):
         assert measures[name] == pytest.approx(loss[name], abs=1e-5)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
