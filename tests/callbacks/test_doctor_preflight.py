@@ -29,6 +29,8 @@ def test_a_sane_run_passes_the_preflight_and_trains_as_without_it(tmp_path):
     checks = [e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"]
     assert len(checks) == 7
     assert {c.level for c in checks} == {"healthy"}, checks
+    spread = module.rollouts[0].scores.double().std(correction=0)
+    assert any(f"standard deviation {float(spread):.3g}" in c.message for c in checks)
     assert len(module.rollouts) == ITERATIONS + 1, "one more was made to be looked at"
     for name, value in alone.state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name

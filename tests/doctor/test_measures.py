@@ -37,6 +37,7 @@ def test_domains_are_judged_by_the_second_scorer_alone_where_there_is_one() -> N
     asked = [replace(row, second=float(row.row_id % 2)) for row in rows]
     by_second = measure_answers(asked, score_clip=None, second_scorer=True)
     assert (by_second["domain_score/a"], by_second["domain_score/b"]) == (0.0, 1.0)
+    assert (by_second["second_score"], by_second["second_std"]) == (0.5, 0.5)
 
 
 def test_lengths_that_differ_between_domains_are_no_correlation() -> None:

@@ -75,9 +75,13 @@ def test_the_kl_of_answers_has_no_dropout_whatever_mode_the_models_are_in():
             module.p = 0.5
     said = [
         sample_answers(
-            model, [PROMPTS], sampling(EOS), noise=RowNoise(1, "evaluation"), reference=model
+            policy.train(mode),
+            [PROMPTS],
+            sampling(EOS),
+            noise=RowNoise(1, "evaluation"),
+            reference=policy,
         )
-        for model in (policy.train(), policy.eval())
+        for mode in (True, False)
     ]
     assert said[0].token_ids == said[1].token_ids
     assert said[0].kl == said[1].kl == [0.0] * len(PROMPTS)
