@@ -1,0 +1,379 @@
+r"""The verdict in a judge's reply: which of two answers it finds better.
+
+Structure (JSON, `\boxed{B}`, `<answer>B</answer>`) is rewritten to `[[B]]`; one grammar reads that
+and words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Any
+
+LETTERS = ("A", "B", "C")
+MOST_READ = 20_000  # characters of a reply, from its end
+
+
+def _any(words: str) -> str:
+    """Return what matches one of the words, in any case; `_` is white space."""
+    return "(?i:" + "|".join(words.split()).replace("_", r"\s+") + ")"
+
+
+_NOUN = _any(
+    "answer response assistant model option output candidate reply completion text version "
+    "回答 答案 回复 选项 助手 模型 antwort réponse respuesta risposta resposta ответ"
+)
+_OPEN, _CLOSE = r"[\"'(\[{]{0,3}", r"[\"')\]}]{0,3}+"
+_LABEL = (
+    rf"(?:(?i:the\s+)?{_NOUN}[\s_\#-]*{_OPEN}(?:[ABC12]|(?<=\()[abc])(?![A-Za-z0-9]){_CLOSE}"
+    rf"|{_OPEN}(?<![A-Za-z0-9])[ABC](?![A-Za-z0-9]|'s){_CLOSE}"
+    rf"|\b(?i:the\s+)?{_any('first second former latter')}(?:\s+(?:one|{_NOUN}))?\b)"
+)
+_COMPARISON = r"\s*(>+|<+|=|≈|≻|≺)\s*"
+_TIE = (
+    r"(?:(?i:it'?s\s+|it\s+is\s+)?(?i:an?\s+)?"
+    + _any(r"tied? draw toss-?up neither(?:_is_better)? none both equal equally_\w+ same")
+    + r"|平局|平手|和局|不分上下|一样好|同样好|都不)(?![-\w])"
+)
+# Behind a letter that is named. "A good answer" names none, nor does a list "A, B or C".
+_JOINS = (
+    "because since as for with by due over and but although though while which is was wins than"
+)
+_AFTER = (
+    r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
+    r"(?!\+|\s*[:=(-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
+    rf"(?!\s+(?!{_any(_JOINS + ' on in')}\b)[a-z])"
+)
+_KEYWORD = (
+    r"(?:\b"
+    + _any(
+        r"verdict winner winning_\w+ choice answer decision preference judge?ment result selection "
+        r"conclusion vote pick (?:better|best|superior|stronger|preferred)"
+        rf"(?:_(?:one|of_the_two|choice|{_NOUN}))?"
+    )
+    + r"\]?\"?'?|"
+    + _any(
+        "结论 答案是? 选择 判断 裁决 胜者 获胜者 结果 评判 更好的 ответ antwort réponse respuesta"
+    )
+    + ")"
+)
+_SEPARATOR = (
+    rf"(?:\s*(?:[:=|→>-]+|\s{_any('is was are goes_to would_be must_be')}\b|为|是)"
+    r"|\s*\n|(?<=\])|(?<=结论))+\s*"
+)
+_CHOOSES = (
+    rf"(?:\b{_any('prefer choose chose pick select vote_for go_with going_with favou?r')}\s+"
+    rf"|\b{_any('recommend opt_for side_with')}\s+|(?:选择?|喜欢|偏好|倾向于?)\s*)"
+)
+_VERB = _any(
+    "is was 's does did serves? answers? addresses responds? performs? follows? provides? offers? "
+    "gives? has better ist est es è é"
+)
+_FILLER = (
+    rf"(?!{_any('not no never than but while whereas first second former latter other')}\b"
+    r"|[ABC]\b)[\w'-]+\s+"
+)
+_GOOD = _any(
+    "better best superior stronger strongest preferable preferred winner "
+    "besser meilleure? mejor migliore melhor"
+)
+_IS_GOOD = rf"\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
+_WINS = _any(r"wins? beats outperforms (?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage)")
+_ELSEWHERE = (
+    r"\s*(?:[^\n,.;ABC不]{0,8}?(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优|лучше)"
+    r"|比[^\n,.;不]{1,8}?(?:好|优|佳|强)|の(?:方|ほう)が|(?:가|이)\s*더)"
+)
+# "Better written" and "better in tone" are praise; they count where nothing else is said.
+_OUTRIGHT = (
+    r"(?=\s*(?:$|[\n.,;:!)\]\"'\u2013\u2014-]|"
+    rf"(?:{_any('than because since as and overall here for by due of to so one choice')}"
+    rf"|in\s+(?:every|all|general|my)|{_NOUN})\b))"
+    rf"(?!\s+than\s+(?:{_LABEL}|the\s+other)\s+(?:in|at|on|only|when|if)\b)"
+)
+_NEITHER = (
+    rf"(?i:neither)(?:\s+of\s+(?:the\s+)?\w+|\s+{_LABEL}\s+nor\s+{_LABEL}|\s+(?:{_NOUN}|one|side)){{0,3}}"
+    r"\s+(?:is|are|was)\s+(?:\w+\s+){0,2}?(?:better|superior|best|preferable)"
+    rf"|\b{_any('its? it_is call_it call_this this_is ends?_in is declare')}"
+    r"\s+an?\s+(?:\w+\s+)?(?i:tie|draw)(?![-\w])|平局|平手"
+)
+_EXPLICIT = re.compile(
+    r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|for\s+an?\s+tie|means)\b)"
+    rf"|(?P<compared>{_LABEL}{_COMPARISON}{_LABEL})(?!\s*[<>=])"
+    rf"|(?P<neither>{_NEITHER})"
+    rf"|(?P<loser>{_LABEL})\s+(?:is|was)\s+(?:\w+\s+){{0,2}}?"
+    r"(?:worse|weaker|inferior)\s+(?:than|to)\b"
+    rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{_LABEL}|{_TIE}){_AFTER}"
+    rf"|{_CHOOSES}(?P<chosen>{_LABEL}|(?i:neither|none)\b){_AFTER}"
+    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s+{_WINS}\b|{_ELSEWHERE})"
+)
+_ALIKE = (
+    r"equally_(?:good|bad|well|strong|weak|helpful|valid|correct|matched|accurate) equivalent "
+    r"no_(?:clear_)?(?:winner|preference|difference) (?:the_same|equal|similar)_quality"
+)
+_PRAISE = re.compile(
+    rf"(?P<better>{_LABEL}){_IS_GOOD}|(?P<neither>{_any(_ALIKE)}|一样好|同样好|不分上下)"
+    r"(?![^.!?\n]*\b(?:but|however|yet|although)\b)"
+)
+# Before what is no verdict: a negation, a condition, or what another text says.
+_UNSAID = re.compile(
+    r"(?:(?i:\bnot|n't|\bnever|\bnor|\bif|\bwhether|\bunless|\bhad|\balthough|\bthough|\bwhile"
+    r"|\bwhereas|\binitially|不)[^,:]{0,40}$|\b"
+    + _any("says? said tells? told writes? wrote contains? includes? instructs? demands? claims?")
+    + r"\b[^,:]{0,40}:?\s*[\"'(]*$|\b"
+    + _any("asks? asked_me asked_for ends_with spells? quotes?")
+    + r"\b[^,:]{0,40}:?\s*[\"'(]*$)"
+)
+_ALONE = re.compile(
+    rf"({_LABEL}|[12]|(?:{_NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?"  # "C (neither)"
+)
+_COMPARED = re.compile(rf"({_LABEL}){_COMPARISON}({_LABEL})")
+_ENDING = re.compile(
+    rf"(?:[.!?\n]\s*|[a-z]{{3}},\s|\b(?i:think|believe|say)\s)({_LABEL})[.!\s\"')]*$"
+)
+_LEADING = re.compile(
+    rf"[\W_]*({_LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
+    r"(?=\s*(?:$|[\n.:,;)\](\"\u2013\u2014-])|\s+(?:because|since|as|for)\b)(?!\s*\?)"
+)
+_RATED = re.compile(
+    rf"({_LABEL})(?:'s)?"
+    rf"(?:\s+{_any('score rating gets receives scores deserves earns is rated an? of')}){{0,3}}"
+    r"\s*[:=(\u2013-]*\s*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?"
+    rf"(?!\s*(?!{_any('points? pts stars? and vs while whereas but versus')}\b)[a-z])"
+)
+_TWO_NUMBERS = re.compile(r"\W*(\d{1,3}(?:\.\d+)?)[\s,;]+(\d{1,3}(?:\.\d+)?)\W*")
+_TOTAL = re.compile(r"(?i:overall|total|final|总)")
+
+_THOUGHTS = _any(
+    "think thinking thoughts? reason reasoning analysis reflection scratchpad rationale "
+    "explanation critique justification"
+)
+_THINKING = re.compile(
+    rf"[<\[◁]\|?\s*((?i:/|END_))?(?i:START_|BEGIN_)?(?:\w+:)?{_THOUGHTS}\s*\|?[>\]▷]"
+)
+_FINAL = re.compile(
+    r"<\|channel\|>\s*final\b.*?<\|message\|>|assistantfinal|(?i:here is my response:)", re.S
+)
+_UNFINISHED = re.compile(r"\s*analysis(?=[A-Z\"'])|(?i:here is my thought process)")
+_LOOKALIKES = str.maketrans("АВСΑΒ🅰🅱", "ABCABAB")
+_MARKS = str.maketrans("【】「」『』《》。、“”\u2018\u2019", "[][][][].,\"\"''")
+
+
+def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
+    r"""Return A, B or C (neither) as a reply says it, None if it does not say.
+
+    Read is what stands behind the thinking. The last explicit verdict counts: `[[A]]`, `[[A>B]]`,
+    `\boxed{A}`, JSON, "verdict: A", "I prefer A", "A is better", a last line that is a letter.
+    Without one: a letter that the reply begins with, then ratings of both ("A: 8/10, B: 6": the
+    higher one; of one answer alone they are no vote), then praise that is all for one side. What is
+    negated, asked, conditional or quoted from an answer is no verdict; A as an article is none.
+
+    Args:
+        reply: what the judge wrote.
+        cut_off: it was cut at its limit of tokens: explicit verdicts alone count, if they agree.
+    """
+    behind = _behind_thinking(reply[-MOST_READ:])
+    if behind is None:
+        return None
+    text = _plain(behind)
+    lines = [line for line in text.splitlines() if line.strip()] or [""]
+    explicit = list(_verdicts(_EXPLICIT, text))
+    if cut_off:
+        return _only({*explicit, _value(lines[0])} - {None})
+    if last := _value(lines[-1]):
+        explicit.append(last)
+    elif ending := _ENDING.search(text):
+        explicit.append(_letter(ending.group(1)))
+    if explicit:
+        return explicit[-1]
+    return _leading(text) or _by_ratings(lines) or _only(set(_verdicts(_PRAISE, text)))
+
+
+def _behind_thinking(reply: str) -> str | None:
+    """Return the reply without its thoughts; None where they do not end."""
+    if _FINAL.search(reply):
+        return _FINAL.split(reply)[-1]
+    if _UNFINISHED.match(reply) or "<|channel|>" in reply:
+        return None
+    text = re.sub(r"<\|channel>\s*thought", "<think>", reply).replace("<channel|>", "</think>")
+    kept, depth, end = "", 0, 0
+    for mark in _THINKING.finditer(text):
+        if mark.group(1) is None:
+            kept += "" if depth else text[end : mark.start()]
+            depth += 1
+        else:  # without an opening mark the prompt held it: all before are thoughts
+            kept, depth = (kept, depth - 1) if depth else ("", 0)
+        end = mark.end()
+    return None if depth else kept + text[end:]
+
+
+def _plain(text: str) -> str:
+    """Return the text without markup, what is structured as `[[verdict]]`."""
+    text = unicodedata.normalize("NFKC", _without_json(text)).translate(_MARKS)
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf" and c != "\ufe0f")
+    text = re.sub(r"(?<!\w)[АВСΑΒ🅰🅱](?!\w)", lambda m: m.group().translate(_LOOKALIKES), text)
+    text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
+    text = re.sub(
+        r"<\|[^|>\n]*\|>|</?s>|~~.*?~~|[*`#$\\](?=\W|_)|[*`#]|(?<!\w)__|__(?!\w)", "", text
+    )
+    text = re.sub(r"\\(?:text|math)\w*\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\?\bboxed\s*\{([^{}]*)\}", r" [[\1]] ", text)
+    return re.sub(r"<(\w+)>\s*([^<>\n]{1,30}?)\s*</\1>", r" [[\2]] ", text)
+
+
+def _without_json(text: str) -> str:
+    kept, end = "", 0
+    for start in (found.start() for found in re.finditer(r"\{|\[(?=\s*\{)", text)):
+        if start < end:
+            continue
+        try:
+            node, stop = json.JSONDecoder().raw_decode(text, start)
+            verdict = _of_json(node)
+        except ValueError:
+            continue
+        except RecursionError:
+            break
+        kept, end = kept + text[end:start] + (f" [[{verdict}]] " if verdict else " "), stop
+    return kept + text[end:]
+
+
+def _of_json(node: Any) -> str | None:
+    """Return the verdict in JSON: of a key that is named like one, of ratings, of a bare letter."""
+    items = list(_items(node))
+    named = [
+        value
+        for key, value in items
+        if re.fullmatch(rf"\W*\w*{_KEYWORD}\w*\W*", key.replace("_", " ")) or "winner" in key
+    ]
+    for value in reversed(named):
+        if value is not None and (
+            found := _value(str(value)) or (isinstance(value, str) and parse_verdict(value))
+        ):
+            return found
+    rated = [
+        f"{_letter_of_key(key)}: {value}"
+        for key, value in items
+        if _letter_of_key(key) and _is_number(value)
+    ]
+    if isinstance(node, list):
+        rated += [line for each in node if isinstance(each, dict) for line in _of_entry(each)]
+    if rated:
+        return _by_ratings(rated)
+    losers = ("loser", "worse", "reject", "second")
+    texts = [v for k, v in items if isinstance(v, str) and not k.lower().startswith(losers)]
+    bare = [found for text in texts if (found := _value(text))]
+    return bare[-1] if bare else parse_verdict(texts[0]) if len(texts) == 1 else None
+
+
+def _items(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value that is no container, with its keys."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _items(
+                value, f"{key} {name}" if key and isinstance(value, int | float) else str(name)
+            )
+    elif isinstance(node, list):
+        for value in node:
+            yield from _items(value, key)
+    else:
+        yield key, node
+
+
+def _of_entry(entry: dict[str, Any]) -> Iterator[str]:
+    """Yield the rating of an entry such as {"model": "A", "rank": 1}; a low rank is a high one."""
+    letters = [
+        found for value in entry.values() if isinstance(value, str) and (found := _value(value))
+    ]
+    for key, value in entry.items():
+        if letters and _is_number(value):
+            yield f"{letters[0]}: {999 - value if 'rank' in key.lower() else value}"
+
+
+def _letter_of_key(key: str) -> str | None:
+    found = re.search(r"(?:^|[\s_])([ABab])(?:$|[\s_])", key)
+    return found and found.group(1).upper()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1000
+
+
+def _value(text: str) -> str | None:
+    """Return the verdict that a text is, and nothing else."""
+    text = text.strip(" \t\"'.,:;!-_")
+    while text[:1] + text[-1:] in ("()", "[]", "{}"):
+        text = text[1:-1].strip(" \"'")
+    if re.fullmatch(_TIE, text):
+        return "C"
+    if found := _COMPARED.fullmatch(text):
+        return _compared(found)
+    found = _ALONE.fullmatch(text)
+    return _letter(found.group(1)) if found else None
+
+
+def _compared(found: re.Match[str]) -> str | None:
+    first, second = _letter(found.group(1)), _letter(found.group(3))
+    if first == second or "C" in (first, second):
+        return None
+    return {">": first, "≻": first, "<": second, "≺": second}.get(found.group(2)[0], "C")
+
+
+def _letter(label: str) -> str:
+    words = re.search(r"(?i:first|former|second|latter)", label)
+    if words:
+        return "A" if words.group()[0] in "fF" else "B"
+    return label.strip(" \"'()[]{}")[-1].upper().translate(str.maketrans("12", "AB"))
+
+
+def _verdicts(grammar: re.Pattern[str], text: str) -> Iterator[str]:
+    for found in grammar.finditer(text):
+        before = re.split(r"[.!?;\n]", text[max(0, found.start() - 80) : found.start()])[-1]
+        if _UNSAID.search(before) or re.match(r"[^.!?\n]{0,60}\?", text[found.end() :]):
+            continue
+        kind = str(found.lastgroup)
+        verdict = "C" if kind == "neither" else _value(found.group(kind))
+        if kind == "loser":
+            verdict = {"A": "B", "B": "A"}.get(str(verdict))
+        if verdict:
+            yield verdict
+
+
+def _leading(text: str) -> str | None:
+    """Return the letter that a reply begins with, unless its lines go through the letters."""
+    if marked := re.match(r"\W*\[\[([^\[\]]{1,40})\]\]", text):
+        return _value(marked.group(1))
+    found = _LEADING.match(text)
+    if found is None:
+        return None
+    letter = _value(found.group(1))
+    others = {
+        _value(each.group(1)) for line in text.splitlines()[1:] if (each := _LEADING.match(line))
+    }
+    return None if others - {letter} else letter
+
+
+def _by_ratings(lines: list[str]) -> str | None:
+    """Return the answer that is rated higher, of both; of several ratings each, those overall."""
+    if lines and (two := _TWO_NUMBERS.fullmatch(lines[0])):
+        rated = {"A": {float(two.group(1))}, "B": {float(two.group(2))}}
+    else:
+        rated = _ratings(lines)
+        if max(map(len, rated.values())) > 1:
+            rated = _ratings([line for line in lines if _TOTAL.search(line)])
+    if any(len(each) != 1 for each in rated.values()):
+        return None
+    first, second = (next(iter(rated[letter])) for letter in "AB")
+    return "A" if first > second else "B" if second > first else "C"
+
+
+def _ratings(lines: list[str]) -> dict[str, set[float]]:
+    found: dict[str, set[float]] = {"A": set(), "B": set()}
+    for label, number in (each for line in lines for each in _RATED.findall(line)):
+        found.setdefault(_letter(label), set()).add(float(number))
+    found.pop("C", None)
+    return found
+
+
+def _only(found: set[Any]) -> str | None:
+    return found.pop() if len(found) == 1 else None

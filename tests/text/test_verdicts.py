@@ -1,0 +1,48 @@
+"""Replies of judges, read: each line of the file beside has a reply and what it says."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.text.verdicts import parse_verdict
+
+REPLIES = [
+    json.loads(line)
+    for line in Path(__file__).with_name("judge_replies.jsonl").read_text("utf-8").splitlines()
+]
+
+
+@pytest.mark.parametrize("row", REPLIES, ids=range(len(REPLIES)))
+def test_a_reply_is_read_only_where_it_is_clear(row) -> None:
+    assert parse_verdict(row["reply"]) == row["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [
+        ("B", "B"),
+        ("B\nThe second answer is", "B"),
+        ("B is better because it", "B"),
+        ("[[B]] Answer A is", "B"),
+        ("A: correct and short, which", None),
+        ("A. The first is", None),
+        ("A is better in tone, B", None),
+        ("My verdict is A. Or rather, my verdict is B, which", None),
+        ("Both have", None),
+    ],
+)
+def test_of_a_reply_that_was_cut_off_an_explicit_verdict_alone_counts(reply, verdict) -> None:
+    assert parse_verdict(reply, cut_off=True) == verdict
+
+
+@pytest.mark.parametrize(
+    "unit", ["A ", "{", '{"a":', "[[", "verdict: ", "\n", "  ", "<think>", "A is "]
+)
+def test_a_long_reply_is_read_in_a_moment(unit) -> None:
+    started = time.perf_counter()
+    parse_verdict(unit * (100_000 // len(unit)))
+    assert time.perf_counter() - started < 3
