@@ -185,7 +185,8 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*have no `validation_step`.*")
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+    lightning = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
+    for name in (*lightning, "httpx", "httpx2"):  # a line for each request
         logging.getLogger(name).setLevel(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers.utils.logging import disable_progress_bar

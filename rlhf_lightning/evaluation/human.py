@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
+from rlhf_lightning.evaluation.comparisons import length_controlled_win_rate
 from rlhf_lightning.evaluation.generate import PolicyAnswers
-from rlhf_lightning.evaluation.metrics import rows_of, wins
 from rlhf_lightning.evaluation.reward_accuracy import reward_check
-from rlhf_lightning.evaluation.win_rate import CONFIDENCE, share, win_rate
+from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.journal import record_journal, write_rows
-from rlhf_lightning.preferences.judge import JudgeAnnotator
+from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures
 from rlhf_lightning.preferences.records import Label, Pair, Side, read_records, to_row
 from rlhf_lightning.runs.reading import parse
 
@@ -193,19 +193,24 @@ def human_measures(
     Returns:
         `val/human_win_rate` with `_low` and `_high` (Wilson 95 %), `val/human_tie_rate`,
         `val/human_identical_rate` (the share of prompts that both answered with the same text),
-        `val/human_num_pairs` (with a label), `val/human_num_labels`,
+        `val/human_num_pairs` (with a label), `val/human_num_labels`, `val/human_skipped` (pairs
+        that were seen and skipped alone),
         `val/human_agreement` (of two raters of a pair, where there are two) and, with scores, the
         measures of `reward_check`; its calibration error only with `score_scale`.
 
     Raises:
         ValueError: if no pair of the key was labelled.
     """
+    labels = list(labels)
+    seen = {label.pair_id for label in labels}
     shares, agreement, count = _votes(key, labels)
     if not count:
         raise ValueError("none of the labels is about a pair of this evaluation")
     labelled = {index: votes for index, votes in enumerate(shares) if votes is not None}
-    found = _rates(list(labelled.values()), num_rows=len(key), num_different=len(_different(key)))
+    different = len(_different(key))
+    found = _rates("val/human", list(labelled.values()), num_rows=len(key), num_different=different)
     found["val/human_num_labels"] = float(count)
+    found["val/human_skipped"] = float(len(_different(key) & seen) - len(labelled))
     if agreement is not None:
         found["val/human_agreement"] = agreement
     gaps, lengths = [], []
@@ -222,23 +227,30 @@ def human_measures(
     return found
 
 
-def _rates(shares: Sequence[float], *, num_rows: int, num_different: int) -> dict[str, float]:
+def _rates(
+    prefix: str, shares: Sequence[float], *, num_rows: int, num_different: int
+) -> dict[str, float]:
     """Return the rates of the labelled pairs and of the ties that are not asked.
 
     Args:
+        prefix: of the names.
         shares: of the policy's votes, of each labelled pair.
         num_rows: prompts that were drawn.
         num_different: of them, those with two different answers.
     """
-    asked = win_rate(shares, [1 - each for each in shares], confidence=CONFIDENCE)
-    identical = (num_rows - num_different) * len(shares) / num_different
-    ties, rows = asked.ties + identical, len(shares) + identical
-    wins = asked.wins + ties / 2
-    return share("val/human_win_rate", wins, rows) | {
-        "val/human_tie_rate": ties / rows,
-        "val/human_identical_rate": 1 - num_different / num_rows,
-        "val/human_num_pairs": float(len(shares)),
+    identical = (num_rows - num_different) * _labelled_share(len(shares), num_different)
+    ties, rows = shares.count(0.5) + identical, len(shares) + identical
+    wins = sum(each > 0.5 for each in shares) + ties / 2
+    return share(f"{prefix}_win_rate", wins, rows) | {
+        f"{prefix}_tie_rate": ties / rows,
+        f"{prefix}_identical_rate": 1 - num_different / num_rows,
+        f"{prefix}_num_pairs": float(len(shares)),
     }
+
+
+def _labelled_share(num_labelled: int, num_different: int) -> float:
+    """Return what a tie of two equal answers weighs: the share of the others that have a label."""
+    return num_labelled / num_different if num_different else 1.0
 
 
 def _different(key: Sequence[KeyRow]) -> set[str]:
@@ -264,10 +276,7 @@ def _votes(
         if row.pair_id is None:
             shares.append(None)
             continue
-        votes = [
-            float(choice == row.policy_side) if choice in ("first", "second") else 0.5
-            for choice in given[row.pair_id].values()
-        ]
+        votes = [_share_of(choice, row.policy_side) for choice in given[row.pair_id].values()]
         shares.append(sum(votes) / len(votes) if votes else None)
         same += [a == b for a, b in itertools.combinations(votes, 2)]
     agreement = sum(same) / len(same) if same else None
@@ -282,10 +291,11 @@ def judge_measures(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Return `val/judge_win_rate` and what belongs to it, and `val/judge_skipped`.
+    """Return the judge's win rate, by domain and at equal length too, and what it is of.
 
     One answer of each side to a prompt is shown, without saying whose it is. Answers that are the
-    same text are ties that are not asked; pairs that the judge skips count nowhere.
+    same text are ties that are not asked, and weigh what they weigh for people: the rate is that of
+    all prompts if the judge thinks of the pairs that it skipped as of those that it did not.
 
     Args:
         judge: compares; what the folder holds is not asked for again.
@@ -293,6 +303,12 @@ def judge_measures(
         theirs: the baseline's.
         folder: for the judge's labels and replies.
         seed: of the sides.
+
+    Returns:
+        `val/judge_win_rate` with `_low` and `_high` (Wilson 95 %), `_length_controlled` and
+        `/domain/<domain>`; `val/judge_tie_rate`, `val/judge_identical_rate`, `val/judge_num_pairs`
+        (with a verdict), `val/judge_skipped` (different pairs without one) and, of a
+        `JudgeAnnotator`, `val/judge_spelled` (see `JudgeFigures`). No rate if it skipped all.
 
     Raises:
         AnnotationError: if the judge fails; what it said before is in the folder.
@@ -303,19 +319,46 @@ def judge_measures(
         judge.keep_in(folder / "judgements.jsonl")
     labels = label_pairs(judge, asked, record_journal(Label, folder / "labels.jsonl"))
     said = {label.pair_id: label.choice for label in labels}
-    kept = [one for one in drawn if one.pair is None or said[one.pair.pair_id] != "skip"]
-    found = {"val/judge_skipped": float(len(drawn) - len(kept))}
-    if not kept:
+    shares = {
+        one.row: _share_of(said[one.pair.pair_id], one.side)
+        for one in drawn
+        if one.pair is not None and said[one.pair.pair_id] != "skip"
+    }
+    found = {"val/judge_skipped": float(len(asked) - len(shares))}
+    if isinstance(judge, JudgeAnnotator):
+        found["val/judge_spelled"] = float(judge_figures(judge.judgements).spelled)
+    if asked and not shares:
         return found
-    scores = []
-    for one in kept:
-        choice = "tie" if one.pair is None else said[one.pair.pair_id]
-        sided = choice in ("first", "second")
-        scores.append(float(choice == one.side) if sided else 0.5)
-    return found | wins(
-        "judge",
-        rows_of(mine, [one.row for one in kept]),
-        rows_of(theirs, [one.other for one in kept]),
+    found |= _judge_rates(drawn, shares)
+    # Equal answers are alike, so that some of them weigh what all should.
+    same = [one for one in drawn if one.pair is None]
+    weighed = same[: round(len(same) * _labelled_share(len(shares), len(asked)))]
+    kept = [*(one for one in drawn if one.row in shares), *weighed]
+    scores = [shares.get(one.row, 0.5) for one in kept]
+    found["val/judge_win_rate_length_controlled"] = length_controlled_win_rate(
         scores,
         [1 - score for score in scores],
+        [mine.lengths[one.row] for one in kept],
+        [theirs.lengths[one.other] for one in kept],
     )
+    for domain in sorted(set(mine.domains) - {""}):
+        part = [one for one in drawn if mine.domains[one.row] == domain]
+        if any(one.row in shares or one.pair is None for one in part):
+            rates = _judge_rates(part, shares)
+            names = [name for name in rates if name.startswith("val/judge_win_rate")]
+            found |= {f"{name}/domain/{domain}": rates[name] for name in names}
+    return found
+
+
+def _judge_rates(drawn: Sequence[BlindPair], shares: Mapping[int, float]) -> dict[str, float]:
+    return _rates(
+        "val/judge",
+        [shares[one.row] for one in drawn if one.row in shares],
+        num_rows=len(drawn),
+        num_different=sum(one.pair is not None for one in drawn),
+    )
+
+
+def _share_of(choice: str, side: Side) -> float:
+    """Return the share of a vote that the policy has, whose answer is on this side."""
+    return float(choice == side) if choice in ("first", "second") else 0.5

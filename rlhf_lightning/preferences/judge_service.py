@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotators import AnnotationError
+from rlhf_lightning.rollout.scorers.hparams import check_url
 
 NUM_SHOWN = 200  # characters of an error that a service sent
+MOST_TOKENS = 10**9  # of a request: a larger count is none
+BYTES_PER_TOKEN = 3  # of a text whose tokens nobody counted: rather too many tokens than too few
 TOP_TOKENS = 20  # what the OpenAI API allows
+LEAST, SLACK = -1e9, 1e-3  # of a log-probability; it may be rounded
 MILLION = 1_000_000
 
 
@@ -32,11 +37,14 @@ class JudgeHparams(Checked):
             after what the service asks for; where that is more than two minutes, it is an error.
         concurrency: requests at once.
         requests_per_minute: at most; None for no limit.
-        temperature: of the judge's sampling.
-        max_tokens: of a reply.
+        temperature: of the judge's sampling; None leaves it to the service.
+        max_tokens: of a reply, its thoughts included; None leaves it to the service.
+        max_completion_tokens: the same under the name that newer services want; it takes the place
+            of `max_tokens`.
         input_price: of a million tokens that are sent, in the budget's currency.
         output_price: of a million tokens of replies.
         max_cost: ask no more once this is spent; requests under way still count. None for no limit.
+            Tokens that the service does not count are estimated from the text.
     """
 
     model: str
@@ -46,8 +54,9 @@ class JudgeHparams(Checked):
     max_retries: int = number(5, at_least=0)
     concurrency: int = number(4, at_least=1)
     requests_per_minute: float | None = number(None, above=0)
-    temperature: float = number(0.0, at_least=0)
-    max_tokens: int = number(16, at_least=1)
+    temperature: float | None = number(0.0, at_least=0)
+    max_tokens: int | None = number(16, at_least=1)
+    max_completion_tokens: int | None = number(None, at_least=1)
     input_price: float = number(0.0, at_least=0)
     output_price: float = number(0.0, at_least=0)
     max_cost: float | None = number(None, above=0)
@@ -57,23 +66,51 @@ class JudgeHparams(Checked):
         super().__post_init__()
         if not self.model:
             raise ValueError("JudgeHparams.model is empty: name the judge as its service does")
+        if self.base_url is not None:
+            check_url(self.base_url, "JudgeHparams.base_url", "api_key_env")
+
+    def options(self, *, logprobs: bool) -> dict[str, Any]:
+        """Return what a request says beside model and messages; what is None is left out.
+
+        Args:
+            logprobs: ask for one token, and the likeliest ones in its place.
+        """
+        limit, name = self.max_tokens, "max_tokens"
+        if self.max_completion_tokens is not None:
+            limit, name = self.max_completion_tokens, "max_completion_tokens"
+        options = {"temperature": self.temperature, name: limit and (1 if logprobs else limit)}
+        if logprobs:
+            options |= {"logprobs": True, "top_logprobs": TOP_TOKENS}
+        return {key: value for key, value in options.items() if value is not None}
 
 
 class Reply(NamedTuple):
-    """One answer of a judge.
+    """One reply of a judge. Making one raises nothing: it is paid for, whatever it holds.
 
     Args:
-        text: what it wrote; None if it refused the request.
-        input_tokens, output_tokens: as the service counts them; 0 where it does not.
+        text: what it wrote, or the service's sentence where it refused the request.
+        thoughts: what it wrote before, where the service keeps that apart.
+        refused: the service would not take the request.
+        cut_off: it reached the limit of tokens.
+        input_tokens, output_tokens: as the service counts them, else estimated from the texts.
         top_tokens: token -> log-probability at the first place, where they were asked for.
         retries: before it answered.
+        uncounted: what the service says of its tokens, where that is no count.
+        impossible: it gives a count that cannot be, rather than none.
+        problem: what the service sent in place of what was asked for; it ends the labelling.
     """
 
-    text: str | None
-    input_tokens: int
-    output_tokens: int
-    top_tokens: Mapping[str, float]
-    retries: int
+    text: str
+    thoughts: str = ""
+    refused: bool = False
+    cut_off: bool = False
+    input_tokens: int = 0
+    output_tokens: int = 0
+    top_tokens: Mapping[str, float] = {}
+    retries: int = 0
+    uncounted: str | None = None
+    impossible: bool = False
+    problem: str | None = None
 
 
 class RateLimit:
@@ -148,7 +185,12 @@ class JudgeService:
         return (input_tokens * prices[0] + output_tokens * prices[1]) / MILLION
 
     async def ask(
-        self, client: Any, messages: Sequence[Mapping[str, str]], *, logprobs: bool
+        self,
+        client: Any,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        logprobs: bool,
+        extra: Mapping[str, Any] | None = None,
     ) -> Reply:
         """Return the reply to one conversation.
 
@@ -156,31 +198,25 @@ class JudgeService:
             client: what `client()` returned.
             messages: role and content.
             logprobs: ask for one token and the likeliest ones in its place.
+            extra: further keys of the request.
 
         Raises:
             AnnotationError: if there is none, with what to do.
         """
         api = self._openai
-        options: dict[str, Any] = {"max_tokens": self.hparams.max_tokens}
-        if logprobs:
-            options = {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_TOKENS}
         try:
             answer = await client.chat.completions.with_raw_response.create(
                 model=self.hparams.model,
                 messages=messages,
-                temperature=self.hparams.temperature,
-                **options,
+                extra_body=extra,
+                **self.hparams.options(logprobs=logprobs),
             )
-            return self._reply(answer.parse(), logprobs, answer.retries_taken)
         except (api.BadRequestError, api.UnprocessableEntityError) as error:
-            return Reply(None, 0, 0, {}, _retries(error))  # e.g. a filter of contents
+            return Reply(self._shown(error), refused=True, retries=_retries(error))
         except (api.APIConnectionError, api.APIStatusError) as error:
-            raise AnnotationError(f"{self._where} {self._complaint(error)}") from error
-        except (ValueError, RecursionError) as error:  # no JSON, or too deep a one
-            raise AnnotationError(
-                f"{self._where} answered with something that is no JSON: {self._shown(error)}. "
-                "Check judge.base_url"
-            ) from error
+            raise AnnotationError(f"{self.where} {self._complaint(error)}") from error
+        sent = "".join(message["content"] for message in messages)
+        return self._reply(answer.content, sent, logprobs)._replace(retries=answer.retries_taken)
 
     def _complaint(self, error: Any) -> str:
         """Say what an error of the client means, and what to do."""
@@ -201,35 +237,86 @@ class JudgeService:
             "and judge.model"
         )
 
-    def _reply(self, answer: Any, logprobs: bool, retries: int) -> Reply:
+    def _reply(self, body: bytes, sent: str, logprobs: bool) -> Reply:
+        """Read the body of an answer to the texts `sent`."""
         try:
-            choice = answer.choices[0]
-            text = choice.message.content or ""
-        except (AttributeError, IndexError, TypeError) as error:
-            raise AnnotationError(
-                f"{self._where} answered with something that is no chat completion: "
-                f"{str(answer)[:NUM_SHOWN]!r}. Check judge.base_url"
-            ) from error
+            answer = json.loads(body)
+        except (ValueError, RecursionError):
+            answer = None
+        message, problem = _at(answer, "choices", 0, "message"), None
+        text, thoughts = _text(_at(message, "content")), _text(_at(message, "reasoning_content"))
+        thoughts = thoughts or _text(_at(message, "reasoning")) or ""
+        if not isinstance(message, dict) or text is None:
+            text = self._without_key(body.decode(errors="replace"))
+            problem = f"answered with something that is no chat completion: {text!r}. Check "
+            problem += "judge.base_url (it ends with /v1)"
         top: dict[str, float] = {}
-        if logprobs:
-            if choice.logprobs is None or not choice.logprobs.content:
-                raise AnnotationError(
-                    f"{self._where} returns no log-probabilities: use judge.read=text"
-                )
-            top = {t.token: t.logprob for t in choice.logprobs.content[0].top_logprobs}
-        usage = answer.usage
-        sent, written = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
-        return Reply(text, sent, written, top, retries)
+        if logprobs and problem is None:
+            places = _at(answer, "choices", 0, "logprobs", "content")
+            if not places:
+                problem = "returns no log-probabilities: use judge.read=text"
+            top = dict(_top_tokens(_at(places, 0, "top_logprobs")))
+        counts, uncounted, impossible = [], [], False
+        for name, counted in (("prompt_tokens", sent), ("completion_tokens", text + thoughts)):
+            value = _at(answer, "usage", name)
+            real = isinstance(value, int) and not isinstance(value, bool)
+            if real and (0 if counted else -1) < value <= MOST_TOKENS:
+                counts.append(value)
+                continue
+            counts.append(len(counted.encode(errors="replace")) // BYTES_PER_TOKEN + 1)
+            uncounted.append(f"usage.{name}={str(value)[:20] if real else repr(value)[:20]}")
+            impossible |= value not in (None, 0)
+        return Reply(
+            text or _text(_at(message, "refusal")) or "",
+            thoughts,
+            cut_off=_at(answer, "choices", 0, "finish_reason") == "length",
+            input_tokens=counts[0],
+            output_tokens=counts[1],
+            top_tokens=top,
+            uncounted=", ".join(uncounted) or None,
+            impossible=impossible,
+            problem=problem,
+        )
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The judge and its endpoint, for messages."""
         return f"the judge {self.hparams.model} at {self._base_url}"
 
-    def _shown(self, error: Exception) -> str:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        if self._key:
-            text = text.replace(self._key, "***")
-        return text[:NUM_SHOWN]
+    def _shown(self, error: Any) -> str:
+        status = getattr(error, "status_code", None)
+        what = type(error).__name__ if status is None else f"HTTP {status}"
+        return self._without_key(f"{what}: {_text(_at(error.body, 'message')) or error}")
+
+    def _without_key(self, text: str) -> str:
+        text = " ".join(text.split())
+        return (text.replace(self._key, "***") if self._key else text)[:NUM_SHOWN]
+
+
+def _at(node: Any, *path: str | int) -> Any:
+    """Return what stands at a path in JSON, None where there is nothing."""
+    for key in path:
+        if isinstance(node, dict) or (isinstance(node, list) and isinstance(key, int)):
+            node = node.get(key) if isinstance(node, dict) else (node[key:] or [None])[0]
+        else:
+            return None
+    return node
+
+
+def _text(content: Any) -> str | None:
+    """Return a content as text: its parts together, "" for null, None for what is no text."""
+    if isinstance(content, list):
+        parts = [part if isinstance(part, str) else _at(part, "text") for part in content]
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else "" if content is None else None
+
+
+def _top_tokens(places: Any) -> Iterator[tuple[str, float]]:
+    """Yield token and log-probability; what is neither text nor a possible number is left out."""
+    for each in places if isinstance(places, list) else ():
+        token, logprob = _at(each, "token"), _at(each, "logprob")
+        if isinstance(token, str) and isinstance(logprob, int | float) and LEAST < logprob <= SLACK:
+            yield token, float(logprob)
 
 
 def _key(name: str | None) -> str | None:

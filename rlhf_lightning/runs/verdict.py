@@ -122,11 +122,17 @@ def _without(metrics: Metrics, name: str, what: str, facts: list[Fact]) -> Verdi
 
 
 def _win_rate_fact(metrics: Metrics, judge: str, label: str) -> list[Fact]:
-    """Return the win rate by a judge, none where it was not asked."""
+    """Return the win rate by a judge with the pairs that it is of, none where it was not asked."""
     name = f"val/{judge}_win_rate"
-    rate = _get(metrics, name)
-    note = interval(metrics, name).strip(" ()")
-    return [] if rate is None else [Fact(f"win rate by {label}", percent(rate), note)]
+    rate, skipped = _get(metrics, name), _get(metrics, f"val/{judge}_skipped")
+    pairs = _get(metrics, f"val/{judge}_num_pairs")
+    of = "" if pairs is None else f"of the {pairs:.0f} pairs with a verdict"
+    if pairs is not None and skipped:
+        of += f"; {skipped:.0f} of {pairs + skipped:.0f} were skipped"
+    note = ", ".join(filter(None, (interval(metrics, name).strip(" ()"), of)))
+    if rate is None:
+        return [Fact(f"skipped by {label}", f"{skipped:.0f}", "all pairs")] if skipped else []
+    return [Fact(f"win rate by {label}", percent(rate), note)]
 
 
 def _judged(

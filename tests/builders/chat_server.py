@@ -14,7 +14,12 @@ from typing import Any
 
 # A judge of these tests: (request, answer A, answer B) -> its reply.
 Behaviour = Callable[[str, str, str], Any]
-_SHOWN = re.compile(r"\[Request\]\n(.*)\n\n\[Answer A\]\n(.*)\n\n\[Answer B\]\n(.*)\n\nReply", re.S)
+_MARK = r"\n=====\w{8}\n"
+_SHOWN = re.compile(
+    rf"\[Request\]{_MARK}(.*){_MARK}\n\[Answer A\]{_MARK}(.*){_MARK}\n"
+    rf"\[Answer B\]{_MARK}(.*){_MARK}\nReply",
+    re.S,
+)
 
 
 class Failure:
@@ -26,11 +31,22 @@ class Failure:
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
+class Odd:
+    """A reply whose JSON has other values than usual: of the answer, its choice or its message."""
+
+    def __init__(
+        self, content: Any = "A", *, answer: Any = None, choice: Any = None, message: Any = None
+    ) -> None:
+        self.answer = answer or {}
+        self.choice = choice or {}
+        self.message = {"content": content} | (message or {})
+
+
 class ChatServer:
     """Answers `POST /v1/chat/completions` with what `behaviours` say, each once, the last for ever.
 
     A behaviour returns a text, a dictionary of probabilities of tokens (sent as log-probabilities
-    if they were asked for), a `Failure`, or bytes that are sent as they are.
+    if they were asked for), a `Failure`, an `Odd`, or bytes that are sent as they are.
     """
 
     def __init__(self, *behaviours: Behaviour, key: str | None = None) -> None:
@@ -91,6 +107,11 @@ class ChatServer:
             )
         if isinstance(reply, bytes):
             return 200, reply, {}
+        if isinstance(reply, Odd):
+            usual = completion(body, "A")
+            choice = usual["choices"][0] | reply.choice
+            choice["message"] |= reply.message
+            return 200, json.dumps(usual | {"choices": [choice]} | reply.answer).encode(), {}
         return 200, json.dumps(completion(body, reply)).encode(), {}
 
     @staticmethod

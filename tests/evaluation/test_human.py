@@ -81,6 +81,37 @@ def test_the_win_rate_counts_majorities_ties_and_equal_answers():
     assert found["val/human_reward_num_pairs"] == 3
 
 
+def test_a_judge_and_people_who_say_the_same_have_the_same_rate(tmp_path):
+    class Opinionated(RuleAnnotator):
+        """Has an opinion on 10 of the 60 different pairs."""
+
+        def label(self, pairs):
+            return [
+                label(p.pair_id, "skip")
+                if int(p.first[1:]) >= 10
+                else label(p.pair_id, "first" if p.first[0] == "a" else "second")
+                for p in pairs
+            ]
+
+    def domains(number):
+        return ["sums" if i % 2 else "colours" for i in range(number)]
+
+    mine = answers([f"a{i}" if i < 60 else "same" for i in range(100)], domains=domains(100))
+    theirs = answers([f"b{i}" if i < 60 else "same" for i in range(100)], domains=domains(100))
+    judge = Opinionated([lambda prompt, text: 0.0], name="ann")
+    judged = judge_measures(judge, mine, theirs, tmp_path, seed=1)
+    pairs, key = blind_pairs(mine, theirs, num_pairs=None, scored=False, seed=1)
+    people = human_measures(key, judge.label(pairs))
+    assert people["val/human_win_rate"] == pytest.approx(0.8)
+    names = ("win_rate", "win_rate_low", "win_rate_high", "tie_rate", "identical_rate", "num_pairs")
+    for name in names:
+        assert judged[f"val/judge_{name}"] == pytest.approx(people[f"val/human_{name}"])
+    assert judged["val/judge_skipped"] == people["val/human_skipped"] == 50
+    assert judged["val/judge_win_rate/domain/sums"] == pytest.approx(0.8)
+    # 10 wins and 7 of the 40 equal answers, all as long as each other.
+    assert judged["val/judge_win_rate_length_controlled"] == pytest.approx(13.5 / 17, abs=1e-3)
+
+
 def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
     mine = answers([f"a{i}" if i < 60 else "same" for i in range(100)])
     theirs = answers([f"b{i}" if i < 60 else "same" for i in range(100)])
@@ -165,7 +196,7 @@ def test_a_judge_is_asked_once_and_skips_count_nowhere(tmp_path):
         judge = Picky([lambda prompt, text: len(text.split())], name="picky")
         found = judge_measures(judge, mine, theirs, tmp_path, seed=1)
     assert Picky.asked == 7
-    # Longer in 4 of the 6 other pairs; equal answers are a tie.
-    assert found["val/judge_win_rate"] == pytest.approx(4.5 / 7)
-    assert found["val/judge_skipped"] == 1
+    # Longer in 4 of the 6 other pairs; equal answers are a tie, of the weight 6/7.
+    assert found["val/judge_win_rate"] == pytest.approx((4 + 3 / 7) / (6 + 6 / 7))
+    assert (found["val/judge_skipped"], found["val/judge_num_pairs"]) == (1, 6)
     assert found["val/judge_win_rate_length_controlled"] < found["val/judge_win_rate"] + 0.1

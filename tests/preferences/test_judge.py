@@ -157,7 +157,10 @@ def test_a_refused_text_is_a_skip_and_only_refusals_are_an_error() -> None:
         labels = annotator.label(PAIRS)
         assert [x.choice for x in labels].count("skip") == 1
         assert judge_figures(annotator.judgements).refused == 2
-    with serving(failing(400)) as server, pytest.raises(AnnotationError, match="as bad ones"):
+    with (
+        serving(failing(400)) as server,
+        pytest.raises(AnnotationError, match=r"\(refused\).*HTTP 400: out of order"),
+    ):
         judge(server, concurrency=1).label(PAIRS)
 
 

@@ -68,6 +68,32 @@ class TextRewardModelHparams(Checked):
                 )
 
 
+def check_url(url: str, key: str, secret: str) -> None:
+    """Check the address of a service.
+
+    Args:
+        url: of the service.
+        key: that holds it.
+        secret: key that names the environment variable of its token.
+
+    Raises:
+        ValueError: if it is none, or holds credentials.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port beyond 65535, half of an IPv6 address
+        parts, port = urlsplit(""), 0
+    odd = any(c.isspace() or not c.isprintable() or c in '\\<>"{}|^`' for c in url)
+    if odd or port == 0 or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{key}={url!r} must be http://HOST[:PORT]/PATH or https://...")
+    if parts.username or parts.password:
+        raise ValueError(
+            f"{key} holds credentials for {parts.hostname}: leave them out, put the token into an "
+            f"environment variable and name that with {secret}"
+        )
+
+
 @dataclass(frozen=True)
 class HttpScorerHparams(Checked):
     """Settings of a reward service's client.
@@ -100,16 +126,7 @@ class HttpScorerHparams(Checked):
     def __post_init__(self) -> None:
         """Check the values and the URL."""
         super().__post_init__()
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
-                f"HttpScorerHparams.url={self.url!r} must be http://HOST[:PORT]/PATH or https://..."
-            )
-        if parts.username or parts.password:
-            raise ValueError(
-                f"HttpScorerHparams.url holds credentials for {parts.hostname}: leave them out, "
-                "put the token into an environment variable and name that with token_env"
-            )
+        check_url(self.url, "HttpScorerHparams.url", "token_env")
 
 
 @dataclass(frozen=True)
