@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -124,10 +125,15 @@ def test_the_waits_between_attempts_double():
         assert wait >= longest / 2, "the jitter takes at most half of it away"
 
 
-def test_a_server_that_says_how_long_to_wait_is_waited_for():
-    with serving(failing(429, Retry_After="1"), lengths) as server:
+@pytest.mark.parametrize(
+    ("pause", "seconds"), [("1", 1.0), ("0.4", 0.4), (" 0.4 ", 0.4), ("date", 0.9), ("soon", 0.0)]
+)
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_says_how_long_to_wait_is_waited_for(pause, seconds, status):
+    asked = formatdate(time.time() + 2, usegmt=True) if pause == "date" else pause
+    with serving(failing(status, Retry_After=asked), lengths) as server:
         scorer(server.url)(answers())
-    assert server.times[1] - server.times[0] >= 1
+    assert seconds <= server.times[1] - server.times[0] < 3
 
 
 def test_a_connection_that_breaks_is_tried_again():

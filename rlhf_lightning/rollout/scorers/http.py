@@ -10,6 +10,7 @@ import random
 import ssl
 import time
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import httpx
@@ -124,6 +125,8 @@ class RewardService:
                 answer = await self._exchange(client, payload)
         except TimeoutError as error:
             raise _UnavailableError(f"no answer within {seconds:.3g} s") from error
+        except httpx.InvalidURL as error:
+            raise ServiceError(f"scorer.url={self.url}: {error}: correct it") from error
         except httpx.RequestError as error:
             cause = _root_cause(error)
             if isinstance(cause, ssl.SSLCertVerificationError):
@@ -190,8 +193,15 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Return the seconds of a Retry-After header; 0 without one, or if it is a date."""
-    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0
+    """Return the seconds that a Retry-After header asks for, as a number or a date; 0 for none."""
+    try:
+        seconds = float(retry_after or 0)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(str(retry_after)).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return seconds if seconds > 0 else 0.0
 
 
 def _token(name: str | None) -> str | None:
