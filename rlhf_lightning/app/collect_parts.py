@@ -37,7 +37,7 @@ def build_lab(settings: CollectSettings, folder: Path) -> Lab:
             folder=folder,
             sampling=_sampling(settings),
             annotators=_annotators([*(annotator.automatic or {}).values(), settings.judge]),
-            people=annotator.people.build(),
+            people=None if annotator.people is None else annotator.people.build(),
             budget=settings.budget.build(),
             hparams=LabHparams(**settings.lab.model_dump(), seed=settings.seed),
             score=None if settings.score is None else settings.score.build(),

@@ -91,7 +91,7 @@ class Collection:
 
     Args:
         train: verdicts on the pairs to train on.
-        validation: verdicts on the held-out pairs, by people alone.
+        validation: verdicts on the held-out pairs, by people alone where there are some.
         routing: who labelled what.
         labels: all of them.
         people: names of the people.
@@ -124,7 +124,8 @@ class Lab:
         folder: of the run.
         sampling: who answers the prompts, and how.
         annotators: rules, judges and reward models; they label every pair.
-        people: they label what the budget sends them.
+        people: they label what the budget sends them; None for annotators alone, which then label
+            the validation pairs too.
         budget: how much that is.
         hparams: how pairs are made and labels put together.
         score: for best_against_worst.
@@ -135,7 +136,7 @@ class Lab:
     folder: Path
     sampling: Sampling
     annotators: Sequence[Annotator]
-    people: People
+    people: People | None
     budget: BudgetHparams
     hparams: LabHparams
     score: ScoreFunction | None = None
@@ -158,9 +159,14 @@ class Lab:
         journal = record_journal(Label, self.folder / "labels.jsonl")
         automatic = self._automatic(pairs, journal)
         routing = route(pairs, by_pair(automatic), self.budget, validation=held_out)
-        asked = [(pair, self.budget.validation_votes) for pair in routing.validation]
-        asked += [(pair, self.budget.people_votes) for pair in routing.people]
-        theirs = self.people.labels(asked, self.folder, journal)
+        theirs: list[Label] = []
+        if self.people is None:
+            routing = Routing((*routing.automatic, *routing.people), (), routing.validation)
+        else:
+            asked = [(pair, self.budget.validation_votes) for pair in routing.validation]
+            asked += [(pair, self.budget.people_votes) for pair in routing.people]
+            theirs = self.people.labels(asked, self.folder, journal)
+        on_validation = automatic if self.people is None else theirs
         names = frozenset(label.annotator for label in theirs)
         judged = self._judge_figures()
         charges = judged.cost if judged else 0.0
@@ -168,7 +174,9 @@ class Lab:
         trained_on = (*routing.automatic, *routing.people)
         return Collection(
             train=tuple(aggregate(trained_on, [*automatic, *theirs], people=names, method=method)),
-            validation=tuple(aggregate(routing.validation, theirs, people=names, method=method)),
+            validation=tuple(
+                aggregate(routing.validation, on_validation, people=names, method=method)
+            ),
             routing=routing,
             labels=(*automatic, *theirs),
             people=names,

@@ -21,7 +21,7 @@ from rlhf_lightning.preferences.collection import Lab, LabHparams
 from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.human_annotators import Panel
 from rlhf_lightning.preferences.judge import JudgeAnnotator
-from rlhf_lightning.preferences.publishing import flat_metrics, write_collection
+from rlhf_lightning.preferences.publishing import describe, flat_metrics, write_collection
 from rlhf_lightning.preferences.records import Candidate, Label, Pair, read_records
 from rlhf_lightning.preferences.rules import LengthRule, RepetitionRule
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -188,6 +188,26 @@ def test_a_judge_takes_part_and_its_cost_is_counted(lab: Lab) -> None:
         collection.after.hours * 20.0 + collection.judge.cost
     )
     assert (lab.folder / "judgements.jsonl").exists()
+
+
+def test_a_judge_alone_labels_validation_too_and_nothing_is_said_of_people(lab: Lab) -> None:
+    with serving(lambda prompt, a, b: "A" if len(a) > len(b) else "B") as server:
+        judge = JudgeAnnotator(model="judge", base_url=server.url, api_key_env=None)
+        collection = replace(lab, annotators=[judge], people=None).run(PROMPTS)
+    assert {label.annotator for label in collection.labels} == {"judge"}
+    assert not collection.people
+    assert not collection.routing.people
+    for verdict in (*collection.train, *collection.validation):
+        first, second = len(verdict.pair.first), len(verdict.pair.second)
+        assert verdict.choice == (
+            "first" if first > second else "second" if second > first else None
+        )
+    assert any(verdict.choice for verdict in collection.validation)
+    figures = describe(collection)
+    assert figures["people"] is None
+    assert figures["pairs"]["people"] == 0
+    assert figures["records"]["validation"]["kept"] > 0
+    assert collection.after.labels == 0
 
 
 def test_near_duplicates_of_held_out_prompts_are_not_trained_on_but_replaced(lab: Lab) -> None:

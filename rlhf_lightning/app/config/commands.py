@@ -192,7 +192,7 @@ class AnnotatorSettings(Settings):
     """Annotators: automatic ones, and people."""
 
     automatic: dict[str, Target | None] | None = None
-    people: Target
+    people: Target | None = None
 
 
 class CollectSettings(RunSettings):
@@ -215,6 +215,9 @@ class CollectSettings(RunSettings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        automatic = [self.judge, *(self.annotator.automatic or {}).values()]
+        if self.annotator.people is None and not any(automatic):
+            raise ValueError("annotator=judge has no judge: choose judge=local or judge=openai")
         if self.records == "demonstrations":
             if self.artifacts.reward is None:
                 raise ValueError(
