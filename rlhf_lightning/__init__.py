@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from rlhf_lightning.modules.ppo import PPOModule
     from rlhf_lightning.modules.reward import RewardModule
     from rlhf_lightning.modules.sft import SFTModule
-    from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer
+    from rlhf_lightning.rollout.scorers.base import (
+        FunctionScorer,
+        RewardModelScorer,
+        WeightedScorer,
+    )
 
 # The public names and where they live; imported when they are asked for, as torch takes seconds.
 _HOMES = {
@@ -55,6 +59,7 @@ _HOMES = {
     "SFTHparams": "rlhf_lightning.hparams",
     "SFTModule": "rlhf_lightning.modules.sft",
     "SamplingHparams": "rlhf_lightning.hparams",
+    "WeightedScorer": "rlhf_lightning.rollout.scorers.base",
     "compare": "rlhf_lightning.evaluation.compare",
     "export_model": "rlhf_lightning.modules.export",
     "trainer_arguments": "rlhf_lightning.callbacks.trainer_arguments",
@@ -79,6 +84,7 @@ __all__ = [
     "SFTHparams",
     "SFTModule",
     "SamplingHparams",
+    "WeightedScorer",
     "compare",
     "export_model",
     "trainer_arguments",

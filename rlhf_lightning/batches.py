@@ -2,8 +2,8 @@
 
 Legend: B rows, P padded prompt tokens, R padded response tokens, T padded tokens of a sequence.
 Every tensor `[B, R]` is about response token t given everything before it. Masks are bool and
-True = counts. Prompts are padded on the left, everything else on the right. `domains` and
-`columns` hold one text a row.
+True = counts. Prompts are padded on the left, everything else on the right. `domains` hold
+one text a row, `columns` one value of any type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 FINISHED_BY_STOP = 0
 FINISHED_BY_LENGTH = 1
-# A prompt's column that holds its conversation as JSON; a plain prompt has none, or "".
+# A prompt's column that holds its conversation as JSON; a plain prompt has none, or None.
 CONVERSATION = "prompt_messages"
 
 
@@ -123,7 +123,8 @@ class PromptBatch(TensorBatch):
             responses a prompt gets, plus the number of the response; sampling noise is a function
             of it.
         domains: "" where there is none.
-        columns: texts for scorers: at least `prompt`, of conversations `CONVERSATION` too.
+        columns: values for scorers in their own types, None where a row lacks one: at least the
+            text `prompt`, of conversations `CONVERSATION` too.
         group_ids: `[B]` int64, equal for the rows of one prompt, which stand next to each other;
             by default every row is a group.
         spare: `[B]` bool, True on the rows of prompts that are only asked where another prompt of
@@ -134,7 +135,7 @@ class PromptBatch(TensorBatch):
     attention_mask: Tensor
     row_ids: Tensor
     domains: tuple[str, ...]
-    columns: Mapping[str, tuple[str, ...]]
+    columns: Mapping[str, tuple[Any, ...]]
     group_ids: Tensor = None  # type: ignore[assignment]
     spare: Tensor = None  # type: ignore[assignment]
 
@@ -263,7 +264,7 @@ class RolloutBatch(TensorBatch):
         logprobs: `[B, R]` old log-probabilities of the training module, nats.
         ref_logprobs: `[B, R]` the reference's.
         values: `[B, R]` old values of the state before token t; None without a value model.
-        scores: `[B]` what the scorer said, unshaped.
+        scores: `[B]` what the scorer said, unshaped; NaN where it does not apply.
         rewards: `[B, R]` shaped token rewards: score at the last token minus the KL penalty.
         advantages: `[B, R]` that the policy learns from; PPO's are whitened over all ranks.
         returns: `[B, R]` targets of the value model; None without one.
@@ -275,6 +276,8 @@ class RolloutBatch(TensorBatch):
         score_components: named parts of the score, each `[B]`.
         group_ids: `[B]` int64, equal for the rows of one prompt, which stand next to each other;
             by default every row is a group.
+        scored: `[B]` bool, False on rows to which the scorer does not apply, which are not trained
+            on; by default every row is scored.
         resampled: `[B]` bool, True on the rows of spare prompts; None where there are no spares.
         resampling_rounds: how often spare prompts were asked; None where there are none.
         sampler_logprobs: `[B, R]` of each token under the distribution that it was drawn from; None
@@ -298,6 +301,7 @@ class RolloutBatch(TensorBatch):
     domains: tuple[str, ...]
     score_components: Mapping[str, Tensor]
     group_ids: Tensor = None  # type: ignore[assignment]
+    scored: Tensor = None  # type: ignore[assignment]
     resampled: Tensor | None = None
     resampling_rounds: int | None = None
     sampler_logprobs: Tensor | None = None
@@ -306,15 +310,24 @@ class RolloutBatch(TensorBatch):
         """Check shapes and dtypes."""
         if self.group_ids is None:
             object.__setattr__(self, "group_ids", self.row_ids)
+        if self.scored is None:
+            object.__setattr__(self, "scored", torch.ones_like(self.row_ids, dtype=torch.bool))
         rows, response = self.response_mask.shape
         tokens = ["logprobs", "ref_logprobs", "rewards", "advantages", "entropy"]
         optional = ("values", "returns", "sampler_logprobs")
         tokens += [name for name in optional if getattr(self, name) is not None]
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(tokens, (rows, response))
-        shapes |= dict.fromkeys(("scores", "finish_reason", "row_ids", "group_ids"), (rows,))
+        shapes |= dict.fromkeys(
+            ("scores", "scored", "finish_reason", "row_ids", "group_ids"), (rows,)
+        )
         width = self.prompt_length + response
         self._check(shapes | dict.fromkeys(("sequences", "attention_mask"), (rows, width)))
-        self._check_mask("attention_mask", "response_mask")
+        self._check_mask("attention_mask", "response_mask", "scored")
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """`[B, R]` bool, True on the actions that are trained on: those of scored rows."""
+        return self.response_mask & self.scored.unsqueeze(-1)
 
     @property
     def query_tensors(self) -> Tensor:

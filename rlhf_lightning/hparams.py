@@ -304,7 +304,8 @@ class OnPolicyHparams(Checked):
         max_skipped_steps: optimizer steps in a row that are skipped because the loss, a gradient
             or the rollout (one step) is not finite, before the run stops; 0 stops at the first.
         missing_eos_penalty: subtracted, after clipping, from the score of a response cut off.
-        score_clip: scores are clipped to -score_clip .. score_clip; None does not clip.
+        score_clip: scores are clipped to -score_clip .. score_clip; None does not clip; "auto" is 5
+            where the scorer is normalized (reward models), else None.
         overlong_buffer: tokens before max_new_tokens in which a response loses up to 1 of its
             score, growing with its length; None takes nothing.
         target_approx_kl: stop the updates of a rollout when a minibatch's approx_kl, reduced over
@@ -337,7 +338,7 @@ class OnPolicyHparams(Checked):
     max_grad_norm: float = number(1.0, above=0)
     max_skipped_steps: int = number(10, at_least=0)
     missing_eos_penalty: float = number(1.0, at_least=0)
-    score_clip: float | None = number(5.0, above=0)
+    score_clip: float | str | None = number("auto", above=0)
     overlong_buffer: int | None = number(None, at_least=1)
     target_approx_kl: float | None = number(None, above=0, usual=(0.005, 0.5))
     entropy_coef: float = number(0.0, at_least=0, usual=(0, 0.05))
@@ -351,6 +352,8 @@ class OnPolicyHparams(Checked):
         """Check the values, and warn of an estimator with another fixed point."""
         super().__post_init__()
         name = type(self).__name__
+        if isinstance(self.score_clip, str) and self.score_clip != "auto":
+            raise ValueError(f"{name}.score_clip={self.score_clip!r}: use a number, null or auto")
         if self.kl_in == "reward" and self.kl_estimator != "k2":
             raise ValueError(
                 f"{name}.kl_estimator={self.kl_estimator} is of a KL in the loss: use kl_in=loss, "

@@ -73,9 +73,10 @@ def describe_rollout(
 ) -> list[dict[str, Any]]:
     """Return the first rows of a rollout as plain values.
 
-    Each has `prompt`, `response` (texts without special and stop tokens), `score` (unshaped), `kl`
-    (mean k1 over the response tokens, nats per token), `length` (response tokens, EOS included),
-    `domain` and `finished` (True if a stop token ended it).
+    Each has `prompt`, `response` (texts without special and stop tokens), `score` (unshaped; None
+    where the scorer does not apply), `kl` (mean k1 over the response tokens, nats per token),
+    `length` (response tokens, EOS included), `domain` and `finished` (True if a stop token ended
+    it).
     """
     rows = rollout[: min(num_samples, len(rollout))].to("cpu")
     mask = rows.response_mask
@@ -91,7 +92,7 @@ def describe_rollout(
             {
                 "prompt": decoded(prompt, tokenizer, skip_special_tokens=True),
                 "response": response_texts([response[:-1] if finished else response], tokenizer)[0],
-                "score": rows.scores[i].item(),
+                "score": rows.scores[i].item() if rows.scored[i] else None,
                 "kl": kl[i].item(),
                 "length": int(length[i]),
                 "domain": rows.domains[i],

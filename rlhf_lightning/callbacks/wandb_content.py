@@ -105,9 +105,10 @@ class WandbContent(Callback):
         _alert_end(trainer, exception)
 
     def _ends(self, rollout: RolloutBatch, *, best: bool) -> list[dict[str, Any]]:
-        order = rollout.scores.float().cpu().argsort(descending=best, stable=True)
-        rows = order[: min(self.num_samples, len(rollout))]
-        return describe_rollout(rollout[rows], self.tokenizer, self.num_samples)
+        scored = rollout[rollout.scored]
+        order = scored.scores.float().cpu().argsort(descending=best, stable=True)
+        rows = order[: min(self.num_samples, len(scored))]
+        return describe_rollout(scored[rows], self.tokenizer, self.num_samples)
 
 
 def wandb_loggers(trainer: Trainer) -> Iterator[IterationWandbLogger]:

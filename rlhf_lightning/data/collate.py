@@ -114,7 +114,7 @@ class PromptCollator:
             attention_mask=mask,
             row_ids=group_ids * size + torch.arange(len(group_ids)) % size,
             domains=tuple(prompt.domain for prompt in prompts),
-            columns={name: tuple(p.columns.get(name, "") for p in prompts) for name in names},
+            columns={name: tuple(p.columns.get(name) for p in prompts) for name in names},
             group_ids=group_ids,
             spare=torch.arange(len(prompts)) >= len(prompts) // (1 + self.num_spare_batches),
         )

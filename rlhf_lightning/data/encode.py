@@ -90,10 +90,10 @@ class EncodedPreference:
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt `[P]` to answer, with its text columns; `columns["prompt"]` is its text."""
+    """A prompt `[P]` to answer, with its columns; `columns["prompt"]` is its text."""
 
     input_ids: NDArray[np.int32]
-    columns: Mapping[str, str]
+    columns: Mapping[str, Any]
     domain: str = ""
 
     def __len__(self) -> int:
@@ -153,7 +153,22 @@ def encode_all(
         if row is not None:
             encoded.append(row)
             report.num_spelled += not record.rendered and memo.control.spelled_in(*_texts(record))
-    return encoded, report
+    return _same_columns(encoded), report
+
+
+def _same_columns(encoded: list[Any]) -> list[Any]:
+    """Give all prompts the columns that one has, None where a prompt lacks it.
+
+    So a reward function is given the same columns in every batch.
+    """
+    prompts = [row for row in encoded if isinstance(row, EncodedPrompt)]
+    lacking = dict.fromkeys(name for row in prompts for name in row.columns)
+    return [
+        replace(row, columns=lacking | row.columns)
+        if isinstance(row, EncodedPrompt) and len(row.columns) < len(lacking)
+        else row
+        for row in encoded
+    ]
 
 
 def _texts(record: Record) -> tuple[Text, ...]:
@@ -290,7 +305,7 @@ def encode_prompt(
     over_long: OverLong = "drop",
     report: EncodingReport | None = None,
 ) -> EncodedPrompt | None:
-    """Return the prompt alone, with its text columns; None if dropped.
+    """Return the prompt alone, with its columns; None if dropped.
 
     Its columns are those of `prompt_columns`.
     """
@@ -306,8 +321,8 @@ def encode_prompt(
     return EncodedPrompt(_ids(fitted), prompt_columns(record, tokenizer), record.domain)
 
 
-def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the record's text columns and its prompt.
+def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the record's columns and its prompt.
 
     `prompt` is the plain prompt, or the conversation as the template writes it; then `CONVERSATION`
     holds the conversation itself as JSON, for models that have another template.

@@ -19,7 +19,6 @@ Source: https://huggingface.co/docs/trl/dataset_formats.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -137,7 +136,7 @@ KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered")
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """A record, where it was read, and the row's other columns as text.
+    """A record, where it was read, and the row's other columns in their own types.
 
     Rows of one `group` are on one side of a split; "" stands for the prompt. `texts` are both sides
     of a plain pair as given, where the prompt is what they share.
@@ -145,7 +144,7 @@ class ParsedRow:
 
     record: Record
     where: Location
-    columns: Mapping[str, str]
+    columns: Mapping[str, Any]
     group: str = ""
     texts: tuple[str, ...] = ()
 
@@ -316,7 +315,7 @@ class RowParser:
             raise BadRecordError(where, found, "give each format a set of its own")
         self._began = (name, own)
         taken = {self._columns.get(key, key) for key in ("prompt", "domain", "rendered")}
-        others = {str(k): as_text(v) for k, v in row.items() if k not in taken and v is not None}
+        others = {str(k): v for k, v in row.items() if k not in taken and v is not None}
         sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
         texts = sides if all(isinstance(side, str) for side in sides) else ()
         return ParsedRow(record, where, others, texts=texts)
@@ -382,8 +381,3 @@ def _missing(key: str, row: Row, where: Location) -> BadRecordError:
 def _names(row: Row) -> str:
     names = [str(name) for name in row]
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "no keys"
-
-
-def as_text(value: Any) -> str:
-    """Return a value of a row as a text column: what is no text as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)

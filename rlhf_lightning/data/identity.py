@@ -45,7 +45,7 @@ def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
 
 
 def rows_digest(rows: Iterable[Encoded]) -> str:
-    """Return a SHA-256 of the tokens, margins and text columns of encoded rows, in their order.
+    """Return a SHA-256 of the tokens, margins and columns of encoded rows, in their order.
 
     It tells what no file does: the weights of a mix, columns, lengths, the seed of a split, and
     what a source of one's own gives to a reward function.

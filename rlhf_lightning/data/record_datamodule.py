@@ -234,7 +234,7 @@ class RecordDataModule(LightningDataModule):
         for name, count in self.summaries["train"].missing_columns.items():
             rank_zero_warn(
                 f"{count} of {len(rows['train'])} training prompts lack the column {name!r} (null "
-                'or missing), which is "" to the reward function: fill it, or leave them out'
+                "or missing), which is None to the reward function: fill it, or leave them out"
             )
 
     def _records(self, split: Split) -> list[Record]:

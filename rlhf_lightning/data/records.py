@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from rlhf_lightning.text.messages import Text
+from rlhf_lightning.text.messages import Text, as_text
 
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
 Split = Literal["train", "validation"]
@@ -36,13 +36,13 @@ class PromptRecord:
     Args:
         prompt: plain or conversational.
         domain: a name that metrics are split by, "" where there is none.
-        columns: further text columns of the row, for reward functions that ask for them.
+        columns: further columns of the row in their own types, for reward functions.
         rendered: special tokens that the prompt spells are tokens.
     """
 
     prompt: Text
     domain: str = ""
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
     rendered: bool = False
 
 
@@ -140,8 +140,8 @@ def kind_of(record: Record) -> RecordKind:
     return kind
 
 
-def asked_columns(reward: object, rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return the prompt columns that a gold reward's `columns` names, "" where a prompt lacks one.
+def asked_columns(reward: object, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the prompt columns that a gold reward's `columns` names as text, "" where one lacks.
 
     Args:
         reward: asks for none without that attribute.
@@ -158,7 +158,7 @@ def asked_columns(reward: object, rows: Sequence[Mapping[str, str]]) -> dict[str
                 f"the gold reward asks for the prompt column {name!r}, the prompts have {known}: "
                 "give the records that column, or another gold reward"
             )
-    return {name: [row.get(name, "") for row in rows] for name in names}
+    return {name: [as_text(row.get(name)) for row in rows] for name in names}
 
 
 _KINDS: dict[type, RecordKind] = {

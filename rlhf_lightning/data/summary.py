@@ -152,8 +152,14 @@ def summarize(
 
 def _missing_columns(encoded: Sequence[Encoded]) -> dict[str, int]:
     prompts = [row for row in encoded if isinstance(row, EncodedPrompt)]
-    held = Counter(name for row in prompts for name in row.columns if name != CONVERSATION)
-    return {name: len(prompts) - count for name, count in held.items() if count < len(prompts)}
+    return dict(
+        Counter(
+            name
+            for row in prompts
+            for name, value in row.columns.items()
+            if value is None and name != CONVERSATION
+        )
+    )
 
 
 def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:

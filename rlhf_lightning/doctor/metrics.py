@@ -65,25 +65,26 @@ def measure_answers(
         "sampler_bias": math.fsum(row.surplus for row in rows) / max(tokens, 1),
         "sampler_error": math.sqrt(math.fsum(row.surplus_squares for row in rows)) / max(tokens, 1),
     }
-    by_length = correlation(
-        centred([(row.domain, row.score) for row in rows]),
-        centred([(row.domain, float(row.length)) for row in rows]),
+    known = [row for row in rows if not math.isnan(row.score)]
+    by_length = known and correlation(
+        centred([(row.domain, row.score) for row in known]),
+        centred([(row.domain, float(row.length)) for row in known]),
     )
-    if by_length is not None:
+    if isinstance(by_length, float):
         found["length_correlation"] = by_length
     if score_clip is not None:
-        found["clipped"] = sum(abs(row.score) >= score_clip for row in rows) / count
+        found["clipped"] = sum(abs(row.score) >= score_clip for row in known) / max(len(known), 1)
     refusals = [(row.group_id, row.refused) for row in rows if row.refused is not None]
     if refusals:
         found["refusal_rate"] = sum(refused for _, refused in refusals) / len(refusals)
         found["harmful_prompts"] = float(len({group for group, _ in refusals}))
-    watched = [] if second_scorer else [row.score for row in rows]
-    seconds = [row.second for row in rows if row.second is not None]
-    if len(seconds) == count:
-        watched = seconds
-        found |= _second(seconds, [row.score for row in rows])
+    watched = [] if second_scorer else [row.score for row in known]
+    asked = [row for row in known if row.second is not None and not math.isnan(row.second)]
+    if asked and all(row.second is not None for row in rows):
+        known, watched = asked, [float(row.second or 0.0) for row in asked]
+        found |= _second(watched, [row.score for row in asked])
     by_domain: Mapping[str, list[float]] = defaultdict(list)
-    for row, value in zip(rows if watched else [], watched, strict=True):
+    for row, value in zip(known if watched else [], watched, strict=True):
         by_domain[row.domain].append(value)
     if len(by_domain) > 1:
         means = {name: math.fsum(v) / len(v) for name, v in sorted(by_domain.items())}

@@ -6,6 +6,7 @@ to each, L answers of the baseline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,11 @@ def sample_pool(
             answers = sample_answers(
                 policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
             )
+            if any(map(math.isnan, answers.scores)):
+                raise ValueError(
+                    "best of n chooses by score, and the scorer has none (None) for some "
+                    "responses: use a scorer that scores every response"
+                )
             scores.append(answers.scores)
             lengths.append(answers.lengths)
             if gold is not None:

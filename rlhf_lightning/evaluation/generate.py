@@ -5,6 +5,7 @@ Legend: B rows, R response.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -51,7 +52,7 @@ class PolicyAnswers:
         token_ids: of the answers.
         kl: of an answer, from the reference, nats.
         scores: of the answers.
-        columns: text columns of the prompts.
+        columns: columns of the prompts.
         answers_per_prompt: how many each prompt has.
     """
 
@@ -62,7 +63,7 @@ class PolicyAnswers:
     token_ids: list[list[int]]
     kl: list[float]
     scores: list[float]
-    columns: list[Mapping[str, str]] = field(default_factory=list)
+    columns: list[Mapping[str, Any]] = field(default_factory=list)
     answers_per_prompt: int = 1
 
     def extend(
@@ -208,14 +209,17 @@ def gold_details(gold: GoldReward, answers: PolicyAnswers) -> dict[str, float]:
 
 
 def describe_answers(answers: PolicyAnswers, prefix: str) -> dict[str, float]:
-    """Return score, length, distinct-2 and share finished of the answers, as `<prefix>...`."""
+    """Return length, distinct-2 and share finished of the answers, as `<prefix>...`."""
     rows = len(answers.prompts)
     return {
-        f"{prefix}score": sum(answers.scores) / rows,
         f"{prefix}response_length": sum(answers.lengths) / rows,
         f"{prefix}distinct_2": float(distinct_n(answers.token_ids, n=2)),
         f"{prefix}eos_fraction": sum(answers.finished) / rows,
     }
+
+
+def _or_none(score: float) -> float | None:
+    return None if math.isnan(score) else score
 
 
 def side_by_side(
@@ -228,8 +232,8 @@ def side_by_side(
             "prompt": policy.prompts[row],
             "response": policy.completions[row],
             "baseline_response": baseline.completions[row // mine * theirs],
-            "score": policy.scores[row],
-            "baseline_score": baseline.scores[row // mine * theirs],
+            "score": _or_none(policy.scores[row]),
+            "baseline_score": _or_none(baseline.scores[row // mine * theirs]),
             "baseline_length": baseline.lengths[row // mine * theirs],
             "baseline_finished": baseline.finished[row // mine * theirs],
             "kl": policy.kl[row] / max(policy.lengths[row], 1),

@@ -79,8 +79,10 @@ def measure_sides(
     metrics["val/num_prompts"] = float(num_prompts(mine))
     if judges.scored:
         metrics |= wins("score", mine, theirs, mine.scores, theirs.scores)
-    else:
-        del metrics["val/score"], metrics["val/baseline_score"]
+        for prefix, answers in ((MINE, mine), (THEIRS, theirs)):
+            known = [score for score in answers.scores if not math.isnan(score)]
+            if known:
+                metrics[f"{prefix}score"] = sum(known) / len(known)
     if judges.gold is not None:
         metrics |= _gold_measures(judges.gold, mine, theirs)
     if judges.safety is not None and judges.safety.prompts is None:
@@ -120,7 +122,8 @@ def wins(
     can be any: `low` is not the lower end of the interval.
 
     Every answer of the policy meets every answer of the baseline to the same prompt. With one of
-    each the interval is Wilson's, else that of `share_over_prompts`; both at 95 %.
+    each the interval is Wilson's, else that of `share_over_prompts`; both at 95 %. Prompts with an
+    answer that has no score (NaN) are left out; `val/<name>_unscored` is their share.
 
     Args:
         name: of the judge.
@@ -132,9 +135,14 @@ def wins(
     count = num_prompts(mine)
     key = f"val/{name}_win_rate"
     first, second = by_prompt(my_scores, count), by_prompt(their_scores, count)  # [N, K], [N, L]
-    metrics = _with_interval(key, rate_of(first, second))
+    known = ~(first.isnan().any(1) | second.isnan().any(1))
+    first, second = first[known], second[known]
+    metrics = {} if known.all() else {f"val/{name}_unscored": 1 - known.double().mean().item()}
+    if not known.any():
+        return metrics
+    metrics |= _with_interval(key, rate_of(first, second))
     metrics[f"val/{name}_tie_rate"] = tie_rate(first, second)
-    lengths = by_prompt(mine.lengths, count), by_prompt(theirs.lengths, count)
+    lengths = by_prompt(mine.lengths, count)[known], by_prompt(theirs.lengths, count)[known]
     # Each of the K x L comparisons of a prompt is one row of the regression.
     rows = [
         table.flatten().tolist()
@@ -143,6 +151,7 @@ def wins(
     ]
     metrics[f"{key}_length_controlled"] = length_controlled_win_rate(*rows)
     domains = mine.domains[:: len(mine.domains) // count]
+    domains = [domains[i] for i in known.nonzero().flatten().tolist()]
     for domain in sorted(set(domains) - {""}):
         index = [i for i, each in enumerate(domains) if each == domain]
         part = rate_of(first[index], second[index])

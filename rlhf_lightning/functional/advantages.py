@@ -164,7 +164,7 @@ def group_advantages(
     return zero_off_mask(advantages, informative_groups(scores, group_ids))
 
 
-def informative_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
+def informative_groups(scores: Tensor, group_ids: Tensor, scored: Tensor | None = None) -> Tensor:
     """Return False for the rows of groups whose scores are all equal, which teach nothing.
 
     A group of one response is such a group. One with a NaN is not: it must not be dropped unseen.
@@ -172,6 +172,7 @@ def informative_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
     Args:
         scores: `[B]`.
         group_ids: `[B]` int64, equal for the rows of one prompt, in any order and number.
+        scored: `[B]` bool, True on the rows whose scores are compared; None: on all.
 
     Returns:
         `[B]` bool.
@@ -179,11 +180,13 @@ def informative_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
     Source: Yu et al. 2025, "DAPO", section 3.2 (dynamic sampling).
     """
     groups, index = torch.unique(group_ids, return_inverse=True)
-    extremes = scores.new_zeros(len(groups))
     low, high = (
-        extremes.scatter_reduce(0, index, scores, of, include_self=False) for of in ("amin", "amax")
+        torch.full_like(groups, nothing, dtype=scores.dtype).scatter_reduce(
+            0, index, scores if scored is None else scores.where(scored, nothing), of
+        )
+        for of, nothing in (("amin", torch.inf), ("amax", -torch.inf))
     )
-    return (low != high)[index]
+    return ~(low >= high)[index]  # True for a NaN
 
 
 def _group_sums(x: Tensor, group_ids: Tensor) -> Tensor:

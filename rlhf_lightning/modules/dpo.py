@@ -374,6 +374,10 @@ class DPOModule(L.LightningModule):
         found = finite(by_label(measured))
         return len(rows), {name.replace("dpo/", "val/"): value for name, value in found.items()}
 
+    def on_train_end(self) -> None:
+        """Refuse to end well if no step was taken."""
+        self.skipped.end_run()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the skipped steps, and the fingerprint of the reference."""
         save_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)

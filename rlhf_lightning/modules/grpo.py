@@ -6,7 +6,7 @@ Legend: B rows of a rank, P padded prompt, R response.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -98,9 +98,9 @@ class PolicyGradientModule(L.LightningModule):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.scorer = scorer
         on_policy.begin(self, grpo, sampling, seed)
         self.build_models = models
-        self.scorer = scorer
         self.generator = generator
         self.tokenizer = tokenizer
         self.build_optimizer = optimizer
@@ -115,6 +115,7 @@ class PolicyGradientModule(L.LightningModule):
         policy: str | Path,
         reward: Any,
         *,
+        reward_weights: Sequence[float] | None = None,
         grpo: GRPOHparams | None = None,
         sampling: SamplingHparams | None = None,
         lora: LoraHparams | None = None,
@@ -130,7 +131,9 @@ class PolicyGradientModule(L.LightningModule):
         Args:
             policy: folder or hub name of the SFT policy, which is the reference too.
             reward: a function `(prompts, completions, **columns) -> list of numbers`, or its
-                `path.py:name`; the folder or hub name of a reward model; or a scorer.
+                `path.py:name`; the folder or hub name of a reward model; a scorer; or a list of
+                these, whose weighted sum is the score.
+            reward_weights: of a list of rewards, one each; 1 by default.
             grpo: coefficients; the defaults of `GRPOHparams`.
             sampling: how rollouts are sampled; the defaults of `SamplingHparams`.
             lora: train an adapter on one frozen base instead of the whole policy.
@@ -150,6 +153,7 @@ class PolicyGradientModule(L.LightningModule):
             cls,
             policy,
             reward,
+            reward_weights=reward_weights,
             models=lambda policy, _scorer, **options: policy_models(policy, **options),
             hparams={"grpo": grpo or GRPOHparams(), "sampling": sampling or SamplingHparams()},
             lora=lora,
@@ -252,6 +256,10 @@ class PolicyGradientModule(L.LightningModule):
     def stateful(self) -> dict[str, Stateful]:
         """Return what changes during a run and is no parameter, by its name in a checkpoint."""
         return on_policy.stateful(self)
+
+    def on_train_end(self) -> None:
+        """Refuse to end well if no step was taken."""
+        self.skipped.end_run()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the controls and the skipped steps, and the fingerprint of the reference."""

@@ -105,7 +105,8 @@ def rollout_measures(
     prompts whose responses do not all have one score once clipped, needs several responses to a
     prompt; `rollout/clipped`, the share of scores at `score_clip` or beyond, needs a clip;
     `rollout/resampled_groups`, the share of prompts that took the place of others, and
-    `rollout/resampling_rounds` need spare prompts.
+    `rollout/resampling_rounds` need spare prompts. Scores are those of the rows that have one;
+    `rollout/unscored` is the share of those that have none, where there are any.
 
     KL is k1 (policy minus reference) at sampling, in nats; lengths are tokens with EOS;
     `distinct_2` pools the responses of all ranks, so that it does not depend on their number.
@@ -117,22 +118,24 @@ def rollout_measures(
         ids[m].tolist() for ids, m in zip(rollout.response_tensors.cpu(), mask.cpu(), strict=True)
     ]
     of_all_ranks = [ids for own in gathered(responses) for ids in own]
+    scores = rollout.scores.where(rollout.scored, 0)
     local = torch.stack(
         [
             torch.full((), float(len(rollout)), device=mask.device),
+            rollout.scored.sum().float(),
             mask.sum().float(),
-            rollout.scores.sum().float(),
+            scores.sum().float(),
             kl.sum().float(),
             finished.sum().float(),
             rollout.entropy.sum().float(),
-            (rollout.scores.abs() >= (score_clip or math.inf)).sum().float(),
+            (scores.abs() >= (score_clip or math.inf)).sum().float(),
         ]
     )
-    rows, tokens, score, total_kl, stops, entropy, clipped = global_sum(local).tolist()
-    _, score_var = global_moments(rollout.scores, torch.ones_like(finished))
+    rows, scored, tokens, score, total_kl, stops, entropy, clipped = global_sum(local).tolist()
+    _, score_var = global_moments(scores, rollout.scored)
     measures = {
-        "rollout/score": score / rows,
-        "rollout/score_std": float(score_var) ** 0.5,
+        "rollout/score": score / scored if scored else math.nan,
+        "rollout/score_std": float(score_var) ** 0.5 if scored else math.nan,
         "rollout/kl_per_token": total_kl / tokens,
         "rollout/kl_per_response": total_kl / rows,
         "rollout/response_length": tokens / rows,
@@ -140,23 +143,32 @@ def rollout_measures(
         "rollout/distinct_2": distinct_n(of_all_ranks, n=2),
         f"{stage}/entropy": entropy / tokens,
     }
+    if scored < rows:
+        measures["rollout/unscored"] = 1 - scored / rows
     if score_clip is not None:
-        measures[CLIPPED] = clipped / rows
+        measures[CLIPPED] = clipped / max(scored, 1.0)
     if rollout.group_size > 1:
         # Without penalties: what the scorer tells apart, by which resampling decides too.
         compared = adjust_scores(rollout.scores, finished, clip=score_clip, missing_eos_penalty=0.0)
-        informative = informative_groups(compared, rollout.group_ids)
+        informative = informative_groups(compared, rollout.group_ids, rollout.scored)
         measures["rollout/informative_groups"] = float(global_sum(informative.sum())) / rows
     if rollout.resampled is not None and rollout.resampling_rounds is not None:
         measures["rollout/resampled_groups"] = float(global_sum(rollout.resampled.sum())) / rows
         measures["rollout/resampling_rounds"] = rollout.resampling_rounds
     if rollout.values is not None and rollout.returns is not None:
-        measures |= _explained(rollout.values, rollout.returns, mask, stage)
-    components = rollout.score_components
-    if len(components) > 1:
-        for name, value in components.items():
-            measures[f"rollout/score/{name}"] = float(global_sum(value.sum())) / rows
-    return measures
+        measures |= _explained(rollout.values, rollout.returns, rollout.loss_mask, stage)
+    return measures | _components(rollout.score_components)
+
+
+def _components(components: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the mean of each of several parts of a score over the rows that have it."""
+    found = {}
+    for name, value in components.items() if len(components) > 1 else ():
+        parts = torch.stack([value.nansum(), value.isfinite().sum()])
+        total, count = global_sum(parts).tolist()
+        if count:
+            found[f"rollout/score/{name}"] = total / count
+    return found
 
 
 def sampler_measures(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> dict[str, float]:

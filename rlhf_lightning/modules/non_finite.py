@@ -17,7 +17,6 @@ from rlhf_lightning.modules.metrics import read_numbers
 logger = logging.getLogger(__name__)
 
 # In the order in which they are computed, so that the first one named is the cause.
-_ROLLOUT_SCALARS = ("scores",)
 _ROLLOUT_TOKENS = (
     "logprobs",
     "ref_logprobs",
@@ -61,6 +60,7 @@ class SkippedSteps:
         self.key = key
         self.consecutive_skips = 0
         self.in_iteration = 0
+        self.num_iterations = self.num_taken = 0
 
     def should_step(
         self, values: Mapping[str, Tensor | float], batch: TensorBatch, batch_idx: int
@@ -69,6 +69,7 @@ class SkippedSteps:
         go_on = self.should_continue(non_finite_names(values), batch, batch_idx)
         if go_on:
             self.consecutive_skips = 0
+            self.num_taken += 1
         return go_on
 
     def should_continue(self, problems: Sequence[str], batch: TensorBatch, batch_idx: int) -> bool:
@@ -114,15 +115,30 @@ class SkippedSteps:
     def end_iteration(self) -> float:
         """Return how many steps of the iteration were skipped, and start the next one."""
         count, self.in_iteration = self.in_iteration, 0
+        self.num_iterations += 1
         return float(count)
+
+    def end_run(self) -> None:
+        """Check that the run has trained something.
+
+        Raises:
+            RuntimeError: if no iteration of it took an optimizer step.
+        """
+        if self.num_iterations and not self.num_taken:
+            raise RuntimeError(
+                f"no optimizer step was taken in {self.num_iterations} iterations, so the weights "
+                "are those of the start: the loss, the gradients or the scores were not finite "
+                "(see the warnings), or no response had a score"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint, which is written between two iterations."""
-        return {"in_a_row": self.consecutive_skips}
+        return {"in_a_row": self.consecutive_skips, "taken": self.num_taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the values of a checkpoint."""
         self.consecutive_skips = int(state["in_a_row"])
+        self.num_taken = int(state.get("taken", 1))
 
 
 def non_finite_names(values: Mapping[str, Tensor | float]) -> list[str]:
@@ -140,12 +156,12 @@ def non_finite_in_rollout(rollout: RolloutBatch) -> list[str]:
     mask = rollout.response_mask
     tokens = [name for name in _ROLLOUT_TOKENS if getattr(rollout, name) is not None]
     # A mask and not an index: how many there are would be read from the device.
-    parts = [(getattr(rollout, name), torch.ones_like(mask[:, 0])) for name in _ROLLOUT_SCALARS]
+    parts = [(rollout.scores, rollout.scored)]
     parts += [(getattr(rollout, name), mask) for name in tokens]
     counts = torch.stack([(~part.isfinite() & of).sum() for part, of in parts])
     sizes = torch.stack([of.sum() for _, of in parts])
     counts, sizes = global_sum(torch.stack([counts, sizes])).tolist()
-    names = (*_ROLLOUT_SCALARS, *tokens)
+    names = ("scores", *tokens)
     found = [
         f"{n} of {total} {name}" for name, n, total in zip(names, counts, sizes, strict=True) if n
     ]

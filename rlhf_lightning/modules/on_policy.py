@@ -12,25 +12,22 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_lightning.batches import Generation, PromptBatch, RolloutBatch
-from rlhf_lightning.distributed.collectives import (
-    gathered,
-    global_sum,
-    rank,
-    unsharded,
-    world_size,
-)
+from rlhf_lightning.distributed.collectives import gathered, global_sum, rank, unsharded, world_size
 from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.off_policy import masked_weights, truncated_weights
-from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
+from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams, UnusualHparamWarning
 from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels
@@ -67,10 +64,11 @@ from rlhf_lightning.rollout.pending import PendingGeneration
 
 logger = logging.getLogger(__name__)
 MANY_CLIPPED = 0.25  # share of the first scores; the doctor's `clipped_warn` too
+CLIP_OF_NORMALIZED = 5.0  # standard deviations of the score
 
 
 def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, seed: int) -> None:
-    """Give a module the state of a run that has not begun.
+    """Give a module with a scorer the state of a run that has not begun.
 
     Raises:
         ValueError: if the surrogate is unknown.
@@ -80,6 +78,11 @@ def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, se
             f"{type(algorithm).__name__}.surrogate={algorithm.surrogate!r}: use "
             f"{', '.join(POLICY_LOSSES)}"
         )
+    if algorithm.score_clip == "auto":
+        clip = CLIP_OF_NORMALIZED if getattr(module.scorer, "normalized", False) else None
+        with warnings.catch_warnings():  # said when it was made
+            warnings.simplefilter("ignore", UnusualHparamWarning)
+            algorithm = replace(algorithm, score_clip=clip)
     key = f"module.{module.stage}"
     module.automatic_optimization = False
     module.algorithm = algorithm
@@ -88,6 +91,7 @@ def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, se
     module.order = RowNoise(seed, "minibatches")
     module.controls = Controls.from_hparams(algorithm, sampling, key)
     module.gaps = Gaps()
+    module.said_clipped = False
     module.step_0 = Step0()
     module.pending = PendingGeneration()
     module.skipped = SkippedSteps(algorithm.max_skipped_steps, f"{key}.max_skipped_steps")
@@ -271,9 +275,9 @@ def take_step(
 ) -> bool:
     """Take one optimizer step on `minibatch`; return False if approx_kl says to stop.
 
-    A step whose loss or gradient is not finite is skipped. The gradient is that of one loss over
-    the whole minibatch of all ranks, whatever the micro-batches: every sum over tokens is divided
-    by global counts.
+    A minibatch in which no row is scored takes none. A step whose loss or gradient is not finite is
+    skipped. The gradient is that of one loss over the whole minibatch of all ranks, whatever the
+    micro-batches: every sum over tokens is divided by global counts.
 
     Args:
         module: that is trained.
@@ -288,8 +292,10 @@ def take_step(
         TypeError: if a term returns something else than a loss with its measures.
         ValueError: if there is a `target_approx_kl`, and the policy's loss does not measure it.
     """
-    num_tokens = global_sum(minibatch.response_mask.sum())
-    counts = StepCounts(num_tokens, len(minibatch) * world_size())
+    sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.scored.sum()])
+    counts = StepCounts(*global_sum(sizes))
+    if not counts.num_tokens:  # no row has a score
+        return True
     parts = micro_batches(minibatch.attention_mask, module.algorithm.micro_batch_size)
     measured = accumulate_gradients(
         module, parts, [of_rows(t, minibatch, counts) for t in terms], list(models.values())
@@ -330,7 +336,7 @@ def surrogate_loss(
     module: Any, micro_batch: RolloutBatch, counts: StepCounts
 ) -> tuple[Tensor, Measured]:
     """Return a micro-batch's share of the policy's loss, with its entropy and KL terms."""
-    algorithm, mask = module.algorithm, micro_batch.response_mask
+    algorithm, mask = module.algorithm, micro_batch.loss_mask
     new = response_statistics(
         module.policy,
         micro_batch,
@@ -407,15 +413,8 @@ def finish_iteration(
     stage, score_clip = module.stage, module.algorithm.score_clip
     sampled = rollout_measures(rollout, stage, score_clip=score_clip)
     sampled |= sampler_measures(rollout, module.algorithm)
-    if iteration == 0 and (share := sampled.get(CLIPPED, 0.0)) > MANY_CLIPPED and rank() == 0:
-        logger.warning(
-            "%.0f %% of the scores are at module.%s.score_clip=%g or beyond, where all are worth "
-            "the same: normalise the scorer (mean 0, std 1), or raise score_clip (None does not "
-            "clip)",
-            100 * share,
-            stage,
-            score_clip,
-        )
+    if sampled.get(CLIPPED) and not module.said_clipped:
+        _warn_of_clip(module, rollout, sampled[CLIPPED], iteration)
     measures = finite(sampled | steps.means())
     measures[f"{stage}/skipped_steps"] = module.skipped.end_iteration()
     measures |= {
@@ -433,6 +432,34 @@ def finish_iteration(
         num_episodes=len(rollout) * world_size(),
     )
     module.lr_schedulers().step()
+
+
+def _warn_of_clip(module: Any, rollout: RolloutBatch, share: float, iteration: int) -> None:
+    """Warn once a run if two different scores are made one, or if many of the first are clipped."""
+    clip = module.algorithm.score_clip
+    beyond = rollout.scores[rollout.scores.abs() >= clip]
+    sides = [
+        (float(side.min()), float(side.max()))
+        for side in (beyond[beyond < 0], beyond[beyond > 0])
+        if len(side)
+    ]
+    found = sorted({score for own in gathered(sides) for side in own for score in side})
+    pairs = [(a, b) for a, b in pairwise(found) if a * b > 0]
+    if not pairs and (iteration or share <= MANY_CLIPPED):
+        return
+    module.said_clipped = True
+    if rank() == 0:
+        same = f"the scores {pairs[0][0]:g} and {pairs[0][1]:g} are" if pairs else "such scores are"
+        logger.warning(
+            "iteration %d: %.0f %% of the scores are at module.%s.score_clip=%g or beyond, and %s "
+            "worth the same: normalise the scorer (mean 0, std 1), or raise score_clip (null does "
+            "not clip)",
+            iteration + 1,
+            100 * share,
+            module.stage,
+            clip,
+            same,
+        )
 
 
 def stateful(module: Any) -> dict[str, Stateful]:

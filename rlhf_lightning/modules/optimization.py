@@ -38,12 +38,12 @@ class StepCounts(NamedTuple):
     """Global counts of an optimizer step, over all its micro-batches and ranks.
 
     Args:
-        num_tokens: actions, a scalar tensor.
-        num_sequences: responses.
+        num_tokens: actions that are trained on, a scalar tensor.
+        num_sequences: responses that are, likewise.
     """
 
     num_tokens: Tensor
-    num_sequences: int
+    num_sequences: Tensor | float
 
 
 TermOfBatch = Callable[[Any, Any], tuple[Tensor, Measured]]

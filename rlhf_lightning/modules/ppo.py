@@ -6,7 +6,7 @@ Legend: B rows of a rank, P padded prompt, R response.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -97,10 +97,10 @@ class PPOModule(L.LightningModule):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.scorer = scorer
         on_policy.begin(self, ppo, sampling, seed)
         self.ppo = ppo
         self.build_models = models
-        self.scorer = scorer
         self.generator = generator
         self.tokenizer = tokenizer
         self.build_optimizer = optimizer
@@ -118,6 +118,7 @@ class PPOModule(L.LightningModule):
         policy: str | Path,
         reward: Any,
         *,
+        reward_weights: Sequence[float] | None = None,
         ppo: PPOHparams | None = None,
         sampling: SamplingHparams | None = None,
         value: str | Path | None = None,
@@ -134,7 +135,9 @@ class PPOModule(L.LightningModule):
         Args:
             policy: folder or hub name of the SFT policy, which is the reference too.
             reward: a function `(prompts, completions, **columns) -> list of numbers`, or its
-                `path.py:name`; the folder or hub name of a reward model; or a scorer.
+                `path.py:name`; the folder or hub name of a reward model; a scorer; or a list of
+                these, whose weighted sum is the score.
+            reward_weights: of a list of rewards, one each; 1 by default.
             ppo: coefficients; the defaults of `PPOHparams`.
             sampling: how rollouts are sampled; the defaults of `SamplingHparams`.
             value: folder or hub name that the value model starts from; by default the reward model
@@ -165,6 +168,7 @@ class PPOModule(L.LightningModule):
             cls,
             policy,
             reward,
+            reward_weights=reward_weights,
             models=models,
             hparams={"ppo": ppo or PPOHparams(), "sampling": sampling or SamplingHparams()},
             value=start,
@@ -266,7 +270,7 @@ class PPOModule(L.LightningModule):
             response_values(self.value, micro_batch),
             micro_batch.values,
             micro_batch.returns,
-            micro_batch.response_mask,
+            micro_batch.loss_mask,
             cliprange_value=self.ppo.cliprange_value,
             num_tokens=counts.num_tokens,
         )
@@ -276,6 +280,10 @@ class PPOModule(L.LightningModule):
     def stateful(self) -> dict[str, Stateful]:
         """Return what changes during a run and is no parameter, by its name in a checkpoint."""
         return on_policy.stateful(self)
+
+    def on_train_end(self) -> None:
+        """Refuse to end well if no step was taken."""
+        self.skipped.end_run()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the controls and the skipped steps, and the fingerprint of the reference."""

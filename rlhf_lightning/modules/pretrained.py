@@ -7,7 +7,7 @@ kept as plain values in the checkpoint, from which `load_from_checkpoint` builds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,12 @@ from rlhf_lightning.models.loading import loading_options, naming_source
 from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, Scorer
+from rlhf_lightning.rollout.scorers.base import (
+    FunctionScorer,
+    RewardModelScorer,
+    Scorer,
+    WeightedScorer,
+)
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.runs.manifest import source_fingerprint
 from rlhf_lightning.text.tokenizers import (
@@ -98,20 +103,33 @@ def check_arguments(source: Any, hparams: Mapping[str, Any]) -> None:
             )
 
 
-def as_scorer(reward: Any, policy: str, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+def as_scorer(
+    reward: Any,
+    policy: str,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Sequence[float] | None = None,
+) -> Scorer:
     """Return the scorer that `reward` names.
 
     Args:
         reward: a scorer; a function `(prompts, completions, **columns) -> list of numbers`; or the
             folder or hub name of a reward model, read by its own tokenizer if that is another one;
-            or `path.py:name` of a function.
+            or `path.py:name` of a function; or a list of these, whose sum is the score.
         policy: folder or hub name of the policy.
         tokenizer: of the policy.
+        weights: of a list, one each; 1 by default.
 
     Raises:
         TypeError: if it is none of these.
         ValueError: if there is no such function, or the model's tokenizer cannot be loaded.
     """
+    if isinstance(reward, list | tuple):
+        return _weighted([as_scorer(one, policy, tokenizer) for one in reward], weights)
+    if weights is not None:
+        raise ValueError(
+            f"reward_weights={list(weights)} is of a list of rewards: give reward=[...], or leave "
+            "it out"
+        )
     if isinstance(reward, str | Path):
         source = str(reward)
         if _names_function(source):
@@ -139,6 +157,26 @@ def as_scorer(reward: Any, policy: str, tokenizer: PreTrainedTokenizerBase) -> S
     )
 
 
+def _weighted(scorers: Sequence[Scorer], weights: Sequence[float] | None) -> WeightedScorer:
+    given = [1.0] * len(scorers) if weights is None else list(weights)
+    if not scorers or len(given) != len(scorers):
+        raise ValueError(
+            f"reward has {len(scorers)} entries and reward_weights {len(given)}: give as many, and "
+            "at least one"
+        )
+    for weight in given:
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise TypeError(f"reward_weights={given!r} must hold numbers")
+    names: list[str] = []
+    for scorer in scorers:
+        name = str(getattr(scorer, "name", type(scorer).__name__))
+        taken = sum(other.partition("#")[0] == name for other in names)
+        names.append(f"{name}#{taken + 1}" if taken else name)
+    return WeightedScorer(
+        dict(zip(names, scorers, strict=True)), weights=dict(zip(names, given, strict=True))
+    )
+
+
 def _names_function(reward: str | None) -> bool:
     return reward is not None and reward.rpartition(":")[0].endswith(".py")
 
@@ -148,6 +186,7 @@ def on_policy_module(
     policy: str | Path,
     reward: Any,
     *,
+    reward_weights: Sequence[float] | None,
     models: Callable[..., Any],
     hparams: Mapping[str, Any],
     lora: LoraHparams | None,
@@ -165,6 +204,7 @@ def on_policy_module(
         cls: of the module.
         policy: folder or hub name of the policy to start from, which is the reference too.
         reward: see `as_scorer`.
+        reward_weights: of a list of rewards.
         models: (policy, scorer, options) -> models, a function of `models.ppo_models`.
         hparams: the hyper-parameters, by the name under which `cls` takes them.
         lora: as in `PPOModule.from_pretrained`, and so are all below.
@@ -180,7 +220,7 @@ def on_policy_module(
     policy = str(policy)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(policy, **options)
-    scorer = as_scorer(reward, policy, tokenizer)
+    scorer = as_scorer(reward, policy, tokenizer, reward_weights)
     built: list[ModuleT] = []
     given = {"activation_checkpointing": activation_checkpointing, "seed": seed, **options}
     pad: Any = tokenizer.pad_token_id
@@ -198,6 +238,7 @@ def on_policy_module(
         module,
         policy=policy,
         reward=str(reward) if isinstance(reward, str | Path) else reward,
+        reward_weights=None if reward_weights is None else list(reward_weights),
         **hparams,
         **kept,
         lora=lora,
@@ -320,7 +361,8 @@ def keep_hyper_parameters(module: L.LightningModule, **given: Any) -> None:
     """
     plain: dict[str, Any] = {}
     for name, value in given.items():
-        if value is None or isinstance(value, str | int | float | bool):
+        numbers = isinstance(value, list) and name == "reward_weights"
+        if numbers or value is None or isinstance(value, str | int | float | bool):
             plain[name] = value
         elif hasattr(value, "__dataclass_fields__"):
             plain[name] = asdict(value)

@@ -298,6 +298,10 @@ class RewardModule(L.LightningModule):
             measures["time/validate"] = time.perf_counter() - self.validation_started
         self.log_dict(measures)
 
+    def on_train_end(self) -> None:
+        """Refuse to end well if no step was taken."""
+        self.skipped.end_run()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the skipped steps, and the fingerprint of the model's source."""
         save_states(checkpoint, self.fingerprint, self.model, skipped_steps=self.skipped)

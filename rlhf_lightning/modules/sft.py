@@ -239,6 +239,10 @@ class SFTModule(L.LightningModule):
         if self.trainer.state.fn == "fit":  # not of a validation by itself
             self.log("time/validate", time.perf_counter() - self.validation_started)
 
+    def on_train_end(self) -> None:
+        """Refuse to end well if no step was taken."""
+        self.skipped.end_run()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the skipped steps, and the fingerprint of the model's source."""
         save_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)

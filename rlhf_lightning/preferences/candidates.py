@@ -31,6 +31,7 @@ from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_answers
 from rlhf_lightning.text.control_tokens import control_tokens
+from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 
 EMPTY = "empty"
@@ -290,8 +291,9 @@ def _candidates(
     }
     for number, text, end in done.answers:
         asked = prompts[number]
+        columns = {name: as_text(value) for name, value in asked.columns.items()}
         yield Candidate.make(
-            asked.prompt, text, domain=asked.domain, finished=end, columns=asked.columns, **same
+            asked.prompt, text, domain=asked.domain, finished=end, columns=columns, **same
         )
 
 

@@ -200,8 +200,12 @@ def assemble_rollout(
     weighed = scores.total if estimator.scale_free else scores.total * weights
     adjusted = _adjusted(weighed, answers, shaping, max_new_tokens)
     kl = kl_k1(logprobs, ref_logprobs)  # [B, R]
-    rewards = shape_rewards(adjusted, kl, mask, kl_coef=shaping.kl_coef)
-    advantages, returns = estimator(rewards, values, mask, prompts.group_ids)
+    rows = torch.arange(len(mask), device=mask.device)
+    scored = torch.ones_like(mask[:, 0]) if scores.applies is None else scores.applies
+    learnt = mask & scored.unsqueeze(-1)
+    rewards = shape_rewards(adjusted, kl, learnt, kl_coef=shaping.kl_coef)
+    groups = prompts.group_ids.where(scored, -1 - rows)  # a row without a score is in none
+    advantages, returns = estimator(rewards, values, learnt, groups)
     if estimator.scale_free:
         advantages = advantages * weights.unsqueeze(-1)
     return RolloutBatch(
@@ -222,6 +226,7 @@ def assemble_rollout(
         domains=prompts.domains,
         score_components=dict(scores.components),
         group_ids=prompts.group_ids,
+        scored=scored,
         sampler_logprobs=answers.generation.logprobs,
     )
 

@@ -68,6 +68,9 @@ def resampled(
                 name: torch.cat([part, more_scores.components[name]])[rows]
                 for name, part in scores.components.items()
             },
+            None
+            if scores.applies is None or more_scores.applies is None
+            else torch.cat([scores.applies, more_scores.applies])[rows],
         )
     return answers, scores, max_rounds
 
@@ -76,7 +79,7 @@ def _uninformative(answers: Answers, scores: Scores, score_clip: float | None) -
     compared = adjust_scores(
         scores.total, answers.finished, clip=score_clip, missing_eos_penalty=0.0
     )
-    return ~informative_groups(compared, answers.prompts.group_ids)  # [B]
+    return ~informative_groups(compared, answers.prompts.group_ids, scores.applies)  # [B]
 
 
 def _rows_of_both(first: Answers, second: Answers, rows: Tensor) -> Answers:

@@ -35,6 +35,7 @@ QUANTITIES: dict[str, Quantity] = {
     "rollout/score_std": Quantity("spread of the score"),
     "rollout/score_std_max": Quantity("widest spread of the score"),
     "rollout/clipped": Quantity("scores at the clip", "share"),
+    "rollout/unscored": Quantity("responses without a score", "share"),
     "rollout/kl_per_token": Quantity("KL from SFT, per token", "nats", (0.05, 1.0)),
     "rollout/kl_per_response": Quantity("KL from SFT, per response", "nats"),
     "rollout/response_length": Quantity("response length", "tokens"),

@@ -66,6 +66,8 @@ LENGTHS = (3, 8, 1, 5, 8, 2, 7, 4, 6, 3, 1, 8, 2, 2, 5, 9)
 class TokenScorer:
     """Scores response ids; `function(ids, finished)` gets one response without padding."""
 
+    normalized = True  # like a reward model
+
     def __init__(self, function: Callable[[Tensor, bool], float]) -> None:
         self.function = function
 

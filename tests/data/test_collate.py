@@ -62,7 +62,7 @@ def test_prompts_are_padded_on_the_left_and_keep_ids_and_columns(tokenizer):
     assert batch.row_ids.tolist() == [70, 71]
     assert batch.row_ids.dtype == torch.int64
     assert batch.domains == ("d", "")
-    assert batch.columns == {"answer": ("1", ""), "prompt": ("abc", "a"), "hint": ("", "h")}
+    assert batch.columns == {"answer": ("1", None), "prompt": ("abc", "a"), "hint": (None, "h")}
 
 
 @pytest.mark.parametrize("pad", [0, 7])

@@ -136,11 +136,11 @@ def test_messages_keep_only_role_and_content():
     assert parse_one(row).prompt == ({"role": "user", "content": "hi"},)
 
 
-def test_prompts_keep_the_other_columns_as_text():
+def test_prompts_keep_the_other_columns_in_their_own_types():
     (parsed,) = parse({"prompt": "2+2", "completion": "4", "level": 3, "tags": ["a"], "none": None})
     prompt = to_kind(parsed, "prompts")
     assert prompt.prompt == "2+2"
-    assert dict(prompt.columns) == {"completion": "4", "level": "3", "tags": '["a"]'}
+    assert dict(prompt.columns) == {"completion": "4", "level": 3, "tags": ["a"]}
 
 
 def test_demonstrations_are_taken_from_the_chosen_side_of_preferences():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.modules.metrics import rollout_measures
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, WeightedScorer
 from tests.builders.models import tiny_policy, tiny_scalar_model
 from tests.builders.stages import (
     RecordedPPO,
@@ -333,6 +334,48 @@ def test_a_quarter_of_the_scores_at_the_clip_is_not_warned_of(caplog):
     metrics, said = clipped_run(caplog, 0.25)
     assert float(metrics["rollout/clipped"]) == 0.25
     assert said == []
+
+
+def run_with_scores(caplog, scores, **hparams):
+    """Return the warnings of two iterations whose rows have these scores."""
+    rows = itertools.cycle(scores)
+    module = tiny_module(
+        scorer=TokenScorer(lambda *_: next(rows)),
+        ppo=ppo_hparams(**({"score_clip": 5.0} | hparams)),
+    )
+    fit(module, 2)
+    return [record.getMessage() for record in caplog.records if "score_clip" in record.msg]
+
+
+@pytest.mark.parametrize(
+    ("scores", "named"),
+    [
+        ([0.0] * 14 + [10.0, 20.0] + [0.0] * 16, "iteration 1: 12 %.*10 and 20"),
+        ([0.0] * 16 + [0.0] * 14 + [-6.0, -7.5], "iteration 2: .*-7.5 and -6"),
+        ([0.0] * 14 + [-10.0, 10.0] + [0.0] * 16, None),
+        ([0.0] * 14 + [10.0, 10.0] + [0.0] * 16, None),
+        ([0.0] * 14 + [10.0, 4.0] + [0.0] * 16, None),
+        ([0.0] * 14 + [5.0, 6.0] + [0.0] * 16, "5 and 6"),
+    ],
+)
+def test_two_different_scores_that_the_clip_makes_one_are_named(caplog, scores, named):
+    said = run_with_scores(caplog, scores)
+    assert len(said) == (named is not None)
+    assert named is None or re.search(named, said[0])
+
+
+def test_scores_of_a_function_are_not_clipped_unless_it_is_asked_for():
+    function = FunctionScorer(lambda p, c: [10.0 + row for row, _ in enumerate(c)])
+    assert tiny_module(scorer=function).algorithm.score_clip is None
+    assert tiny_module(scorer=function, ppo=ppo_hparams(score_clip=2)).algorithm.score_clip == 2
+    model = TokenScorer(some_score)
+    assert tiny_module(scorer=model).algorithm.score_clip == 5
+    assert tiny_module(scorer=model, ppo=ppo_hparams(score_clip=None)).algorithm.score_clip is None
+    both = WeightedScorer({"model": model, "function": function})
+    assert tiny_module(scorer=both).algorithm.score_clip is None
+    assert tiny_module(scorer=WeightedScorer({"model": model})).algorithm.score_clip == 5
+    rollout = rollout_of(built(tiny_module(scorer=function)))
+    assert rollout.rewards.sum(1).max() > 20
 
 
 def test_without_a_clip_there_is_no_share_at_it(caplog):

@@ -98,7 +98,9 @@ def test_numbers_of_numpy_and_torch_count_as_numbers(values):
         (lambda p, c: [1.0, math.nan], r"returned nan for completion 1 \('w9 w9 w10'\)"),
         (lambda p, c: [math.inf, 1.0], r"returned inf for completion 0 \('w7 w8'\): .* finite"),
         (lambda p, c: ["1", 1.0], r"returned '1' for completion 0"),
-        (lambda p, c: [None, 1.0], r"returned None for completion 0"),
+        (lambda p, c: [1.0, [0.5, 1.0]], r"returned \[0.5, 1.0\] for completion 1"),
+        (lambda p, c: [1e39, 1.0], r"returned 1e\+39 for completion 0"),
+        (lambda p, c: [10**400, 1.0], r"returned 1000+ for completion 0"),
     ],
 )
 def test_a_function_that_returns_nonsense_is_named_with_the_row(function, message):
@@ -125,7 +127,7 @@ def test_a_function_gets_the_domains_where_there_are_some():
 
 def test_scores_by_row_in_a_dict_are_refused():
     count = len(answers().completions)
-    with pytest.raises(ValueError, match=r"returned dict with the keys \[0, .*one number a compl"):
+    with pytest.raises(ValueError, match=r"returned dict, .*one number a compl"):
         FunctionScorer(lambda prompts, completions: dict.fromkeys(range(count), 1.0))(answers())
 
 
@@ -133,10 +135,16 @@ def test_a_function_that_raises_is_named_with_its_columns():
     def broken(prompts, completions, *, answr):
         return []
 
-    with pytest.raises(
-        RuntimeError, match=r"reward function broken raised TypeError: .*the columns \['answer'\]"
-    ):
+    with pytest.raises(ValueError, match=r"broken needs the column 'answr'.* \['answer'\]"):
         FunctionScorer(broken)(answers(answer=["a", "b"]))
+
+    def messages(completions, **columns):
+        return [float("yes" in c[0]["content"]) for c in completions]
+
+    with pytest.raises(
+        RuntimeError, match=r"function messages raised TypeError: .*no list of messages.*'answer'\]"
+    ):
+        FunctionScorer(messages)(answers(answer=["a", "b"]))
 
 
 def test_a_function_that_ends_the_process_has_failed():
@@ -166,9 +174,9 @@ def test_a_function_may_do_with_its_lists_what_it_likes():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("import sys\nsys.exit(0)\n", "SystemExit while it was read: 0"),
-        ("def score(:\n", "SyntaxError while it was read"),
-        ("1 / 0\n", "ZeroDivisionError while it was read: division by zero"),
+        ("import sys\nsys.exit(0)\n", "while it was read: SystemExit: 0"),
+        ("def score(:\n", "while it was read: SyntaxError"),
+        ("1 / 0\n", "while it was read: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):

@@ -84,12 +84,13 @@ def _check_scorer(settings: TrainSettings) -> Target:
 
 
 def check_buildable(settings: TrainSettings) -> None:
-    """Look up the surrogate, and build a scorer that needs no model once.
+    """Look up the surrogate, and build the scorers once that need no model.
 
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
     from rlhf_lightning.app.config.compose import ConfigError
+    from rlhf_lightning.app.config.groups import Target
     from rlhf_lightning.app.config.targets import targets
     from rlhf_lightning.app.config.validate import built
     from rlhf_lightning.functional.losses import POLICY_LOSSES
@@ -99,10 +100,11 @@ def check_buildable(settings: TrainSettings) -> None:
             f"module.{settings.spec.settings}.surrogate={surrogate!r}: use "
             f"{', '.join(POLICY_LOSSES)}"
         )
-    scorer = _check_scorer(settings)
-    if {str(found["_target_"]) for _, _, found in targets(scorer.node())} <= LIGHT_SCORERS:
-        with built("scorer", scorer):
-            scorer.build()
+    for place, _, node in targets(_check_scorer(settings).node(), "scorer"):
+        if {name for _, name, _ in targets(node)} <= LIGHT_SCORERS:
+            scorer = Target.model_validate(node)
+            with built(place, scorer):
+                scorer.build()
 
 
 def arguments(

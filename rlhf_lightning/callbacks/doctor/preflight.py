@@ -36,7 +36,8 @@ def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
     measured = measure_answers(all_records(rollout, answers, Refusals(), None), score_clip=None)
     rows = [row for rank in gathered(_rows(module, rollout)) for row in rank]
     tokens = sum(row["length"] for row in rows)
-    scores = torch.tensor([row["score"] for row in rows], dtype=torch.float64)
+    known = [row["score"] for row in rows if row["score"] is not None]
+    scores = torch.tensor(known or [0.0], dtype=torch.float64)
     stops = set(getattr(module.generator, "stop_ids", ()))
     finished = [row for row in rows if row["finished"]]
     lengths = [row["length"] for row in rows]
@@ -77,7 +78,7 @@ def _rows(module: Any, rollout: RolloutBatch) -> list[dict[str, Any]]:
                 "last": ids[-1] if ids else None,
                 "padded": pad in ids[:-1],
                 "finished": rollout.finish_reason[i].item() == FINISHED_BY_STOP,
-                "score": rollout.scores[i].item(),
+                "score": rollout.scores[i].item() if rollout.scored[i] else None,
                 "ratio_error": ratio[i].item(),
                 "reference_error": reference[i].item(),
             }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.formats import ParsedRow
 from rlhf_lightning.data.records import DemonstrationRecord, RecordKind, Split, Text
 from rlhf_lightning.data.sources.base import FileSource
+from rlhf_lightning.text.messages import as_text
 
 REFERENCE = "completion"
 TOO_LONG = "completion longer than max_completion_chars"
@@ -116,7 +116,7 @@ class TemplateSource(FileSource):
         return self._parse_row
 
     def _parse_row(self, row: Row, where: Location) -> ParsedRow:
-        columns = {str(k): _as_text(v) for k, v in row.items() if v is not None}
+        columns = {str(k): v for k, v in row.items() if v is not None}
         texts = {
             name: self.templates[name].format_map({k: _field(columns, k, where) for k in fields})
             for name, fields in self.fields.items()
@@ -170,16 +170,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"remove={pattern!r} is no regular expression: {error}") from error
 
 
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _field(columns: Mapping[str, str], key: str, where: Location) -> str:
+def _field(columns: Mapping[str, Any], key: str, where: Location) -> str:
     if key not in columns:
         hint = closest(key, columns)
         meant = f"did you mean {hint!r}?" if hint else f"name one of {', '.join(columns)}"
         raise BadRecordError(where, f"the field {key!r} is missing", meant)
-    if not columns[key].strip():
+    text = as_text(columns[key])
+    if not text.strip():
         found = f"the field {key!r} holds {describe(columns[key])}"
         raise BadRecordError(where, found, "fill it, or leave the row out")
-    return columns[key]
+    return text

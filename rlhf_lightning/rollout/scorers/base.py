@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import json
-import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, SupportsFloat
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +19,34 @@ from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.rollout.scorers.containment import contained
+from rlhf_lightning.rollout.scorers.functions import (
+    OURS,
+    CallForm,
+    RewardFunction,
+    listed,
+    load_function,
+    read_scores,
+)
+from rlhf_lightning.rollout.scorers.hparams import FunctionScorerHparams
 from rlhf_lightning.text.decoding import response_texts
 from rlhf_lightning.text.reward_texts import AnswerText
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
 
-RewardFunction = Callable[..., Sequence[float]]
-
 
 class Scores(NamedTuple):
-    """Total score of each row `[B]` and its named parts, each `[B]`."""
+    """Scores of rows, NaN where a reward does not apply.
+
+    Args:
+        total: `[B]`.
+        components: its named parts, each `[B]`.
+        applies: `[B]` bool, False on rows without a score, which are not trained on; None where
+            every row has one.
+    """
 
     total: Tensor
     components: Mapping[str, Tensor]
+    applies: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,11 @@ def answer_texts(answers: Answers) -> list[AnswerText]:
 
 
 class Scorer(Protocol):
-    """Scores answers."""
+    """Scores answers.
+
+    One with an attribute `normalized` that is True gives scores of mean 0 and standard deviation 1
+    over samples of the SFT policy; `score_clip="auto"` then clips them.
+    """
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Load what the scorer needs; return its frozen models, to be placed and sharded.
@@ -132,6 +148,8 @@ class RewardModelScorer:
     Raises:
         ValueError: if the tokenizers differ.
     """
+
+    normalized = True  # by the reward stage
 
     def __init__(
         self,
@@ -176,64 +194,89 @@ class RewardModelScorer:
 
 
 class FunctionScorer:
-    """Any Python callable `(prompts, completions, **columns) -> list[float]`.
+    """Any Python callable `(prompts, completions, **columns) -> one number a completion`.
+
+    Prompts and completions are lists of texts. They and the columns are passed by keyword, where
+    the function has these names; `CallForm.of` says what else is taken. Columns have the types of
+    the data. The function may be async. It may return None for a response to which it does not
+    apply; the response is then not trained on.
 
     Args:
         function: the callable, or `path.py:name`, or a dotted name.
         name: of the component.
+        timeout_seconds: longest time of one call.
+
+    Raises:
+        ValueError: if there is no such function, or its parameters have other names.
     """
 
-    def __init__(self, function: RewardFunction | str, *, name: str | None = None) -> None:
+    def __init__(
+        self,
+        function: RewardFunction | str,
+        *,
+        name: str | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> None:
         self.function = load_function(function) if isinstance(function, str) else function
-        self.name = name or str(getattr(self.function, "__name__", "function"))
+        named = getattr(self.function, "func", self.function)  # of functools.partial
+        self.name = name or str(getattr(named, "__name__", type(named).__name__))
+        self.timeout_seconds = FunctionScorerHparams(timeout_seconds).timeout_seconds
+        self._what = f"reward function {self.name}"
+        self._form = CallForm.of(self.function, self._what)
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Return no models."""
         return []
 
     def __call__(self, answers: Answers) -> Scores:
-        """Return the function's numbers.
+        """Return the function's numbers; NaN where it does not apply.
 
         Raises:
+            TimeoutError: if it does not return in time.
             RuntimeError: if it raises; the error names the function and the columns it was given.
-            ValueError: if it returns a mapping, the wrong count, or something that is not a finite
-                number.
+            ValueError: if it needs a column that is missing, or returns something else than a
+                finite number or None for each completion.
         """
+        what, completions = self._what, answers.completions
+        values = self._values(answers)
+        columns = sorted(set(values) - set(OURS))
+        positional, keyword = self._form.arguments(values, what)
+
+        kind, found = contained(
+            lambda: self.function(*positional, **keyword),
+            lambda returned: (type(returned).__name__, listed(returned, len(completions))),
+            what,
+            seconds=self.timeout_seconds,
+            about=(
+                f"{len(completions)} prompts and completions, each a text and no list of messages "
+                f"(the first prompt: {values['prompts'][0][:200]!r}), and the columns {columns}"
+            ),
+        )
+        if found is None:
+            raise ValueError(
+                f"{what} returned {kind}, which is no list of scores: return a list with one "
+                "number a completion"
+            )
+        scores = read_scores(found, completions, what)
+        total = torch.tensor(scores, dtype=torch.float32, device=answers.sequences.device)
+        return Scores(total, {self.name: total}, ~total.isnan())
+
+    def _values(self, answers: Answers) -> dict[str, list[Any]]:
+        """Return copies, which the function may change."""
         hidden = ("prompt", CONVERSATION)
-        # Copies, which the function may change.
-        columns = {k: list(v) for k, v in answers.prompts.columns.items() if k not in hidden}
-        if any(answers.prompts.domains) and _takes(self.function, "domain"):
-            columns["domain"] = list(answers.prompts.domains)
-        prompts = list(answers.prompts.columns["prompt"])
-        names = sorted(columns)
-        try:
-            returned = self.function(prompts, list(answers.completions), **columns)
-            values = list(returned)
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(
-                f"reward function {self.name} raised {type(error).__name__}: {error}; it was "
-                f"called with prompts, completions and the columns {names}"
-            ) from error
-        count = len(answers.completions)
-        if isinstance(returned, Mapping):
-            raise ValueError(
-                f"reward function {self.name} returned {type(returned).__name__} with the keys "
-                f"{values[:4]}, which are no scores: return a list with one number a completion"
-            )
-        if len(values) != count:
-            raise ValueError(
-                f"reward function {self.name} returned {len(values)} scores for {count} "
-                "completions: return one number a completion"
-            )
-        for row, value in enumerate(values):
-            if not _is_finite_number(value):
+        columns = {k: v for k, v in answers.prompts.columns.items() if k not in hidden}
+        for name in OURS:
+            if name in columns:
                 raise ValueError(
-                    f"reward function {self.name} returned {value!r} for completion {row} "
-                    f"({answers.completions[row]!r}): return a finite number"
+                    f"{self._what}: the prompts have a column {name!r}, which is the name of the "
+                    f"{name} themselves: rename the column"
                 )
-        device = answers.sequences.device
-        total = torch.tensor([float(value) for value in values], device=device)
-        return Scores(total, {self.name: total})
+        values = {k: [deepcopy(value) for value in v] for k, v in columns.items()}
+        values["prompts"] = list(answers.prompts.columns["prompt"])
+        values["completions"] = list(answers.completions)
+        if any(answers.prompts.domains) or "domain" in self._form.keywords:
+            values["domain"] = list(answers.prompts.domains)
+        return values
 
 
 class WeightedScorer:
@@ -256,6 +299,7 @@ class WeightedScorer:
         domain_weights: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         self.scorers = dict(scorers)
+        self.normalized = all(getattr(s, "normalized", False) for s in self.scorers.values())
         self.weights = dict(weights or {})
         self.domain_weights = {k: dict(v) for k, v in (domain_weights or {}).items()}
         for where in (self.weights, *self.domain_weights.values()):
@@ -270,67 +314,26 @@ class WeightedScorer:
         return [model for scorer in self.scorers.values() for model in scorer.build(base)]
 
     def __call__(self, answers: Answers) -> Scores:
-        """Return the weighted sum; components are the unweighted parts."""
-        total = torch.zeros(len(answers.prompts), device=answers.sequences.device)
+        """Return the weighted sum of what applies to a row; components are the unweighted parts."""
+        rows, device = len(answers.prompts), answers.sequences.device
+        total = torch.zeros(rows, device=device)
+        applied = torch.zeros(rows, dtype=torch.bool, device=device)  # a part, with a weight
+        lacking = applied
         components: dict[str, Tensor] = {}
         for name, scorer in self.scorers.items():
-            components[name] = scorer(answers).total
-            weights = [
-                self.domain_weights.get(domain, {}).get(name, self.weights.get(name, 1.0))
-                for domain in answers.prompts.domains
-            ]
-            total = total + components[name] * torch.tensor(weights, device=total.device)
-        return Scores(total, components)
-
-
-def _takes(function: RewardFunction, name: str) -> bool:
-    """Return whether a function has an argument of that name, or takes all columns."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # some built-in functions have none
-        return False
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _is_finite_number(value: object) -> bool:
-    # NumPy's and torch's scalars count too.
-    return isinstance(value, SupportsFloat) and math.isfinite(value)
-
-
-def load_function(path: str) -> RewardFunction:
-    """Return the callable that `path.py:name` or `package.module.name` names.
-
-    Raises:
-        ValueError: if there is no such file, module or callable.
-    """
-    file, colon, name = path.rpartition(":")
-    try:
-        if colon:
-            module: Any = _load_file(Path(file))
-        else:
-            module_name, _, name = path.rpartition(".")
-            module = importlib.import_module(module_name)
-    except (ImportError, FileNotFoundError, ValueError) as error:
-        raise ValueError(
-            f"reward function {path!r}: {error}; give 'path.py:name' or 'package.module.name'"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"reward function {path!r}: {name!r} is no callable there")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_file(file: Path) -> Any:
-    if not file.is_file():
-        raise FileNotFoundError(f"no file {file}")
-    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
-        raise ImportError(f"{type(error).__name__} while it was read: {error}") from error
-    return module
+            part = scorer(answers)
+            components[name] = part.total
+            weights = torch.tensor(
+                [
+                    self.domain_weights.get(domain, {}).get(name, self.weights.get(name, 1.0))
+                    for domain in answers.prompts.domains
+                ],
+                device=device,
+            )
+            weighted, applies = part.total * weights, part.applies
+            if applies is not None:
+                weighted, lacking = weighted.where(applies, 0), lacking | ~applies
+            total = total + weighted
+            applied = applied | ((weights != 0) if applies is None else applies & (weights != 0))
+        scored = applied | ~lacking
+        return Scores(total.where(scored, torch.nan), components, scored)

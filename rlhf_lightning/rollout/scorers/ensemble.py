@@ -38,6 +38,8 @@ class RewardEnsembleScorer:
     deviation, which has the unit of the score).
     """
 
+    normalized = True
+
     def __init__(
         self,
         load: Callable[..., ScalarHeadModel],

@@ -95,6 +95,17 @@ def check_url(url: str, key: str, secret: str) -> None:
 
 
 @dataclass(frozen=True)
+class FunctionScorerHparams(Checked):
+    """Settings of a reward function.
+
+    Args:
+        timeout_seconds: longest time of one call, with all responses of a rank.
+    """
+
+    timeout_seconds: float = number(300.0, above=0)
+
+
+@dataclass(frozen=True)
 class HttpScorerHparams(Checked):
     """Settings of a reward service's client.
 
@@ -170,6 +181,7 @@ def check_members(sources: Any) -> list[str]:
 _HERE = "rlhf_lightning.rollout.scorers"
 _ENSEMBLE = f"{_HERE}.ensemble.RewardEnsembleScorer"
 _BY_TARGET: dict[str, type[Checked]] = {
+    f"{_HERE}.base.FunctionScorer": FunctionScorerHparams,
     f"{_HERE}.text_reward_model.TextRewardModelScorer": TextRewardModelHparams,
     f"{_HERE}.http.HttpScorer": HttpScorerHparams,
     _ENSEMBLE: RewardEnsembleHparams,

@@ -22,6 +22,7 @@ from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
+from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import AnswerText
 
 NUM_SHOWN = 200  # characters of an answer in an error
@@ -247,6 +248,7 @@ class HttpScorer:
         **hparams: Any,
     ) -> None:
         self.hparams = HttpScorerHparams(**hparams)
+        self.normalized = (self.hparams.mean, self.hparams.std) != (0.0, 1.0)
         self.service = RewardService(self.hparams)
         default = {"prompts": "prompts", "completions": "completions"}
         self.request = default if request is None else dict(request)
@@ -289,7 +291,11 @@ class HttpScorer:
         """Return what is sent, by JSON key."""
         texts = answer_texts(answers)
         known: dict[str, Sequence[Any]] = {
-            **{k: v for k, v in answers.prompts.columns.items() if k != CONVERSATION},
+            **{
+                name: json.loads(json.dumps(values, default=as_text))
+                for name, values in answers.prompts.columns.items()
+                if name != CONVERSATION
+            },
             "prompts": [row.prompt for row in texts],
             "completions": [row.completion for row in texts],
             "texts": [row.prompt + row.completion for row in texts],

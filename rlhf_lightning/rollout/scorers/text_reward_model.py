@@ -70,6 +70,7 @@ class TextRewardModelScorer:
         self.revision = revision
         self.name = name
         self.hparams = TextRewardModelHparams(**hparams)
+        self.normalized = (self.hparams.mean, self.hparams.std) != (0.0, 1.0)
         self.num_over_long = 0
         self.model: SequenceClassifier | None = None
 

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal
+
+from rlhf_lightning.text.messages import as_text
 
 # A sign and a currency sign in either order, then 1,234.50 or 1234.50 or .5. What goes on as
 # another number (1/2, 12:30, 1,23) or as a sum (24 + 48) is no number, nor are the digits of x2.
@@ -80,7 +82,7 @@ class NumberReward:
             )
 
     def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[str]
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float]:
         """Return one reward a completion.
 
@@ -108,7 +110,7 @@ class NumberReward:
         matches = list(NUMBER.finditer(before))
         return _value(matches[-1]) if matches else None
 
-    def references(self, columns: Mapping[str, Sequence[str]]) -> list[Decimal | str]:
+    def references(self, columns: Mapping[str, Sequence[Any]]) -> list[Decimal | str]:
         """Return the right numbers.
 
         Raises:
@@ -120,7 +122,7 @@ class NumberReward:
                 f"{sorted(columns)}: name it with column="
             )
         numbers: list[Decimal | str] = []
-        for text in columns[self.column]:
+        for text in map(as_text, columns[self.column]):
             number = self.extract(text)
             if number is None:
                 match = NUMBER.fullmatch(text.strip())
@@ -132,7 +134,7 @@ class NumberReward:
 
 
 def command_reward(
-    prompts: Sequence[str], completions: Sequence[str], *, completion: Sequence[str], **_: object
+    prompts: Sequence[str], completions: Sequence[str], *, completion: Sequence[Any], **_: object
 ) -> list[float]:
     """Return 0.5 for the right program, and 0.5 times the F1 of its arguments, as words.
 
@@ -141,7 +143,10 @@ def command_reward(
         completions: commands of one line.
         completion: the right ones, such as those of `dataset=shell_commands`.
     """
-    return [_right_share(*both) for both in zip(completions, completion, strict=True)]
+    return [
+        _right_share(text, as_text(right))
+        for text, right in zip(completions, completion, strict=True)
+    ]
 
 
 def _right_share(answer: str, right: str) -> float:

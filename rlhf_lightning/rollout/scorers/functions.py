@@ -1,0 +1,234 @@
+"""Reward functions: where one is found, how it is called, and what it may return."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from inspect import Parameter
+from itertools import islice
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import torch
+
+from rlhf_lightning.rollout.scorers.containment import restoring_state, said
+
+RewardFunction = Callable[..., Any]
+OURS = ("prompts", "completions")
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a reward function takes prompts, completions and columns.
+
+    Args:
+        positional: names of the values that are passed by position, in order.
+        keywords: names of the values that may be passed by keyword.
+        takes_all: it has `**columns`.
+        required: names without a default.
+    """
+
+    positional: tuple[str, ...]
+    keywords: frozenset[str]
+    takes_all: bool
+    required: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: RewardFunction, what: str) -> CallForm:
+        """Return the form of a function.
+
+        Prompts and completions are passed by keyword where the function has these names, and by
+        position where its first two names say nothing (`lambda p, c: ...`, `*args`).
+
+        Args:
+            function: any callable.
+            what: names it in errors.
+
+        Raises:
+            ValueError: if it takes no completions, or something else in their place.
+        """
+        parameters = _parameters(function)
+        ordered = [p for p in parameters if p.kind in _BY_POSITION]
+        given = [p.name for p in parameters if p.kind not in _VARIADIC]
+        kinds = [p.kind for p in parameters]
+        takes_all = Parameter.VAR_KEYWORD in kinds
+        names = [p.name for p in ordered]
+        for i, (p, ours) in enumerate(zip(ordered[:2], OURS, strict=False)):
+            if _says_nothing(p, i) and ours not in given:
+                names[i] = ours
+        last = [
+            i for i, p in enumerate(ordered) if names[i] != p.name or p.kind is p.POSITIONAL_ONLY
+        ]
+        positional = names[: last[-1] + 1] if last else []
+        star = Parameter.VAR_POSITIONAL in kinds and not takes_all
+        if star and "completions" not in given and tuple(names) == OURS[: len(names)]:
+            names = positional = list(OURS)
+        keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        unnamed = dict(zip((p.name for p in ordered), names, strict=False))
+        required = [
+            unnamed.get(p.name, p.name)
+            for p in parameters
+            if p.kind not in _VARIADIC and p.default is p.empty
+        ]
+        others = [name for name in required if name not in OURS]
+        if "completions" not in (*names, *keyword_only) and (others or not takes_all):
+            raise ValueError(
+                f"{what} takes ({', '.join(str(p) for p in parameters)}), and none of these is "
+                "completions: name its parameters prompts, completions and the columns it reads"
+            )
+        by_keyword = frozenset({*names, *keyword_only} - set(positional))
+        return cls(tuple(positional), by_keyword, takes_all, tuple(required))
+
+    def arguments(self, values: Mapping[str, Any], what: str) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and the keyword arguments of a call.
+
+        Args:
+            values: prompts, completions and columns.
+            what: names the function in errors.
+
+        Raises:
+            ValueError: if a column is missing that it needs.
+        """
+        missing = [name for name in self.required if name not in values]
+        if missing:
+            columns = sorted(set(values) - set(OURS))
+            raise ValueError(
+                f"{what} needs the column {missing[0]!r}, and the prompts have the columns "
+                f"{columns}: add it to the data, or give the parameter a default"
+            )
+        keyword = {
+            name: value
+            for name, value in values.items()
+            if name not in self.positional and (self.takes_all or name in self.keywords)
+        }
+        return [values[name] for name in self.positional if name in values], keyword
+
+
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _parameters(function: RewardFunction) -> list[Parameter]:
+    """Return a function's own parameters; of a wrapper that passes on everything, what it wraps."""
+    for follow in (False, True):
+        try:
+            signature = inspect.signature(function, follow_wrapped=follow)
+        except (TypeError, ValueError):  # some built-in functions have none
+            continue
+        found = list(signature.parameters.values())
+        if follow or any(p.kind not in _VARIADIC for p in found):
+            return found
+    return [Parameter("args", Parameter.VAR_POSITIONAL)]
+
+
+def _says_nothing(parameter: Parameter, place: int) -> bool:
+    """Return whether a name is `_...` or one letter, and not the first letter of the other one."""
+    name = parameter.name
+    letter = len(name) == 1 and name != OURS[1 - place][0]
+    return parameter.default is parameter.empty and (letter or name.startswith("_"))
+
+
+def listed(returned: Any, count: int) -> list[Any] | None:
+    """Return what a function returned as a list, at most one more than `count`.
+
+    None if it is no sequence of values: a number, a text, or something without an order.
+    """
+    if hasattr(returned, "tolist"):  # NumPy, torch on any device, pandas
+        returned = returned.tolist()
+    if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
+        return None
+    return list(islice(returned, count + 1))
+
+
+def read_scores(values: Sequence[Any], completions: Sequence[str], what: str) -> list[float]:
+    """Return one number a completion, NaN where the function returned None.
+
+    Args:
+        values: what it returned; a list of one number counts as the number.
+        completions: that it scored.
+        what: names it in errors.
+
+    Raises:
+        ValueError: if there are more or fewer, or one is neither a finite number of float32 nor
+            None.
+    """
+    count = len(completions)
+    if len(values) != count:
+        found = f"more than {count}" if len(values) > count else f"{len(values)}"
+        raise ValueError(
+            f"{what} returned {found} scores for {count} completions: return one number a "
+            "completion"
+        )
+    scores = []
+    for row, value in enumerate(values):
+        score = _number(value)
+        if score is None:
+            raise ValueError(
+                f"{what} returned {repr(value)[:200]} for completion {row} "
+                f"({completions[row][:200]!r}): return a finite number of float32, or None where "
+                "the reward does not apply"
+            )
+        scores.append(score)
+    return scores
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, list | tuple) and len(value) == 1:  # a row of [B, 1]
+        (value,) = value
+    if value is None:
+        return math.nan
+    if not isinstance(value, SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except Exception:  # a tensor of several numbers, an integer beyond float64
+        return None
+    return number if abs(number) <= _LARGEST else None
+
+
+def load_function(path: str) -> RewardFunction:
+    """Return the callable that `path.py:name` or `package.module.name` names.
+
+    Raises:
+        ValueError: if there is no such file, module or callable.
+    """
+    file, colon, name = path.rpartition(":")
+    try:
+        if colon:
+            module: Any = _load_file(Path(file))
+        else:
+            module_name, _, name = path.rpartition(".")
+            module = importlib.import_module(module_name)
+    except (ImportError, FileNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"reward function {path!r}: {error}; give 'path.py:name' or 'package.module.name'"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"reward function {path!r}: {name!r} is no callable there")
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(file: Path) -> Any:
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}")
+    spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        with restoring_state(f"{file}", environment=False):
+            spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        del sys.modules[spec.name]
+        raise ImportError(f"while it was read: {said(error)}") from error
+    return module

@@ -1,0 +1,138 @@
+"""Columns of prompts arrive at a reward function as the file holds them."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import pickle
+from decimal import Decimal
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from rlhf_lightning import FileSource, PromptDataModule
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from rlhf_lightning.rollout.scorers.verifiable import NumberReward
+from tests.rollout.answers import answers_of
+
+PLAIN = {
+    "flag": [True, False, None, False],
+    "count": [1, None, 3, 4],
+    "share": [0.5, 1.0, None, 2.0],
+    "answers": [["a", "b"], ["c"], [], None],
+    "info": [{"k": [1]}, {"k": []}, None, {"k": None}],
+    "label": ["yes", "", "null", None],
+}
+ONLY_COLUMNAR = {
+    "day": [datetime.date(2026, 1, 2)] * 3 + [None],
+    "at": [datetime.datetime(2026, 1, 2, 3, 4, 5)] * 4,
+    "price": [Decimal("1.50"), None, Decimal("2.00"), Decimal("0.10")],
+    "raw": [b"\x00\xff", b"", None, b"x"],
+}
+
+
+def rows_of(columns):
+    rows = range(4)
+    return [
+        {"prompt": f"w{i}"} | {name: values[i] for name, values in columns.items()} for i in rows
+    ]
+
+
+def as_jsonl(folder, columns):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(columns)))
+    return FileSource(path, validation_fraction=0)
+
+
+def as_json(folder, columns):
+    path = folder / "rows.json"
+    path.write_text(json.dumps(rows_of(columns)))
+    return FileSource(path, validation_fraction=0)
+
+
+def as_parquet(folder, columns):
+    path = folder / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows_of(columns)), path)
+    return FileSource(path, validation_fraction=0)
+
+
+def as_data_set(folder, columns):
+    from datasets import Dataset
+
+    return GivenRows(Dataset.from_list(rows_of(columns)), validation_fraction=0)
+
+
+def in_memory(folder, columns):
+    return GivenRows(rows_of(columns), validation_fraction=0)
+
+
+def batch_of(source, tokenizer) -> PromptBatch:
+    data = PromptDataModule(source, tokenizer, batch_size=4, num_iterations=1, seed=1)
+    data.setup("fit")
+    return next(iter(data.train_dataloader()))
+
+
+def columns_of(batch):
+    return {name: list(v) for name, v in batch.columns.items() if name != "prompt"}
+
+
+@pytest.mark.parametrize(
+    ("write", "columns"),
+    [
+        (as_jsonl, PLAIN),
+        (as_json, PLAIN),
+        (as_parquet, PLAIN | ONLY_COLUMNAR),
+        (as_data_set, PLAIN | ONLY_COLUMNAR),
+        (in_memory, PLAIN | ONLY_COLUMNAR | {"thing": [(1, 2)] * 4}),
+    ],
+)
+def test_a_columns_values_keep_their_types(tmp_path, tokenizer, write, columns):
+    batch = batch_of(write(tmp_path, columns), tokenizer)
+    order = [int(text[1:]) for text in batch.columns["prompt"]]
+    wanted = {name: [values[i] for i in order] for name, values in columns.items()}
+    found = columns_of(batch)
+    assert {name: found[name] for name in wanted} == wanted
+    assert {name: [*map(type, found[name])] for name in wanted} == {
+        name: [*map(type, values)] for name, values in wanted.items()
+    }
+    seen = []
+
+    def function(prompts, completions, **given):
+        seen.append(given)
+        return [0.0] * len(prompts)
+
+    copied = pickle.loads(pickle.dumps(batch.to("cpu", non_blocking=True)))
+    again = PromptBatch.cat([copied[[1, 0]], copied[torch.tensor([False, False, True, True])]])
+    FunctionScorer(function)(answers_of(again[[1, 0, 2, 3]], [[7]] * 4))
+    assert {name: seen[0][name] for name in wanted} == wanted
+
+
+def test_a_csv_cell_is_text(tmp_path, tokenizer):
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["prompt", "n", "flag"]] + [[f"w{i}", i, "x"] for i in range(4)]
+        )
+    batch = batch_of(FileSource(path, validation_fraction=0), tokenizer)
+    assert sorted(batch.columns["n"]) == ["0", "1", "2", "3"]
+
+
+def test_a_column_that_few_rows_have_is_in_every_batch(tokenizer):
+    rows = [{"prompt": f"w{i}"} for i in range(7)] + [{"prompt": "w7", "answer": 1}]
+    given = GivenRows(rows, validation_fraction=0)
+    data = PromptDataModule(given, tokenizer, batch_size=2, num_iterations=4, seed=1)
+    with pytest.warns(UserWarning, match="7 of 8 training prompts lack the column 'answer'"):
+        data.setup("fit")
+    values = [batch.columns["answer"] for batch in data.train_dataloader()]
+    assert sorted(v or 0 for both in values for v in both) == [0] * 7 + [1]
+
+
+def test_the_built_in_rewards_read_numbers_of_any_type():
+    reward = NumberReward()
+    columns = {"answer": [72, 72.0, Decimal("72"), "#### 72", "72"]}
+    assert reward(["p"] * 5, ["#### 72"] * 5, **columns) == [1.0] * 5

@@ -1,0 +1,256 @@
+"""Reward functions that hang, fork, or change the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from tests.builders.models import EOS, prompt_batch
+from tests.rollout.answers import answers_of
+
+ROWS = [[3, 4, 5], [6]]
+RESPONSES = [[7, 8, EOS], [9, 10, EOS]]
+PROMPTS, COMPLETIONS = ["w3 w4 w5", "w6"], ["w7 w8", "w9 w10"]
+
+
+def scored(function, *, timeout_seconds=30.0, **columns):
+    answers = answers_of(prompt_batch(ROWS, **columns), RESPONSES)
+    return FunctionScorer(function, timeout_seconds=timeout_seconds)(answers).total.tolist()
+
+
+def swapped(completions, prompts, **columns):
+    return [1.0, 2.0]
+
+
+def backtracks(prompts, completions):
+    return [float(bool(re.search(r"^(\w+\s?)*$", "a" * 60 + "!")))] * 2
+
+
+def sleeps(prompts, completions):
+    time.sleep(60)
+    return [0, 0]
+
+
+def spins_in_silence(prompts, completions):
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        with contextlib.suppress(BaseException):
+            time.sleep(60)
+    return [0.0, 0.0]
+
+
+def swallows(prompts, completions):
+    try:
+        time.sleep(60)
+    except:  # noqa: E722
+        return [0.0, 0.0]
+
+
+async def waits(prompts, completions):
+    await asyncio.sleep(60)
+
+
+def endless_generator(prompts, completions):
+    yield 1.0
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "function", [backtracks, sleeps, spins_in_silence, swallows, waits, endless_generator]
+)
+def test_a_function_that_takes_too_long_ends_with_its_name_and_a_prompt(function):
+    began, before = time.monotonic(), signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeoutError, match=rf"{function.__name__} .*0.3 sec.*'w3 w4 w5'"):
+        scored(function, timeout_seconds=0.3)
+    assert time.monotonic() - began < 10
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_outside_of_the_main_thread_there_is_the_same_limit():
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(scored, swapped).result() == [1.0, 2.0]
+        with pytest.raises(TimeoutError, match=r"within 0\.3 seconds"):
+            pool.submit(scored, lambda p, c: time.sleep(2), timeout_seconds=0.3).result()
+        with pytest.raises(RuntimeError, match="raised TimeoutError: its own"):
+            pool.submit(
+                scored, lambda p, c: (_ for _ in ()).throw(TimeoutError("its own"))
+            ).result()
+
+
+def test_a_timer_of_the_caller_and_one_of_the_function_work_as_before():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append("caller"))
+    signal.setitimer(signal.ITIMER_REAL, 0.4)
+
+    def with_its_own(prompts, completions):
+        signal.signal(signal.SIGALRM, lambda *_: rung.append("own"))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(0.1)
+        signal.alarm(3)
+        return [1, 2]
+
+    try:
+        assert scored(with_its_own) == [1, 2]
+        time.sleep(0.5)
+        assert rung == ["own", "caller"]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, "5", True])
+def test_an_impossible_limit_is_refused(value):
+    with pytest.raises((TypeError, ValueError), match="timeout_seconds"):
+        FunctionScorer(swapped, timeout_seconds=value)
+
+
+def state():
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_float32_matmul_precision(),
+        signal.getsignal(signal.SIGINT),
+        signal.getsignal(signal.SIGTERM),
+        os.getcwd(),
+        dict(os.environ),
+        sys.stdout,
+        sys.stderr,
+        sys.getrecursionlimit(),
+    )
+
+
+KEPT = []
+
+
+def enter(manager):
+    manager.__enter__()
+    KEPT.append(manager)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_device("meta"),
+        lambda: torch.set_grad_enabled(True),
+        lambda: enter(torch.inference_mode()),
+        lambda: enter(torch.autocast("cpu", dtype=torch.bfloat16)),
+        lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        lambda: signal.signal(signal.SIGTERM, lambda *_: None),
+        lambda: os.chdir("/"),
+        lambda: os.environ.update(RANK="3", HOME="/nowhere"),
+        lambda: os.environ.clear(),
+        lambda: setattr(sys, "stdout", None),
+        lambda: sys.setrecursionlimit(50_000),
+    ],
+)
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_it_changes_of_the_process_is_put_back(leave, raises):
+    before = state()
+
+    def function(prompts, completions):
+        leave()
+        if raises:
+            raise ValueError
+        return [1, 2]
+
+    if raises:
+        with pytest.raises(RuntimeError):
+            scored(function)
+    else:
+        assert scored(function) == [1, 2]
+    assert state() == before
+    assert torch.ones(1).dtype == torch.float32
+
+
+def test_a_descriptor_that_it_closes_is_open_again_and_a_closed_stream_is_named(capfd):
+    assert scored(lambda p, c: [os.close(1), 1, 2][1:]) == [1, 2]
+    os.write(1, b"still here")
+    assert capfd.readouterr().out == "still here"
+
+    class Stream:
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    before, sys.stderr = sys.stderr, Stream()
+    try:
+        with pytest.raises(RuntimeError, match="closes closed standard"):
+            scored(closes)
+    finally:
+        sys.stderr = before
+
+
+def closes(prompts, completions):
+    sys.stderr.close()
+    return [1, 2]
+
+
+def test_its_random_numbers_go_on_from_call_to_call():
+    scorer = FunctionScorer(lambda p, c: [random.random(), random.random()])
+    answers = answers_of(prompt_batch(ROWS), RESPONSES)
+    assert scorer(answers).total.tolist() != scorer(answers).total.tolist()
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "exits", "awaits"])
+def test_a_child_that_it_forks_does_not_come_back(how, capfd):
+    def forks(prompts, completions):
+        if os.fork() == 0 and how == "raises":
+            raise ValueError
+        if how == "exits" and os.getpid() != mine:
+            sys.exit(0)
+        return [1, 2]
+
+    async def later(prompts, completions):
+        return forks(prompts, completions)
+
+    later.__name__ = "forks"
+    mine = os.getpid()
+    assert scored(later if how == "awaits" else forks) == [1, 2]
+    assert os.getpid() == mine, "a child came back"
+    _, status = os.wait()
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert "forks forked" in capfd.readouterr().err
+
+
+def test_a_file_that_changes_the_process_while_it_is_read_leaves_it_as_it_was(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os, torch\ntorch.set_default_dtype(torch.float64)\nos.chdir('/')\n"
+        "os.environ['MINE_OF_TEST'] = 'kept'\n"
+        "def f(prompts, completions):\n    return [len(os.environ['MINE_OF_TEST'])] * 2\n"
+    )
+    before = torch.get_default_dtype(), os.getcwd()
+    try:
+        assert scored(f"{tmp_path}/mine.py:f") == [4, 4]
+    finally:
+        os.environ.pop("MINE_OF_TEST", None)
+    assert (torch.get_default_dtype(), os.getcwd()) == before
+
+
+def test_threads_run_on():
+    done = threading.Event()
+    assert scored(lambda p, c: [threading.Thread(target=done.set).start(), 1, 2][1:]) == [1, 2]
+    assert done.wait(5)
