@@ -1,19 +1,23 @@
-"""Rows out of JSONL, JSON, CSV and Parquet files, each with the place it was read from.
+"""Rows out of JSONL, JSON, CSV, TSV and Parquet files, each with the place it was read from.
 
-The text formats may be compressed by gzip: `pairs.jsonl.gz` is read as `pairs.jsonl` is.
+The text formats may be compressed: `pairs.jsonl.gz` is read as `pairs.jsonl` is. Compression,
+encoding and separator, and whether JSON has a line a row, are told by the content, not by the name.
 """
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
+import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 
@@ -23,7 +27,9 @@ LocatedRow = tuple[Location, Row | BadRecordError]
 TRAIN_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 LONGEST_CELL = 2**31 - 1
-GZIP = ".gz"
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+SEPARATORS = ",;\t|"
+_PEEKED = 4096  # bytes, behind whose white space the content begins
 
 
 class RepeatedKeys(dict[str, Any]):
@@ -47,16 +53,21 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
         raise BadRecordError(
             where,
             f"the extension {extension(path)!r} is unknown",
-            f"give a file that ends with one of {', '.join(_READERS)}",
+            f"give a file that ends with one of {ENDINGS}",
         )
     empty = True
     try:
         for located in reader(path):
             empty = False
             yield located
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        found = f"it is not a whole gzip file ({error})"
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk
+        found = f"it is not a whole compressed file ({error})"
         raise BadRecordError(where, found, "compress it anew, or give the plain file") from error
+    except UnicodeError as error:
+        found = f"it is not UTF-8 ({getattr(error, 'reason', error)})"
+        raise BadRecordError(where, found, "save the file as UTF-8") from error
     if empty:
         raise BadRecordError(where, "the file holds no records", "give a file with a row a record")
 
@@ -76,7 +87,7 @@ def checked_rows(path: Path) -> Iterator[tuple[Location, Row]]:
 def extension(path: Path) -> str:
     """Return the ending that tells the format, in lower case: `.jsonl`, or `.jsonl.gz`."""
     last = path.suffix.lower()
-    return Path(path.stem).suffix.lower() + last if last == GZIP else last
+    return Path(path.stem).suffix.lower() + last if last in COMPRESSED else last
 
 
 def is_data_file(path: Path) -> bool:
@@ -84,9 +95,56 @@ def is_data_file(path: Path) -> bool:
     return extension(path) in _READERS
 
 
-def _open(path: Path) -> IO[bytes]:
-    zipped = path.suffix.lower() == GZIP
-    return cast("IO[bytes]", gzip.open(path)) if zipped else path.open("rb")
+def _zstd(file: IO[bytes]) -> Any:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(file, "zstd")
+
+
+_DECOMPRESS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+    b"\x28\xb5\x2f\xfd": _zstd,
+}
+# How files of other formats begin, what they are, and what to do.
+_FOREIGN: dict[bytes, tuple[str, str]] = {
+    b"PK\x03\x04": (
+        "an Excel workbook or another zip archive",
+        "save it as CSV UTF-8, or unpack it",
+    ),
+    b"\xd0\xcf\x11\xe0": ("an Excel workbook of the old form", "save it as CSV UTF-8"),
+    b"PAR1": ("a Parquet file", "let its name end with .parquet"),
+    b"ARROW1": ("an Arrow file", "write it as Parquet or JSON Lines"),
+    b"version https://git-lfs": ("a pointer of Git LFS and no data", "fetch it by git lfs pull"),
+    b"<!DOCTYPE": ("a web page", "download the data set's file itself"),
+    b"<html": ("a web page", "download the data set's file itself"),
+}
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """Return the content, decompressed; a pipe will do.
+
+    Raises:
+        BadRecordError: if it begins as a file of another format.
+    """
+    file: Any = path.open("rb")
+    head = file.peek(_PEEKED)
+    for magic, decompress in _DECOMPRESS.items():
+        if head.startswith(magic):
+            file = io.BufferedReader(decompress(file))
+            head = file.peek(_PEEKED)
+    for magic, (found, fix) in _FOREIGN.items():
+        if head.startswith(magic):
+            file.close()
+            raise BadRecordError(Location(str(path)), f"it is {found}", fix)
+    return file  # type: ignore[no-any-return]
+
+
+def _encoding(file: io.BufferedReader) -> str:
+    """Return the Unicode encoding by the first bytes: that of a byte order mark, or UTF-8."""
+    name = json.detect_encoding(file.peek(_PEEKED)[:4])
+    return "utf-8-sig" if name == "utf-8" else name
 
 
 # -00000-of-00002, perhaps with the hash that the hub once wrote behind it, _0, -part-1.
@@ -111,7 +169,7 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
         raise BadRecordError(
             Location(str(folder)),
             f"the folder has no train file (data files found: {found})",
-            f"name one train.<ext> with <ext> of {', '.join(_READERS)}, or give the file itself",
+            f"name one train.<ext> with <ext> of {ENDINGS}, or give the file itself",
         )
     return train, _files_named(files, VALIDATION_NAMES)
 
@@ -154,17 +212,16 @@ def _are_shards(files: list[tuple[str, str]]) -> bool:
     return len(sets) == 1 and (in_a_run or said)
 
 
-def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                where = Location(str(path), number)
-                try:
-                    row = _decode(_decode_text(line, where), where, "write one JSON object a line")
-                except BadRecordError as error:
-                    yield where, error
-                else:
-                    yield where, _as_object(row, where)
+def _read_lines(lines: Iterable[bytes], path: Path) -> Iterator[LocatedRow]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = Location(str(path), number)
+            try:
+                row = _decode(_decode_text(line, where), where, "write one JSON object a line")
+            except BadRecordError as error:
+                yield where, error
+            else:
+                yield where, _as_object(row, where)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -201,9 +258,9 @@ def _decode(text: str, where: Location, fix: str) -> Any:
         raise BadRecordError(where, f"it {found}", fix) from error
 
 
-def _decode_text(content: bytes, where: Location) -> str:
+def _decode_text(content: bytes, where: Location, encoding: str = "utf-8-sig") -> str:
     try:
-        return content.decode("utf-8-sig")
+        return str(content, encoding)
     except UnicodeDecodeError as error:
         found = f"it is not UTF-8 ({error.reason})"
         raise BadRecordError(where, found, "save the file as UTF-8") from error
@@ -217,10 +274,24 @@ def _as_object(row: Any, where: Location) -> Row | BadRecordError:
 
 def _read_json(path: Path) -> Iterator[LocatedRow]:
     where = Location(str(path))
-    fix = "write a list of objects, or name the file .jsonl if it has one object a line"
     with _open(path) as file:
-        text = _decode_text(file.read(), where)
-    rows = _decode(text, where, fix) if text.strip() else []
+        encoding = _encoding(file)
+        begins = str(file.peek(_PEEKED)[:_PEEKED], encoding, "ignore").lstrip()[:1]
+        if begins != "[" and extension(path).startswith(".jsonl"):
+            utf8 = encoding == "utf-8-sig"
+            yield from _read_lines(file if utf8 else _as_utf8(file, encoding), path)
+            return
+        content = file.read()
+    text = _decode_text(content, where, encoding)
+    try:
+        rows = _decode(text, where, "write a list of objects") if text.strip() else []
+    except BadRecordError:
+        lines = text.encode().splitlines()
+        first = next(_read_lines(lines, path))[1]
+        if isinstance(first, BadRecordError) and not extension(path).startswith(".jsonl"):
+            raise  # it is no JSON Lines either
+        yield from _read_lines(lines, path)
+        return
     if not isinstance(rows, list):
         raise BadRecordError(where, f"found {describe(rows)}", "write a list of objects")
     for number, row in enumerate(rows, start=1):
@@ -228,34 +299,50 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         yield located, _as_object(row, located)
 
 
+def _as_utf8(file: IO[bytes], encoding: str) -> Iterator[bytes]:
+    return (line.encode() for line in io.TextIOWrapper(file, encoding=encoding))
+
+
 def _read_csv(path: Path) -> Iterator[LocatedRow]:
     csv.field_size_limit(LONGEST_CELL)  # the default refuses texts over 128 kB
     where = Location(str(path))
-    with io.TextIOWrapper(_open(path), newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
+    with _open(path) as content:
+        file = io.TextIOWrapper(content, newline="", encoding=_encoding(content))
+        header = file.readline()
+        named = re.fullmatch(r"sep=(.)\s*", header, re.IGNORECASE)  # Excel's own
+        skipped = 1 if named else 0
+        header = file.readline() if named else header
+        separator = named[1] if named else _separator(header, extension(path))
+        lines = itertools.chain([header], file)
+        reader = csv.DictReader(lines, strict=True, delimiter=separator)
         try:
             names = list(reader.fieldnames or ())
             if twice := [name for name in names if names.count(name) > 1]:
                 found = f"the header names the column {twice[0]!r} twice"
                 raise BadRecordError(where, found, "rename one of them, or take it out")
             for row in reader:
-                located = Location(str(path), reader.line_num)
-                yield located, _check_cells(row, located)
-        except UnicodeDecodeError as error:
-            found = f"it is not UTF-8 ({error.reason})"
-            raise BadRecordError(where, found, "save the file as UTF-8") from error
+                located = Location(str(path), reader.line_num + skipped)
+                yield located, _check_cells(row, located, separator)
         except csv.Error as error:
-            located = Location(str(path), reader.line_num)
-            fix = 'quote cells with commas or line breaks as "...", quotes inside as ""'
+            located = Location(str(path), reader.line_num + skipped)
+            fix = 'quote cells with separators or line breaks as "...", quotes inside as ""'
             raise BadRecordError(located, f"it is not CSV: {error}", fix) from error
 
 
-def _check_cells(row: dict[Any, Any], where: Location) -> Row | BadRecordError:
+def _separator(header: str, ending: str) -> str:
+    """Return what separates the names of a header: the comma where there is one."""
+    bare = re.sub(r'"[^"]*"', "", header)
+    usual = "\t" if ending.startswith(".tsv") else ","
+    return usual if usual in bare else max(SEPARATORS, key=bare.count)
+
+
+def _check_cells(row: dict[Any, Any], where: Location, separator: str) -> Row | BadRecordError:
     too_many = None in row
     if too_many or None in row.values():
         wanted = len(row) - (1 if too_many else 0)
-        found = f"the line has {'more' if too_many else 'fewer'} cells than the {wanted} headers"
-        return BadRecordError(where, found, "quote cells that hold commas, and fill empty ones")
+        more = "more" if too_many else "fewer"
+        found = f"the line has {more} cells than the {wanted} headers, separated by {separator!r}"
+        return BadRecordError(where, found, "quote cells that hold it, and fill empty ones")
     return row
 
 
@@ -276,9 +363,16 @@ def _read_parquet(path: Path) -> Iterator[LocatedRow]:
 
 
 _READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": _read_csv,
     ".parquet": _read_parquet,
 }
-_READERS |= {name + GZIP: reader for name, reader in _READERS.items() if name != ".parquet"}
+ENDINGS = f"{', '.join(_READERS)}, or one of these texts with {', '.join(COMPRESSED)}"
+_READERS |= {
+    text + ending: reader
+    for text, reader in _READERS.items()
+    for ending in COMPRESSED
+    if text != ".parquet"
+}

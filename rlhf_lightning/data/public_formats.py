@@ -79,7 +79,9 @@ def as_ours(row: Row, where: Location) -> Row:
 
 def with_roles(messages: Any) -> Any:
     """Return messages of `from` and `value` as ones of `role` and `content`; others as they are."""
-    if not isinstance(messages, list | tuple):
+    if not isinstance(messages, list | tuple) or not any(
+        isinstance(message, Mapping) and "from" in message for message in messages
+    ):
         return messages
     return [_with_role(message) for message in messages]
 

@@ -112,6 +112,12 @@ def completion_of(prompt: Any, completion: str, **more: Any) -> Any:
     return record.completion
 
 
+@pytest.mark.parametrize("completion", [[{}], [None], [{"content": "x"}], ["x"], [1]])
+def test_a_list_that_holds_no_messages_is_a_bad_record(completion):
+    with pytest.raises(BadRecordError, match="completion"):
+        completion_of("Say hi.", completion)
+
+
 def test_json_that_a_prompt_asked_for_stays_text_and_a_cell_beside_a_plain_prompt_is_named():
     dialogue = json.dumps(MESSAGES)
     assert completion_of("Write a dialogue as JSON.", dialogue) == dialogue

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
+import io
+import json
+import lzma
+import os
+import threading
+from typing import Any
 
+import pyarrow
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.files import split_files
+from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.records import PreferenceRecord, PromptRecord
 from rlhf_lightning.data.sources.base import FileSource
 from tests.builders.record_files import PAIRS, RECORDS, write
@@ -66,13 +75,19 @@ def lines(*rows):
 
 BAD_FILES = {
     "not JSON": ("a.jsonl", lines('{"prompt": "a"}', '{"prompt": "a"'), "line 2: it is not JSON"),
-    "not an object": ("a.jsonl", "[1]", "line 1: found a list"),
+    "not an object": ("a.jsonl", "[1]", "record 1: found the number 1"),
+    "a list a line": ("a.jsonl", "[1]\n[2]", "line 1: found a list"),
+    "not JSON in .json": ("a.json", '{\n"prompt": "a"\n', "a.json: it is not JSON"),
+    "a workbook": ("a.csv", "PK\x03\x04\x14", "Excel.*CSV UTF-8"),
+    "Parquet of another name": ("a.jsonl", "PAR1...", "Parquet.*end with .parquet"),
+    "a pointer": ("a.jsonl", "version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "a web page": ("a.csv", "<!DOCTYPE html><html>", "web page"),
+    "ragged, semicolons": ("a.csv", "prompt;domain\na;b;c\n", "more cells than the 2.*';'"),
     "empty JSONL": ("a.jsonl", "\n\n", "holds no records"),
     "empty JSON": ("a.json", "", "holds no records"),
     "empty list": ("a.json", "[]", "holds no records"),
     "empty CSV": ("a.csv", "prompt\n", "holds no records"),
     "empty Parquet": ("a.parquet", "", "not a Parquet file"),
-    "JSON lines in .json": ("a.json", lines('{"a": 1}', '{"a": 2}'), "name the file .jsonl"),
     "an object in .json": ("a.json", '{"prompt": "a"}', "found an object"),
     "a bad row in .json": ("a.json", '[{"prompt": "a"}, 3]', "record 2: found the number 3"),
     "too many cells": ("a.csv", "prompt,domain\na,b,c\n", "line 2: .*more cells than the 2 head"),
@@ -140,16 +155,13 @@ def test_a_bad_line_of_a_compressed_file_is_named_by_its_number(tmp_path):
         FileSource(compress(tmp_path / "a.jsonl")).records("prompts", "train")
 
 
-@pytest.mark.parametrize("damage", ["cut", "plain text", "a changed byte"])
+@pytest.mark.parametrize("damage", ["cut", "a changed byte"])
 def test_a_damaged_compressed_file_is_an_error_and_no_shorter_set(tmp_path, damage):
     path = compress(write(tmp_path / "pairs.jsonl", PAIRS))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
-    content = {"cut": path.read_bytes()[:-20], "plain text": b'{"prompt": "a"}'}.get(
-        damage, bytes(content)
-    )
-    path.write_bytes(content)
-    with pytest.raises(BadRecordError, match="not a whole gzip file"):
+    path.write_bytes(path.read_bytes()[:-20] if damage == "cut" else content)
+    with pytest.raises(BadRecordError, match="not a whole compressed file"):
         FileSource(path, on_bad_record="skip").records("preferences", "train")
 
 
@@ -191,3 +203,94 @@ def test_the_files_of_a_split_are_shards_of_one_set(tmp_path, names, is_one):
     else:
         with pytest.raises(BadRecordError, match=f"no shards of one set: {names[0]}, {names[1]}"):
             split_files(tmp_path)
+
+
+# -- the content decides, not the name ---------------------------------------------------------
+
+ROWS = [
+    {"prompt": f"Café {i}, so; \tto | say", "completion": 'a "word"\nand 5 €'} for i in range(5)
+]
+
+
+def json_lines(newline: str = "\n") -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + newline for row in ROWS)
+
+
+def table(separator: str, newline: str = "\r\n", **quoting: Any) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(
+        file, list(ROWS[0]), delimiter=separator, lineterminator=newline, **quoting
+    )
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return file.getvalue()
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+QUOTED = {"quoting": csv.QUOTE_ALL}
+CONTENTS = {
+    "lines.jsonl": json_lines().encode(),
+    "bom.jsonl": json_lines("\r\n").encode("utf-8-sig"),
+    "utf16.jsonl": json_lines().encode("utf-16"),
+    "utf16_windows.jsonl": json_lines("\r\n").encode("utf-16"),
+    "utf16_no_mark.jsonl": json_lines().encode("utf-16-le"),
+    "utf32.json": json.dumps(ROWS).encode("utf-32"),
+    "utf16.csv": table(",").encode("utf-16"),
+    "bom.csv": table(",").encode("utf-8-sig"),
+    "list.jsonl": json.dumps(ROWS, indent=1).encode(),
+    "list_bom.jsonl": json.dumps(ROWS).encode("utf-8-sig"),
+    "lines.json": json_lines().encode(),
+    "lines_blank.json": b"\n" + json_lines("\r\n\r\n").encode(),
+    "list.json": json.dumps(ROWS).encode(),
+    "gzip.jsonl": gzip.compress(json_lines().encode()),
+    "gzip_list.jsonl": gzip.compress(json.dumps(ROWS).encode()),
+    "gzip_utf16.csv": gzip.compress(table(";").encode("utf-16")),
+    "plain.jsonl.gz": json_lines().encode(),
+    "bzip2.csv": bz2.compress(table(",").encode()),
+    "bzip2.jsonl.bz2": bz2.compress(json_lines().encode()),
+    "xz.jsonl": lzma.compress(json_lines().encode()),
+    "xz.json.xz": lzma.compress(json_lines().encode()),
+    "zstd.jsonl": zstd(json_lines().encode()),
+    "zstd.jsonl.zst": zstd(json_lines().encode()),
+    "semicolon.csv": table(";").encode("utf-8-sig"),
+    "semicolon_quoted.csv": table(";", **QUOTED).encode(),
+    "tab.csv": table("\t", "\n").encode(),
+    "pipe.csv": table("|", **QUOTED).encode(),
+    "tab.tsv": table("\t").encode(),
+    "comma.tsv": table(",").encode(),
+    "excel.csv": ("sep=;\r\n" + table(";")).encode("utf-8-sig"),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_compression_encoding_and_separator_are_told_by_the_content(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(CONTENTS[name])
+    assert [row for _, row in read_rows(path)] == ROWS
+
+
+@pytest.mark.parametrize("name", ["bzip2.csv", "xz.jsonl", "zstd.jsonl", "gzip.jsonl"])
+def test_a_compressed_file_of_any_kind_that_was_cut_is_named(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(CONTENTS[name][:-12])
+    with pytest.raises(BadRecordError, match="not a whole compressed file"):
+        list(read_rows(path))
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("sep=;\nprompt;domain\na;b\nc\n")
+    with pytest.raises(BadRecordError, match="line 4: "):
+        FileSource(path).records("prompts", "train")
+
+
+def test_a_pipe_is_read_as_a_file_is(tmp_path):
+    path = tmp_path / "pipe.jsonl"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(CONTENTS["gzip.jsonl"],))
+    writer.start()
+    assert [row for _, row in read_rows(path)] == ROWS
+    writer.join()

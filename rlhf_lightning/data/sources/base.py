@@ -175,9 +175,9 @@ class RowSource:
 
 @dataclass(eq=False, repr=False)
 class FileSource(RowSource):
-    """Records of a .jsonl, .json, .csv or .parquet file, or of a folder with split files.
+    """Records of a .jsonl, .json, .csv, .tsv or .parquet file, or of a folder with split files.
 
-    The first three may be compressed: `.jsonl.gz`. Further arguments are those of `RowSource`.
+    Texts may be compressed, see `data.files`. Further arguments are those of `RowSource`.
 
     Args:
         path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`.
