@@ -325,11 +325,13 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
     """Return the record's columns and its prompt.
 
     `prompt` is the plain prompt, or the conversation as the template writes it; then `CONVERSATION`
-    holds the conversation itself as JSON, for models that have another template.
+    holds the conversation itself as JSON, for models that have another template; of a `rendered`
+    prompt it holds true.
     """
     columns = {k: v for k, v in record.columns.items() if k != CONVERSATION}
     if isinstance(record.prompt, str):
-        return columns | {"prompt": record.prompt}
+        rendered = {CONVERSATION: "true"} if record.rendered else {}
+        return columns | rendered | {"prompt": record.prompt}
     messages = [dict(message) for message in record.prompt]
     columns[CONVERSATION] = json.dumps(messages, ensure_ascii=False)
     return columns | {"prompt": render_chat(record.prompt, tokenizer)}

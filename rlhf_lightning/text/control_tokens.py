@@ -65,23 +65,40 @@ class ControlTokens:
 
     def hide(self, messages: Messages) -> Messages:
         """Return the messages with what they spell under names that `encode_rendered` knows."""
-        return tuple({**m, "content": self._hidden(m["content"])} for m in messages)
+        return tuple({**m, "content": self.hidden(m["content"])} for m in messages)
+
+    def hidden(self, text: str) -> str:
+        """Return the text with what it spells under names that `encode_rendered` knows."""
+        self._check(text)
+        numbers = {spelling: i for i, spelling in enumerate(self.contents)}
+        return self._pattern.sub(lambda m: f"{_HIDDEN}{numbers[m.group()]}{_HIDDEN}", text)
 
     def encode_rendered(self, rendered: str) -> list[int]:
         """Return the ids of hidden messages as a template wrote them: its markers are tokens."""
-        marked = self._pattern.sub(lambda found: self._names[found.group()], rendered)
-        return list(self._twin.encode(self.reveal(marked), add_special_tokens=False).ids)
+        return list(self.encoding(rendered)[0].ids)
+
+    def encoding(self, *parts: str, add_special_tokens: bool = False) -> tuple[Any, int]:
+        """Encode parts, with what is hidden, as one text: what else they spell is tokens.
+
+        Returns:
+            The encoding, and how many characters of its offsets are the first part's.
+        """
+        if not any(_HIDDEN in part for part in parts) and self._tokenizer.is_fast:
+            text = "".join(parts)
+            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+            return encoded.encodings[0], len(parts[0])
+        marked = [
+            self.reveal(self._pattern.sub(lambda found: self._names[found.group()], part))
+            for part in parts
+        ]
+        encoding = self._twin.encode("".join(marked), add_special_tokens=add_special_tokens)
+        return encoding, len(marked[0])
 
     def reveal(self, text: str) -> str:
         """Return the text with everything that was hidden spelled out."""
         spelled = [self.contents[int(i)] for i in re.findall(f"{_HIDDEN}(\\d+){_HIDDEN}", text)]
         rest = re.split(f"{_HIDDEN}\\d+{_HIDDEN}", text)
         return "".join(a + b for a, b in zip(rest, [*spelled, ""], strict=True))
-
-    def _hidden(self, content: str) -> str:
-        self._check(content)
-        numbers = {spelling: i for i, spelling in enumerate(self.contents)}
-        return self._pattern.sub(lambda m: f"{_HIDDEN}{numbers[m.group()]}{_HIDDEN}", content)
 
     def _check(self, text: str) -> None:
         if _HIDDEN in text or _MARKER in text:

@@ -7,7 +7,6 @@ answer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.text.control_tokens import control_tokens
 from rlhf_lightning.text.template_date import with_fixed_date
 from rlhf_lightning.text.turn_end import first_stop
 
@@ -31,14 +31,16 @@ class AnswerText(NamedTuple):
     Args:
         prompt: as the policy sees it: plain, or a conversation as the policy's template writes it.
         messages: the conversation that the answer ends; a plain prompt has none.
-        completion: without special tokens.
+        completion: what the policy wrote.
         finished: it ended by itself.
+        rendered: special tokens that a plain prompt spells are tokens.
     """
 
     prompt: str
     messages: list[dict[str, str]] | None
     completion: str
     finished: bool
+    rendered: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class Parts:
 class Renderer:
     """Writes prompts and answers as a reward model's texts.
 
-    Text of an answer or a message that spells one of the tokenizer's special tokens loses it: it
-    would end the text early, or open a turn that was never written.
+    What an answer, a message or a plain prompt spells of the tokenizer's special tokens stays text:
+    a token would end the text early, or open a turn that was never written. Until `encode` it
+    stands under names that no text holds, see `ControlTokens`.
 
     Args:
         tokenizer: the reward model's.
@@ -68,10 +71,8 @@ class Renderer:
         self.tokenizer: Any = tokenizer
         self.plain = chat_template == PLAIN
         self.template = None if self.plain else _read_template(chat_template)
-        added = (str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special)
-        special = {*added, *self.tokenizer.all_special_tokens, _PLACEHOLDER}
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)))
+        self._control = control_tokens(tokenizer)
+        self.encode = self._control.encoding
 
     def parts(self, row: AnswerText) -> Parts:
         """Return prompt, answer and closing marks as one text in three parts.
@@ -80,15 +81,15 @@ class Renderer:
             ValueError: if a conversation meets no chat template, or one that writes something else
                 around this answer than around others.
         """
-        completion = self._without_special(row.completion)
+        completion = self.answer(row)
         if row.messages is None:
-            return Parts(row.prompt, completion, "")
+            return Parts(self.question(row), completion, "")
         if self.plain:
             return Parts(self.question(row) + BETWEEN_TURNS, completion, "")
         before, _, after = self._render([*row.messages, _turn(_PLACEHOLDER)]).partition(
             _PLACEHOLDER
         )
-        full = self._render([*row.messages, _turn(completion)])
+        full = self._render([*row.messages, _turn(row.completion)])
         if not full.startswith(before) and full.startswith(self.question(row)):
             # What a template writes in front of an answer may depend on the answer.
             before = self.question(row)
@@ -108,14 +109,14 @@ class Renderer:
             ValueError: if a conversation meets no chat template.
         """
         if row.messages is None:
-            return row.prompt
+            return row.prompt if row.rendered else self._text(row.prompt)
         if self.plain:
-            return BETWEEN_TURNS.join(message["content"] for message in row.messages)
+            return BETWEEN_TURNS.join(self._text(message["content"]) for message in row.messages)
         return self._render(row.messages)
 
     def answer(self, row: AnswerText) -> str:
         """Return the answer by itself."""
-        return self._without_special(row.completion)
+        return self._text(row.completion)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self.template is None and not self.tokenizer.chat_template:
@@ -127,7 +128,7 @@ class Renderer:
         conversation = [dict(message) for message in messages]
         for message in conversation:
             if message["content"] != _PLACEHOLDER:
-                message["content"] = self._without_special(message["content"])
+                message["content"] = self._text(message["content"])
         try:
             text = self.tokenizer.apply_chat_template(
                 conversation, chat_template=self.template, tokenize=False
@@ -140,10 +141,8 @@ class Renderer:
             ) from error
         return str(text)
 
-    def _without_special(self, text: str) -> str:
-        while (shorter := self._special.sub("", text)) != text:
-            text = shorter  # what is left may spell another one
-        return text
+    def _text(self, text: str) -> str:
+        return self._control.hidden(text.replace(_PLACEHOLDER, ""))
 
 
 def _read_template(chat_template: str | None) -> str | None:
@@ -206,22 +205,19 @@ class LastTokenInputs:
     def _tokens(self, row: AnswerText) -> Tokens:
         parts = self.renderer.parts(row)
         closed = row.finished and self.ending != "none"
-        text = parts.before + parts.answer + (self._closing(parts.after) if closed else "")
-        encoding = self.tokenizer(
-            text,
+        encoding, num_before = self.renderer.encode(
+            parts.before,
+            parts.answer + (self._closing(parts.after) if closed else ""),
             # A chat template writes its special tokens itself.
             add_special_tokens=row.messages is None or self.renderer.plain,
-            return_offsets_mapping=True,
-            return_special_tokens_mask=True,
-            verbose=False,
         )
-        ids, special = list(encoding["input_ids"]), list(encoding["special_tokens_mask"])
+        ids, special = list(encoding.ids), list(encoding.special_tokens_mask)
         if 0 in special:
             num_front, end = special.index(0), len(ids) - special[::-1].index(0)
         else:  # an empty text
             num_front = end = int(ids[:1] == [self.tokenizer.bos_token_id])
         prompt_end = num_front + sum(
-            stop <= len(parts.before) for _, stop in encoding["offset_mapping"][num_front:end]
+            stop <= num_before for _, stop in encoding.offsets[num_front:end]
         )
         back = ids[end:] if closed and self.ending == "template" else []
         answer = [*ids[prompt_end:end], *back]
@@ -288,11 +284,10 @@ class ClassifierInputs:
     def _tokens(self, row: AnswerText) -> Tokens:
         if self.pair:
             prompt, answer = self.renderer.question(row), self.renderer.answer(row)
-            first, second = self._encoding(prompt), self._encoding(answer)
+            first, second = self.renderer.encode(prompt)[0], self.renderer.encode(answer)[0]
             num_answer = len(second)
         else:
-            text, num_before = self._text(row)
-            first, second = self._encoding(text), None
+            (first, num_before), second = self.renderer.encode(*self._text(row)), None
             num_answer = sum(stop > num_before for _, stop in first.offsets)
         over_long = self.room is not None and num_answer > self.room
         if self.room is not None:
@@ -300,15 +295,12 @@ class ClassifierInputs:
         encoding = self.tokenizer.backend_tokenizer.post_process(first, second, True)
         return Tokens(encoding.ids, encoding.type_ids, over_long)
 
-    def _text(self, row: AnswerText) -> tuple[str, int]:
-        """Return the text and how many of its characters stand before the answer."""
+    def _text(self, row: AnswerText) -> tuple[str, str]:
+        """Return what stands before the answer, and the rest."""
         if self.input_format == "completion":
-            return self.renderer.answer(row), 0
+            return "", self.renderer.answer(row)
         parts = self.renderer.parts(row)
-        return parts.before + parts.answer + parts.after, len(parts.before)
-
-    def _encoding(self, text: str) -> Any:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False).encodings[0]
+        return parts.before, parts.answer + parts.after
 
     @staticmethod
     def _cut(first: Any, second: Any, num_answer: int, room: int) -> None:

@@ -111,10 +111,13 @@ def answer_texts(answers: Answers) -> list[AnswerText]:
         answers.finished.tolist(),
         strict=True,
     )
-    return [
-        AnswerText(prompt, json.loads(messages) if messages else None, completion, finished)
-        for prompt, messages, completion, finished in rows
-    ]
+    found = []
+    for prompt, written, completion, finished in rows:
+        messages = json.loads(written) if written else None
+        rendered = messages is True  # of a plain prompt whose special tokens are tokens
+        messages = None if rendered else messages
+        found.append(AnswerText(prompt, messages, completion, finished, rendered))
+    return found
 
 
 class Scorer(Protocol):
