@@ -1,4 +1,4 @@
-"""A rank of DPO from Python: MATERIAL, RUN, DEVICES, STRATEGY, [lora]."""
+"""A rank of DPO from Python: MATERIAL, RUN, DEVICES, STRATEGY, [lora or kto]."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from rlhf_lightning import (
 from tests.multiprocess.train_stage import leave, strategy_of
 
 
-def main(material: Path, run: Path, devices: int, strategy: str, lora: str = "") -> None:
+def main(material: Path, run: Path, devices: int, strategy: str, how: str = "") -> None:
+    kto = how == "kto"
     module = DPOModule.from_pretrained(
         material / "policy",
-        dpo=DPOHparams(learning_rate=1e-3, micro_batch_size=3),
-        lora=LoraHparams(r=4) if lora else None,
+        dpo=DPOHparams(learning_rate=1e-3, micro_batch_size=3, kind="kto" if kto else "sigmoid"),
+        lora=LoraHparams(r=4) if how == "lora" else None,
     )
-    data = PreferenceDataModule(material / "pairs.jsonl", module.tokenizer, batch_size=8)
+    kind = "unpaired" if kto else "preferences"
+    pairs = material / "pairs.jsonl"
+    data = PreferenceDataModule(pairs, module.tokenizer, batch_size=8, kind=kind)
     placed: dict[str, Any] = {}
     if devices > 1:
         fsdp = strategy == "fsdp"

@@ -29,16 +29,16 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     done: dict[str, Path] = {}
 
-    def of(lora: str) -> Path:
-        if lora not in done:
-            done[lora] = train(material, tmp_path_factory.mktemp("alone"), 1, "auto", lora)
-        return done[lora]
+    def of(how: str) -> Path:
+        if how not in done:
+            done[how] = train(material, tmp_path_factory.mktemp("alone"), 1, "auto", how)
+        return done[how]
 
     return of
 
 
-def train(material: Path, folder: Path, devices: int, strategy: str, lora: str) -> Path:
-    words = [str(material), str(folder / "run"), str(devices), strategy, *([lora] if lora else [])]
+def train(material: Path, folder: Path, devices: int, strategy: str, how: str) -> Path:
+    words = [str(material), str(folder / "run"), str(devices), strategy, *([how] if how else [])]
     run_ranks(
         ["-m", "tests.multiprocess.dpo_stage", *words],
         world_size=devices,
@@ -49,13 +49,22 @@ def train(material: Path, folder: Path, devices: int, strategy: str, lora: str) 
     return folder / "run"
 
 
-@pytest.mark.parametrize(("strategy", "lora"), [("ddp", ""), ("fsdp", ""), ("fsdp", "lora")])
-def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strategy, lora):
-    one, two = alone(lora), train(material, tmp_path, 2, strategy, lora)
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        ("ddp", ""),
+        ("fsdp", ""),
+        ("fsdp", "lora"),
+        pytest.param("ddp", "kto", marks=pytest.mark.slow),
+        ("fsdp", "kto"),
+    ],
+)
+def test_two_ranks_train_what_one_process_does(material, alone, tmp_path, strategy, how):
+    one, two = alone(how), train(material, tmp_path, 2, strategy, how)
     first, *_ = rows = read_metrics(two / "metrics.csv")
     assert [first[f"dpo/{name}"] for name in MEASURES[1:5]] == [0, 0, 0, 0]
     for ours, theirs in zip(rows, read_metrics(one / "metrics.csv"), strict=True):
-        for name in MEASURES:
+        for name in (*MEASURES, "kl") if how == "kto" else MEASURES:
             assert ours[f"dpo/{name}"] == pytest.approx(theirs[f"dpo/{name}"], rel=1e-3, abs=1e-4)
     tables = [load_file(file) for run in (one, two) for file in (run / FOLDER).iterdir()]
     for split in ("train", "validation"):

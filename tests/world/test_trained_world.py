@@ -45,6 +45,17 @@ def trained(tmp_path_factory):
     return folder
 
 
+def test_kto_learns_from_thumbs_and_passes_its_gates(trained):
+    train(trained, "+experiment=kto")
+    found = summary(trained, "kto")
+    assert len(found["gates"]) == 6
+    assert all(gate["passed"] for gate in found["gates"]), found["gates"]
+    assert found["metrics"]["val/margin"] > 1
+    rows = read_metrics(max(trained.glob("outputs/kto/*")) / "metrics.csv")
+    assert rows[0]["dpo/loss"] == 0.5
+    assert rows[-1]["dpo/loss"] < 0.4
+
+
 @pytest.fixture(scope="module")
 def sft_answers(trained):
     """Sixteen answers and one more of the SFT policy to each of 128 held-out prompts, by gold."""
