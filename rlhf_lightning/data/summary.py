@@ -180,17 +180,22 @@ def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:
 def render_examples(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase, n: int) -> str:
     """Return the first `n` rows decoded, special tokens and all; what is learnt is in `[[...]]`.
 
-    Of a preference both sides are shown, with the scored answers in the brackets.
+    Of a preference both sides are shown, with the scored answers in the brackets; of an unpaired
+    row its answer, with its label.
     """
     lines = []
     for number, row in enumerate(encoded[:n], start=1):
         if isinstance(row, EncodedSequence):
-            lines.append(f"example {number}: {_marked(row.input_ids, row.loss_mask, tokenizer)}")
+            label = "" if row.label is None else f", label {str(row.label).lower()}"
+            text = _marked(row.input_ids, row.loss_mask, tokenizer)
+            lines.append(f"example {number}{label}: {text}")
         elif isinstance(row, EncodedPrompt):
             lines.append(f"example {number}: {decoded(row.input_ids, tokenizer)}")
         else:
-            for side in ("chosen", "rejected"):
-                ids = getattr(row, f"{side}_input_ids")
+            sides = {"chosen": row.chosen_input_ids, "rejected": row.rejected_input_ids}
+            if row.label is not None:  # the other side is an answer to another prompt
+                sides = {f"label {str(row.label).lower()}": row.chosen_input_ids}
+            for side, ids in sides.items():
                 mask = [i >= row.prompt_length for i in range(len(ids))]
                 lines.append(f"example {number}, {side}: {_marked(ids, mask, tokenizer)}")
     return "\n".join(lines)

@@ -184,6 +184,11 @@ def test_pairs_are_two_rows_each_and_other_answers_are_of_other_prompts(material
     rows = data.rows("train")
     assert [row.label for row in rows[:4]] == [True, False, True, False]
     assert len(rows) == 18
+    data.show_examples = 2
+    shown = data.render_summary()
+    assert "example 1, label true: " in shown
+    assert "example 2, label false: " in shown
+    assert "rejected" not in shown
     answers = {
         row.chosen_input_ids[row.prompt_length :].tobytes(): row.chosen_input_ids[
             : row.prompt_length

@@ -24,10 +24,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf_lightning.data.cells import messages_in
 from rlhf_lightning.data.conversations import parse_text
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, describe
 from rlhf_lightning.data.files import Row
 from rlhf_lightning.data.formats import RowParser, parse_rows
+from rlhf_lightning.data.public_formats import PROMPTS
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.preferences.records import (
     SIDES,
@@ -82,7 +84,6 @@ FIELDS = {
         "data", "data", "meta", "pair", "export as JSON, not as JSON-MIN or CSV"
     ),
 }
-PROMPTS = ("prompt", "instruction", "question", "input", "query")
 _NUMBERED = ("answer{}", "answer-{}", "response{}", "response-{}", "response_{}")
 ANSWERS = (
     ("first", "second"),
@@ -204,16 +205,9 @@ def find_texts(values: Mapping[str, Any], where: Location) -> tuple[Any, str, st
             f"{missing} cannot be found among {', '.join(map(str, values)) or 'no keys'}",
             f"name it as one of: {', '.join(known)}",
         )
-    for key in answers:
-        if not isinstance(values[key], str):
-            found = f"{key!r} holds {describe(values[key])}, expected text"
-            raise BadRecordError(where, found, "give each answer as one text")
-    return (
-        parse_text(values[prompt], prompt, where),
-        values[answers[0]],
-        values[answers[1]],
-        answers,
-    )
+    cells = {key: messages_in(values[key], key, where) for key in (prompt, *answers)}
+    texts = [_one_answer(parse_text(cells[key], key, where), key, where) for key in answers]
+    return (parse_text(cells[prompt], prompt, where), texts[0], texts[1], answers)
 
 
 @contextmanager
