@@ -15,6 +15,7 @@ from rlhf_lightning.app.config.compose import ConfigError, choices
 from rlhf_lightning.app.config.settings import RunSettings
 from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
+from rlhf_lightning.runs.model_folder import is_adapter
 
 KINDS = ("base", "sft", "reward", "ppo")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -77,7 +78,7 @@ def is_available(source: str) -> bool:
     """Return whether a folder holds a model, or the text can be a hub name."""
     folder = Path(source)
     if folder.is_dir():
-        return (folder / "config.json").is_file()
+        return (folder / "config.json").is_file() or is_adapter(folder)  # named when it is loaded
     # A hub name: transformers looks for it, in its cache first.
     return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
 

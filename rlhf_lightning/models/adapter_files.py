@@ -24,8 +24,9 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_hea
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.whole_weights import check_artifact
 from rlhf_lightning.runs.atomic import follow_umask
+from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG, check_model_folder
 
-CONFIG, WEIGHTS, EXTRA = "adapter_config.json", "adapter_model.safetensors", "rlhf_lightning.json"
+CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
 _SCORE = f"{_PREFIX}score.weight"
 _OTHER_SCALES = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
@@ -115,6 +116,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
         ManifestError: if the artefact that it stands in is not what its manifest says.
     """
     check_artifact(folder.parent)
+    check_model_folder(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(

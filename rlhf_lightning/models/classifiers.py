@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_lightning.functional.sequences import last_token_index
+from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.whole_weights import listed, load_whole
 
 DTYPES = ("float32", "bfloat16", "auto")
@@ -107,7 +108,7 @@ def load_classifier(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} of a reward model must be one of {', '.join(DTYPES)}")
-    loading: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    loading = loading_options(source, revision=revision)
 
     def not_stored(missing: list[str]) -> str | None:
         if not any(name.split(".")[-2] in _HEADS for name in missing if "." in name):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
+import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +14,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
+
+from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG, check_model_folder, is_adapter
+
+logger = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LONGEST_REASON = 300
@@ -21,6 +28,8 @@ def loading_options(
 ) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that say which version, and whose code runs.
 
+    A folder is checked first: whether its files lie in it, and whether it is a model.
+
     Args:
         source: folder or hub name.
         revision: branch, tag or commit of a hub name; a folder has none.
@@ -28,9 +37,13 @@ def loading_options(
 
     Raises:
         ValueError: if code is trusted that can still change: of a hub name without a commit, or of
-            another repository that the configuration points to.
+            another repository that the configuration points to; or if a folder is an adapter, or
+            has a link or an index that leads out of it.
     """
     local = Path(source).is_dir()
+    if local:
+        check_model_folder(source)
+        _refuse_adapter(Path(source))
     if trust_remote_code and not local and not COMMIT.fullmatch(revision or ""):
         raise ValueError(
             f"model.trust_remote_code=true runs Python code of {source}, which can change at any "
@@ -43,6 +56,33 @@ def loading_options(
     if trust_remote_code:
         _refuse_code_from_elsewhere(source, options)
     return options
+
+
+def _refuse_adapter(folder: Path) -> None:
+    if not is_adapter(folder):
+        if (folder / ADAPTER_CONFIG).is_file():
+            _tell_of_adapter(folder)
+        return
+    try:
+        content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = content.get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error
+    raise ValueError(
+        f"{folder} is an adapter on {base}, and not a model: merge it by `peft."
+        f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()`, save the "
+        "result and the tokenizer by save_pretrained(FOLDER), and give that folder"
+    )
+
+
+@functools.cache
+def _tell_of_adapter(folder: Path) -> None:
+    logger.warning(
+        "%s holds a model and an adapter (%s), which is not applied: merge it with peft if the "
+        "adapted model is meant, else remove it",
+        folder,
+        ADAPTER_CONFIG,
+    )
 
 
 def load_config(source: str | Path, options: dict[str, Any]) -> PretrainedConfig:

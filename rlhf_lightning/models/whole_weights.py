@@ -17,6 +17,8 @@ from rlhf_lightning.runs.manifest import has_manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
+# Where transformers looks for an adapter to apply beside the weights.
+_NO_ADAPTER = "no-adapter"
 NAMED = 4  # of the tensors that are not as they should be
 Exempt = Callable[[PreTrainedModel], Collection[str]]
 NOTHING: Exempt = lambda model: ()  # noqa: E731
@@ -64,6 +66,7 @@ def load_whole(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with their names
+            adapter_kwargs={"subfolder": _NO_ADAPTER},
             **options,
             **extra,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 
+from rlhf_lightning.runs.model_folder import check_model_folder
 from rlhf_lightning.runs.public_config import without_folders
 
 # For later stages on this machine; it names the run's folder.
@@ -34,8 +35,12 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
         private: of a new repository.
 
     Raises:
-        HubError: without a login, or if the hub refuses.
+        HubError: without a login, if the hub refuses, or if the folder has a link that leaves it.
     """
+    try:
+        check_model_folder(folder)
+    except ValueError as error:
+        raise HubError(f"nothing was pushed to {repository}: {error}") from error
     api = HfApi(library_name="rlhf_lightning")
     with tempfile.TemporaryDirectory() as temporary:
         staged = Path(temporary) / "model"

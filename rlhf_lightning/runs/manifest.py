@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rlhf_lightning.runs.atomic import link_or_copy, replace_folder, write_text
 from rlhf_lightning.runs.folder import to_json
+from rlhf_lightning.runs.model_folder import check_model_folder
 from rlhf_lightning.runs.reading import parse
 from rlhf_lightning.runs.summary import GateResult
 
@@ -209,9 +210,11 @@ def publish_artifact(
 
     Raises:
         ManifestError: if `source` holds no model.
+        ValueError: if it has a link that leaves it.
     """
     source, target = Path(source), Path(target)
     fingerprint(source)  # fail before anything is copied
+    check_model_folder(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
