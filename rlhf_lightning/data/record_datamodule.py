@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
+import numpy as np
 import torch
 from lightning import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
@@ -249,6 +250,17 @@ class RecordDataModule(LightningDataModule):
                     f"{type(self).__name__}(rows, tokenizer, ...)"
                 )
         return records
+
+    def token_ids(self) -> frozenset[int]:
+        """Return every id that a row of either split holds."""
+        self.setup()
+        held = np.zeros(0, dtype=bool)
+        for row in (*self._rows["train"], *self._rows["validation"]):
+            for ids in vars(row).values():
+                if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.size:
+                    held = np.pad(held, (0, max(0, int(ids.max()) + 1 - len(held))))
+                    held[ids] = True
+        return frozenset(held.nonzero()[0].tolist())
 
     def render_summary(self) -> str:
         """Return the tables of both splits, and the first examples if they are asked for."""

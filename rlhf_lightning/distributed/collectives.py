@@ -405,12 +405,15 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
             if first:
                 state[name] = state[known]
             continue
-        value = value.detach()
-        if isinstance(value, DTensor):
-            value = _on_device_of_mesh(value).full_tensor()
+        value = whole(value.detach())
         if first:
             state[name] = value.cpu()
     return state
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a tensor of which each rank may hold a part; every rank must call it."""
+    return _on_device_of_mesh(value).full_tensor() if isinstance(value, DTensor) else value
 
 
 def _on_device_of_mesh(value: DTensor) -> DTensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,7 +17,13 @@ from rlhf_lightning.data.datamodules import (
     PromptDataModule,
 )
 from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.distributed.collectives import whole
 from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.models.whole_weights import NAMED
+
+logger = logging.getLogger(__name__)
+
+DEAD_ROW = 1e-3  # of the median norm
 
 FITTING: dict[str, type[RecordDataModule]] = {
     "sft": DemonstrationDataModule,
@@ -34,8 +43,8 @@ def check_data(module: Any, data: Any) -> None:
 
     Raises:
         TypeError: if the data are records of another kind.
-        ValueError: if their tokenizer is not the module's, or the rows may be longer than the
-            model's context.
+        ValueError: if their tokenizer is not the module's, if the rows may be longer than the
+            model's context, or if they hold a token that it has no embedding for.
     """
     fitting = FITTING.get(getattr(module, "stage", ""))
     if fitting is None or not isinstance(data, RecordDataModule):
@@ -48,6 +57,9 @@ def check_data(module: Any, data: Any) -> None:
         )
     _check_tokenizer(module, data)
     _check_context(module, data)
+    for model in _models(module):
+        check_token_rows(model, data.tokenizer, data.token_ids())
+        break  # policy, value and reward model read the same ids
 
 
 def check_batch(module: Any, batch: object, expected: type) -> None:
@@ -89,6 +101,44 @@ def _check_context(module: Any, data: RecordDataModule) -> None:
         raise ValueError(
             f"{given}{summed} tokens are more than the model's context of {min(limits)} "
             f"(max_position_embeddings): lower {' or '.join(asked)}"
+        )
+
+
+@torch.no_grad()
+def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
+    """Check that a model has an embedding for every token of the data, and name untrained ones.
+
+    Added tokens of a base model, such as those of a chat template, may have rows that nobody has
+    trained: (nearly) 0, or the same as that of another one. The first gradients are then huge.
+
+    Args:
+        model: of transformers.
+        tokenizer: of the data.
+        used: ids of the data.
+
+    Raises:
+        ValueError: if there is no embedding for one of them.
+    """
+    weight = model.get_input_embeddings().weight
+    if beyond := sorted(i for i in used if i >= len(weight)):
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(beyond[:NAMED])))
+        raise ValueError(
+            f"the data hold {names} (id {beyond[0]} and up), and {type(model).__name__} has "
+            f"{len(weight)} embeddings: call resize_token_embeddings({len(tokenizer)}) on the "
+            "model and save it, or take the tokenizer that it was published with"
+        )
+    added = sorted(set(used) & set(tokenizer.added_tokens_decoder) - {tokenizer.pad_token_id})
+    size, total = (whole(each.float()) for each in (weight.norm(dim=1), weight.sum(dim=1)))
+    rows = list(zip(size.tolist(), total.tolist(), strict=True))
+    times = Counter(rows)
+    least = DEAD_ROW * float(size.median())
+    dead = [i for i in added if rows[i][0] <= least or times[rows[i]] > 1]
+    if dead:
+        logger.warning(
+            "nobody has trained the embeddings of %s, which the data hold: they are 0 or equal to "
+            "others, and the first gradients may be a hundred times the later ones. Start from a "
+            "model that knows these tokens, or set their rows to the mean of the others",
+            ", ".join(map(repr, tokenizer.convert_ids_to_tokens(dead))),
         )
 
 

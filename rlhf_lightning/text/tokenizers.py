@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,12 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from rlhf_lightning.models.loading import loading_options, naming_source
+from rlhf_lightning.models.loading import load_config, loading_options, naming_source
+from rlhf_lightning.models.whole_weights import listed
 from rlhf_lightning.text.template_date import leading_settings, with_fixed_date
 from rlhf_lightning.text.turn_end import turn_end
+
+logger = logging.getLogger(__name__)
 
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -41,7 +46,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub name, with a pad token and left padding.
 
-    A tokenizer without a pad token pads with EOS: masks never come from ids, so that is safe.
+    A tokenizer without a pad token, or with one that the model has no embedding for, pads with EOS:
+    masks never come from ids, so that is safe. Tokens without an embedding are named.
 
     Args:
         source: folder or hub name.
@@ -62,10 +68,41 @@ def load_tokenizer(
         raise ValueError(f"the tokenizer of {source} has no EOS token: set one before training")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    _check_rows(tokenizer, str(source), options)
     tokenizer.padding_side = "left"
     arguments = dict(chat_template_arguments or {})
     _fix_date(tokenizer, arguments.pop("date_string", None))
     return with_template_arguments(tokenizer, arguments)
+
+
+def _check_rows(tokenizer: Any, source: str, options: dict[str, Any]) -> None:
+    try:
+        size = load_config(source, options).get_text_config().vocab_size
+    except (ValueError, AttributeError):  # a tokenizer alone
+        return
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= size}
+    if tokenizer.eos_token_id in beyond:
+        raise ValueError(
+            f"the EOS of {source}, {tokenizer.eos_token!r}, has id {tokenizer.eos_token_id}, and "
+            f"the model has {size} embeddings: call resize_token_embeddings({len(tokenizer)}) on "
+            "the model and save it"
+        )
+    if beyond:
+        _tell_of_tokens(source, size, tuple(beyond[i] for i in sorted(beyond)))
+    if tokenizer.pad_token_id in beyond:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+@functools.cache
+def _tell_of_tokens(source: str, size: int, tokens: tuple[str, ...]) -> None:
+    logger.warning(
+        "the model of %s has %s embeddings and none for %s of its tokenizer: no text may hold "
+        "them, and EOS takes the place of a pad token among them. resize_token_embeddings() gives "
+        "them rows",
+        source,
+        size,
+        listed(map(repr, tokens)),
+    )
 
 
 def with_template_arguments(
