@@ -19,7 +19,7 @@ from rlhf_lightning.data.datamodules import (
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.collectives import whole
 from rlhf_lightning.models.classifiers import max_positions
-from rlhf_lightning.models.whole_weights import NAMED
+from rlhf_lightning.text.decoding import token_names
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +121,8 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
     """
     weight = model.get_input_embeddings().weight
     if beyond := sorted(i for i in used if i >= len(weight)):
-        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(beyond[:NAMED])))
         raise ValueError(
-            f"the data hold {names} (id {beyond[0]} and up), and {type(model).__name__} has "
+            f"the data hold {token_names(beyond, tokenizer)} (id {beyond[0]} and up), and {type(model).__name__} has "
             f"{len(weight)} embeddings: call resize_token_embeddings({len(tokenizer)}) on the "
             "model and save it, or take the tokenizer that it was published with"
         )
@@ -138,7 +137,7 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
             "nobody has trained the embeddings of %s, which the data hold: they are 0 or equal to "
             "others, and the first gradients may be a hundred times the later ones. Start from a "
             "model that knows these tokens, or set their rows to the mean of the others",
-            ", ".join(map(repr, tokenizer.convert_ids_to_tokens(dead))),
+            token_names(dead, tokenizer),
         )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.models.whole_weights import listed
+
 
 def decoded(
     ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False
@@ -25,3 +27,8 @@ def response_texts(
         tokenizer: of the policy.
     """
     return list(tokenizer.batch_decode([list(ids) for ids in responses], skip_special_tokens=True))
+
+
+def token_names(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return tokens as a message names them: the first few in quotes, and how many more."""
+    return listed(map(repr, tokenizer.convert_ids_to_tokens(list(ids))))
