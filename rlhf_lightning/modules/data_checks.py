@@ -122,8 +122,8 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
     weight = model.get_input_embeddings().weight
     if beyond := sorted(i for i in used if i >= len(weight)):
         raise ValueError(
-            f"the data hold {token_names(beyond, tokenizer)} (id {beyond[0]} and up), and {type(model).__name__} has "
-            f"{len(weight)} embeddings: call resize_token_embeddings({len(tokenizer)}) on the "
+            f"the data hold {token_names(beyond, tokenizer)} (id {beyond[0]} and up), and "
+            f"{type(model).__name__} has {len(weight)} embeddings: call resize_token_embeddings({len(tokenizer)}) on the "
             "model and save it, or take the tokenizer that it was published with"
         )
     added = sorted(set(used) & set(tokenizer.added_tokens_decoder) - {tokenizer.pad_token_id})
