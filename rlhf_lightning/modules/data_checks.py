@@ -123,8 +123,9 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
     if beyond := sorted(i for i in used if i >= len(weight)):
         raise ValueError(
             f"the data hold {token_names(beyond, tokenizer)} (id {beyond[0]} and up), and "
-            f"{type(model).__name__} has {len(weight)} embeddings: call resize_token_embeddings({len(tokenizer)}) on the "
-            "model and save it, or take the tokenizer that it was published with"
+            f"{type(model).__name__} has {len(weight)} embeddings: call "
+            f"resize_token_embeddings({len(tokenizer)}) on the model and save it, or take the "
+            "tokenizer that it was published with"
         )
     added = sorted(set(used) & set(tokenizer.added_tokens_decoder) - {tokenizer.pad_token_id})
     size, total = (whole(each.float()) for each in (weight.norm(dim=1), weight.sum(dim=1)))
