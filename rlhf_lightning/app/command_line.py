@@ -27,6 +27,7 @@ from rlhf_lightning.app.config.help import help_text
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
+from rlhf_lightning.app.leftovers import ending_without_them
 from rlhf_lightning.app.sweep import SweepEnd
 from rlhf_lightning.app.terminal import outlast_terminal
 from rlhf_lightning.distributed.launch import end_process
@@ -104,7 +105,7 @@ def run_command(entry: str, run: Callable[[Any], object], config: str | None = N
     """
     words = [f"++{one}" if one.startswith(f"{entry}.") else one for one in _arguments(entry)]
     register()
-    with ended_in_one_line(), stopping_on_signals():
+    with ending_without_them(), ended_in_one_line(), stopping_on_signals():
         run(load_settings(COMMANDS[entry], config or entry, with_run(entry, words)))
 
 
@@ -141,15 +142,16 @@ def run_job(entry: str, job: Callable[[Any], object]) -> None:
         entry: the command, and its file in `conf/`.
         job: called with the composed configuration, once for each job of a sweep.
     """
-    try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
-    except SystemExit as error:
-        if error.code == 1:
-            # Without `on_multirun_end` where the sweeper raised, as Optuna's does if no trial
-            # completed.
-            SweepEnd.finish()
-        raise
-    end_process()
+    with ending_without_them():
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
+        except SystemExit as error:
+            if error.code == 1:
+                # Without `on_multirun_end` where the sweeper raised, as Optuna's does if no trial
+                # completed.
+                SweepEnd.finish()
+            raise
+        end_process()
 
 
 def run_in_folder(entry: str, cfg: Any, run: Callable[[Any, RunFolder, list[str]], object]) -> None:

@@ -1,0 +1,47 @@
+"""Threads and processes of the user's own code that would hold a finished command for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+PATIENCE_SECONDS = 10.0
+
+
+@contextmanager
+def ending_without_them() -> Iterator[None]:
+    """End the process soon after the block, also if threads or child processes go on.
+
+    They are named; the exit code is that of the block.
+    """
+    code = 1
+    try:
+        yield
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        threading.Thread(target=_watch, args=(code,), daemon=True).start()
+
+
+def _watch(code: int) -> None:
+    """Leave once something goes on that the interpreter waits for."""
+    while True:
+        time.sleep(PATIENCE_SECONDS)
+        if left := [*_threads(), *(p for p in multiprocessing.active_children() if not p.daemon)]:
+            with suppress(OSError, ValueError):
+                names = ", ".join(each.name for each in left)
+                sys.stderr.write(f"the command is done: it ends without {names}, still at work\n")
+                sys.stderr.flush()
+            os._exit(code)
+
+
+def _threads() -> list[threading.Thread]:
+    others = (threading.main_thread(), threading.current_thread())
+    return [t for t in threading.enumerate() if t not in others and not t.daemon]
