@@ -28,6 +28,7 @@ from rlhf_lightning import (
     SamplingHparams,
     SFTHparams,
     SFTModule,
+    WeightedScorer,
     compare,
     export_model,
     trainer_arguments,
@@ -50,9 +51,8 @@ def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
 
 def ppo(material: dict[str, Path], **changes: Any) -> PPOModule:
     sampling = SamplingHparams(max_new_tokens=5)
-    return PPOModule.from_pretrained(
-        material["policy"], length, ppo=PPO, sampling=sampling, **changes
-    )
+    given = {"reward": length, "ppo": PPO, "sampling": sampling} | changes
+    return PPOModule.from_pretrained(material["policy"], **given)
 
 
 def prompts(material: dict[str, Path], module: PPOModule) -> PromptDataModule:
@@ -268,6 +268,33 @@ def test_a_reward_that_is_none_is_refused(material):
     with pytest.raises(TypeError, match=r"reward=3 is int: give a function"):
         PPOModule.from_pretrained(material["policy"], 3)
     assert isinstance(ppo(material).scorer, FunctionScorer)
+
+
+def few(prompts: list[str], completions: list[str]) -> list[float | None]:
+    return [None if len(text) > 8 else -float(len(text)) for text in completions]
+
+
+def test_a_list_of_rewards_is_their_weighted_sum_and_resumes_with_its_weights(material, tmp_path):
+    given = {"reward": [length, few, few], "reward_weights": [1.0, 0.5, 2]}
+    module = ppo(material, **given)
+    assert isinstance(module.scorer, WeightedScorer)
+    assert module.scorer.weights == {"length": 1.0, "few": 0.5, "few#2": 2}
+    assert module.algorithm.score_clip is None
+    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(
+        module, prompts(material, module)
+    )
+    last = tmp_path / "run/checkpoints/last.ckpt"
+    again = PPOModule.load_from_checkpoint(last, reward=given["reward"])
+    assert again.scorer.weights == module.scorer.weights
+    for wrong, message in (
+        ({"reward_weights": [1.0]}, "3 entries and reward_weights 1"),
+        ({"reward": length}, "is of a list"),
+        ({"reward": []}, "0 entries"),
+        ({"reward_weights": [1, "2", 3]}, "must hold numbers"),
+        ({"reward": [length, lambda queries, prompts, labels: 0, few]}, "queries"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ppo(material, **(given | wrong))
 
 
 class Mine(L.Callback):

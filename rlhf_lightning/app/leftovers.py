@@ -34,9 +34,10 @@ def _watch(code: int) -> None:
     """Leave once something goes on that the interpreter waits for."""
     while True:
         time.sleep(PATIENCE_SECONDS)
-        if left := [*_threads(), *(p for p in multiprocessing.active_children() if not p.daemon)]:
+        children = [p.name for p in multiprocessing.active_children() if not p.daemon]
+        if left := [thread.name for thread in _threads()] + children:
             with suppress(OSError, ValueError):
-                names = ", ".join(each.name for each in left)
+                names = ", ".join(left)
                 sys.stderr.write(f"the command is done: it ends without {names}, still at work\n")
                 sys.stderr.flush()
             os._exit(code)

@@ -164,7 +164,7 @@ def _same_columns(encoded: list[Any]) -> list[Any]:
     prompts = [row for row in encoded if isinstance(row, EncodedPrompt)]
     lacking = dict.fromkeys(name for row in prompts for name in row.columns)
     return [
-        replace(row, columns=lacking | row.columns)
+        replace(row, columns=lacking | dict(row.columns))
         if isinstance(row, EncodedPrompt) and len(row.columns) < len(lacking)
         else row
         for row in encoded

@@ -14,9 +14,9 @@ from rlhf_lightning.rollout.scorers.base import (
     RewardModelScorer,
     Scores,
     WeightedScorer,
-    load_function,
     make_answers,
 )
+from rlhf_lightning.rollout.scorers.functions import load_function
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_scalar_model, tiny_tokenizer
 from tests.rollout.answers import answers_of
 
@@ -142,7 +142,8 @@ def test_a_function_that_raises_is_named_with_its_columns():
         return [float("yes" in c[0]["content"]) for c in completions]
 
     with pytest.raises(
-        RuntimeError, match=r"function messages raised TypeError: .*no list of messages.*'answer'\]"
+        RuntimeError,
+        match=r"function messages raised TypeError: .*no lists of messages.*'answer'\]",
     ):
         FunctionScorer(messages)(answers(answer=["a", "b"]))
 

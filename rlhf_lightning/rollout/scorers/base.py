@@ -251,8 +251,8 @@ class FunctionScorer:
             what,
             seconds=self.timeout_seconds,
             about=(
-                f"{len(completions)} prompts and completions, each a text and no list of messages "
-                f"(the first prompt: {values['prompts'][0][:200]!r}), and the columns {columns}"
+                f"{len(completions)} prompts and completions (texts, no lists of messages; the "
+                f"first prompt: {values['prompts'][0][:200]!r}) and the columns {columns}"
             ),
         )
         if found is None:
