@@ -25,11 +25,13 @@ _VALUES = (tokenize.STRING, tokenize.NUMBER, tokenize.NAME)
 
 
 def messages_in(value: Any, key: str, where: Location) -> Any:
-    """Return the messages that a text spells; any other value as it is.
+    """Return the messages that a text spells; an array as a list, any other value as it is.
 
     Raises:
         BadRecordError: for a text that begins as a list of messages and cannot be read.
     """
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if not isinstance(value, str) or not _START.match(value) or not _FIELDS.search(value):
         return value
     found: Any = value

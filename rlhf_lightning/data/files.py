@@ -312,11 +312,13 @@ def _read_csv(path: Path) -> Iterator[LocatedRow]:
         named = re.fullmatch(r"sep=(.)\s*", header, re.IGNORECASE)  # Excel's own
         skipped = 1 if named else 0
         header = file.readline() if named else header
+        if re.match(r"\s*(\[\s*)?\{\s*\"", header):
+            raise BadRecordError(where, "it begins as JSON does", "let its name end with .jsonl")
         separator = named[1] if named else _separator(header, extension(path))
         lines = itertools.chain([header], file)
         reader = csv.DictReader(lines, strict=True, delimiter=separator)
         try:
-            names = list(reader.fieldnames or ())
+            names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             if twice := [name for name in names if names.count(name) > 1]:
                 found = f"the header names the column {twice[0]!r} twice"
                 raise BadRecordError(where, found, "rename one of them, or take it out")

@@ -5,6 +5,7 @@ A column is known by its name and by the values of the whole set, so that a topi
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -25,24 +26,24 @@ logger = logging.getLogger(__name__)
 
 _GOOD = (
     "true 1 yes y good up thumbs_up thumbsup like liked upvote positive desirable desired chosen "
-    "accepted accept correct right pass passed helpful preferred 👍 +1"
+    "accepted accept correct right pass passed win won helpful preferred 👍 +1"
 )
 _BAD = (
     "false 0 -1 no n bad down thumbs_down thumbsdown dislike disliked downvote negative "
-    "undesirable undesired rejected reject incorrect wrong fail failed unhelpful dispreferred 👎"
+    "undesirable undesired rejected reject incorrect wrong fail failed lose lost unhelpful "
+    "dispreferred 👎"
 )
 _VERDICTS = dict.fromkeys(_GOOD.split(), True) | dict.fromkeys(_BAD.split(), False)
-# Words of a column's name that speak of the answer: by a number, or otherwise.
+# Words of a column's name that rate the answer, or may do so.
 _RATING_NAMES = (
-    "score scores rating ratings reward rewards grade stars votes upvotes quality helpfulness "
-    "correctness"
+    "score scores rating ratings reward rewards grade stars vote votes upvotes quality helpfulness "
+    "correctness feedback thumb thumbs verdict"
 )
-_OTHER_NAMES = (
-    "label labels thumb thumbs vote feedback kto like liked good desirable accepted preferred "
-    "correct helpful verdict"
-)
+_OTHER_NAMES = "label labels kto like liked good desirable accepted preferred correct helpful"
 _RATINGS = frozenset(_RATING_NAMES.split())
 _NAMES = _RATINGS | frozenset(_OTHER_NAMES.split())
+_NOT = ("un", "in", "im", "dis", "non", "non_", "not_")
+_MOST_WORDS, _LONGEST_WORD = 12, 20  # of a column of grades, and not of remarks
 
 
 class Label(NamedTuple):
@@ -54,8 +55,17 @@ class Label(NamedTuple):
 
 def verdict(value: Any) -> bool | None:
     """Return True for good, False for bad, None for what is neither."""
-    word = re.sub(r"[\s-]+(?=\D)", "_", str(value).strip().lower())
-    return _VERDICTS.get(re.sub(r"\.0+$", "", word))
+    return _VERDICTS.get(_word(value))
+
+
+def _word(value: Any) -> str:
+    """Return a value as a word: 1.0 as 1, "Thumbs up" as thumbs_up, emoji without a skin tone."""
+    word = re.sub(
+        "[\N{EMOJI MODIFIER FITZPATRICK TYPE-1-2}-\N{EMOJI MODIFIER FITZPATRICK TYPE-6}\ufe0f]",
+        "",
+        str(value),
+    )
+    return re.sub(r"\.0+$", "", re.sub(r"[\s-]+(?=\D)", "_", word.strip().lower()))
 
 
 def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label | None:
@@ -86,20 +96,25 @@ def _label_first(item: tuple[str, Any]) -> bool:
 
 
 def _label_of(name: str, values: set[str]) -> Label | None:
-    verdicts = {verdict(value) for value in values}
+    words = set(map(_word, values))
+    verdicts = {_VERDICTS.get(word) for word in words}
     named = set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
-    if None not in verdicts and False in verdicts and named & _NAMES:
+    numeric = all(re.fullmatch(r"[+-]?\d+(\.\d+)?(e-?\d+)?", word) for word in words)
+    graded = len(words) <= _MOST_WORDS and all(len(word) <= _LONGEST_WORD for word in words)
+    both = graded and not numeric and {True, False} <= verdicts
+    if named & _NAMES and False in verdicts and (None not in verdicts or both):
         return Label(name)
-    numeric = all(re.fullmatch(r"[+-]?\d+(\.\d+)?(e-?\d+)?", value.strip()) for value in values)
-    if numeric and len(values) > 1 and named & _RATINGS:
+    if len(words) > 1 and (numeric or graded) and named & _RATINGS:
         return Label(name, is_rating=True)
-    if verdicts == {True, False} or (numeric and len(values) > 1 and "label" in named):
+    opposites = graded and any(prefix + word in words for word in words for prefix in _NOT)
+    half = graded and bool(named & _NAMES) and (numeric or len(verdicts) > 1)
+    if len(words) > 1 and (verdicts == {True, False} or opposites or half):
+        way = f"set columns={{label: {name}}}"
         logger.warning(
-            "the column %r (%s) is not read: if it says which responses are good, set "
-            "columns={label: %s}",
+            "the column %r (%s) is not read: if it says which responses are good, %s",
             name,
             ", ".join(sorted(values)[:4]),
-            name,
+            "write it as a column label of true and false" if None in verdicts else way,
         )
     return None
 
@@ -122,10 +137,10 @@ def check_demonstration(row: ParsedRow, label: Label | None) -> None:
         )
     value = row.columns.get(label.column)
     if not verdict(value):
+        said = "neither good nor bad" if verdict(value) is None else "bad"
         raise BadRecordError(
             row.where,
-            f"the label {label.column!r} holds {describe(value)}: a response to learn is labelled "
-            "good",
+            f"the label {label.column!r} holds {describe(value)}: the response is labelled {said}",
             "leave such rows out with dataset.source.on_bad_record=skip, learn from both labels "
             f"with +experiment=kto, or {every}",
         )
@@ -154,8 +169,14 @@ def unpaired(row: ParsedRow, label: Label | None) -> list[Record]:
     return [UnpairedRecord(*parts, value)]
 
 
-def warn_of_repeated_prompts(rows: Sequence[ParsedRow], name: str) -> None:
-    """Warn where the answers of all rows begin with their prompt, which would be there twice."""
+def warn_of_odd_texts(rows: Sequence[ParsedRow], name: str) -> None:
+    """Warn where all answers begin with their prompt, or all prompts are texts in JSON."""
+    if rows and all(map(_quotes_prompt, rows)):
+        logger.warning(
+            "%s: all prompts are JSON of a text or of a list of texts, with its quotes: write the "
+            "texts themselves, or messages",
+            name,
+        )
     if len(rows) > 1 and all(map(_repeats_prompt, rows)):
         logger.warning(
             "%s: all %d responses begin with their prompt, which the model then reads twice: take "
@@ -163,6 +184,18 @@ def warn_of_repeated_prompts(rows: Sequence[ParsedRow], name: str) -> None:
             name,
             len(rows),
         )
+
+
+def _quotes_prompt(row: ParsedRow) -> bool:
+    prompt = getattr(row.record, "prompt", None)
+    if not isinstance(prompt, str) or prompt[:1] not in ('"', "["):
+        return False
+    try:
+        found = json.loads(prompt)
+    except (ValueError, RecursionError):
+        return False
+    texts = found if isinstance(found, list) else [found]
+    return bool(texts) and all(isinstance(text, str) for text in texts)
 
 
 def _repeats_prompt(row: ParsedRow) -> bool:

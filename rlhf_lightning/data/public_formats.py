@@ -9,6 +9,8 @@ r"""Rows of public sets that have keys of their own, as rows with ours: one func
 | Nectar                           | `prompt answers`, answers with a `rank`                      |
 | UltraFeedback, not binarized     | `instruction completions`, completions with `overall_score`  |
 | WebGPT comparisons               | `question answer_0 answer_1 score_0 score_1`                 |
+| PKU-SafeRLHF                     | `prompt response_0 response_1 better_response_id`            |
+| Stack Exchange pairs             | `question response_j response_k`                             |
 | OpenAssistant trees              | `prompt` with `replies`                                      |
 | Orca pairs and the like          | `chosen rejected`, with the prompt as `question`, ...        |
 | ShareGPT                         | `conversations`, with `chosen rejected` for pairs            |
@@ -49,6 +51,10 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("message_id", "role"),
         "its rows are single messages: give the set's file of trees (NAME.trees.jsonl.gz)",
+    ),
+    (
+        ("completions", "labels"),
+        "its rows label the steps of a response: join the steps of rows whose labels are all true",
     ),
     (
         ("response", "helpfulness"),
@@ -192,6 +198,15 @@ def _webgpt(row: Row, where: Location) -> dict[str, Any]:
     return _pair(prompt, row["answer_0"], row["answer_1"], gap, where)
 
 
+def _safe_rlhf(row: Row, where: Location) -> dict[str, Any]:
+    gap = 1 - 2 * int(row["better_response_id"])
+    return _pair(row["prompt"], row["response_0"], row["response_1"], gap, where)
+
+
+def _stack_exchange(row: Row, where: Location) -> dict[str, Any]:
+    return _pair(row["question"], row["response_j"], row["response_k"], 1, where)
+
+
 def _oasst_tree(row: Row, where: Location) -> dict[str, Any]:
     root = row["prompt"]
     prompt = [{"role": "user", "content": root["text"]}]
@@ -250,6 +265,8 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("prompt", "answers"), _nectar),
     (("instruction", "completions"), _ultrafeedback),
     (("question", "answer_0", "answer_1", "score_0", "score_1"), _webgpt),
+    (("prompt", "response_0", "response_1", "better_response_id"), _safe_rlhf),
+    (("question", "response_j", "response_k"), _stack_exchange),
     (("prompt",), _oasst_tree),
     (("chosen", "rejected"), _pair_with_prompt),
     (("conversations",), _sharegpt),

@@ -112,6 +112,22 @@ def completion_of(prompt: Any, completion: str, **more: Any) -> Any:
     return record.completion
 
 
+def test_an_array_of_messages_is_a_list():
+    message = {"role": "assistant", "content": "hi"}
+    prompt = array([{"role": "user", "content": "Hi."}])
+    assert completion_of(prompt, array([message])) == (message,)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"), [(['["q"]', '["p", "r"]'], 1), (['"q"'], 1), (['["q"]', "p"], 0)]
+)
+def test_prompts_that_are_all_texts_in_json_are_named(prompts, count, caplog):
+    GivenRows([{"prompt": one} for one in prompts], validation_fraction=0.0).records(
+        "prompts", "train"
+    )
+    assert len(caplog.records) == count
+
+
 @pytest.mark.parametrize("completion", [[{}], [None], [{"content": "x"}], ["x"], [1]])
 def test_a_list_that_holds_no_messages_is_a_bad_record(completion):
     with pytest.raises(BadRecordError, match="completion"):

@@ -81,6 +81,7 @@ BAD_FILES = {
     "a workbook": ("a.csv", "PK\x03\x04\x14", "Excel.*CSV UTF-8"),
     "Parquet of another name": ("a.jsonl", "PAR1...", "Parquet.*end with .parquet"),
     "a pointer": ("a.jsonl", "version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "JSON in .csv": ("a.csv", '[{"prompt": "a"}]', "begins as JSON does.*end with .jsonl"),
     "a web page": ("a.csv", "<!DOCTYPE html><html>", "web page"),
     "ragged, semicolons": ("a.csv", "prompt;domain\na;b;c\n", "more cells than the 2.*';'"),
     "empty JSONL": ("a.jsonl", "\n\n", "holds no records"),
@@ -270,6 +271,12 @@ def test_compression_encoding_and_separator_are_told_by_the_content(tmp_path, na
     path = tmp_path / name
     path.write_bytes(CONTENTS[name])
     assert [row for _, row in read_rows(path)] == ROWS
+
+
+def test_names_of_columns_may_have_a_space_before_them(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt, domain\na,b\n")
+    assert [row for _, row in read_rows(path)] == [{"prompt": "a", "domain": "b"}]
 
 
 @pytest.mark.parametrize("name", ["bzip2.csv", "xz.jsonl", "zstd.jsonl", "gzip.jsonl"])

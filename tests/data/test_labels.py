@@ -102,7 +102,39 @@ def test_a_set_in_which_every_response_is_bad_is_refused():
         records(rows("label", (False, False)), "demonstrations")
 
 
-@pytest.mark.parametrize(("name", "values"), [("is_english", (True, False)), ("label", (0, 1, 2))])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("score", ("high", "low")), ("grade", ("A", "B", "F")), ("stars", ("5 stars", "1 star"))],
+)
+def test_grades_in_words_are_ratings(name, values):
+    with pytest.raises(BadRecordError, match="rates"):
+        records(rows(name, values), "demonstrations")
+
+
+def test_a_third_word_beside_good_and_bad_is_neither():
+    given = rows("label", ("good", "neutral", "bad"))
+    with pytest.raises(BadRecordError, match=r"row 2: .*neither good nor bad"):
+        records(given, "demonstrations")
+    assert len(records(given, "demonstrations", on_bad_record="skip")) == 3
+    assert len(records(given, "unpaired", on_bad_record="skip")) == 6
+
+
+def test_remarks_on_responses_are_no_ratings(caplog):
+    given = rows("feedback", [f"It is {i} words too long for a good response." for i in range(9)])
+    assert len(records(given, "demonstrations")) == 27
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("values", [("safe", "unsafe"), ("ok", "not ok"), ("helpful", "harmful")])
+def test_words_that_may_be_opposites_are_named(values, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert len(records(rows("label", values), "demonstrations")) == 6
+    assert "column label of true and false" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("is_english", (True, False)), ("sentiment", ("positive", "negative"))]
+)
 def test_a_column_that_may_be_a_label_is_named_and_its_rows_are_read(name, values, caplog):
     with caplog.at_level(logging.WARNING):
         found = records(rows(name, values), "demonstrations")

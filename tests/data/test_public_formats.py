@@ -55,6 +55,15 @@ PAIRS: dict[str, tuple[dict[str, Any], PreferenceRecord]] = {
     "WebGPT": (
         {"question": {"full_text": Q, "id": "1"}, "answer_0": BAD, "answer_1": GOOD,
          "score_0": -0.5, "score_1": 0.5, "quotes_0": {}}, PLAIN),
+    "PKU-SafeRLHF": (
+        {"prompt": Q, "response_0": BAD, "response_1": GOOD, "better_response_id": 1,
+         "safer_response_id": 0}, PLAIN),
+    "Stack Exchange": (
+        {"qid": 1, "question": Q, "response_j": GOOD, "response_k": BAD}, PLAIN),
+    "Nectar, several turns": (
+        {"prompt": f"\n\nHuman: {Q}\n\nAssistant: {BAD}\n\nHuman: And?\n\nAssistant:",
+         "answers": [{"answer": GOOD, "rank": 1}, {"answer": "No.", "rank": 2}]},
+        PreferenceRecord((user(Q), said(BAD), user("And?")), (said(GOOD),), (said("No."),))),
     "OpenAssistant tree": (
         {"message_tree_id": "t", "prompt": {**TREE, "replies": [
             {"text": BAD, "role": "assistant", "rank": 1, "replies": []},
@@ -145,6 +154,7 @@ def test_several_turns_of_the_arena_are_one_conversation():
     ("row", "fix"),
     [
         ({"prompt": Q, "response": GOOD, "helpfulness": 4}, "better and the worse"),
+        ({"prompt": Q, "completions": [GOOD, BAD], "labels": [True, False]}, "join the steps"),
         ({"message_id": "m", "parent_id": None, "text": Q, "role": "prompter"}, "trees"),
     ],
 )

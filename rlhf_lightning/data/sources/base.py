@@ -145,7 +145,7 @@ class RowSource:
 
     def _look_at(self, rows: Sequence[ParsedRow]) -> None:
         self._label = labels.find_label(rows, self.columns or {})
-        labels.warn_of_repeated_prompts(rows, self.label)
+        labels.warn_of_odd_texts(rows, self.label)
 
     def _warn_of_shared_prompts(self, train: list[ParsedRow], validation: list[ParsedRow]) -> None:
         held_out = {prompt_key(row.record) for row in validation}
