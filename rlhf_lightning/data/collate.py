@@ -89,21 +89,21 @@ class PromptCollator:
     Args:
         pad_token_id: fills the padding; what it is does not matter, it may be EOS.
         num_generations: rows that each prompt gets, next to each other: one group.
-        num_spare_batches: the prompts are those of 1 + this many batches of equal size, and all
-            but the first batch are spare.
+        num_own: prompts of the iteration, behind which the others are spare; None for all.
     """
 
     def __init__(
-        self, pad_token_id: int, num_generations: int = 1, num_spare_batches: int = 0
+        self, pad_token_id: int, num_generations: int = 1, num_own: int | None = None
     ) -> None:
-        """Note the pad id, the size of a group and the number of spare batches."""
+        """Note the pad id, the size of a group and the number of prompts that are not spare."""
         self.pad_token_id = pad_token_id
         self.num_generations = num_generations
-        self.num_spare_batches = num_spare_batches
+        self.num_own = num_own
 
     def __call__(self, rows: Sequence[tuple[EncodedPrompt, int]]) -> PromptBatch:
         """Return the batch, as wide as its longest prompt."""
         size = self.num_generations
+        num_own = len(rows) if self.num_own is None else self.num_own
         prompts = [prompt for prompt, _ in rows for _ in range(size)]
         group_ids = torch.tensor([number for _, number in rows], dtype=torch.int64)
         group_ids = group_ids.repeat_interleave(size)  # [B]
@@ -116,7 +116,7 @@ class PromptCollator:
             domains=tuple(prompt.domain for prompt in prompts),
             columns={name: tuple(p.columns.get(name) for p in prompts) for name in names},
             group_ids=group_ids,
-            spare=torch.arange(len(prompts)) >= len(prompts) // (1 + self.num_spare_batches),
+            spare=torch.arange(len(prompts)) >= num_own * size,
         )
 
 

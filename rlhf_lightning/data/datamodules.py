@@ -240,13 +240,22 @@ class PromptDataModule(RecordDataModule):
     @property
     def num_spare_batches(self) -> int:  # type: ignore[override]
         """Batches of the stream that an iteration is given besides its own."""
-        module = getattr(self.trainer, "lightning_module", None)
-        return getattr(getattr(module, "algorithm", None), "num_spare_batches", 0)
+        return getattr(self._algorithm, "num_spare_batches", 0)
+
+    @property
+    def whole_spares(self) -> bool:  # type: ignore[override]
+        """Whether each rank is given these batches whole, to ask any of their prompts."""
+        return bool(getattr(self._algorithm, "max_resampling_rounds", 0))
+
+    @property
+    def _algorithm(self) -> Any:
+        return getattr(getattr(self.trainer, "lightning_module", None), "algorithm", None)
 
     def _collator(self, pad_token_id: int, *, training: bool) -> PromptCollator:
         if not training:
             return PromptCollator(pad_token_id)
-        return PromptCollator(pad_token_id, self.num_generations, self.num_spare_batches)
+        num_own = self.batch_size // self._world_size
+        return PromptCollator(pad_token_id, self.num_generations, num_own)
 
     def _identity(self, num_rows: int) -> dict[str, Any]:
         return super()._identity(num_rows) | {"num_generations": self.num_generations}

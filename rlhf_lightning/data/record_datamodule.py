@@ -285,6 +285,7 @@ class RecordDataModule(LightningDataModule):
             world_size=self._world_size,
             with_row_ids=self._with_row_ids,
             num_spare_batches=self.num_spare_batches,
+            whole_spares=self.whole_spares,
         )
         self._sampler.consumed = self._restored.get("consumed", 0)
         return self._loader(_Rows(rows), self._sampler, training=True)
@@ -343,6 +344,7 @@ class RecordDataModule(LightningDataModule):
             self._restored = {}
 
     num_spare_batches = 0
+    whole_spares = False
     _rows_digest = ""
     _with_row_ids = False
     _may_repeat = False

@@ -45,6 +45,7 @@ class StreamBatchSampler(Sampler[list[Any]]):
             `iteration * batch_size + position in the global batch`.
         num_spare_batches: following batches whose share of this rank is yielded too, behind that
             of the batch; the stream does not move on for them.
+        whole_spares: yield these batches whole, to every rank.
 
     Attributes:
         consumed: batches that are trained on already; iteration starts behind them.
@@ -66,6 +67,7 @@ class StreamBatchSampler(Sampler[list[Any]]):
         world_size: int = 1,
         with_row_ids: bool = False,
         num_spare_batches: int = 0,
+        whole_spares: bool = False,
     ) -> None:
         """Check the numbers; nothing is drawn yet."""
         for name, value in {
@@ -99,6 +101,7 @@ class StreamBatchSampler(Sampler[list[Any]]):
         self.world_size = world_size
         self.with_row_ids = with_row_ids
         self.num_spare_batches = num_spare_batches
+        self.whole_spares = whole_spares
         self.consumed = 0
         self._drawn: dict[tuple[str, int], list[Any]] = {}
 
@@ -109,12 +112,14 @@ class StreamBatchSampler(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield this rank's share of every batch that is still to be trained on."""
         for iteration in range(self.consumed, self.num_iterations):
-            ahead = range(iteration, iteration + 1 + self.num_spare_batches)
-            yield [row for number in ahead for row in self._share(number)]
+            rows = self._share(iteration)
+            for number in range(iteration + 1, iteration + 1 + self.num_spare_batches):
+                rows += self._share(number, whole=self.whole_spares)
+            yield rows
 
-    def _share(self, iteration: int) -> list[Any]:
-        local = self.batch_size // self.world_size
-        start = self.rank * local
+    def _share(self, iteration: int, *, whole: bool = False) -> list[Any]:
+        local = self.batch_size if whole else self.batch_size // self.world_size
+        start = 0 if whole else self.rank * local
         share = self.batch(iteration)[start : start + local]
         if not self.with_row_ids:
             return share

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
+from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.hparams import GRPOHparams, LoraHparams, SamplingHparams
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
@@ -220,10 +221,12 @@ class PolicyGradientModule(L.LightningModule):
         """
         rounds, num_spares = self.algorithm.max_resampling_rounds, int(prompts.spare.sum())
         lagged = self.algorithm.rollout_lag
-        if not lagged and num_spares != rounds * (len(prompts) - num_spares):
+        wanted = rounds * world_size() * (len(prompts) - num_spares)
+        if not lagged and num_spares != wanted:
             raise ValueError(
-                f"GRPOHparams.max_resampling_rounds={rounds} needs {rounds} spare rows for each "
-                f"other row, and the batch has {num_spares} spare of {len(prompts)} rows: give the "
+                f"GRPOHparams.max_resampling_rounds={rounds} needs the prompts of {rounds} more "
+                f"iterations of all ranks as spare rows, {wanted}, and the batch has {num_spares} "
+                f"spare of {len(prompts)} rows: give the "
                 "Trainer a PromptDataModule, which adds them, by trainer.fit(module, "
                 "datamodule=...), or use max_resampling_rounds=0"
             )

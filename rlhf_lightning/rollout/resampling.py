@@ -5,18 +5,35 @@ Legend: B rows of a rank, P padded prompt, R response. A group is the rows of on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rlhf_lightning.batches import Generation, PromptBatch
-from rlhf_lightning.distributed.collectives import agreed_max
+from rlhf_lightning.distributed.collectives import gathered, rank, world_size
 from rlhf_lightning.functional.advantages import informative_groups
 from rlhf_lightning.functional.rewards import adjust_scores
 from rlhf_lightning.rollout.scorers.base import Answers, Scores
+
+
+class Sampled(NamedTuple):
+    """Scored responses without their prompts, which every rank has.
+
+    Args:
+        row_ids: `[B]` of the prompts.
+        generation: of the responses alone: its sequences are `[B, R]`.
+        completions: the responses as text.
+        scores: of the rows.
+    """
+
+    row_ids: Tensor
+    generation: Generation
+    completions: tuple[str, ...]
+    scores: Scores
 
 
 def resampled(
@@ -29,14 +46,15 @@ def resampled(
     """Return scored answers whose uninformative groups gave place to groups of spare prompts.
 
     A group is uninformative if its scores, clipped but before penalties, are all equal. A round
-    asks the next spare prompts: as many as uninformative groups are left on the rank that has most
-    of them, so that all ranks run equally often. The first informative group of the round takes the
-    place of the first uninformative one, and so on. What is uninformative after the last round
-    stays.
+    asks the next spare prompts of the stream, as many as uninformative groups are left on all
+    ranks, each rank its share. The first informative group of the round takes the place of the
+    first uninformative one, and so on, also from one rank to another: which prompts are trained on
+    does not depend on the number of ranks. What is uninformative after the last round stays.
 
     Args:
         answered: samples and scores responses to prompts.
-        prompts: groups of equal size; behind them spare ones, `max_rounds` times as many.
+        prompts: groups of equal size; behind them spare ones, the same on every rank, `max_rounds`
+            times as many as all ranks have.
         max_rounds: at which it ends.
         score_clip: scores are compared as advantages see them, clipped to +-score_clip.
 
@@ -48,31 +66,30 @@ def resampled(
     spares = prompts[prompts.spare]
     size = int((prompts.group_ids == prompts.group_ids[0]).sum())
     answers, scores = answered(prompts[~prompts.spare])
+    start = 0  # first spare group of the round
     for rounds in range(max_rounds):
         lacking = _uninformative(answers, scores, score_clip)[::size].nonzero().flatten()  # groups
-        num_asked = size * agreed_max(len(lacking), lacking.device)
-        if not num_asked:
+        counts = gathered(len(lacking))
+        if not (num_asked := sum(counts)):
             return answers, scores, rounds
-        more_answers, more_scores = answered(spares[:num_asked])
-        spares = spares[num_asked:]
-        uninformative = _uninformative(more_answers, more_scores, score_clip)
-        found = (~uninformative)[::size].nonzero().flatten()
-        replaced = lacking[: len(found)]
-        groups = torch.arange(len(scores.total) // size, device=lacking.device)
-        groups[replaced] = len(groups) + found[: len(replaced)]  # those of the round stand behind
-        rows = (groups.unsqueeze(1) * size + torch.arange(size, device=groups.device)).flatten()
-        answers = _rows_of_both(answers, more_answers, rows)
-        scores = Scores(
-            torch.cat([scores.total, more_scores.total])[rows],
-            {
-                name: torch.cat([part, more_scores.components[name]])[rows]
-                for name, part in scores.components.items()
-            },
-            None
-            if scores.applies is None or more_scores.applies is None
-            else torch.cat([scores.applies, more_scores.applies])[rows],
-        )
+        share = -(-num_asked // world_size())  # of each rank: all of them run equally often
+        places = rank() * share + torch.arange(share, device=lacking.device)
+        groups = (start + places).clamp(max=len(spares) // size - 1)
+        more = answered(spares[_rows_of(groups, size)])
+        found = ~_uninformative(*more, score_clip)[::size]
+        found &= places < num_asked  # the last rank may have been given more
+        sent = [_sampled(*more, _rows_of(group, size)) for group in found.nonzero()]
+        taken = [group for of_rank in gathered(sent) for group in of_rank]
+        taken = taken[sum(counts[: rank()]) :][: len(lacking)]
+        if taken:
+            replaced = _rows_of(lacking[: len(taken)], size)
+            answers, scores = _with_rows(answers, scores, replaced, taken, prompts)
+        start += num_asked
     return answers, scores, max_rounds
+
+
+def _rows_of(groups: Tensor, size: int) -> Tensor:
+    return (groups.unsqueeze(1) * size + torch.arange(size, device=groups.device)).flatten()
 
 
 def _uninformative(answers: Answers, scores: Scores, score_clip: float | None) -> Tensor:
@@ -82,23 +99,44 @@ def _uninformative(answers: Answers, scores: Scores, score_clip: float | None) -
     return ~informative_groups(compared, answers.prompts.group_ids, scores.applies)  # [B]
 
 
-def _rows_of_both(first: Answers, second: Answers, rows: Tensor) -> Answers:
-    """Return these rows of the answers `first` with `second` behind them, padded to one width."""
-    both = (first, second)
-    width = max(answers.response_mask.shape[1] for answers in both)
-    generation = Generation.cat([_padded(answers.generation, width) for answers in both])[rows]
-    prompts = PromptBatch.cat([answers.prompts for answers in both])[rows]
-    completions = first.completions + second.completions
-    return Answers(
-        prompts,
-        generation,
-        torch.cat([prompts.attention_mask, generation.response_mask], 1),
-        tuple(completions[row] for row in rows.tolist()),
+def _sampled(answers: Answers, scores: Scores, rows: Tensor) -> Sampled:
+    """Return these rows, on the CPU."""
+    generation = answers.generation
+    responses = generation.sequences[:, -generation.response_mask.shape[1] :]
+    return Sampled(
+        answers.prompts.row_ids[rows].cpu(),
+        replace(generation, sequences=responses)[rows].to("cpu"),
+        tuple(answers.completions[row] for row in rows.tolist()),
+        _joined([scores], rows, "cpu"),
     )
 
 
+def _with_rows(
+    answers: Answers, scores: Scores, rows: Tensor, new: Sequence[Sampled], prompts: PromptBatch
+) -> tuple[Answers, Scores]:
+    """Return answers and scores with `new` in place of these rows; `prompts` has all prompts."""
+    device = rows.device
+    own = _sampled(answers, scores, torch.arange(len(scores.total), device=device))
+    every = [own, *new]
+    order = torch.arange(len(own.row_ids))
+    order[rows.cpu()] = len(order) + torch.arange(len(rows))
+    width = max(part.generation.response_mask.shape[1] for part in every)
+    generation = Generation.cat([_padded(part.generation, width) for part in every])[order]
+    generation = generation.to(device)
+    row_ids = torch.cat([part.row_ids for part in every])[order].to(device)
+    asked = prompts.with_row_ids(row_ids)
+    completions = [text for part in every for text in part.completions]
+    merged = Answers(
+        asked,
+        replace(generation, sequences=torch.cat([asked.input_ids, generation.sequences], 1)),
+        torch.cat([asked.attention_mask, generation.response_mask], 1),
+        tuple(completions[row] for row in order.tolist()),
+    )
+    return merged, _joined([part.scores for part in every], order, device)
+
+
 def _padded(generation: Generation, width: int) -> Generation:
-    """Return the responses padded on the right to `width` tokens."""
+    """Return responses padded on the right to `width` tokens."""
     more = (0, width - generation.response_mask.shape[1])
     return replace(
         generation,
@@ -106,3 +144,17 @@ def _padded(generation: Generation, width: int) -> Generation:
         response_mask=pad(generation.response_mask, more),
         logprobs=None if generation.logprobs is None else pad(generation.logprobs, more),
     )
+
+
+def _joined(parts: Sequence[Scores], rows: Tensor, device: torch.device | str) -> Scores:
+    """Return these rows of the scores `parts`, one behind the other."""
+
+    def join(values: Sequence[Tensor | None]) -> Tensor | None:
+        known = [value for value in values if value is not None]
+        return torch.cat(known)[rows].to(device) if len(known) == len(values) else None
+
+    total = join([part.total for part in parts])
+    components = {
+        name: join([part.components[name] for part in parts]) for name in parts[0].components
+    }
+    return Scores(total, components, join([part.applies for part in parts]))
