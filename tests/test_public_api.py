@@ -316,6 +316,21 @@ def test_a_folder_whose_run_failed_before_a_checkpoint_is_begun_anew(material, t
     assert [row["iteration"] for row in rows(tmp_path / "run")] == ["1", "2", "3", "4"][:ITERATIONS]
 
 
+def test_an_export_takes_no_model_of_somebody_else_and_is_made_again(material, tmp_path):
+    module = ppo(material)
+    L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(
+        module, prompts(material, module)
+    )
+    mine = Path(shutil.copytree(material["policy"], tmp_path / "mine"))
+    before = {p.name: p.read_bytes() for p in mine.iterdir()}
+    with pytest.raises(FileExistsError, match="mine is there already"):
+        export_model(module, mine)
+    assert {p.name: p.read_bytes() for p in mine.iterdir()} == before
+    for _ in range(2):
+        export_model(module, tmp_path / "export")
+    assert (tmp_path / "export/model.safetensors").is_file()
+
+
 def test_a_folder_of_somebody_else_is_refused_as_it_is(material, tmp_path):
     (tmp_path / "report.html").write_text("my thesis")
     with pytest.raises(FileExistsError, match=r"report\.html.*give trainer_arguments another"):

@@ -5,6 +5,8 @@ It also takes pairs and labels in and gives them out, in our own records and in 
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_lightning.app.command_line import run_command, say
@@ -85,12 +87,21 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
 
     assert settings.file is not None
     assert settings.format != "auto"
+    if settings.file.exists() and _digest(settings.file) not in store.exports():
+        raise ConfigError(
+            f"file={settings.file} is there already, and no export of this store: give another name"
+        )
     found = Collection(tuple(store.pairs()), tuple(store.labels()))
     written = write_collection(
         settings.file, found, format=settings.format, level=settings.labels, method=settings.method
     )
+    store.note_export(str(settings.file.resolve()), _digest(settings.file))
     left_out = ", ".join(f"{number} {what}" for what, number in written.left_out.most_common())
     say(f"{settings.file}: {written.rows} rows" + (f" (left out: {left_out})" if left_out else ""))
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _serve(settings: AnnotateSettings, store: LabelStore) -> None:

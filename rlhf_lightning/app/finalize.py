@@ -43,6 +43,7 @@ from rlhf_lightning.runs.manifest import (
     read_manifest,
     source_fingerprint,
 )
+from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.summary import GateResult, Summary
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,10 @@ def _export(
     full = folder.path / ".full_precision"
     shutil.rmtree(full, ignore_errors=True)  # of a run that was killed here and resumed
     try:
-        write_model_folder(
-            settings, folder.export, *trained, outcome, full=full if settings.publishes else None
-        )
+        with replacing_folder(folder.export, ours=True) as staging:
+            write_model_folder(
+                settings, staging, *trained, outcome, full=full if settings.publishes else None
+            )
         if settings.publishes:
             _publish(settings, folder, full if full.is_dir() else folder.export, outcome)
     finally:

@@ -80,7 +80,7 @@ def write_model_folder(
 
     Args:
         settings: of the run.
-        folder: created if missing.
+        folder: a new one.
         model: what was trained.
         tokenizer: the one it was trained with.
         state: full state dict of `model`, on the CPU.
@@ -97,8 +97,6 @@ def write_model_folder(
     if adapter_only and adapted is None:
         raise ValueError("the run trained the whole model and no adapter (lora: null)")
     folder.mkdir(parents=True, exist_ok=True)
-    for weights in folder.rglob("*.safetensors"):
-        weights.unlink()  # of a run that was killed here: an artefact may be the same file
     if adapted is not None:
         base, revision = _base_of_adapter(str(start), settings.model.revision)
         save_adapter(

@@ -6,8 +6,6 @@ nothing in it is built by name but our own loaders, from plain values.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +24,9 @@ from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.checkpoint_state import KEY, check_fingerprint, check_scales
-from rlhf_lightning.runs.atomic import replace_folder
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.manifest import source_fingerprint
+from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.summary import read_summary
 
@@ -74,20 +72,14 @@ def reexport(
         raise ConfigError(f"{folder.config}: {error}") from error
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot load the model of {checkpoint}: {error}") from error
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    state = dict(model.state_dict())
-    former: Path | None = None
+    trained = (model, tokenizer, dict(model.state_dict()))
     try:
-        trained = (model, tokenizer, state)
-        write_model_folder(
-            settings, staging, *trained, outcome, adapter_only=adapter_only, dtype=dtype
-        )
-        former = replace_folder(staging, target)
+        with replacing_folder(target, ours=True) as staging:
+            write_model_folder(
+                settings, staging, *trained, outcome, adapter_only=adapter_only, dtype=dtype
+            )
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}") from error
-    finally:
-        shutil.rmtree(former or staging, ignore_errors=True)
 
 
 def _settings(folder: RunFolder) -> TrainSettings:

@@ -25,6 +25,7 @@ from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.rounding import base_dtype
 from rlhf_lightning.models.transformers_4 import name_old_tokenizer
 from rlhf_lightning.runs.atomic import follow_umask
+from rlhf_lightning.runs.replaced import check_replaceable, replacing_folder
 from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
 from rlhf_lightning.text.tokenizers import stop_ids
 
@@ -37,10 +38,11 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
 
     Args:
         module: that `from_pretrained` or `load_from_checkpoint` built, with its models.
-        folder: created if missing.
+        folder: a new one, or one that this function has written before.
         dtype: of the weights; None keeps fp32. A scalar head stays in fp32.
 
     Raises:
+        FolderTakenError: if something else stands in the folder.
         ValueError: if nothing is loaded yet, or the module was not built by `from_pretrained`.
     """
     model = getattr(module, "model", None) or getattr(module, "policy", None)
@@ -50,6 +52,7 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
             f"{type(module).__name__} has no model to export: build it by from_pretrained() and "
             "train it, or by load_from_checkpoint()"
         )
+    check_replaceable(folder)
     state = full_state(model)
     if module.global_rank != 0:
         return Path(folder)
@@ -58,16 +61,16 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
         model = merge_adapter(model, state, load_policy(source, **options))
         state = model.state_dict()
     assert isinstance(model, PolicyModel | ScalarHeadModel)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save_hf_model(
-        model,
-        module.tokenizer,
-        Path(folder),
-        state,
-        stop_ids=stop_ids(module.tokenizer, source, revision=options["revision"]),
-        dtype=dtype or torch.float32,
-        base_dtype=base_dtype(load_config(source, loading_options(source, **options))),
-    )
+    with replacing_folder(folder) as staging:
+        save_hf_model(
+            model,
+            module.tokenizer,
+            staging,
+            state,
+            stop_ids=stop_ids(module.tokenizer, source, revision=options["revision"]),
+            dtype=dtype or torch.float32,
+            base_dtype=base_dtype(load_config(source, loading_options(source, **options))),
+        )
     return Path(folder)
 
 
@@ -86,7 +89,7 @@ def save_hf_model(
     Args:
         model: gives the architecture.
         tokenizer: the one it was trained with.
-        folder: created if missing.
+        folder: a new one, or one that this function has written before.
         state: full state dict of `model`.
         stop_ids: every id that ends a response.
         dtype: of the weights; a scalar head stays in fp32.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,9 @@ from rlhf_lightning.preferences.reliability import (
     people_majority,
     verdicts_agree,
 )
-from rlhf_lightning.runs.atomic import replace_folder, write_text
+from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import to_json
+from rlhf_lightning.runs.replaced import replacing_folder
 
 
 def write_collection(
@@ -42,7 +42,7 @@ def write_collection(
         gold: scores answers as they truly are, where that is known; it changes no label.
     """
     figures = describe(collection, gold=gold)
-    with _replacing(folder) as staging:
+    with replacing_folder(folder, ours=True) as staging:
         staging.mkdir(parents=True)
         for name, verdicts in (("train", collection.train), ("validation", collection.validation)):
             kept = [verdict for verdict in verdicts if verdict.choice is not None]
@@ -55,27 +55,19 @@ def write_collection(
 
 def write_demonstrations(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as `train.jsonl` into `folder`, in one step."""
-    with _replacing(folder) as staging:
+    with replacing_folder(folder, ours=True) as staging:
         staging.mkdir(parents=True)
         write_rows(staging / "train.jsonl", rows)
 
 
 def copy_collection(source: Path, target: Path) -> None:
-    """Put a copy of the folder at `target`, in one step."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(target) as staging:
+    """Put a copy of the folder at `target`, in one step.
+
+    Raises:
+        FolderTakenError: if something else than a collection stands there.
+    """
+    with replacing_folder(target) as staging:
         shutil.copytree(source, staging)
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """Yield the path of a new folder that takes the place of `folder` once it is whole."""
-    staging = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(staging, ignore_errors=True)
-    yield staging
-    former = replace_folder(staging, folder)
-    if former is not None:
-        shutil.rmtree(former, ignore_errors=True)
 
 
 def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ COLUMNS = (
     "val/distinct_2",
 )
 _MAX_PROMPTS = 6
+_HEAD = 250  # characters with which each page of ours begins
 
 
 def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
@@ -37,9 +38,15 @@ def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
 
     Raises:
         FileNotFoundError: if a folder has no summary.
+        FileExistsError: if the file is there already and is no such page.
         ValueError: for fewer than two runs.
     """
-    write_text(path, render_comparison(folders))
+    page = render_comparison(folders)
+    if path.exists() and page[:_HEAD].encode() != path.read_bytes()[:_HEAD]:
+        raise FileExistsError(
+            f"{path} is there already, and we have not written it: give another name with output="
+        )
+    write_text(path, page)
     return path
 
 

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rlhf_lightning.runs.atomic import link_or_copy, replace_folder, write_text
+from rlhf_lightning.runs.atomic import link_or_copy, write_text
 from rlhf_lightning.runs.folder import to_json
 from rlhf_lightning.runs.model_folder import check_model_folder
 from rlhf_lightning.runs.reading import parse
+from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.summary import GateResult
 
 MANIFEST = "manifest.json"
@@ -211,23 +212,17 @@ def publish_artifact(
     Raises:
         ManifestError: if `source` holds no model.
         ValueError: if it has a link that leaves it.
+        FolderTakenError: if something else than an artefact stands at `target`.
     """
-    source, target = Path(source), Path(target)
+    source = Path(source)
     fingerprint(source)  # fail before anything is copied
     check_model_folder(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
-    former: Path | None = None
-    try:
+    with replacing_folder(target) as staging:
         shutil.copytree(source, staging, copy_function=_link_or_copy)
         manifest = write_manifest(
             staging, stage=stage, run=run, metrics=metrics, gates=gates, base=base
         )
         _sync_files(staging)
-        former = replace_folder(staging, target)
-    finally:
-        shutil.rmtree(former or staging, ignore_errors=True)
     return manifest
 
 

@@ -110,6 +110,12 @@ def test_preferences_go_in_are_counted_and_come_out_as_reward_training_reads_the
     assert written.stdout == "out/chosen.jsonl: 3 rows\n", written.stderr
     rows = [json.loads(x) for x in (tmp_path / "out" / "chosen.jsonl").read_text().splitlines()]
     assert [{key: row[key] for key in ROWS[0]} for row in rows] == ROWS
+    assert annotate(*export).returncode == 0  # it replaces what it has written itself
+    before = (tmp_path / "in.jsonl").read_bytes()
+    refused = annotate("action=export", "file=in.jsonl", "format=trl")
+    assert refused.returncode == 2
+    assert "file=in.jsonl is there already" in refused.stderr
+    assert (tmp_path / "in.jsonl").read_bytes() == before
 
 
 @pytest.fixture

@@ -110,9 +110,12 @@ def test_the_place_is_the_runs_own_export_folder_unless_another_is_given(sft, tm
     copy = tmp_path / "run"
     shutil.copytree(sft.path, copy, symlinks=True)
     (copy / "export").mkdir()
-    (copy / "export/half_written").touch()
-    assert run(ExportSettings(run=copy)) == [str(copy / "export")]
-    assert not (copy / "export/half_written").exists()
+    (copy / "export/mine.md").write_text("mine")
+    (copy / "export/model-00001-of-00002.safetensors").write_text("half written")
+    for _ in range(2):
+        assert run(ExportSettings(run=copy)) == [str(copy / "export")]
+    assert (copy / "export/mine.md").read_text() == "mine"
+    assert not (copy / "export/model-00001-of-00002.safetensors").exists()
     assert load_policy(copy / "export")
     assert not list(copy.glob(".export*"))
 

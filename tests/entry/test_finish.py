@@ -15,7 +15,7 @@ from rlhf_lightning.app.evaluation import compare, placed, validate
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
 from rlhf_lightning.runs.stopping import RunStoppedError
-from rlhf_lightning.runs.summary import read_summary, write_summary
+from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 from tests import offline_wandb
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import completed, settings_for
@@ -93,7 +93,7 @@ def test_a_run_that_fails_after_its_last_iteration_is_closed_with_an_alert(
 ):
     monkeypatch.delenv("WANDB_DATA_DIR", raising=False)
     folder = RunFolder(tmp_path / "run")
-    folder.create()
+    write_summary(folder, new_summary("sft", seed=1, config_hash="of a run that failed"))
     folder.export.write_text("a file where the model is to go")
     with pytest.raises(OSError, match="export"):
         train.run(settings_for("sft", start, "logger=wandb", "logger.mode=offline"), folder, [])

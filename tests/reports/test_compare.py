@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_lightning.app.report import run
 from rlhf_lightning.reports.choice import AHEAD, TAKE, choose
-from rlhf_lightning.reports.compare import render_comparison
+from rlhf_lightning.reports.compare import render_comparison, write_comparison
 from rlhf_lightning.reports.frontier import frontier
 from rlhf_lightning.reports.several import read_runs
 from rlhf_lightning.runs.folder import RunFolder
@@ -252,3 +252,14 @@ def test_the_command_writes_each_report_and_one_comparison_beside_the_runs(tmp_p
     assert elsewhere[-1] == tmp_path / "both.html"
     with pytest.raises(FileNotFoundError, match="runs are in outputs/"):
         run([tmp_path / "0" / ".hydra"])
+
+
+def test_a_page_of_somebody_else_is_no_place_for_a_comparison(tmp_path):
+    runs = [fake_reward_run(tmp_path / name) for name in ("a", "b")]
+    mine = tmp_path / "thesis.html"
+    mine.write_text("<!doctype html>\n<html><body>my thesis")
+    with pytest.raises(FileExistsError, match=r"thesis\.html is there already"):
+        write_comparison(runs, mine)
+    assert "my thesis" in mine.read_text()
+    for _ in range(2):
+        write_comparison(runs, tmp_path / "both.html")

@@ -21,6 +21,7 @@ from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.distributed.launch import agree_on
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, take_run
+from rlhf_lightning.runs.replaced import check_replaceable
 from rlhf_lightning.runs.resume import find_unfinished_run
 from rlhf_lightning.runs.taken import HYDRA, check_free, check_free_sweep, summary_or_none
 
@@ -60,14 +61,18 @@ class ClaimFolder(Callback):
 
 
 def check_folder(settings: RunSettings, folder: RunFolder) -> None:
-    """Check that a run with these settings may write into a folder.
+    """Check that a run with these settings may write into a folder, and where it publishes.
 
     Raises:
-        FolderTakenError: if another run is complete there, or could be continued.
+        FolderTakenError: if another run is complete there or could be continued, or if something
+            of somebody else stands there.
     """
     if not continues(settings, folder):
         begun = in_sweep() or not HydraConfig.initialized()
         check_free(folder, run_kind(settings.stage), log=hydra_log(), begun=begun)
+    target = settings.select("artifacts.publish")
+    if target is not None and settings.paths.publish:
+        check_replaceable(target, key="artifacts.publish=")
 
 
 def hydra_log() -> str:

@@ -250,6 +250,16 @@ class LabelStore:
         for row in self._read(f"{LABELS} WHERE undone IS NULL ORDER BY label_id"):
             yield as_label(row)
 
+    def exports(self) -> set[str]:
+        """Return the digests of the files that `note_export` was told of."""
+        rows = self._read("SELECT value FROM meta WHERE key LIKE 'export %'")
+        return {str(row[0]) for row in rows}
+
+    def note_export(self, file: str, digest: str) -> None:
+        """Keep what an export has written into a file, which a later one may replace."""
+        values = (f"export {file}", digest)
+        self._write(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values))
+
     def _task(self, row: sqlite3.Row) -> Task:
         record = self._read("SELECT record FROM pairs WHERE position = ?", (row["position"],))
         before = None
