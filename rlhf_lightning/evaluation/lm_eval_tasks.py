@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +16,14 @@ from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.preferences.candidates import LoadedPolicy
 from rlhf_lightning.runs.metric_catalog import part_key
 
-METRICS = ("acc", "acc_norm", "exact_match")  # each a mean over questions
+logger = logging.getLogger(__name__)
+
+
+class Answered(NamedTuple):
+    """What a metric makes of one question: the mean of its parts, and their number."""
+
+    mean: float
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -42,33 +51,31 @@ class LmEvalBenchmark:
 
         Names are `benchmark/<metric>/task/<task>`, `benchmark/baseline_<metric>/task/<task>` and
         `benchmark/<metric>_change/task/<task>` with the ends of its 95 % interval over the
-        questions, each with both responses: see `share_over_prompts`.
+        questions, each with both responses: see `share_over_prompts`. A metric is a number for each
+        question, or a list of them, such as IFEval's of instructions, whose mean lm-eval reports.
+        One question of each task is asked first, so that one without such a metric ends at once.
 
         Raises:
-            ValueError: if a task is unknown, or has no metric that is known here.
+            ValueError: if a task is unknown, or has no such metric.
         """
-        mine, theirs = self._samples(policy), self._samples(baseline)
+        self._samples(policy, limit=1)
+        mine, theirs = (self._samples(side, limit=self.limit) for side in (policy, baseline))
         found: dict[str, float] = {}
         for task, metrics in mine.items():
             for metric, by_question in metrics.items():
-                before = theirs[task][metric]
+                before = theirs[task].get(metric)
+                if before is None:
+                    continue
                 if by_question.keys() != before.keys():
                     raise ValueError(f"task {task}: both sides were not asked the same questions")
-                both = np.array([(by_question[key], before[key]) for key in sorted(by_question)])
-                # Differences of values in [0, 1] as shares, so that the interval never has width 0.
-                shares = (both[:, 0] - both[:, 1] + 1) / 2
-                of = share_over_prompts(shares, confidence=CONFIDENCE)
-                of = Interval(*(2 * value - 1 for value in of))
-                measures = {
-                    metric: float(both[:, 0].mean()),
-                    f"baseline_{metric}": float(both[:, 1].mean()),
-                    **of.named(f"{metric}_change"),
-                    "num_questions": float(len(both)),
-                }
+                pairs = [(by_question[key], before[key]) for key in sorted(by_question)]
+                measures = _compared(metric, pairs)
                 found |= {part_key(f"benchmark/{k}", "task", task): v for k, v in measures.items()}
         return found
 
-    def _samples(self, side: LoadedPolicy) -> dict[str, dict[str, dict[int, float]]]:
+    def _samples(
+        self, side: LoadedPolicy, *, limit: int | None
+    ) -> dict[str, dict[str, dict[int, Answered]]]:
         """Return task -> metric -> number of a question -> value."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -94,23 +101,77 @@ class LmEvalBenchmark:
                 model=adapted,
                 tasks=list(self.tasks),
                 num_fewshot=self.num_fewshot,
-                limit=self.limit,
+                limit=limit,
                 bootstrap_iters=0,
                 apply_chat_template=self.apply_chat_template,
                 task_manager=manager,
             )
-        return {task: _by_metric(task, samples) for task, samples in result["samples"].items()}
+        return {
+            task: _by_metric(task, samples, result["results"][task])
+            for task, samples in result["samples"].items()
+        }
 
 
-def _by_metric(task: str, samples: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return metric -> number of a question -> value; a metric of a filter has its name behind."""
-    found: dict[str, dict[int, float]] = {}
+def _compared(metric: str, pairs: Sequence[tuple[Answered, Answered]]) -> dict[str, float]:
+    """Return the policy's mean of a metric, the baseline's, and the change with its interval."""
+    both = np.array([(mine.mean, theirs.mean) for mine, theirs in pairs])
+    parts = np.array([mine.parts for mine, _ in pairs], dtype=float)
+    both *= (parts / parts.mean())[:, None]  # each part counts the same
+    change = both[:, 0] - both[:, 1]
+    # As shares, so that the interval never has width 0.
+    reach = max(1.0, float(np.abs(change).max()))
+    of = share_over_prompts((change / reach + 1) / 2, confidence=CONFIDENCE)
+    return {
+        metric: float(both[:, 0].mean()),
+        f"baseline_{metric}": float(both[:, 1].mean()),
+        **Interval(*(reach * (2 * value - 1) for value in of)).named(f"{metric}_change"),
+        "num_questions": float(len(both)),
+    }
+
+
+def _by_metric(
+    task: str, samples: Sequence[Mapping[str, Any]], reported: Mapping[str, Any]
+) -> dict[str, dict[int, Answered]]:
+    """Return metric -> number of a question -> value; a metric of a filter has its name behind.
+
+    Args:
+        task: its name.
+        samples: of lm-eval.
+        reported: its own results; a metric whose mean over the questions is another is left out.
+    """
+    values: dict[tuple[str, str], dict[int, Answered | None]] = {}
     for one in samples:
-        rule = one.get("filter", "none")
-        behind = "" if rule == "none" else "_" + rule.replace("-", "_")
-        for metric in METRICS:
-            if metric in one:
-                found.setdefault(metric + behind, {})[one["doc_id"]] = float(one[metric])
+        for metric in one["metrics"]:
+            of = values.setdefault((metric, one.get("filter", "none")), {})
+            of[one["doc_id"]] = _answered(one[metric])
+    found: dict[str, dict[int, Answered]] = {}
+    other = []
+    for (metric, rule), by_question in values.items():
+        known = {key: value for key, value in by_question.items() if value is not None}
+        if len(known) == len(by_question) and _is_mean(known, reported.get(f"{metric},{rule}")):
+            behind = "" if rule == "none" else "_" + rule.replace("-", "_")
+            found[metric + behind] = known
+        else:
+            other.append(metric)
     if not found:
-        raise ValueError(f"benchmark.tasks: {task} has none of the metrics {', '.join(METRICS)}")
+        raise ValueError(
+            f"benchmark.tasks: {task} has no metric that is a mean over its questions "
+            f"({', '.join(sorted(set(other))) or 'it has none'} is not): leave the task out"
+        )
+    if other:
+        logger.warning("%s of %s is no mean over questions: left out", ", ".join(other), task)
     return found
+
+
+def _answered(value: Any) -> Answered | None:
+    """Return what a metric made of one question, None where that is no number."""
+    parts = np.asarray(value if isinstance(value, list) else [value])
+    if parts.size == 0 or parts.ndim != 1 or parts.dtype.kind not in "bif":
+        return None
+    return Answered(float(parts.mean()), len(parts)) if np.isfinite(parts).all() else None
+
+
+def _is_mean(by_question: Mapping[int, Answered], reported: Any) -> bool:
+    total = sum(value.mean * value.parts for value in by_question.values())
+    mean = total / sum(value.parts for value in by_question.values())
+    return isinstance(reported, int | float) and math.isclose(mean, reported, abs_tol=1e-9)
