@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.loading import NORMALIZATION
 from rlhf_lightning.models.rounding import BASE_DTYPE, rounded
 from rlhf_lightning.models.transformers_4 import with_old_keys, write_json
 
@@ -106,6 +107,8 @@ def export_scalar_model(
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.vocab_size = len(state[embedding])
     config.reward_offset = float(state["head.bias"])
+    for name in NORMALIZATION:  # of the model before, which are in the head by now
+        vars(config).pop(name, None)
     with torch.device("meta"):  # the weights are those of `state`: no second copy
         classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     prefix = f"{classifier.base_model_prefix}."

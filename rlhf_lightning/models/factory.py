@@ -23,7 +23,7 @@ from rlhf_lightning.models.activation_checkpointing import checkpoint_activation
 from rlhf_lightning.models.building import drawn, reads_weights
 from rlhf_lightning.models.generation_settings import mended_settings
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
-from rlhf_lightning.models.loading import load_config, loading_options
+from rlhf_lightning.models.loading import load_config, loading_options, reward_normalization
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
@@ -161,8 +161,9 @@ def load_scalar_model(
 
     Args:
         source: folder or hub name; a sequence classifier (`head="stored"`) or any causal LM.
-        head: "stored" reads `score` and `reward_offset` of a reward model; "zero" starts values
-            at 0; "reward" draws N(0, 1 / sqrt(H + 1)) as for a new reward model.
+        head: "stored" reads `score` and `reward_offset` of a reward model, and mean and std where
+            its config.json has them, as OpenRLHF's; "zero" starts values at 0; "reward" draws
+            N(0, 1 / sqrt(H + 1)) as for a new reward model.
         dropout: probability for every dropout of the config.
         seed: of the drawn head, and of a new adapter.
         lora: train an adapter and the head on the frozen causal LM in `source`.
@@ -243,7 +244,10 @@ def _stored_scalar_model(
     with torch.no_grad():
         head.weight.copy_(model.score.weight)
         head.bias.fill_(float(getattr(model.config, "reward_offset", 0.0)))
-    return ScalarHeadModel(model.base_model, head)
+    found = ScalarHeadModel(model.base_model, head)
+    if own := reward_normalization(model.config, source):
+        found.normalize(*own)
+    return found
 
 
 def frozen(model: ModelT) -> ModelT:

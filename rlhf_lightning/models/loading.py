@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LONGEST_REASON = 300
+NORMALIZATION = ("mean", "std", "normalize_reward")  # keys of config.json
 
 
 def loading_options(
@@ -94,6 +96,26 @@ def load_config(source: str | Path, options: dict[str, Any]) -> PretrainedConfig
     with naming_source(source):
         config: PretrainedConfig = AutoConfig.from_pretrained(str(source), **options)
     return config
+
+
+def reward_normalization(config: Any, source: str | Path) -> tuple[float, float] | None:
+    """Return mean and standard deviation that a reward model's own code takes its scores by.
+
+    OpenRLHF writes them into config.json, and plain transformers does not read them.
+
+    Raises:
+        ValueError: if they are no numbers, or the deviation is not above 0.
+    """
+    mean, std = (getattr(config, name, None) for name in NORMALIZATION[:2])
+    if mean is None or std is None or not getattr(config, NORMALIZATION[2], True):
+        return None
+    numbers = all(type(value) in (int, float) and math.isfinite(value) for value in (mean, std))
+    if not numbers or std <= 0:
+        raise ValueError(
+            f"{source}: mean={mean!r} and std={std!r} in its config.json normalize no score: they "
+            "are to be numbers, std above 0; or set normalize_reward to false there"
+        )
+    return float(mean), float(std)
 
 
 @contextmanager

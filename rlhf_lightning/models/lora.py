@@ -10,6 +10,8 @@ The base is deliberately no submodule of its views: it is in no checkpoint.
 
 from __future__ import annotations
 
+import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +38,8 @@ from rlhf_lightning.models.layer_kernels import use_layer_kernels
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing, round_frozen_weights
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 ALL_LINEAR = "all-linear"
 
@@ -61,6 +65,7 @@ class AdaptedBase(nn.Module):
         use_layer_kernels(model)
         self.lora = lora
         self.targets = target_modules(model, lora.target_modules)
+        _tell_of_experts(model, self.targets)
         if lora.quantization == "none":
             round_frozen_weights(model, lora.base_precision)
         self.model = model.eval().requires_grad_(False)
@@ -267,6 +272,26 @@ def add_scalar_model(
         head = scalar_head(base.hidden_size, init_std=init_std)
     base.heads[name] = head.to(base.model.device)
     return AdaptedScalarModel(base, name)
+
+
+def _tell_of_experts(model: Any, targets: list[str]) -> None:
+    """Say what adapters leave out of a mixture of experts, which are no matrices of a module."""
+    sizes = {name: p.numel() for name, p in model.base_model.named_parameters() if p.ndim > 1}
+    held = {name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim == 3}
+    if not held:
+        return
+    ends = tuple(f".{target}.weight" for target in targets)
+    adapted = sum(size for name, size in sizes.items() if name.endswith(ends))
+    _warn_once(
+        f"{type(model).__name__}: adapters are on {', '.join(targets)}, which are "
+        f"{adapted / sum(sizes.values()):.0%} of its weights. Its experts "
+        f"({', '.join(sorted(held))}) stay as they are: lora=none trains them"
+    )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def target_modules(model: nn.Module, names: str) -> list[str]:

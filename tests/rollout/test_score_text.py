@@ -14,8 +14,11 @@ from transformers import (
     BertForSequenceClassification,
 )
 
+from rlhf_lightning.models.factory import load_scalar_model
+from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, WeightedScorer
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.rollout.reward_models import (
     DECODERS,
     ENCODERS,
@@ -263,3 +266,44 @@ def test_a_sum_of_a_text_reward_model_and_a_function(tmp_path):
     got = both(answers)
     close(got.total, reward(answers).total - 0.5 * torch.tensor([5.0, 2.0, 17.0]))
     assert set(got.components) == {"model", "length"}
+
+
+def normalized_by(folder, **keys):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    return folder
+
+
+def test_mean_and_std_of_a_foreign_reward_model_are_applied_once_and_named(tmp_path, caplog):
+    folder = save_reward_model(tmp_path, "llama")
+    answers = text_answers(PROMPTS, COMPLETIONS)
+    raw = scored(folder, answers).total
+    normalized_by(folder, mean=3.5, std=0.25, normalize_reward=True)
+    with caplog.at_level(logging.WARNING):
+        close(scored(folder, answers).total, (raw - 3.5) / 0.25)
+    assert "mean=3.5" in caplog.text
+    close(scored(folder, answers, mean=1.0, std=2.0).total, (raw - 1) / 2)
+    normalized_by(folder, normalize_reward=False)
+    close(scored(folder, answers).total, raw)
+
+
+@pytest.mark.parametrize("keys", [{"std": 0}, {"std": -1.0}, {"mean": "3"}, {"std": True}])
+def test_mean_and_std_that_normalize_nothing_are_named(keys, tmp_path):
+    folder = save_reward_model(tmp_path, "llama")
+    normalized_by(folder, **({"mean": 3.5, "std": 0.25} | keys))
+    with pytest.raises(ValueError, match=r"mean=.*std=.*config\.json"):
+        scored(folder, text_answers(PROMPTS, COMPLETIONS))
+
+
+def test_a_reward_model_that_continues_one_with_mean_and_std_is_exported_with_its_scores(tmp_path):
+    folder = save_reward_model(tmp_path / "a", "llama")
+    raw = load_scalar_model(folder)
+    normalized_by(folder, mean=3.5, std=0.25)
+    model = load_scalar_model(folder)
+    torch.testing.assert_close(model.head.weight, raw.head.weight / 0.25)
+    assert model.head.bias.item() == pytest.approx((raw.head.bias.item() - 3.5) / 0.25)
+    tokenizer = load_tokenizer(folder)
+    save_hf_model(model, tokenizer, tmp_path / "b", model.state_dict(), stop_ids=[0])
+    again = load_scalar_model(tmp_path / "b")
+    torch.testing.assert_close(again.head.bias, model.head.bias)
+    assert "std" not in json.loads((tmp_path / "b/config.json").read_text())

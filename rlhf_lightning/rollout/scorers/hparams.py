@@ -35,7 +35,8 @@ class TextRewardModelHparams(Checked):
         label: name or index of the label that is rewarded; needed if there are several.
         output: `log_odds` of the label against all others, its `logit`, or its `probability`. Of a
             model with one label, log_odds is the logit.
-        mean, std: the score is (output - mean) / std.
+        mean, std: the score is (output - mean) / std; 0 and 1 are those of the model's config.json,
+            where it has them (OpenRLHF).
         dtype: of the weights: float32, bfloat16, or auto, which is what the checkpoint holds.
         micro_batch_size: rows in one forward; None takes all rows of one length bucket.
     """

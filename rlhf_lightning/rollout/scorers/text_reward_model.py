@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from rlhf_lightning.models.classifiers import (
     reads_padding_on_left,
 )
 from rlhf_lightning.models.forward import bucket_width, by_micro_batch
-from rlhf_lightning.models.loading import loading_options
+from rlhf_lightning.models.loading import loading_options, reward_normalization
 from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
 from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
 from rlhf_lightning.text.reward_texts import (
@@ -85,12 +86,26 @@ class TextRewardModelScorer:
             self.tokenizer = load_fast_tokenizer(self.tokenizer_source, revision=revision)
             model = load_classifier(self.source, revision=self.revision, dtype=self.hparams.dtype)
             self.label = label_index(model, self.hparams.label)
+            self._take_over_normalization(model)
             limit = longest_input(self.tokenizer, model, self.hparams.max_length)
             self.encode = self._encoder(model, limit)
             self.pad_id = padding(self.tokenizer, model)
             self.pad_left = decided(partial(reads_padding_on_left, model, self.pad_id))
             self.model = completed(model, frozen=True)
         return [self.model]
+
+    def _take_over_normalization(self, model: SequenceClassifier) -> None:
+        own = reward_normalization(model.model.config, self.source)
+        if own is None or self.normalized:
+            return
+        self.hparams = replace(self.hparams, mean=own[0], std=own[1])
+        self.normalized = True
+        logger.warning(
+            "%s says mean=%g and std=%g in its config.json, by which its scores are normalized; "
+            "scorer.mean and scorer.std take their place",
+            self.source,
+            *own,
+        )
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> Scores:
