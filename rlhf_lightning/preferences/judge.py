@@ -334,6 +334,8 @@ class JudgeAnnotator:
         last = next(j for j in reversed(judgements) if j.unread == why)
         shown = " ".join((last.reply or last.said).split())[:NUM_SHOWN]
         fix = _FIXES[str(why)].format(self.hparams)
+        if self.read == "logprobs" and why != REFUSED:
+            fix = "no log-probability of A, B or C came first: use judge.read=text"
         return (
             f"{self.name}: none of the first {len(judgements)} replies has a verdict ({why}), the "
             f"last is {shown!r}: {fix}"

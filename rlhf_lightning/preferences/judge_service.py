@@ -296,10 +296,10 @@ class JudgeService:
 def _at(node: Any, *path: str | int) -> Any:
     """Return what stands at a path in JSON, None where there is nothing."""
     for key in path:
-        if isinstance(node, dict) or (isinstance(node, list) and isinstance(key, int)):
-            node = node.get(key) if isinstance(node, dict) else (node[key:] or [None])[0]
+        if isinstance(key, str):
+            node = node.get(key) if isinstance(node, dict) else None
         else:
-            return None
+            node = node[key] if isinstance(node, list) and key < len(node) else None
     return node
 
 

@@ -116,7 +116,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
 
 def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures that stand in `summary.json`, by flat names; what is not known is left."""
-    people = figures["people"] or {}
+    people, judge = figures["people"] or {}, figures["judge"] or {}
     ceiling = people.get("ceiling") or {}
     pairs, cost = figures["pairs"], figures["cost"]
     labelled = sum(pairs[key] for key in ("automatic", "people", "validation"))
@@ -136,6 +136,9 @@ def flat_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
         "collect/fleiss_kappa": people.get("fleiss_kappa"),
         "collect/single_label_ceiling": ceiling.get("single"),
         "collect/automatic_agrees_with_people": figures["automatic_agrees_with_people"]["value"],
+        "collect/judge_replies": judge.get("requests"),
+        "collect/judge_unreadable": judge["unreadable"] + judge["refused"] if judge else None,
+        "collect/judge_spelled": judge.get("spelled"),
         "val/label_ceiling": figures["label_ceiling"],
     }
     dropped = figures["candidates"]["dropped"]

@@ -29,7 +29,8 @@ _OPEN, _CLOSE = r"[\"'(\[{]{0,3}", r"[\"')\]}]{0,3}+"
 _LABEL = (
     rf"(?:(?i:the\s+)?{_NOUN}[\s_\#-]*{_OPEN}(?:[ABC12]|(?<=\()[abc])(?![A-Za-z0-9]){_CLOSE}"
     rf"|{_OPEN}(?<![A-Za-z0-9])[ABC](?![A-Za-z0-9]|'s){_CLOSE}"
-    rf"|\b(?i:the\s+)?{_any('first second former latter')}(?:\s+(?:one|{_NOUN}))?\b)"
+    rf"|\b(?i:the\s+)?{_any('first second former latter')}(?:\s+(?:one|{_NOUN}))?\b"
+    rf"|第[一二]个?(?:{_NOUN})?)"
 )
 _COMPARISON = r"\s*(>+|<+|=|≈|≻|≺)\s*"
 _TIE = (
@@ -44,7 +45,7 @@ _JOINS = (
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
     r"(?!\+|\s*[:=(-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
-    rf"(?!\s+(?!{_any(_JOINS + ' on in')}\b)[a-z])"
+    rf"(?! +(?!{_any(_JOINS + ' on in')}\b)[a-z])"
 )
 _KEYWORD = (
     r"(?:\b"
@@ -53,36 +54,50 @@ _KEYWORD = (
         r"conclusion vote pick (?:better|best|superior|stronger|preferred)"
         rf"(?:_(?:one|of_the_two|choice|{_NOUN}))?"
     )
-    + r"\]?\"?'?|"
+    + r"(?:\s+of\s+(?:\w+\s+){0,3}?\w+)?\]?\"?'?|"
     + _any(
-        "结论 答案是? 选择 判断 裁决 胜者 获胜者 结果 评判 更好的 ответ antwort réponse respuesta"
+        "结论 答案是? 回答 选项 选择 判断 裁决 胜者 获胜者 结果 评判 更好的 判定 勝者 승자 정답 "
+        "ответ antwort réponse respuesta risposta resposta"
     )
     + ")"
 )
 _SEPARATOR = (
-    rf"(?:\s*(?:[:=|→>-]+|\s{_any('is was are goes_to would_be must_be')}\b|为|是)"
+    rf"(?:\s*(?:[:=|→>-]+|\s{_any('is was are goes_to would_be must_be es_la est ist')}\b"
+    r"|为|是)"
     r"|\s*\n|(?<=\])|(?<=结论))+\s*"
 )
 _CHOOSES = (
     rf"(?:\b{_any('prefer choose chose pick select vote_for go_with going_with favou?r')}\s+"
-    rf"|\b{_any('recommend opt_for side_with')}\s+|(?:选择?|喜欢|偏好|倾向于?)\s*)"
+    rf"|\b{_any('recommend opt_for side_with lean_to lean_towards? preference_for')}\s+"
+    rf"|\b{_any('gewinnt préfère bevorzuge prefiero лучше')}\s+(?:la\s+)?"
+    r"|(?:选择?|喜欢|偏好|倾向于?)\s*)"
 )
 _VERB = _any(
     "is was 's does did serves? answers? addresses responds? performs? follows? provides? offers? "
     "gives? has better ist est es è é"
 )
 _FILLER = (
-    rf"(?!{_any('not no never than but while whereas first second former latter other')}\b"
-    r"|[ABC]\b)[\w'-]+\s+"
+    rf"(?!{_any('not no never than but while whereas though although could would might may')}\b"
+    rf"|{_any('should can if however first second former latter other')}\b|[ABC]\b)"
+    r"\(?[\w'-]+\)?\s+"
 )
 _GOOD = _any(
     "better best superior stronger strongest preferable preferred winner "
     "besser meilleure? mejor migliore melhor"
 )
 _IS_GOOD = rf"\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
-_WINS = _any(r"wins? beats outperforms (?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage)")
+_WINS = _any(
+    r"wins? beats outperforms gets_my_vote better_(?:answers|addresses|serves|follows|fits|meets) "
+    r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage)"
+)
+_SEEMS_GOOD = (
+    rf"\s+{_any('is was does has provides gives seems appears looks sounds')}\s+"
+    rf"(?:{_FILLER}){{0,5}}?(?:{_GOOD}|(?i:more)\s+"
+    + _any("accurate helpful correct relevant complete useful informative precise convincing")
+    + r")\b|\s*更"
+)
 _ELSEWHERE = (
-    r"\s*(?:[^\n,.;ABC不]{0,8}?(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优|лучше)"
+    r"\s*(?:[^\n,.;ABC不]{0,8}?(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优|лучше|胜(?=[\s.,]|$))"
     r"|比[^\n,.;不]{1,8}?(?:好|优|佳|强)|の(?:方|ほう)が|(?:가|이)\s*더)"
 )
 # "Better written" and "better in tone" are praise; they count where nothing else is said.
@@ -93,8 +108,10 @@ _OUTRIGHT = (
     rf"(?!\s+than\s+(?:{_LABEL}|the\s+other)\s+(?:in|at|on|only|when|if)\b)"
 )
 _NEITHER = (
-    rf"(?i:neither)(?:\s+of\s+(?:the\s+)?\w+|\s+{_LABEL}\s+nor\s+{_LABEL}|\s+(?:{_NOUN}|one|side)){{0,3}}"
+    rf"(?i:neither|none)(?:\s+of\s+(?:the\s+)?\w+|\s+(?:{_NOUN}|one|side)"
+    rf"|\s+{_LABEL}\s+nor\s+{_LABEL}){{0,3}}"
     r"\s+(?:is|are|was)\s+(?:\w+\s+){0,2}?(?:better|superior|best|preferable)"
+    rf"|(?i:neither)\s+{_LABEL}\s+nor\s+{_LABEL}(?=\s*(?:[.;,!]|$))"
     rf"|\b{_any('its? it_is call_it call_this this_is ends?_in is declare')}"
     r"\s+an?\s+(?:\w+\s+)?(?i:tie|draw)(?![-\w])|平局|平手"
 )
@@ -109,20 +126,24 @@ _EXPLICIT = re.compile(
     rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s+{_WINS}\b|{_ELSEWHERE})"
 )
 _ALIKE = (
-    r"equally_(?:good|bad|well|strong|weak|helpful|valid|correct|matched|accurate) equivalent "
+    r"identical equivalent "
+    r"equally_(?:good|bad|well|strong|weak|helpful|valid|correct|matched|accurate) "
     r"no_(?:clear_)?(?:winner|preference|difference) (?:the_same|equal|similar)_quality"
 )
 _PRAISE = re.compile(
-    rf"(?P<better>{_LABEL}){_IS_GOOD}|(?P<neither>{_any(_ALIKE)}|一样好|同样好|不分上下)"
+    rf"(?P<loser>{_LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?less\s+\w+\s+than\b"
+    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}|{_SEEMS_GOOD})"
+    rf"|(?P<neither>{_any(_ALIKE)}|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
     r"(?![^.!?\n]*\b(?:but|however|yet|although)\b)"
 )
 # Before what is no verdict: a negation, a condition, or what another text says.
 _UNSAID = re.compile(
     r"(?:(?i:\bnot|n't|\bnever|\bnor|\bif|\bwhether|\bunless|\bhad|\balthough|\bthough|\bwhile"
     r"|\bwhereas|\binitially|不)[^,:]{0,40}$|\b"
-    + _any("says? said tells? told writes? wrote contains? includes? instructs? demands? claims?")
-    + r"\b[^,:]{0,40}:?\s*[\"'(]*$|\b"
-    + _any("asks? asked_me asked_for ends_with spells? quotes?")
+    + _any(
+        "(?:say|tell|contain|instruct|demand|claim|spell|ask|end)(?:s|ing) said told asked_me "
+        "writ(?:es?|ing) wrote includ(?:es?|ing) quot(?:es?|ing|ed)"
+    )
     + r"\b[^,:]{0,40}:?\s*[\"'(]*$)"
 )
 _ALONE = re.compile(
@@ -130,7 +151,7 @@ _ALONE = re.compile(
 )
 _COMPARED = re.compile(rf"({_LABEL}){_COMPARISON}({_LABEL})")
 _ENDING = re.compile(
-    rf"(?:[.!?\n]\s*|[a-z]{{3}},\s|\b(?i:think|believe|say)\s)({_LABEL})[.!\s\"')]*$"
+    rf"(?:[.!?\n]\s*|[a-z]{{3}},\s|\b(?i:think|believe|say|so|thus|hence|therefore)\s)({_LABEL})[.!\s\"')]*$"
 )
 _LEADING = re.compile(
     rf"[\W_]*({_LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
@@ -139,7 +160,7 @@ _LEADING = re.compile(
 _RATED = re.compile(
     rf"({_LABEL})(?:'s)?"
     rf"(?:\s+{_any('score rating gets receives scores deserves earns is rated an? of')}){{0,3}}"
-    r"\s*[:=(\u2013-]*\s*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?"
+    r"\s*[:=(\[\u2013-]*\s*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?"
     rf"(?!\s*(?!{_any('points? pts stars? and vs while whereas but versus')}\b)[a-z])"
 )
 _TWO_NUMBERS = re.compile(r"\W*(\d{1,3}(?:\.\d+)?)[\s,;]+(\d{1,3}(?:\.\d+)?)\W*")
@@ -254,7 +275,7 @@ def _of_json(node: Any) -> str | None:
     rated = [
         f"{_letter_of_key(key)}: {value}"
         for key, value in items
-        if _letter_of_key(key) and _is_number(value)
+        if _letter_of_key(key) and (_is_number(value) or re.fullmatch(r"[\d./ ]+", str(value)))
     ]
     if isinstance(node, list):
         rated += [line for each in node if isinstance(each, dict) for line in _of_entry(each)]
@@ -291,8 +312,8 @@ def _of_entry(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _letter_of_key(key: str) -> str | None:
-    found = re.search(r"(?:^|[\s_])([ABab])(?:$|[\s_])", key)
-    return found and found.group(1).upper()
+    found = re.search(r"(?:^|[\s_])([ABab])(?:$|[\s_])|[a-z][\s_]?([12])$", key)
+    return found and _letter(found.group(1) or found.group(2))
 
 
 def _is_number(value: Any) -> bool:
@@ -320,9 +341,9 @@ def _compared(found: re.Match[str]) -> str | None:
 
 
 def _letter(label: str) -> str:
-    words = re.search(r"(?i:first|former|second|latter)", label)
+    words = re.search(r"(?i:first|former|second|latter)|第[一二]", label)
     if words:
-        return "A" if words.group()[0] in "fF" else "B"
+        return "A" if words.group()[0] in "fF" or words.group() == "第一" else "B"
     return label.strip(" \"'()[]{}")[-1].upper().translate(str.maketrans("12", "AB"))
 
 

@@ -21,7 +21,11 @@ from rlhf_lightning.preferences.collection import Lab, LabHparams
 from rlhf_lightning.preferences.decoding import Decoding
 from rlhf_lightning.preferences.human_annotators import Panel
 from rlhf_lightning.preferences.judge import JudgeAnnotator
-from rlhf_lightning.preferences.publishing import describe, flat_metrics, write_collection
+from rlhf_lightning.preferences.publishing import (
+    describe,
+    flat_metrics,
+    write_collection,
+)
 from rlhf_lightning.preferences.records import Candidate, Label, Pair, read_records
 from rlhf_lightning.preferences.rules import LengthRule, RepetitionRule
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -204,6 +208,9 @@ def test_a_judge_alone_labels_validation_too_and_nothing_is_said_of_people(lab: 
         )
     assert any(verdict.choice for verdict in collection.validation)
     figures = describe(collection)
+    flat = flat_metrics(figures)
+    assert flat["collect/judge_replies"] == 2 * len(collection.labels)
+    assert flat["collect/judge_unreadable"] == 0
     assert figures["people"] is None
     assert figures["pairs"]["people"] == 0
     assert figures["records"]["validation"]["kept"] > 0
