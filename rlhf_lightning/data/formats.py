@@ -265,7 +265,7 @@ def _read_cells(ours: Mapping[str, Any], where: Location) -> dict[str, Any]:
         if key in TEXT_KEYS and key != "text"
     }
     prompt, answer = found.get("prompt"), found.get("completion")
-    if isinstance(prompt, str) and answer is not ours.get("completion"):
+    if isinstance(prompt, str) and isinstance(answer, list) and answer is not ours["completion"]:
         asked_for = [message["role"] for message in answer] != ["assistant"]
         found["completion"] = ours["completion"] if asked_for else answer
     return found
