@@ -109,7 +109,7 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
         found = f"'prompt' is {style(prompt)} but {key!r} is {style(answer)}"
         fix = "write both as text or both as lists of messages"
         if len(answer) > 1 and not isinstance(answer, str):
-            fix = "take the prompt from the conversations with columns={prompt: null}"
+            fix = f"take the prompt from the conversation with {_whole(key)}"
         raise BadRecordError(where, found, fix)
     if isinstance(answer, str):
         if not answer.strip():
@@ -124,10 +124,16 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
         several = f"has {len(roles)} messages" if roles else "is empty after the shared ones"
         got = strange[0] if strange else several
         found = f"{key!r} {got}, expected only the assistant's response, one message"
-        fix = "move the earlier messages to 'prompt', or hide a prompt that the sides repeat"
-        raise BadRecordError(where, found, f"{fix} with columns={{prompt: null}}")
+        fix = "move the earlier messages to 'prompt', or where they repeat it read them alone with"
+        raise BadRecordError(where, found, f"{fix} {_whole(key)}")
     if not answer[-1]["content"].strip():
         raise _empty(key, where)
+
+
+def _whole(key: str) -> str:
+    """Return the columns with which a side that is a whole conversation is read."""
+    own = "" if key in SIDES else f"messages: {key}, {key}: null, "
+    return f"columns={{{own}prompt: null}}"
 
 
 def _empty(key: str, where: Location) -> BadRecordError:

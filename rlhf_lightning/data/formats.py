@@ -58,6 +58,9 @@ def _parse_text_row(row: Row, where: Location) -> TextRecord:
         found = f"the key 'text' holds {describe(text)}, expected text"
         raise BadRecordError(where, found, "give conversations under the key 'messages'")
     check_characters(text, "the key 'text'", where)
+    if isinstance(messages_in(text, "text", where), list):
+        found = f"the key 'text' holds {describe(text)}, which is JSON or a print of messages"
+        raise BadRecordError(where, found, "read it with columns={messages: text, text: null}")
     if not text.strip():
         raise BadRecordError(where, "the key 'text' is empty", "fill it, or leave the record out")
     return TextRecord(text)

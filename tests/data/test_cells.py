@@ -144,3 +144,35 @@ def test_json_that_a_prompt_asked_for_stays_text_and_a_cell_beside_a_plain_promp
     assert completion_of(json.dumps([{"role": "user", "content": "Hi."}]), one) == (
         {"role": "assistant", "content": "hi"},
     )
+
+
+def read(kind: Any, row: dict[str, Any], **columns: Any) -> Any:
+    source = GivenRows([row], validation_fraction=0.0, columns=columns)
+    return source.records(kind, "train")
+
+
+WHOLE = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "hello"}]
+REPEATED = {
+    "a text": ({"text": json.dumps(WHOLE)}, "texts"),
+    "a conversation beside a plain prompt": ({"prompt": "Else.", "completion": WHOLE}, None),
+    "a conversation beside its first message": ({"prompt": WHOLE[:1], "completion": WHOLE}, None),
+}
+
+
+@pytest.mark.parametrize(("row", "kind"), REPEATED.values(), ids=REPEATED)
+def test_a_whole_conversation_in_one_key_is_read_as_its_error_says(row, kind):
+    key = "text" if kind else "completion"
+    with pytest.raises(BadRecordError, match=rf"columns={{messages: {key}, {key}: null"):
+        read(kind or "demonstrations", row)
+    hidden = {"prompt": None} if "prompt" in row else {}
+    (record,) = read("demonstrations", row, messages=key, **{key: None}, **hidden)
+    assert (record.prompt, record.completion) == (tuple(WHOLE[:1]), tuple(WHOLE[1:]))
+
+
+def test_sides_that_repeat_a_conversation_are_read_as_their_error_says():
+    sides = {"chosen": WHOLE, "rejected": [WHOLE[0], {"role": "assistant", "content": "no"}]}
+    for prompt in ("Something else.", WHOLE[:1]):
+        with pytest.raises(BadRecordError, match=r"columns={prompt: null}"):
+            read("preferences", {"prompt": prompt, **sides})
+        (pair,) = read("preferences", {"prompt": prompt, **sides}, prompt=None)
+        assert pair.prompt == tuple(WHOLE[:1])
