@@ -71,7 +71,8 @@ def _word(value: Any) -> str:
 def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label | None:
     """Return the column that says which answers of a set are good, if one does.
 
-    A column of another name that is true in some rows and false in others is named in a warning.
+    A column that may say so is named in a warning, and so is one that rates the only answer to each
+    prompt, which may have been chosen by it.
 
     Args:
         rows: the whole set.
@@ -82,20 +83,23 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
         return None if mapped is None else Label(mapped)
     texts = {theirs for ours, theirs in columns.items() if ours in KNOWN_KEYS}
     values: dict[str, set[str]] = {}
+    prompts: set[str] = set()
+    rated = False  # several answers to a prompt
     for row in rows:
         if isinstance(row.record, DemonstrationRecord):
+            rated = rated or row.split_key in prompts
+            prompts.add(row.split_key)
             for name, value in row.columns.items():
                 if name == "label" or name not in {*KNOWN_KEYS, *texts}:
                     values.setdefault(name, set()).add(str(value)[:40])
-    found = [_label_of(name, seen) for name, seen in sorted(values.items(), key=_label_first)]
+    if all(verdict(row.columns.get("label")) for row in rows):
+        return Label("label")
+    named = sorted(values.items(), key=lambda item: item[0] != "label")
+    found = [_label_of(name, seen, rated=rated) for name, seen in named]
     return next((label for label in found if label is not None), None)
 
 
-def _label_first(item: tuple[str, Any]) -> bool:
-    return item[0] != "label"
-
-
-def _label_of(name: str, values: set[str]) -> Label | None:
+def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
     words = set(map(_word, values))
     verdicts = {_VERDICTS.get(word) for word in words}
     named = set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
@@ -104,11 +108,12 @@ def _label_of(name: str, values: set[str]) -> Label | None:
     both = graded and not numeric and {True, False} <= verdicts
     if named & _NAMES and False in verdicts and (None not in verdicts or both):
         return Label(name)
-    if len(words) > 1 and (numeric or graded) and named & _RATINGS:
+    is_rating = len(words) > 1 and (numeric or graded) and bool(named & _RATINGS)
+    if is_rating and rated:
         return Label(name, is_rating=True)
     opposites = graded and any(prefix + word in words for word in words for prefix in _NOT)
     half = graded and bool(named & _NAMES) and (numeric or len(verdicts) > 1)
-    if len(words) > 1 and (verdicts == {True, False} or opposites or half):
+    if len(words) > 1 and (is_rating or verdicts == {True, False} or opposites or half):
         way = f"set columns={{label: {name}}}"
         logger.warning(
             "the column %r (%s) is not read: if it says which responses are good, %s",

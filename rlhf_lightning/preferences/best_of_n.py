@@ -117,6 +117,7 @@ def _row(candidate: Candidate, score: float) -> dict[str, Any]:
         "completion": completion_of(prompt, candidate.response),
         "domain": candidate.domain,
         "score": round(score, 6),
+        "label": True,  # it is the best one: without this a score would be a rating
         "source": candidate.source,
     }
 

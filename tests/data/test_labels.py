@@ -22,9 +22,10 @@ PAIRS += [
 ]
 
 
-def rows(name: str, values: Any, **more: Any) -> list[dict[str, Any]]:
+def rows(name: str, values: Any, *, same: int = 1) -> list[dict[str, Any]]:
+    """Return rows of which `same` in turn have one prompt."""
     return [
-        {"prompt": f"Question {i}?", "completion": f"Response {i}.", name: value} | more
+        {"prompt": f"Question {i // same}?", "completion": f"Response {i}.", name: value}
         for i, value in enumerate(list(values) * 3)
     ]
 
@@ -66,8 +67,8 @@ def test_the_label_of_messages_and_of_a_column_that_is_mapped_counts_too():
 
 @pytest.mark.parametrize("values", [(1, 5), ("1", "4.5"), (0.25, 0.75), (-2, 3)])
 @pytest.mark.parametrize("name", ["score", "rating", "helpfulness", "reward_score"])
-def test_rated_responses_are_no_demonstrations_until_it_is_said(name, values):
-    given = rows(name, values)
+def test_rated_responses_to_one_prompt_are_no_demonstrations_until_it_is_said(name, values):
+    given = rows(name, values, same=2)
     for on_bad_record in ("raise", "skip"):
         with pytest.raises(BadRecordError, match=f"{name}' rates.*label: null"):
             records(given, "demonstrations", on_bad_record=on_bad_record)
@@ -108,7 +109,19 @@ def test_a_set_in_which_every_response_is_bad_is_refused():
 )
 def test_grades_in_words_are_ratings(name, values):
     with pytest.raises(BadRecordError, match="rates"):
-        records(rows(name, values), "demonstrations")
+        records(rows(name, values, same=2), "demonstrations")
+
+
+@pytest.mark.parametrize("values", [(1, 5), (0.25, 0.75), ("high", "low")])
+def test_a_rating_of_the_only_response_to_each_prompt_is_named(values, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert len(records(rows("score", values), "demonstrations")) == 6
+    assert "'score'" in caplog.text
+    caplog.clear()
+    good = [row | {"label": True} for row in rows("score", values, same=2)]
+    assert len(records(good, "demonstrations")) == 6
+    assert [record.label for record in records(good, "unpaired")] == [True] * 6
+    assert not caplog.records
 
 
 def test_a_third_word_beside_good_and_bad_is_neither():
