@@ -111,3 +111,19 @@ def test_surprise_less_entropy_is_zero_on_average_unless_the_sampler_truncates(
         assert abs(sigmas) < 4
     else:
         assert sigmas < -10
+
+
+def test_answers_without_a_score_are_in_no_measure_of_scores() -> None:
+    rows = [answer(i, domain="ab"[i % 2], score=float(i), length=i + 2) for i in range(6)]
+    more = [answer(9, domain="a", score=math.nan, length=40, second=5.0)]
+    found = measure_answers(rows + more, score_clip=2.0)
+    alone = measure_answers(rows, score_clip=2.0)
+    for name in ("length_correlation", "clipped", "domain_score/a", "domain_score/b"):
+        assert found[name] == alone[name]
+    seconds = [replace(row, second=float(row.row_id)) for row in rows]
+    by_second = measure_answers(seconds + more, score_clip=2.0, second_scorer=True)
+    assert by_second["second_score"] == 2.5
+    assert by_second["second_correlation"] == pytest.approx(1)
+    only = measure_answers(more, score_clip=2.0)
+    assert not {"length_correlation", "domain_score/a"} & set(only)
+    assert only["clipped"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -166,3 +167,27 @@ def test_rows_are_taken_with_everything_that_belongs_to_them():
     part = rows_of(mine, [1])
     assert (part.completions, part.domains, part.scores, part.kl) == (["b c"], ["y"], [2.0], [0.7])
     assert part.lengths == [3]
+
+
+def test_prompts_without_a_score_are_left_out_of_the_rate_and_counted():
+    nan = math.nan
+    scores = [1.0, nan, 0.0, 1.0], [0.0, 0.0, nan, 1.0]
+    mine = answers(["a", "a b", "a", "a"], scores=scores[0], domains=["x", "x", "y", ""])
+    theirs = answers(["b", "b", "b", "b c"], scores=scores[1])
+    found = measure_sides(mine, theirs, Judges(scored=True), seed=1)
+    kept = [0, 3]
+    alone = measure_sides(mine.rows(kept), theirs.rows(kept), Judges(scored=True), seed=1)
+    rates = [name for name in found if name.startswith("val/score_")]
+    assert found["val/score_unscored"] == 0.5
+    assert {name: found[name] for name in rates if name != "val/score_unscored"} == {
+        name: alone[name] for name in rates if name != "val/score_unscored"
+    }
+    assert found["val/score"] == pytest.approx(2 / 3)
+    assert found["val/baseline_score"] == pytest.approx(1 / 3)
+    shown = side_by_side(mine, theirs, 4)
+    assert [row["score"] for row in shown] == [1.0, None, 0.0, 1.0]
+    nothing = answers(["a"], scores=[nan])
+    found = measure_sides(nothing, answers(["b"], scores=[1.0]), Judges(scored=True), seed=1)
+    assert found["val/score_unscored"] == 1.0
+    assert "val/score_win_rate" not in found
+    assert "val/score" not in found

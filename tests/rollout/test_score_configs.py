@@ -148,3 +148,37 @@ def test_a_reward_model_without_a_tokenizer_cannot_be_compared(tmp_path):
     policy = save_tokenizer(tmp_path / "policy", tiny_tokenizer())
     with pytest.raises(ValueError, match="has no tokenizer to be compared with the policy's"):
         RewardModelScorer(tiny_scalar_model, policy=policy, source=tmp_path)
+
+
+@pytest.mark.parametrize("experiment", ["ppo", "grpo"])
+def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(experiment, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def openrlhf(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
+        "def fine(completions, prompts):\n    return [0.0] * len(prompts)\n"
+    )
+
+    def check(*words):
+        settings = settings_of(f"+experiment={experiment}", "artifacts.reward=null", *words)
+        settings.spec.check_buildable(settings)
+
+    value_head = ["module.models.value_head=zero"] if experiment == "ppo" else []
+    check("scorer=function", f"scorer.function={file}:fine", *value_head)
+    with pytest.raises(ConfigError, match=r"scorer: .*openrlhf takes \(queries, prompts, labels\)"):
+        check("scorer=function", f"scorer.function={file}:openrlhf", *value_head)
+    base = "rlhf_lightning.rollout.scorers.base"
+    both = (
+        f"{{model: {{_target_: {base}.RewardModelScorer, load: null}}, "
+        f"mine: {{_target_: {base}.FunctionScorer, function: '{file}:openrlhf'}}}}"
+    )
+    total = f"+scorer._target_={base}.WeightedScorer"
+    with pytest.raises(ConfigError, match=r"scorer\.scorers\.mine: .*queries"):
+        check("scorer=none", total, f"+scorer.scorers={both}", *value_head)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "null", "true", "soon", ".inf"])
+def test_a_time_limit_that_cannot_be_is_refused(value, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(prompts, completions): return [0]\n")
+    words = ["scorer=function", f"scorer.function={tmp_path}/mine.py:f", "artifacts.reward=null"]
+    with pytest.raises(ConfigError, match=r"scorer\.timeout_seconds"):
+        settings_of("+experiment=grpo", *words, f"scorer.timeout_seconds={value}")
