@@ -7,7 +7,7 @@ import lightning as L
 import rlhf_lightning as rlhf
 
 
-def reward(prompts: list[str], completions: list[str], **columns: list[str]) -> list[float]:
+def reward(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
     """Return the share of different words: a response should not repeat itself."""
     words = [text.split() for text in completions]
     return [len(set(each)) / max(len(each), 1) for each in words]

@@ -198,7 +198,7 @@ def test_a_descriptor_that_it_closes_is_open_again_and_a_closed_stream_is_named(
 
     before, sys.stderr = sys.stderr, Stream()
     try:
-        with pytest.raises(RuntimeError, match="closes closed standard"):
+        with pytest.raises(RuntimeError, match=r"^reward function closes closed standard"):
             scored(closes)
     finally:
         sys.stderr = before

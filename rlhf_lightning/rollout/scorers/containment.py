@@ -39,6 +39,10 @@ _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 _AGAIN_SECONDS = 1.0
 
 
+class ClosedStreamError(RuntimeError):
+    """Code of the user's own closed standard output or error."""
+
+
 class _TimeUp(BaseException):
     """Raised inside a function whose time is up; no `except Exception` catches it."""
 
@@ -65,7 +69,8 @@ def contained(
 
     Raises:
         TimeoutError: if it took longer, also where it caught the interruption.
-        RuntimeError: if it raised, or left a closed stream behind.
+        RuntimeError: if it raised.
+        ClosedStreamError: if it closed standard output or error.
     """
     process = os.getpid()
 
@@ -90,7 +95,7 @@ def contained(
     try:
         with restoring_state(what):
             return timed(guarded, seconds)
-    except (KeyboardInterrupt, RunStoppedError):
+    except (KeyboardInterrupt, RunStoppedError, ClosedStreamError):
         raise
     except _TimeUp as error:
         raise TimeoutError(
@@ -166,7 +171,7 @@ def restoring_state(what: str, *, environment: bool = True) -> Iterator[None]:
         environment: put the environment's variables back, too.
 
     Raises:
-        RuntimeError: if it closed standard output or error, which cannot be opened again.
+        ClosedStreamError: if it closed standard output or error, which cannot be opened again.
     """
     state = [read() for read, _ in _STATE]
     variables = dict(os.environ)
@@ -198,7 +203,7 @@ def restoring_state(what: str, *, environment: bool = True) -> Iterator[None]:
             if read() != value:
                 write(value)
     if any(getattr(stream, "closed", False) for stream in streams[1:]):
-        raise RuntimeError(f"{what} closed standard output or error: leave them open")
+        raise ClosedStreamError(f"{what} closed standard output or error: leave them open")
 
 
 def _duplicate(descriptor: int) -> int | None:

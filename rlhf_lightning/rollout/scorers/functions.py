@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from inspect import Parameter
 from itertools import islice
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 
@@ -183,7 +183,7 @@ def _number(value: Any) -> float | None:
         (value,) = value
     if value is None:
         return math.nan
-    if not isinstance(value, SupportsFloat):
+    if not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)
