@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_lightning.app.config.compose import choices
+from rlhf_lightning.app.config.compose import ConfigError, choices
 from tests.builders.command_lines import settings_of
 
 PPO = [name for name in choices("experiment") if name.startswith("ppo")]
@@ -44,3 +44,18 @@ def test_an_evaluation_takes_the_gates_of_its_data_set():
     gates = "gates=by_dataset/ppo"
     assert settings_of(gates, entry="evaluate").gates == settings_of("+experiment=ppo").gates
     assert not settings_of(gates, "dataset=tldr", entry="evaluate").gates
+
+
+@pytest.mark.parametrize(
+    ("experiment", "override", "wanted"),
+    [
+        ("kto", "data.kind=preferences", "data.kind=unpaired"),
+        ("dpo", "data.kind=unpaired", "data.kind=preferences"),
+        ("dpo", "module.dpo.kind=kto", "data.kind=unpaired"),
+        ("kto", "module.dpo.label_smoothing=0.1", "kind=sigmoid alone"),
+        ("dpo", "module.dpo.desirable_weight=2", "kind=kto alone"),
+    ],
+)
+def test_objective_and_rows_of_dpo_go_together(experiment, override, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        settings_of(f"+experiment={experiment}", override)

@@ -27,6 +27,10 @@ def check(settings: TrainSettings) -> None:
             f"artifacts.ppo={settings.artifacts.ppo}: DPO starts from artifacts.sft, which is its "
             "reference too; name the policy there"
         )
+    kind, given = settings.hparams.kind, settings.data.get("kind") or "preferences"
+    wanted = "unpaired" if kind == "kto" else "preferences"
+    if given != wanted:
+        raise ConfigError(f"data.kind={given}: module.dpo.kind={kind} wants data.kind={wanted}")
     if settings.scorer is None:
         return
     if settings.scorer.class_name == "RewardAdapterScorer":
