@@ -36,7 +36,7 @@ class Measured(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds with its 95 % interval; `low` and `high` are NaN where none is known."""
+    """A mean over seeds with its interval; `low` and `high` are NaN where none is known."""
 
     value: float
     low: float
@@ -89,7 +89,9 @@ def common_range(curves: Sequence[Sequence[Measured]]) -> tuple[float, float] | 
     return (low, high) if low < high else None
 
 
-def over_seeds(values: Sequence[Measured], *, same_prompts: bool) -> Estimate:
+def over_seeds(
+    values: Sequence[Measured], *, same_prompts: bool, confidence: float = CONFIDENCE
+) -> Estimate:
     """Return the mean gain over seeds with an interval over prompts and seeds.
 
     With S seeds, their standard deviation s and the mean variance v over prompts, the half-width
@@ -105,14 +107,16 @@ def over_seeds(values: Sequence[Measured], *, same_prompts: bool) -> Estimate:
     Args:
         values: one a seed.
         same_prompts: whether all seeds are asked the same prompts.
+        confidence: of the interval.
     """
     gains, count = [value.gain for value in values], len(values)
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
     variance = fmean(value.sd**2 for value in values)
-    mean, of_prompts = fmean(gains), _Z * math.sqrt(variance)
+    mean, of_prompts = fmean(gains), z * math.sqrt(variance)
     if count == 1:
         half = of_prompts or math.nan
     else:
-        student = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1))
+        student = float(stats.t.ppf((1 + confidence) / 2, count - 1))
         of_seeds = student * stdev(gains) / math.sqrt(count)
         own = max(of_seeds, of_prompts / math.sqrt(count))
         half = math.hypot(of_seeds, of_prompts) if same_prompts else own

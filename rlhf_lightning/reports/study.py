@@ -23,6 +23,7 @@ from rlhf_lightning.evaluation.trade_off import (
     over_seeds,
     prompt_error,
 )
+from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.reports.frontier import Line, lines_chart
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.overoptimization import overoptimization
@@ -190,9 +191,40 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
     curves = {k: v for k, v in complete_curves(study).items() if k not in study.starts}
     first = next((r.row for r in study.results if r.row not in study.starts), "")
     theirs = curves.pop(first, {})
+    compared = _comparisons(study, curves, theirs)
     rows: list[list[str]] = []
     shows: dict[str, list[str]] = {}
-    count = 0
+    count = len(compared)
+    for row, where, known in compared:
+        found = over_seeds(known, same_prompts=study.same_prompts)
+        sure = over_seeds(
+            known, same_prompts=study.same_prompts, confidence=1 - (1 - CONFIDENCE) / count
+        )
+        word = _word(study, sure, row, first)
+        rows.append([f"{row} - {first}", where, _points(found), word])
+        if word in ("better", "worse"):
+            shows.setdefault(f"{row} is {word} than {first}", []).append(where)
+    only = "" if len({r.seed for r in study.results}) > 1 else ", in the one seed that was run"
+    verdicts = [f"{what} {', '.join(wheres)}{only}." for what, wheres in shows.items()]
+    if not verdicts and curves:
+        verdicts = ["The evidence does not separate the objectives."]
+        if not count:
+            why = "and another row reach no KL in all seeds" if theirs else "has no curve"
+            verdicts = [f"{first} {why}: nothing is compared with it."]
+    lead = (
+        f"Intervals are 95 %. Better or worse only where the interval of {count} comparisons, at "
+        f"1 - 0.05 / {count} (Bonferroni), excludes 0. {interval_note(study)}{_bound_note(study)}"
+    )
+    return Table("Differences", lead, ["rows", "where", "difference, points", "so"], rows), verdicts
+
+
+def _comparisons(
+    study: Study,
+    curves: Mapping[str, Mapping[int, Sequence[Measured]]],
+    theirs: Mapping[int, Sequence[Measured]],
+) -> list[tuple[str, str, list[Measured]]]:
+    """Return row, place and each seed's difference of what all seeds reach."""
+    compared: list[tuple[str, str, list[Measured]]] = []
     for row, ours in curves.items() if theirs else ():
         reach = common_range([*ours.values(), *theirs.values()])
         places: dict[str, list[Measured | None]] = {}
@@ -205,27 +237,9 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
             )
         for where, values in places.items():
             known = [value for value in values if value is not None]
-            if len(known) < len(values):
-                continue
-            count += 1
-            found = over_seeds(known, same_prompts=study.same_prompts)
-            word = _word(study, found, row, first)
-            rows.append([f"{row} - {first}", where, _points(found), word])
-            if word in ("better", "worse"):
-                shows.setdefault(f"{row} is {word} than {first}", []).append(where)
-    only = "" if len({r.seed for r in study.results}) > 1 else ", in the one seed that was run"
-    verdicts = [f"{what} {', '.join(wheres)}{only}." for what, wheres in shows.items()]
-    if not verdicts and curves:
-        verdicts = ["The evidence does not separate the objectives."]
-        if not count:
-            why = "and another row reach no KL in all seeds" if theirs else "has no curve"
-            verdicts = [f"{first} {why}: nothing is compared with it."]
-    lead = (
-        f"Better or worse only where the 95 % interval excludes 0. {interval_note(study)} "
-        f"Of {count} comparisons {number(count / 20)} would exclude 0 by chance."
-        f"{_bound_note(study)}"
-    )
-    return Table("Differences", lead, ["rows", "where", "difference, points", "so"], rows), verdicts
+            if len(known) == len(values):
+                compared.append((row, where, known))
+    return compared
 
 
 def complete_curves(study: Study) -> dict[str, dict[int, list[Measured]]]:

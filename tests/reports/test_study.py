@@ -95,8 +95,11 @@ def test_a_row_whose_kl_is_an_upper_bound_is_called_better_and_never_worse(tmp_p
     assert "upper bound" not in plain
 
 
-def test_rows_whose_difference_may_be_0_are_not_told_apart():
-    table, verdicts = compared_table(study(ahead=0.02))
+@pytest.mark.parametrize("ahead", [0.02, 0.03])
+def test_rows_whose_difference_may_be_0_are_not_told_apart(ahead):
+    # With 0.03 the interval of one comparison excludes 0, and that of two does not.
+    table, verdicts = compared_table(study(ahead=ahead))
+    assert table.rows[0][2].startswith("+3.0 (+0.5 to") == (ahead == 0.03)
     assert [row[3] for row in table.rows] == ["not separated", "not separated"]
     assert verdicts == ["The evidence does not separate the objectives."]
 
