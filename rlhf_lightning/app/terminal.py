@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import select
 import sys
 from contextlib import suppress
+
+# What a terminal would obey, but for tabs and line ends. A terminal itself gets the colours of
+# tables as well, and what moves a progress bar.
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_CONTROLS_NOT_OURS = re.compile(rf"(?!\x1b\[([0-9;]*m|[0-9]*[AK]|\?25[hl])){_CONTROLS.pattern}")
+
+
+class Shown(io.TextIOWrapper):
+    """Text whose control characters, which a record or a name may hold, are shown, not obeyed."""
+
+    def write(self, text: str) -> int:
+        """Write `text`; return its length."""
+        controls = _CONTROLS_NOT_OURS if self.isatty() else _CONTROLS
+        super().write(controls.sub(lambda found: f"\\x{ord(found.group()):02x}", text))
+        return len(text)
 
 
 class _Lasting(io.RawIOBase):
@@ -48,7 +64,10 @@ def lead_nowhere(descriptor: int) -> None:
 
 
 def outlast_terminal() -> None:
-    """Let no print end this process: no sign that the encoding lacks, no terminal that is gone.
+    """Let no print end this process or steer its terminal.
+
+    Nothing fails for a sign that the encoding lacks or a terminal that is gone, and what records
+    and files hold of control characters is escaped.
 
     A reader of a pipe may go away (`| head -1`), a window may be closed under a disowned run, a
     disk behind `> FILE` may be full. Streams that somebody else has put there stay.
@@ -65,7 +84,7 @@ def outlast_terminal() -> None:
         else:
             with suppress(OSError):
                 stream.flush()
-        lasting = io.TextIOWrapper(
+        lasting = Shown(
             io.BufferedWriter(_Lasting(descriptor)),
             encoding=getattr(stream, "encoding", "utf-8"),
             errors="replace" if descriptor == 1 else "backslashreplace",

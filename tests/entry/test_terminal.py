@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_lightning.app.terminal import Shown
 from tests.builders.command_lines import command, environment, small_sft, summary
 
 pytestmark = pytest.mark.timeout(240)
@@ -116,3 +118,36 @@ def test_an_evaluation_keeps_what_it_measured(start, tmp_path):
     found = json.loads((tmp_path / "run/summary.json").read_text())
     assert found["status"] == "completed"
     assert found["metrics"]
+
+
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b2J\x1bc\x1b[10;1Hb\x08\x7f"
+SHOWN = rb"a\x1b]0;title\x07\x1b[2J\x9b2J\x1bc\x1b[10;1Hb\x08\x7f"
+
+
+def test_control_characters_are_shown_and_not_obeyed():
+    raw = io.BytesIO()
+    stream = Shown(raw, encoding="utf-8", newline="")
+    assert stream.write(HOSTILE) == len(HOSTILE)
+    print("\ttab\r\x1b[1mbold é", file=stream, end="\n")
+    stream.flush()
+    assert raw.getvalue() == SHOWN + "\ttab\r\\x1b[1mbold é\n".encode()
+
+
+def test_a_terminal_gets_colours_and_the_moves_of_a_progress_bar_alone():
+    reader, writer = os.openpty()
+    ours = "\x1b[1;31mred\x1b[0m\x1b[?25l\x1b[1A\x1b[2K"
+    with Shown(open(writer, "wb", buffering=0), encoding="utf-8") as stream:
+        stream.write(HOSTILE + ours)
+        stream.flush()
+        assert os.read(reader, 1000) == SHOWN + ours.encode()
+    os.close(reader)
+
+
+def test_a_key_with_control_characters_reaches_no_terminal(tmp_path):
+    (tmp_path / "keys.jsonl").write_text(json.dumps({"key\x1b]0;t\x07": 1}) + "\n")
+    words = ["-m", "rlhf_lightning.annotate", "store=s.sqlite", "action=import", "file=keys.jsonl"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, timeout=120
+    )
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert rb"key\x1b]0;t\x07" in done.stdout + done.stderr
