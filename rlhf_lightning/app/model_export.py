@@ -34,7 +34,7 @@ from rlhf_lightning.modules.export import export_tokenizer, save_hf_model
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
 from rlhf_lightning.runs.manifest import source_fingerprint
-from rlhf_lightning.runs.model_card import CONFIG, CardFacts, write_model_card
+from rlhf_lightning.runs.model_card import CONFIG, CardFacts, plain, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.summary import GateResult, installed_versions
 from rlhf_lightning.text.tokenizers import as_saved, stop_ids
@@ -239,12 +239,14 @@ def _needs(folder: Path) -> str:
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     base, revision = config["base_model_name_or_path"], config.get("revision")
     if not Path(base).is_dir():
-        return f"It needs its base, {base} of the hub" + (f" at {revision}." if revision else ".")
+        return f"It needs its base, {plain(base)} of the hub" + (
+            f" at {plain(revision)}." if revision else "."
+        )
     found = json.loads((folder / ADAPTER_EXTRA).read_text(encoding="utf-8"))["base_fingerprint"]
     return (
-        f"It needs its base, the folder {without_folders(base)} (fingerprint {found[:12]}), which "
-        f"`{ADAPTER_CONFIG}` names by its whole path on the machine of the run. Elsewhere, copy "
-        "that folder too and write its place there as `base_model_name_or_path`."
+        f"It needs its base, the folder {plain(without_folders(base))} (fingerprint {found[:12]}), "
+        f"which `{ADAPTER_CONFIG}` names by its whole path on the machine of the run. Elsewhere, "
+        "copy that folder too and write its place there as `base_model_name_or_path`."
     )
 
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlhf_lightning.runs.atomic import naming_full_disk, remove, sync_folder, write_text
-from rlhf_lightning.runs.resume import CHECKSUMS, META, checksum
+from rlhf_lightning.runs.resume import CHECKSUMS, META, checksum, read_data
 
 _MODEL = "state_dict"
 _OPTIMIZERS = "optimizer_states"
@@ -95,7 +95,7 @@ def load_shards(path: Path, model: nn.Module, optimizers: list[torch.optim.Optim
     Raises:
         ValueError: if it holds other tensors than the model and the optimizers have.
     """
-    rest = torch.load(path / META, map_location="cpu", weights_only=True)
+    rest = read_data(path / META)
     alike = rest.pop(_ALIKE)
     own: dict[str, Any] = {
         _MODEL: get_model_state_dict(model),
@@ -139,7 +139,7 @@ def load_whole(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimi
     Returns:
         The rest of the checkpoint.
     """
-    rest: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+    rest: dict[str, Any] = read_data(path, mmap=True)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, rest.pop(_MODEL), options=options)
     for optimizer, saved in zip(optimizers, rest.pop(_OPTIMIZERS, ()), strict=True):
@@ -168,7 +168,7 @@ def _share(value: Any, parameter: nn.Parameter) -> Any:
 
 def read_full(path: Path) -> dict[str, Any]:
     """Return the checkpoint in a folder of `save_shards` as one of a single process, on the CPU."""
-    rest: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
+    rest: dict[str, Any] = read_data(path / META)
     alike = rest.pop(_ALIKE)
     reader = HuggingFaceStorageReader(str(path))
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata

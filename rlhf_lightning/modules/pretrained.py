@@ -39,6 +39,7 @@ from rlhf_lightning.rollout.scorers.base import (
 )
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.runs.manifest import source_fingerprint
+from rlhf_lightning.runs.resume import read_data
 from rlhf_lightning.text.tokenizers import (
     as_saved,
     check_same_tokenizer,
@@ -401,10 +402,7 @@ def read_checkpoint(
         ValueError: if it holds none: its module was not built by `from_pretrained`; or if they
             would run code and the caller does not say so.
     """
-    if Path(path).is_dir():
-        checkpoint = read_full(Path(path))
-    else:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint = (read_full if Path(path).is_dir() else read_data)(Path(path))
     if not checkpoint.get(HYPER_PARAMETERS):
         raise ValueError(
             f"{path} holds no hyper-parameters, since its module was not built by "

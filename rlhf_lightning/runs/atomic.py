@@ -83,8 +83,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     with naming_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "wb", opener=_new_file) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -92,6 +93,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _new_file(name: str, flags: int) -> int:
+    """Open a file that is not there: the name of a temporary one can be foretold, and be a link."""
+    return os.open(name, flags | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -107,7 +113,9 @@ def follow_umask(*paths: Path) -> None:
     """
     for path in paths:
         probe = path.with_name(f".{path.name}.mode-{os.getpid()}")
-        probe.touch()  # the process's umask cannot be read without changing it for every thread
+        probe.unlink(missing_ok=True)
+        # The process's umask cannot be read without changing it for every thread.
+        open(probe, "wb", opener=_new_file).close()
         try:
             path.chmod(probe.stat().st_mode & 0o777)
         finally:

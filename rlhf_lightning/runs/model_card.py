@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import UNKNOWN, Licence
@@ -112,7 +113,8 @@ def add_figures(folder: Path, name: str, about: str, figures: Mapping[str, float
     """
     path = folder / "README.md"
     text = path.read_text("utf-8")
-    begin, end = (f"<!-- {mark} benchmark {_cell(name)} -->" for mark in ("begin", "end"))
+    known = plain(name).replace("--", "- -")  # which would end the comment
+    begin, end = (f"<!-- {mark} benchmark {known} -->" for mark in ("begin", "end"))
     table = _TEMPLATES.get_template("card_figures.md").render(
         name=name, about=about, rows=_rows(figures)
     )
@@ -149,17 +151,37 @@ def _front_matter(facts: CardFacts, kind: _Kind) -> ModelCardData:
     )
 
 
-def _cell(value: Any) -> str:
+# Signs by which a line of Markdown holds HTML, a cell's end, code or emphasis, or a link.
+_MARKS = re.compile(r"[\\|`*]|\](?=[(\[:])")
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f]")
+
+
+def plain(value: Any) -> Any:
+    """Return a value as plain text of one line of Markdown, but for what is marked as safe."""
+    if hasattr(value, "__html__"):
+        return value
     if isinstance(value, float):
         return f"{value:.4g}"
-    return " ".join(str(value).replace("|", "\\|").replace("<", "&lt;").splitlines())
+    line = _MARKS.sub(r"\\\g<0>", one_line(value))
+    return Markup(line.replace("<", "&lt;"))
+
+
+def one_line(value: Any) -> str:
+    """Return a text in one line without control characters."""
+    return _CONTROLS.sub("", " ".join(str(value).split()))
+
+
+def _code(value: Any) -> Markup:
+    """Return a text in Markdown's marks of code, which nothing in it ends."""
+    return Markup(f"`{one_line(value).replace('`', chr(39))}`")
 
 
 _TEMPLATES = Environment(
     loader=PackageLoader("rlhf_lightning.runs"),
+    finalize=plain,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_TEMPLATES.filters["cell"] = _cell
+_TEMPLATES.filters["code"] = _code

@@ -236,7 +236,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder of shards; wanted is a file")
-    content = _load(path, mmap=True)
+    content = read_data(path, mmap=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(
             f"{path} is a file of torch.save, but no checkpoint of a run (it has no state_dict): "
@@ -261,11 +261,15 @@ def check_checkpoint(path: Path) -> None:
     if not path.is_dir():
         read_checkpoint(path)
         return
-    _load(path / META)
+    read_data(path / META)
 
 
-def _load(path: Path, **how: bool) -> Any:
-    """Return what `torch.save` wrote, read as data."""
+def read_data(path: Path, **how: bool) -> Any:
+    """Return what `torch.save` wrote, read as data on the CPU.
+
+    Raises:
+        CheckpointError: if it cannot be read, or is more than data.
+    """
     import torch
 
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.preferences.annotation.assignment import Sharing
-from rlhf_lightning.preferences.annotation.database import StoreError
+from rlhf_lightning.preferences.annotation.database import StoreError, connect
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from tests.builders.labels import make_pairs
 from tests.preferences.invariants import check_store, most_labels
@@ -82,3 +82,14 @@ def test_a_full_disk_is_told_nothing_is_acknowledged_and_it_goes_on_when_there_i
         assert store.label(ann, task.assignment_id, "left", Sharing()) == "kept"
         assert len(list(store.labels())) == kept + 1
     check_store(tmp_path / "labels.sqlite")
+
+
+def test_a_new_store_is_for_its_owner_alone(tmp_path):
+    db = connect(tmp_path / "store.sqlite")
+    db.execute("BEGIN IMMEDIATE")
+    db.execute("INSERT INTO meta VALUES ('a', 'b')")
+    db.execute("COMMIT")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    db.close()
+    assert len(modes) > 1
+    assert set(modes.values()) == {0o600}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from huggingface_hub import ModelCard, metadata_load
 
@@ -124,3 +126,41 @@ def test_a_section_whose_end_is_gone_is_left_as_it_stands(tmp_path):
     text = add_figures(tmp_path, "one", "all", {"benchmark/<b>|": 0.5}).read_text()
     assert text.startswith("# Mine\n\n<!-- begin benchmark one -->\nmy own text\n")
     assert "| benchmark/&lt;b>\\| | 0.5 |  |" in text
+
+
+HOSTILE = "x|y <script>a</script> [link](http://evil) `code` *b* --> \x1b[2J\n# Heading"
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_what_comes_from_outside_is_plain_text_of_a_card(stage, tmp_path):
+    card = facts(
+        stage,
+        base=HOSTILE,
+        data=HOSTILE,
+        run=HOSTILE,
+        against=HOSTILE,
+        checkpoint=HOSTILE,
+        licence=Licence("other", HOSTILE),
+        hub_base=HOSTILE,
+        datasets=(HOSTILE,),
+        metrics={HOSTILE: 1.0},
+        settings={HOSTILE: HOSTILE},
+        versions={HOSTILE: HOSTILE},
+        gates=(GateResult(HOSTILE, passed=False, value=1.0, threshold=2.0, reason=HOSTILE),),
+        reward={"reward_offset": 1.0, "pad_token": "<|pad|>`" + HOSTILE},
+    )
+    path = write_model_card(tmp_path, card)
+    assert metadata_load(path)["datasets"] == [HOSTILE]
+    add_figures(tmp_path, HOSTILE, HOSTILE, {HOSTILE: 0.5})
+    add_figures(tmp_path, HOSTILE, HOSTILE, {HOSTILE: 0.25})
+    text = ModelCard.load(path).text
+    outside_code = re.sub(r"(?<!\\)`[^`\n]*`", "", text)
+    assert "<script" not in outside_code
+    assert not re.search(r"(?<!\\)\]\(http", outside_code)
+    assert "\n# Heading" not in text
+    assert "\x1b" not in text
+    comments = [line for line in text.splitlines() if line.startswith("<!--")]
+    assert [line.count("-->") for line in comments] == [1, 1]
+    rows = [line for line in text.splitlines() if line.startswith("|") and "evil" in line]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3, 4}
+    assert text.count("## Benchmark") == 1

@@ -7,10 +7,12 @@ a power cut.
 
 from __future__ import annotations
 
+import os
 import secrets
 import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,6 +105,8 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # SQLite gives its other files the mode of this one
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         db = sqlite3.connect(
             path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
