@@ -6,12 +6,12 @@ that can work but lies outside the usual range is a warning that names that rang
 
 from __future__ import annotations
 
-import math
-import types
 import typing
 import warnings
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
+
+from rlhf_lightning.arguments import fitting
 
 
 class UnusualHparamWarning(UserWarning):
@@ -62,7 +62,7 @@ class Checked:
         hints = typing.get_type_hints(type(self))
         for item in fields(self):  # type: ignore[arg-type]
             key = f"{type(self).__name__}.{item.name}"
-            value = _typed(key, getattr(self, item.name), hints[item.name])
+            value = fitting(key, getattr(self, item.name), hints[item.name])
             object.__setattr__(self, item.name, value)
             choices = item.metadata.get("choices", (value,))
             if value not in choices:
@@ -76,41 +76,11 @@ class Checked:
         return usual
 
 
-def _typed(key: str, value: Any, hint: Any) -> Any:
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in allowed:
-        return None
-    if isinstance(value, bool):
-        if bool in allowed:
-            return value
-    elif isinstance(value, int) and int in allowed:
-        return value
-    elif isinstance(value, int | float) and float in allowed:
-        return float(value)
-    elif isinstance(value, str) and str in allowed:
-        return value
-    names = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
-    written = isinstance(value, str) and is_number(value)
-    hint_text = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)" if written else ""
-    raise TypeError(f"{key}={value!r} is {type(value).__name__}, expected {names}{hint_text}")
-
-
-def is_number(text: str) -> bool:
-    """Return whether `text` reads as a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _shown(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _check_limits(key: str, value: float, metadata: Any, usual: tuple[float, float] | None) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{key}={value} must be finite")
     limits = {k: v for k, v in metadata.get("limits", {}).items() if v is not None}
     if any(not _HOLDS[name](value, limit) for name, limit in limits.items()):
         wanted = " and ".join(f"{_WORDS[name]} {_shown(limit)}" for name, limit in limits.items())

@@ -17,7 +17,6 @@ from rlhf_lightning.app.build import make_tokenizer, with_vocabulary
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping, read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import trusted_targets
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
@@ -34,7 +33,6 @@ _LOADERS = (
     "rlhf_lightning.models.factory.load_policy",
     "rlhf_lightning.models.factory.load_scalar_model",
 )
-_TOKENIZERS = ("rlhf_lightning.data.demo.vocabulary.demo_tokenizer",)
 Model = PolicyModel | ScalarHeadModel
 
 
@@ -106,11 +104,10 @@ def _refuse_code(trusted: object) -> None:
 def _tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
     tokenizer = settings.model.tokenizer
     if settings.start is None and tokenizer is not None:
-        target = tokenizer.path
-        if target not in _TOKENIZERS and not target.startswith(trusted_targets() or ("\0",)):
+        for key, value in tokenizer.read("model.tokenizer").named_again.items():
             raise ConfigError(
-                f"model.tokenizer._target_={target} is none of ours ({', '.join(_TOKENIZERS)}): "
-                "RLHF_ALLOWED_TARGETS takes prefixes of what you trust"
+                f"{key}={value} would run code that the run folder names: such a model is exported "
+                "by its own run only"
             )
     return make_tokenizer(settings)
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -20,6 +19,7 @@ from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.distributed.launch import RANK_VARIABLES, global_rank
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError
+from rlhf_lightning.runs.saved_yaml import read_yaml
 from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.summary import new_summary, read_summary
 
@@ -137,5 +137,5 @@ def _overrides(run: RunFolder) -> list[str]:
 
 def _read(job: Path) -> list[str]:
     file = job / ".hydra" / "overrides.yaml"
-    content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else None
+    content = read_yaml(file) if file.is_file() else None
     return [str(override) for override in content or []]

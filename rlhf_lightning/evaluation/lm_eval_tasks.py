@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf_lightning.evaluation.benchmarks import RewardBenchmark
 from rlhf_lightning.evaluation.comparisons import Interval, share_over_prompts
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.preferences.candidates import LoadedPolicy
@@ -175,3 +176,6 @@ def _is_mean(by_question: Mapping[int, Answered], reported: Any) -> bool:
     total = sum(value.mean * value.parts for value in by_question.values())
     mean = total / sum(value.parts for value in by_question.values())
     return isinstance(reported, int | float) and math.isclose(mean, reported, abs_tol=1e-9)
+
+
+Benchmark = RewardBenchmark | LmEvalBenchmark

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.building import drawn, reads_weights
@@ -48,7 +49,7 @@ def load_policy(
     lora: LoraHparams | None = None,
     activation_checkpointing: bool = False,
     revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: RunsCode = False,
 ) -> PolicyModel:
     """Return a trainable causal language model with fp32 weights and its dropout set.
 
@@ -105,7 +106,7 @@ def load_base(
     dropout: float = 0.0,
     activation_checkpointing: bool = False,
     revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: RunsCode = False,
 ) -> AdaptedBase:
     """Return a frozen causal language model that adapters can be put on.
 
@@ -155,7 +156,7 @@ def load_scalar_model(
     activation_checkpointing: bool = False,
     precision: str | None = None,
     revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: RunsCode = False,
 ) -> ScalarHeadModel:
     """Return a decoder with a scalar head, fp32.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.adapter_files import load_policy_adapter, load_scalar_adapter
 from rlhf_lightning.models.building import completed
@@ -71,7 +72,7 @@ def policy_models(
     precision: str = "32-true",
     seed: int = 0,
     revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: RunsCode = False,
 ) -> PolicyModels:
     """Return policy and reference, without a value model; the arguments are as in `ppo_models`."""
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -109,7 +110,7 @@ def ppo_models(
     precision: str = "32-true",
     seed: int = 0,
     revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: RunsCode = False,
 ) -> PPOModels:
     """Return policy, value model and reference.
 

@@ -193,6 +193,8 @@ class JudgeAnnotator:
 
     kind: AnnotatorKind = "judge"
 
+    Hparams = JudgeHparams
+
     def __init__(
         self,
         *,

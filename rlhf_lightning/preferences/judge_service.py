@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rlhf_lightning.arguments import Address, SecretName
 from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url
@@ -48,8 +49,8 @@ class JudgeHparams(Checked):
     """
 
     model: str
-    base_url: str | None = None
-    api_key_env: str | None = "OPENAI_API_KEY"
+    base_url: Address | None = None
+    api_key_env: SecretName | None = "OPENAI_API_KEY"
     timeout: float = number(60.0, above=0)
     max_retries: int = number(5, at_least=0)
     concurrency: int = number(4, at_least=1)

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, SupportsFloat
 
+from rlhf_lightning.arguments import CodeName
 from rlhf_lightning.data.demo import grammar
 
 _WORD = re.compile(r"\w+")
@@ -115,7 +116,7 @@ class CallableRule:
         ValueError: if nothing callable is called that.
     """
 
-    function: Callable[[str, str], Any] | str
+    function: Callable[[str, str], Any] | CodeName
     weight: float = 1.0
 
     def __post_init__(self) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from rlhf_lightning.runs.changes import ABSENT, flatten, show
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.public_config import public_config
+from rlhf_lightning.runs.saved_yaml import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
 
 Metrics = Mapping[str, float | None]
@@ -89,7 +88,7 @@ def _config(folder: RunFolder) -> dict[str, Any]:
     if not folder.config.is_file():
         return {}
     try:
-        content = yaml.safe_load(folder.config.read_text("utf-8"))
-    except yaml.YAMLError:
+        content = read_yaml(folder.config)
+    except (OSError, ValueError):
         return {}
     return public_config(content, content) if isinstance(content, dict) else {}

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.models.loading import load_config, loading_options, naming_source
 from rlhf_lightning.models.whole_weights import listed
 from rlhf_lightning.text.template_date import leading_settings, with_fixed_date
@@ -42,7 +43,7 @@ def load_tokenizer(
     *,
     chat_template_arguments: Mapping[str, Any] | None = None,
     revision: str | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: RunsCode = False,
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub name, with a pad token and left padding.
 

@@ -1,8 +1,9 @@
-"""A configuration builds what it may build, and nothing that can merely be reached from there."""
+"""A node of a configuration builds what the annotation of its place allows, and nothing else."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from omegaconf import open_dict
 from rlhf_lightning.app.config.compose import ConfigError, choices, conf_dir, register
 from rlhf_lightning.app.config.saved import saved_config
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.targets import TargetError, check_targets, resolve
+from rlhf_lightning.app.config.targets import Kind, TargetError, read_node, resolve
 from rlhf_lightning.app.config.validate import check_run, read_settings
 
 NASTY = [
@@ -49,7 +50,7 @@ NASTY = [
     "rlhf_lightning.data.sources.base.logger",
     "rlhf_lightning.data.sources.base._rows",
     "rlhf_lightning.data.sources.base",
-    "rlhf_lightning.hparams._typed",
+    "rlhf_lightning.arguments._instance",
     "rlhf_lightning..data.sources.FileSource",
     "rlhf_lightning/data",
     "${oc.env:HOME}",
@@ -75,16 +76,27 @@ FORMS = {
     "class looked up": lambda name: {"_target_": "hydra.utils.get_class", "path": name},
     "object looked up": lambda name: {"_target_": "hydra.utils.get_object", "path": name},
     "nested": lambda name: {
-        "_target_": "torch.nn.Sequential",
-        "_args_": [{"_target_": "torch.nn.Identity"}, [{"deep": {"_target_": name}}]],
+        "_target_": "lightning.pytorch.callbacks.LambdaCallback",
+        "setup": {"_target_": name},
+    },
+    "in a list": lambda name: {
+        "_target_": "lightning.pytorch.callbacks.RichModelSummary",
+        "summarize_kwargs": [{"deep": {"_target_": name}}],
     },
 }
+CALLBACK, SCORER, SOURCE = (
+    Kind("lightning.pytorch.Callback"),
+    Kind("rlhf_lightning.rollout.scorers.base.Scorer"),
+    Kind("rlhf_lightning.data.sources.base.RecordSource"),
+)
+GENERATOR = Kind("rlhf_lightning.rollout.generators.base.Generator", ("stop_ids", "pad_token_id"))
+GOLD = Kind("rlhf_lightning.preferences.annotators.Gold")
 
 
 @pytest.mark.parametrize("name", NASTY)
 def test_a_target_that_is_none_is_refused_with_its_place(name):
     with pytest.raises(TargetError) as caught:
-        check_targets({"callbacks": {"extra": {"mine": {"_target_": name}}}})
+        read_node({"_target_": name}, CALLBACK, "callbacks.extra.mine")
     assert str(caught.value).startswith(f"callbacks.extra.mine._target_={name}")
 
 
@@ -93,8 +105,107 @@ def test_a_target_that_is_none_is_refused_with_its_place(name):
     "name", ["os.system", "rlhf_lightning.data.sources.base.logging.os.system", "torch.load"]
 )
 def test_every_way_of_naming_a_target_is_seen(name, form):
-    with pytest.raises(TargetError, match="is not allowed"):
-        check_targets({"a": [{"b": FORMS[form](name)}]})
+    with pytest.raises(TargetError, match=re.escape(f"_target_={name} ")):
+        read_node(FORMS[form](name), CALLBACK, "callbacks.extra.mine")
+
+
+BASE = "rlhf_lightning.rollout.scorers.base"
+WRITE = {"_target_": "rlhf_lightning.preferences.journal.write_rows", "path": "x", "rows": []}
+SERVER = {
+    "_target_": "rlhf_lightning.rollout.generators.vllm_server.VllmServer",
+    "number": 0,
+    "python": "/bin/true",
+    "environment": {},
+    "timeout": 1.0,
+}
+MODEL = {"_target_": "rlhf_lightning.models.factory.load_scalar_model", "source": "x"}
+WRONG_KINDS = {
+    "a function where a scorer belongs": (
+        SCORER,
+        {"_target_": f"{BASE}.load_function", "path": "f:g"},
+    ),
+    "a scorer where a source belongs": (
+        SOURCE,
+        {"_target_": f"{BASE}.FunctionScorer", "function": "f:g"},
+    ),
+    "a source where a scorer belongs": (
+        SCORER,
+        {"_target_": "rlhf_lightning.data.demo.source.DemoSource"},
+    ),
+    "a writer of files": (SCORER, WRITE),
+    "a starter of programs": (SCORER, SERVER),
+    "a writer where a model is loaded": (
+        SCORER,
+        {"_target_": f"{BASE}.RewardModelScorer", "load": {**WRITE, "_partial_": True}},
+    ),
+    "a model that is loaded at once": (
+        SCORER,
+        {"_target_": f"{BASE}.RewardModelScorer", "load": MODEL},
+    ),
+    "a generator that is built at once": (
+        GENERATOR,
+        {"_target_": "rlhf_lightning.rollout.generators.base.TransformersGenerator"},
+    ),
+    "a function as gold that loads one": (
+        GOLD,
+        {"_target_": "hydra.utils.get_method", "path": f"{BASE}.load_function"},
+    ),
+    "a node in place of a text": (
+        SOURCE,
+        {
+            "_target_": "rlhf_lightning.data.sources.base.FileSource",
+            "path": {"_target_": "rlhf_lightning.data.demo.source.DemoSource"},
+        },
+    ),
+    "a node where anything is taken": (
+        SCORER,
+        {
+            "_target_": "rlhf_lightning.rollout.scorers.http.HttpScorer",
+            "url": "http://h/s",
+            "extra": {"deep": [WRITE]},
+        },
+    ),
+    "a source among scorers": (
+        SCORER,
+        {
+            "_target_": f"{BASE}.WeightedScorer",
+            "scorers": {"one": {"_target_": "rlhf_lightning.data.demo.source.DemoSource"}},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_KINDS)
+def test_a_node_builds_only_what_the_annotation_of_its_place_allows(what):
+    kind, node = WRONG_KINDS[what]
+    with pytest.raises(TargetError, match=r"^here[\w.\[\]]*\._target_=.* is not allowed there"):
+        read_node(node, kind, "here")
+
+
+@pytest.mark.parametrize("key", ["_args_", "_convert_", "_recursive_", "__class__"])
+def test_a_node_has_keyword_arguments_alone(key):
+    node = {"_target_": f"{BASE}.FunctionScorer", "function": "f.py:g", key: ["x"]}
+    with pytest.raises(TargetError, match=rf"unknown key here\.{key} "):
+        read_node(node, SCORER, "here")
+
+
+def test_what_the_run_gives_itself_is_no_argument_of_a_node():
+    for key in ("stop_ids", "pad_token_id"):
+        name = "rlhf_lightning.rollout.generators.base.CachedGenerator"
+        node = {"_target_": name, "_partial_": True, key: 3}
+        with pytest.raises(TargetError, match=rf"rollout\.{key} is given by the run"):
+            read_node(node, GENERATOR, "rollout")
+
+
+def test_reading_a_node_calls_nothing(tmp_path):
+    marker = tmp_path / "imported"
+    (tmp_path / "mine.py").write_text(f"open({str(marker)!r}, 'w')\ndef f(**_): return []\n")
+    node = {"_target_": f"{BASE}.FunctionScorer", "function": f"{tmp_path / 'mine.py'}:f"}
+    read = read_node(node, SCORER, "scorer")
+    assert not marker.exists()
+    assert read.named_again == {"scorer.function": f"{tmp_path / 'mine.py'}:f"}
+    assert read.make().name == "f"
+    assert marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -134,9 +245,8 @@ def test_what_an_interpolation_makes_is_checked_as_well(composed, tmp_path):
     cfg = composed("+experiment=ppo")
     with open_dict(cfg):
         cfg.callbacks.extra = {"mine": f"${{oc.create:{made}}}"}
-    settings = read_settings(TrainSettings, cfg)  # it sees text
     with pytest.raises(ConfigError, match=r"callbacks\.extra\.mine\._target_=os\.system is not"):
-        check_run(settings)
+        read_settings(TrainSettings, cfg)
     assert not marker.exists()
 
 
@@ -168,9 +278,9 @@ def test_every_scorer_is_allowed(composed, scorer):
         (["optimizer.lr_=1"], ""),
         (["+optimizer.momentun=0.9"], "unknown key optimizer.momentun"),
         (["data.max_prompt_length=long"], "data.max_prompt_length='long' is str, expected int"),
-        (["data.over_long=cut"], "data.over_long='cut' is str, expected one of 'drop', 'trunc"),
+        (["data.over_long=cut"], "data.over_long='cut' must be 'drop' or 'trunc"),
         (["data.seed=1.5"], "data.seed=1.5 is float, expected int"),
-        (["module.models.lora=5"], "module.models.lora=5 is int, expected LoraHparams or null"),
+        (["module.models.lora=5"], "module.models.lora=5 is int, expected LoraHparams or None"),
         (["callbacks.checkpoint.keep_last=two"], "callbacks.checkpoint.keep_last='two' is str"),
         (
             ["+callbacks.samples.every=3"],
@@ -197,14 +307,21 @@ def test_arguments_are_held_against_the_signature(composed, overrides, message):
     assert message in str(caught.value)
 
 
-def test_a_trusted_prefix_does_not_open_what_its_modules_import(tmp_path, monkeypatch):
-    (tmp_path / "mine_d3.py").write_text("import os\nclass Callback:\n    pass\n")
+def test_a_trusted_prefix_keeps_the_rule_of_annotations(tmp_path, monkeypatch):
+    (tmp_path / "mine_d3.py").write_text(
+        "import os\nfrom lightning import Callback\nclass Mine(Callback):\n    pass\n"
+        "def unannotated():\n    return Mine()\ndef number() -> int:\n    return 1\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    assert resolve("mine_d3.Callback", "x", ("mine_d3.",)).__name__ == "Callback"
-    with pytest.raises(TargetError, match="not allowed"):
-        resolve("mine_d3.os.system", "x", ("mine_d3.",))
-    with pytest.raises(TargetError, match="not allowed"):
-        check_targets({"a": {"_target_": "mine_d3.Callback"}})
+    mine = {"_target_": "mine_d3.Mine"}
+    with pytest.raises(TargetError, match=r"is not allowed; .*RLHF_ALLOWED_TARGETS"):
+        read_node(mine, CALLBACK, "a")
+    monkeypatch.setenv("RLHF_ALLOWED_TARGETS", "other.,mine_d3.")
+    assert type(read_node(mine, CALLBACK, "a").make()).__name__ == "Mine"
+    read_node({"_target_": "mine_d3.unannotated"}, CALLBACK, "a")
+    for kind, name in ((SCORER, "Mine"), (CALLBACK, "number"), (CALLBACK, "os.system")):
+        with pytest.raises(TargetError, match=rf"a\._target_=mine_d3\.{name} "):
+            read_node({"_target_": f"mine_d3.{name}"}, kind, "a")
 
 
 def test_a_saved_configuration_is_loaded_as_data(tmp_path: Path):

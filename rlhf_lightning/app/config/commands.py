@@ -1,7 +1,4 @@
-"""Settings of every command but training, and the list of all.
-
-Must not import torch: a config error answers at once.
-"""
+"""Settings of every command but training, and the list of all."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from pydantic import (
 )
 
 from rlhf_lightning.app.config.groups import (
+    Annotator,
     ArtifactsSettings,
     DatasetSettings,
     Dtype,
@@ -31,10 +29,14 @@ from rlhf_lightning.app.config.groups import (
     Positive,
     Precision,
     Resume,
+    Rollout,
+    Safety,
+    Scorer,
     Seed,
     Settings,
     Split,
     Target,
+    builds,
     hparams_of,
 )
 from rlhf_lightning.app.config.settings import (
@@ -92,10 +94,10 @@ class EvaluateSettings(RunSettings):
 
     model: ModelSettings
     dataset: DatasetSettings
-    rollout: Target
-    scorer: Target | None = None
-    judge: Target | None = None
-    safety: Target | None = None
+    rollout: Rollout
+    scorer: Scorer | None = None
+    judge: Annotator | None = None
+    safety: Safety | None = None
     evaluation: EvaluationSettings
     gates: Gates = Field(default_factory=dict)
     run: str | None = None
@@ -107,7 +109,9 @@ class EvaluateSettings(RunSettings):
     human: Literal["none", "export", "import"] = "none"
     people: PeopleSettings
     best_of: BestOfSettings = BestOfSettings()
-    benchmark: Target | None = None
+    benchmark: (
+        Annotated[Target, builds("rlhf_lightning.evaluation.lm_eval_tasks.Benchmark")] | None
+    ) = None
     card: bool = False
     trainer: PrecisionSettings
 
@@ -191,8 +195,10 @@ class AdversarialSettings(Settings):
 class AnnotatorSettings(Settings):
     """Annotators: automatic ones, and people."""
 
-    automatic: dict[str, Target | None] | None = None
-    people: Target | None = None
+    automatic: dict[str, Annotator | None] | None = None
+    people: (
+        Annotated[Target, builds("rlhf_lightning.preferences.human_annotators.People")] | None
+    ) = None
 
 
 class CollectSettings(RunSettings):
@@ -201,8 +207,8 @@ class CollectSettings(RunSettings):
     model: ModelSettings
     dataset: DatasetSettings
     annotator: AnnotatorSettings
-    judge: Target | None = None
-    budget: Target
+    judge: Annotator | None = None
+    budget: Annotated[Target, builds("rlhf_lightning.preferences.budget.BudgetHparams")]
     trainer: PrecisionSettings
     resume: Resume = "never"
     run: str | None = None
@@ -211,7 +217,9 @@ class CollectSettings(RunSettings):
     candidates: CandidatesSettings
     lab: LabSettings
     adversarial: AdversarialSettings
-    score: Target | None = None
+    score: Annotated[Target, builds("rlhf_lightning.preferences.pairing.ScoreFunction")] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

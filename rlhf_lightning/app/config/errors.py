@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlhf_lightning.app.config.compose import choices, composed, describe_interpolation
 from rlhf_lightning.app.config.targets import did_you_mean, listed
-from rlhf_lightning.hparams import is_number
+from rlhf_lightning.arguments import is_number
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
@@ -150,8 +150,14 @@ def explain_invalid(
         written: the configuration with its interpolations, which are named where they are wrong.
     """
     found = error.errors()
-    # A key that is mistyped explains one that is missing.
-    found.sort(key=lambda item: item["type"] != "extra_forbidden")
+    # A key that is mistyped explains one that is missing, and a node those that refer to it.
+    order = ("extra_forbidden", "value_error")
+    found.sort(
+        key=lambda item: (
+            order.index(item["type"]) if item["type"] in order else len(order),
+            item["loc"][:1] not in (("dataset",), ("model",)),
+        )
+    )
     text = _explain(dict(found[0]), settings)
     named = re.match(r"[\w.]+(?==)", text)  # deeper than pydantic's place, for dataclasses
     node: Any = written

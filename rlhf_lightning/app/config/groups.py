@@ -1,7 +1,4 @@
-"""Groups of settings: types, ranges and choices stand in the fields.
-
-Must not import torch: a config error answers at once.
-"""
+"""Groups of settings: types, ranges and choices stand in the fields."""
 
 from __future__ import annotations
 
@@ -18,14 +15,21 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from rlhf_lightning.app.config.targets import (
     LOOKUPS,
+    Kind,
+    Node,
+    TargetError,
+    check_names,
     did_you_mean,
+    read_node,
 )
+from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
@@ -102,17 +106,22 @@ class Target(Settings):
         path: dotted name of a class or function.
         arguments: plain values, and nodes that are built first.
         is_partial: it is built with further arguments later.
+        kind: what its place takes.
+        where: its place.
     """
 
     path: str
     arguments: dict[str, Any]
     is_partial: bool = False
+    kind: Kind | None = Field(None, repr=False)
+    where: str = Field("", repr=False)
 
     @model_validator(mode="before")
     @classmethod
     def _of_node(cls, node: Any) -> Any:
         if not isinstance(node, Mapping) or "_target_" not in node:
             raise ValueError(f"={node!r} must name what is to be built: ._target_=package.Name")
+        check_names(node)
         kept = {str(k): v for k, v in node.items() if k not in ("_target_", "_partial_")}
         partial = bool(node.get("_partial_"))
         return {"path": str(node["_target_"]), "arguments": kept, "is_partial": partial}
@@ -132,25 +141,49 @@ class Target(Settings):
         partial = {"_partial_": True} if self.is_partial else {}
         return {"_target_": self.path, **partial, **self.arguments}
 
+    def read(self, where: str = "") -> Node:
+        """Return the call that it describes; imports what it names, and calls nothing.
+
+        Raises:
+            TargetError: with the place, what it got and what it wants.
+        """
+        assert self.kind is not None  # of every field of the settings
+        return read_node(self.node(), self.kind, where or self.where)
+
     def build(self, **more: Any) -> Any:
         """Build it, with further arguments; a partial one is returned as `functools.partial`.
 
         Raises:
+            TargetError: for what may not be built, or an argument that the run gives.
             Exception: whatever the constructor raises.
         """
-        from hydra.errors import InstantiationException
-        from hydra.utils import instantiate
+        for key in more.keys() & self.arguments.keys():
+            if not isinstance(self.arguments[key], Mapping):  # settings, checked and built before
+                raise TargetError(f"{self.where}.{key} is given by the run: leave it out")
+        return self.read().make(**more)
 
-        kept = {key: value for key, value in self.arguments.items() if key not in more}
-        node = {"_convert_": "all", **kept, "_target_": self.path, "_partial_": True}
-        try:
-            make = instantiate(node)
-        except InstantiationException as error:
-            cause: BaseException = error
-            while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
-                cause = cause.__cause__
-            raise cause from error
-        return functools.partial(make, **more) if self.is_partial else make(**more)
+
+def builds(name: str, *given_later: str) -> AfterValidator:
+    """Say what a target of the settings builds: a class, a protocol or an alias, by its name."""
+
+    def told(target: Target, info: ValidationInfo) -> Target:
+        update = {"kind": Kind(name, given_later), "where": info.field_name or ""}
+        return target.model_copy(update=update)
+
+    return AfterValidator(told)
+
+
+Annotator = Annotated[Target, builds("rlhf_lightning.preferences.annotators.Annotator")]
+Gold = Annotated[Target, builds("rlhf_lightning.preferences.annotators.Gold")]
+Safety = Annotated[Target, builds("rlhf_lightning.evaluation.safety.SafetyCheck")]
+Scorer = Annotated[Target, builds("rlhf_lightning.rollout.scorers.base.Scorer")]
+Source = Annotated[Target, builds("rlhf_lightning.data.sources.base.RecordSource")]
+Tokenizer = Annotated[Target, builds("transformers.PreTrainedTokenizerBase")]
+Callback = Annotated[Target, builds("lightning.pytorch.Callback")]
+Rollout = Annotated[
+    Target,
+    builds("rlhf_lightning.rollout.generators.base.Generator", "stop_ids", "pad_token_id"),
+]
 
 
 class PathsSettings(Settings):
@@ -281,7 +314,7 @@ class CallbacksSettings(Settings):
     checkpoint: CheckpointSettings
     samples: SamplesSettings
     early_stopping: EarlyStoppingSettings | None = None
-    extra: dict[str, Target] = {}
+    extra: dict[str, Callback] = {}
 
 
 class DoctorSettings(Settings):
@@ -290,7 +323,7 @@ class DoctorSettings(Settings):
     thresholds: hparams_of(DoctorThresholds)  # type: ignore[valid-type]
     actions: hparams_of(ActionSettings) | None = None  # type: ignore[valid-type]
     preflight: bool = False
-    second_scorer: Target | None = None
+    second_scorer: Scorer | None = None
     second_every_n_iterations: int = 1
     harmful_domains: list[str] | None = None
     refusals: list[str] | None = None
@@ -305,7 +338,7 @@ class EvaluationSettings(Settings):
     micro_batch_size: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     max_new_tokens: Positive
-    gold: Target | None = None
+    gold: Gold | None = None
     num_samples: AtLeast0 = 24
     every_n_iterations: Positive | None = None
     during_training: Positive = 128
@@ -321,11 +354,11 @@ class ModelSettings(Settings):
     source: str | None = None
     license: str | None = None
     num_parameters: int | None = None
-    tokenizer: Target | None = None
+    tokenizer: Tokenizer | None = None
     from_scratch: dict[str, Any] | None = None
     chat_template_arguments: dict[str, Any] | None = None
     revision: str | None = None
-    trust_remote_code: bool = False
+    trust_remote_code: RunsCode = False
     activation_checkpointing: bool = False
     cpu_kernels: bool = True
     cpu_threads: Positive | None = None
@@ -359,9 +392,9 @@ class DatasetSettings(Settings):
     model_config = ConfigDict(extra="allow")
 
     name: FolderName
-    source: Target
+    source: Source
     lengths: LengthsSettings | None = None
-    gold: Target | None = None
+    gold: Gold | None = None
     hub_name: str | None = None
 
 
@@ -386,7 +419,9 @@ class DataSettings(Target):
     @property
     def source(self) -> Target:
         """The source of its records."""
-        return Target.model_validate(self.arguments["source"])
+        found = Target.model_validate(self.arguments["source"])
+        kind = Kind("rlhf_lightning.data.sources.base.RecordSource")
+        return found.model_copy(update={"kind": kind, "where": f"{self.where}.source"})
 
     @property
     def prompt_length_key(self) -> str:
@@ -417,6 +452,8 @@ class PlanGroup(Settings):
 
 
 def _checked_gates(gates: Any) -> Any:
+    if not isinstance(gates, Mapping | None):
+        raise ValueError(f"={gates!r} must be a group of gates by their names")
     for name, gate in (gates or {}).items():
         if problem := gate_problem(gate):
             raise ValueError(f".{name}={gate} {problem}")

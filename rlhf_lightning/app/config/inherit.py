@@ -6,7 +6,7 @@ machine, so what it says is data: it is validated anew, and code that it names m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import ArtifactsSettings
 from rlhf_lightning.app.config.saved import read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
@@ -60,8 +61,6 @@ _SINGLE = {  # key of the training run -> key of the command
     },
 }
 _ADAPTERS = ("RewardAdapterScorer",)  # scorers that hold no whole model
-# Keys whose values run code, or send prompts and secrets away.
-_TRUSTED_AGAIN = ("function", "url", "token_env", "trust_remote_code", "python", "replicas")
 
 
 def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> Any:
@@ -210,18 +209,13 @@ def named_again(entry: str, trained: TrainSettings) -> dict[str, Any]:
 
     Functions, addresses and code of the hub: a run folder may come from another machine.
     """
-    nodes = {group: trained.select(group) for group in _GROUPS[entry] if not _stays(group, trained)}
-    return dict(_trusted(nodes, ""))
-
-
-def _trusted(node: Any, where: str) -> Iterator[tuple[str, Any]]:
-    items = enumerate(node) if isinstance(node, list) else ()
-    for key, value in node.items() if isinstance(node, Mapping) else items:
-        place = f"{where}.{key}" if where else str(key)
-        # A node with `_target_` is held against the allowlist.
-        if key in _TRUSTED_AGAIN and value and not isinstance(value, Mapping):
-            yield place, value
-        yield from _trusted(value, place)
+    found = {"model.trust_remote_code": True} if trained.model.trust_remote_code else {}
+    for where, target in trained.targets().items():
+        group = where.partition(".")[0]
+        if group in _GROUPS[entry] and not _stays(group, trained):
+            for node in nodes(target.read(where)):
+                found |= node.named_again
+    return found
 
 
 def _refuse_code(entry: str, trained: TrainSettings, keys: Collection[str]) -> None:

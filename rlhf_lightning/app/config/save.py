@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
+from rlhf_lightning.app.config.settings import RunSettings, TrainSettings, with_environment
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import find_changes, write_changes
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 def keep_secrets(settings: RunSettings, folder: RunFolder | None) -> None:
     """Remove secrets of the settings and of the environment from saved files and every log.
 
+    What the configuration reads from the environment is saved as its value, unless it is a secret:
+    nobody who reads the folder later reads an environment for it.
+
     Args:
         settings: of the run.
         folder: of the run, in whose `.hydra/` the configuration is; None rewrites no file.
@@ -34,6 +37,8 @@ def keep_secrets(settings: RunSettings, folder: RunFolder | None) -> None:
     learn_secrets(settings.resolved, settings.written)
     redact_logs()
     if folder is not None:
+        if folder.config.is_file() and "${oc.env" in folder.config.read_text("utf-8"):
+            write_settings(folder.config, settings)
         saved = folder.config.parent.glob("*.yaml")
         redact_files(*saved, *([folder.path.parent / "multirun.yaml"] if in_sweep() else []))
 
@@ -61,5 +66,6 @@ def keep_changes(settings: TrainSettings, folder: RunFolder, overrides: Sequence
 
 
 def write_settings(file: Path, settings: RunSettings) -> None:
-    """Write the configuration of a command, with its interpolations, as YAML."""
-    write_text(file, yaml.safe_dump(settings.written, sort_keys=False, allow_unicode=True))
+    """Write the configuration of a command as YAML, with its interpolations to its own keys."""
+    content = with_environment(settings.written)
+    write_text(file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

@@ -1,15 +1,12 @@
-"""Typed, frozen settings of a command, and those of training.
-
-Must not import torch: a config error answers at once.
-"""
+"""Typed, frozen settings of a command, and those of training."""
 
 from __future__ import annotations
 
 import copy
 import os
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from omegaconf import OmegaConf
 from pydantic import (
@@ -34,17 +31,17 @@ from rlhf_lightning.app.config.groups import (
     PlanGroup,
     Precision,
     Resume,
+    Rollout,
+    Safety,
+    Scorer,
     Seed,
     Settings,
     StrategySettings,
     Target,
     TrainerSettings,
     build_hparams,
+    builds,
     hparams_of,
-)
-from rlhf_lightning.app.config.targets import (
-    check_targets,
-    trusted_targets,
 )
 from rlhf_lightning.app.stages.spec import StageSpec, find_stage
 from rlhf_lightning.hparams import LoraHparams
@@ -60,15 +57,15 @@ _OF_A_JOB = re.compile(
 )
 
 
-def _with_environment(node: Any, key: str = "") -> Any:
+def with_environment(node: Any, key: str = "") -> Any:
     """Return a configuration with environment variables replaced by their values.
 
     Secrets stay as they are written, and so do variables of a job, node or rank.
     """
     if isinstance(node, Mapping):
-        return {name: _with_environment(value, str(name)) for name, value in node.items()}
+        return {name: with_environment(value, str(name)) for name, value in node.items()}
     if isinstance(node, list):
-        return [_with_environment(value, key) for value in node]
+        return [with_environment(value, key) for value in node]
     if not isinstance(node, str):
         return node
 
@@ -78,7 +75,7 @@ def _with_environment(node: Any, key: str = "") -> Any:
             return found[0]
         value = os.environ.get(name)
         if value is None:
-            value = found[0] if default is None else _with_environment(default, key).strip("'\"")
+            value = found[0] if default is None else with_environment(default, key).strip("'\"")
         return found[0] if is_secret(name, value) or is_secret(key, value) else str(value)
 
     return _FROM_ENVIRONMENT.sub(value_of, node)
@@ -105,7 +102,7 @@ class CommandSettings(Settings):
             self._written = context["written"]
             self._resolved = context["resolved"]
             hashed = context.get("hashed", context["written"])
-            self._digest = config_hash(_with_environment(hashed))
+            self._digest = config_hash(with_environment(hashed))
 
     @property
     def written(self) -> dict[str, Any]:
@@ -169,9 +166,25 @@ class CommandSettings(Settings):
         Raises:
             TargetError: with the place, what it got and what it wants.
         """
-        # Nodes that others refer to come first: an error names the place where it is written.
-        first = {k: self._resolved[k] for k in ("dataset", "model", "lora") if k in self._resolved}
-        check_targets(first | self._resolved, trusted_targets())
+        for where, target in self.targets().items():
+            target.read(where)
+
+    def targets(self) -> dict[str, Target]:
+        """Return everything that is built by name, by its place.
+
+        Nodes that others refer to come first: an error names the place where it is written.
+        """
+        first = {key: self.__dict__.get(key) for key in ("dataset", "model")}
+        return dict(_targets(first | self.__dict__, ""))
+
+
+def _targets(node: Any, where: str) -> Iterator[tuple[str, Target]]:
+    if isinstance(node, Target):
+        yield where, node
+        return
+    node = node.__dict__ if isinstance(node, Settings) else node
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        yield from _targets(value, f"{where}.{key}" if where else str(key))
 
 
 class RunSettings(CommandSettings):
@@ -192,21 +205,21 @@ class TrainSettings(RunSettings):
     export: ExportedFolderSettings = ExportedFolderSettings()
     trainer: TrainerSettings
     strategy: StrategySettings
-    optimizer: Target
-    scheduler: Target
+    optimizer: Annotated[Target, builds("torch.optim.Optimizer", "params", "lr")]
+    scheduler: Annotated[Target, builds("rlhf_lightning.modules.schedules.Schedule")]
     logger: LoggerSettings
     callbacks: CallbacksSettings
     doctor: DoctorSettings | None = None
     evaluation: EvaluationSettings
-    safety: Target | None = None
+    safety: Safety | None = None
     gates: Gates = Field(default_factory=dict)
-    module: Target
+    module: Annotated[Target, builds("lightning.LightningModule")]
     model: ModelSettings
     lora: hparams_of(LoraHparams) | None = None  # type: ignore[valid-type]
-    data: DataSettings
+    data: Annotated[DataSettings, builds("lightning.LightningDataModule")]
     dataset: DatasetSettings
-    rollout: Target
-    scorer: Target | None = None
+    rollout: Rollout
+    scorer: Scorer | None = None
 
     _hparams: dict[str, Any] = PrivateAttr(default_factory=dict)
 

@@ -29,23 +29,18 @@ from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, explain, exp
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import CommandSettings, TrainSettings
 from rlhf_lightning.app.config.targets import (
+    Node,
     TargetError,
     check_arguments,
-    check_names,
     did_you_mean,
     listed,
     resolve,
-    trusted_targets,
 )
 from rlhf_lightning.app.stages.spec import StageError, find_stage
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
-BUILT_IN_CALLBACKS = {
-    "callbacks.checkpoint": "rlhf_lightning.callbacks.checkpointing.IterationCheckpoint",
-    "callbacks.samples": "rlhf_lightning.callbacks.samples.SampleLog",
-    "callbacks.early_stopping": "lightning.pytorch.callbacks.EarlyStopping",
-}
+EARLY_STOPPING = "callbacks.early_stopping"
 # What constructors raise at a value that they cannot use; torch's Adam an IndexError at betas=''.
 BUILD_ERRORS = (
     ValueError,
@@ -83,7 +78,10 @@ def read_settings(
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    written: Any = OmegaConf.to_container(OmegaConf.create(cast(Any, cfg)), resolve=False)
+    try:
+        written: Any = OmegaConf.to_container(OmegaConf.create(cast(Any, cfg)), resolve=False)
+    except OmegaConfBaseException as error:
+        raise ConfigError(describe_interpolation(error)) from error
     written.pop("hydra", None)
     known = [*settings.model_fields, "debug", "launcher"]
     for key in map(str, written):
@@ -95,12 +93,9 @@ def read_settings(
     if not saved:
         _check_open_groups(settings, written)
     try:
-        check_names(written, trusted_targets())
         found = settings.of(_with_models_apart(written))
     except ValidationError as error:
         raise ConfigError(explain_invalid(error, settings, written)) from error
-    except TargetError as error:
-        raise ConfigError(str(error)) from error
     except OmegaConfBaseException as error:
         raise ConfigError(describe_interpolation(error)) from error
     _check_nothing_missing(found.resolved)
@@ -277,9 +272,10 @@ def check_run(settings: TrainSettings) -> None:
     """
     try:
         settings.check_targets()
-        for key, name in BUILT_IN_CALLBACKS.items():
-            if (values := settings.select(key)) is not None:
-                check_arguments(resolve(name, key), values, key)
+        if (stops := settings.select(EARLY_STOPPING)) is not None:
+            name = "lightning.pytorch.callbacks.EarlyStopping"
+            call = resolve(name, EARLY_STOPPING)
+            check_arguments(Node(name, call, call=call, arguments=stops), EARLY_STOPPING)
     except TargetError as error:
         raise ConfigError(str(error)) from error
     for key, wanted in (("data.path", "file or folder of records"), ("ckpt_path", "checkpoint")):
@@ -326,7 +322,7 @@ def _check_exists(key: str, path: Any, wanted: str) -> None:
 
 
 @contextlib.contextmanager
-def built(where: str, target: Target) -> Iterator[None]:
+def built(where: str, target: Target | Node) -> Iterator[None]:
     """Name the place and the key where building `target` fails.
 
     Raises:
@@ -338,7 +334,7 @@ def built(where: str, target: Target) -> Iterator[None]:
         raise ConfigError(_described(where, target, error)) from error
 
 
-def _described(where: str, target: Target, error: BaseException) -> str:
+def _described(where: str, target: Target | Node, error: BaseException) -> str:
     text = " ".join(str(error).split())
     values = {key: value for key, value in target.arguments.items() if not key.startswith("_")}
     name = next((key for key in values if text.startswith((f"{key}=", f"{key} is "))), None)

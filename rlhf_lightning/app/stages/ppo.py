@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from rlhf_lightning.rollout.scorers.base import Scorer
     from rlhf_lightning.runs.folder import RunFolder
 
-# Scorers whose constructors load no model.
-LIGHT_SCORERS = frozenset(
-    {
-        "rlhf_lightning.rollout.scorers.base.FunctionScorer",
-        "rlhf_lightning.rollout.scorers.base.WeightedScorer",
-        "rlhf_lightning.rollout.scorers.http.HttpScorer",
-    }
-)
-
 
 def check(settings: TrainSettings) -> None:
     """Check the KL controller, the penalty on length, the scorer, and adapters' dropout.
@@ -90,8 +81,7 @@ def check_buildable(settings: TrainSettings) -> None:
         ConfigError: with the place, what it got and what it wants.
     """
     from rlhf_lightning.app.config.compose import ConfigError
-    from rlhf_lightning.app.config.groups import Target
-    from rlhf_lightning.app.config.targets import targets
+    from rlhf_lightning.app.config.targets import nodes
     from rlhf_lightning.app.config.validate import built
     from rlhf_lightning.functional.losses import POLICY_LOSSES
 
@@ -100,11 +90,10 @@ def check_buildable(settings: TrainSettings) -> None:
             f"module.{settings.spec.settings}.surrogate={surrogate!r}: use "
             f"{', '.join(POLICY_LOSSES)}"
         )
-    for place, _, node in targets(_check_scorer(settings).node(), "scorer"):
-        if {name for _, name, _ in targets(node)} <= LIGHT_SCORERS:
-            scorer = Target.model_validate(node)
-            with built(place, scorer):
-                scorer.build()
+    for node in nodes(_check_scorer(settings).read("scorer")):
+        if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
+            with built(node.where, node):
+                node.make()
 
 
 def arguments(

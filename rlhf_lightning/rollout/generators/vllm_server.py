@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_lightning.arguments import Program
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank
 from rlhf_lightning.rollout.generators import vllm_engine
@@ -371,7 +372,7 @@ class VllmServerGenerator(VllmGenerator):
         stop_ids: Sequence[int],
         pad_token_id: int,
         *,
-        python: str,
+        python: Program,
         replicas: Sequence[Mapping[str, Any]] = ({},),
         timeout: float = 600.0,
         start_timeout: float = 600.0,

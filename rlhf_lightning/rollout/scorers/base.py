@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import CodeName
 from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import completed
@@ -213,9 +214,11 @@ class FunctionScorer:
         ValueError: if there is no such function, or its parameters have other names.
     """
 
+    loads_no_model = True
+
     def __init__(
         self,
-        function: RewardFunction | str,
+        function: RewardFunction | CodeName,
         *,
         name: str | None = None,
         timeout_seconds: float = 300.0,
@@ -293,6 +296,8 @@ class WeightedScorer:
     Raises:
         ValueError: if a weight names no scorer.
     """
+
+    loads_no_model = True
 
     def __init__(
         self,

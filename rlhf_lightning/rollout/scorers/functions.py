@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rlhf_lightning.arguments import CodeName
 from rlhf_lightning.rollout.scorers.containment import restoring_state, said
 
 RewardFunction = Callable[..., Any]
@@ -192,7 +193,7 @@ def _number(value: Any) -> float | None:
     return number if abs(number) <= _LARGEST else None
 
 
-def load_function(path: str) -> RewardFunction:
+def load_function(path: CodeName) -> RewardFunction:
     """Return the callable that `path.py:name` or `package.module.name` names.
 
     Raises:

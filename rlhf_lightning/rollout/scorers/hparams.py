@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlhf_lightning.arguments import Address, SecretName
 from rlhf_lightning.hparams import Checked, number
 
 INPUT_FORMATS = ("text", "pair", "completion")
@@ -123,7 +124,7 @@ class HttpScorerHparams(Checked):
         mean, std: the score is (answer - mean) / std.
     """
 
-    url: str
+    url: Address
     batch_size: int = number(64, at_least=1)
     concurrency: int = number(4, at_least=1, at_most=256)
     timeout: float = number(60.0, above=0)
@@ -131,7 +132,7 @@ class HttpScorerHparams(Checked):
     max_retries: int = number(5, at_least=0)
     backoff: float = number(0.5, at_least=0)
     max_backoff: float = number(30.0, at_least=0)
-    token_env: str | None = None
+    token_env: SecretName | None = None
     mean: float = number(0.0)
     std: float = number(1.0, above=0)
 

@@ -238,6 +238,9 @@ class HttpScorer:
         hparams: the fields of `HttpScorerHparams`, `url` among them.
     """
 
+    Hparams = HttpScorerHparams
+    loads_no_model = True
+
     def __init__(
         self,
         *,

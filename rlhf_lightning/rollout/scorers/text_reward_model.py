@@ -57,6 +57,8 @@ class TextRewardModelScorer:
         hparams: the fields of `TextRewardModelHparams`.
     """
 
+    Hparams = TextRewardModelHparams
+
     def __init__(
         self,
         source: str | Path,

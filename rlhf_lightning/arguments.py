@@ -1,0 +1,264 @@
+"""Check the arguments of a call against the annotations of what is called.
+
+One mechanism for calls from Python (`checked`), for hyper-parameters and for what a configuration
+builds. Numbers, texts and truth values are strict: no text is read as a number, no truth value as
+an integer, no fraction as a count; an integer is a float. A class is checked by isinstance, a
+protocol by its methods.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import ConfigDict, PlainValidator, Strict, TypeAdapter, ValidationError, WrapValidator
+
+CallT = TypeVar("CallT", bound=Callable[..., Any])
+_SCALARS = (int, float, str, bool)
+YAML_NUMBER = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)"
+
+
+@dataclass(frozen=True)
+class NamedAgain:
+    """Marks a parameter whose value runs code, or sends data or secrets away.
+
+    A run folder may come from someone else: such a value in it has to be named again by the user.
+    """
+
+
+CodeName = Annotated[str, NamedAgain()]  # `path.py:name` or `package.module.name`
+Program = Annotated[str, NamedAgain()]
+Address = Annotated[str, NamedAgain()]
+SecretName = Annotated[str, NamedAgain()]  # of an environment variable
+RunsCode = Annotated[bool, NamedAgain()]  # true runs the code of a model
+
+
+def fitting(key: str, value: Any, hint: Any) -> Any:
+    """Return `value` if it may be given for `hint`; an integer for a float as a float.
+
+    Args:
+        key: name of the argument, for the message.
+        value: any object; scalars of NumPy count as Python's.
+        hint: annotation.
+
+    Raises:
+        TypeError: for another type, naming the argument, what it got and what it wants.
+        ValueError: for a value out of range.
+    """
+    value = _plain_scalar(value)
+    try:
+        return _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        raise _problem(key, value, hint, error) from None
+
+
+def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
+    """Decorate a function or a class: wrong arguments are refused at the call that has them.
+
+    Args:
+        call: a function, or a class whose `__init__` is checked.
+        but: arguments that the function checks itself.
+
+    Raises:
+        TypeError: by the decorated call, for a value that its annotation does not allow.
+    """
+    if call is None:
+        return functools.partial(checked, but=but)
+    if inspect.isclass(call):
+        call.__init__ = checked(call.__init__, but=but)  # type: ignore[misc]
+        return call
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return call(*args, **kwargs)  # Python names what is missing or unknown
+        hints = annotations(call)
+        for name, value in bound.arguments.items():
+            kind = signature.parameters[name].kind
+            if name in hints and name not in but and kind not in (2, 4):  # *args, **kwargs
+                plain = bound.arguments[name] = _plain_scalar(value)
+                fitting(name, plain, hints[name])
+        return call(*bound.args, **bound.kwargs)
+
+    return checking
+
+
+@functools.cache
+def annotations(call: Any) -> dict[str, Any]:
+    """Return the annotations of a function, or of the constructor of a class, markers included."""
+    found = inspect.unwrap(call.__init__ if inspect.isclass(call) else call)
+    return typing.get_type_hints(found, include_extras=True)
+
+
+def is_number(text: str) -> bool:
+    """Return whether `text` reads as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def without_markers(hint: Any) -> Any:
+    """Return a hint without what `Annotated` adds."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def is_union(hint: Any) -> bool:
+    """Return whether a hint names alternatives."""
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+@dataclass
+class Built:
+    """What a configuration is going to build, in the place of the object.
+
+    Args:
+        name: dotted name that it is built by.
+        product: annotation of what comes out.
+        is_placed: a parameter whose annotation allows it has received it.
+    """
+
+    name: str
+    product: Any
+    is_placed: bool = False
+
+    def __repr__(self) -> str:
+        return f"{{_target_: {self.name}}}"
+
+
+def may_stand_for(product: Any, hint: Any) -> bool:
+    """Return whether what has the annotation `product` may be given where `hint` is wanted."""
+    product, hint = without_markers(product), without_markers(hint)
+    if product is Any:  # of code that the user trusts and that does not say
+        return True
+    if is_union(hint):
+        return any(may_stand_for(product, option) for option in get_args(hint))
+    if isinstance(hint, TypeVar):
+        return may_stand_for(product, hint.__bound__)
+    if get_origin(hint) is collections.abc.Callable or hint is collections.abc.Callable:
+        wanted = get_args(hint)[1:] or (Any,)
+        found = _returned(product)
+        return found is not None and (wanted[0] is Any or may_stand_for(found, wanted[0]))
+    kind, wanted_kind = get_origin(product) or product, get_origin(hint) or hint
+    if not inspect.isclass(kind) or not inspect.isclass(wanted_kind):
+        return False
+    if not _is_a(kind, wanted_kind, issubclass):
+        return False
+    pairs = zip(get_args(product), get_args(hint), strict=False)
+    return all(one == other or may_stand_for(one, other) for one, other in pairs)
+
+
+def _returned(product: Any) -> Any:
+    """Return what calls of a product return, None if it cannot be called or does not say."""
+    if get_origin(product) is collections.abc.Callable:
+        return get_args(product)[-1]
+    method = _method(product, "__call__") if inspect.isclass(product) else None
+    return annotations(method).get("return") if inspect.isfunction(method) else None
+
+
+def _is_a(found: Any, kind: Any, test: Callable[[Any, Any], bool]) -> bool:
+    """Return whether a class or an instance is one of a kind: of a protocol, has its methods."""
+    if not getattr(kind, "_is_protocol", False):
+        return test(found, kind)
+    wanted = [n for n, v in vars(kind).items() if callable(v) and (n[0] != "_" or n == "__call__")]
+    return all(callable(_method(found, name)) for name in wanted)
+
+
+def _method(found: Any, name: str) -> Any:
+    """Return a method that instances have: every class itself has the `__call__` of its type."""
+    if not inspect.isclass(found):
+        return getattr(found, name, None)
+    return next((vars(base)[name] for base in found.__mro__ if name in vars(base)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(_strict(hint), config=ConfigDict(allow_inf_nan=False))
+
+
+def _strict(hint: Any) -> Any:
+    """Return the hint with strict scalars, and with classes that are checked by isinstance."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[(_strict(arguments[0]), *arguments[1:])]  # type: ignore[return-value]
+    if hint in _SCALARS:
+        return Annotated[hint, Strict()]
+    if hint in (Any, None, type(None), Ellipsis) or origin is Literal:
+        return hint
+    if is_union(hint):
+        return Union[tuple(map(_strict, arguments))]  # noqa: UP007
+    if isinstance(hint, TypeVar):
+        return _strict(hint.__bound__ or Any)
+    if inspect.isclass(origin) and issubclass(origin, collections.abc.Collection):
+        inside = origin[tuple(map(_strict, arguments))]  # type: ignore[index]
+        return Annotated[inside, WrapValidator(functools.partial(_collection, hint))]
+    if not inspect.isclass(origin or hint):
+        return Any
+    return Annotated[Any, PlainValidator(functools.partial(_instance, hint))]
+
+
+def _instance(hint: Any, value: Any) -> Any:
+    kind = get_origin(hint) or hint
+    if isinstance(value, Built):
+        fits = may_stand_for(value.product, hint)
+        value.is_placed |= fits
+    elif kind is Path:
+        fits = isinstance(value, str | os.PathLike)
+    else:
+        fits = _is_a(value, kind, isinstance)
+    if not fits:
+        name = "a function" if kind is collections.abc.Callable else kind.__name__
+        raise ValueError(name)
+    return value
+
+
+def _collection(hint: Any, value: Any, validate: Callable[[Any], Any]) -> Any:
+    return _instance(hint, value) if isinstance(value, Built) else validate(value)
+
+
+def _plain_scalar(value: Any) -> Any:
+    """Return a scalar of NumPy as Python's, everything else as it is."""
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar else value
+
+
+def _problem(key: str, value: Any, hint: Any, error: ValidationError) -> Exception:
+    found = error.errors(include_url=False, include_context=False)
+    if len(found) == 1:  # the place inside of a list or a mapping
+        key += "".join(f"[{part}]" for part in found[0]["loc"])
+        value = found[0]["input"]
+    words = dict.fromkeys(_WORDS.get(item["type"], item["msg"]) for item in found)
+    wanted = " or ".join(
+        word.removeprefix("Input should be ").removeprefix("Value error, ") for word in words
+    )
+    if isinstance(value, Built):
+        given = getattr(value.product, "__name__", value.product)
+        return TypeError(
+            f"{key}._target_={value.name} is not allowed there: it gives {given}, expected {wanted}"
+        )
+    shown = repr(value) if len(repr(value)) <= _LONGEST else f"{repr(value)[:_LONGEST]}..."
+    if all(item["type"] in _VALUE_ERRORS for item in found):
+        return ValueError(f"{key}={shown} must be {wanted}")
+    wanted += " or None" if len(found) == 1 and type(None) in get_args(hint) else ""
+    fix = YAML_NUMBER if isinstance(value, str) and "e" in value and is_number(value) else ""
+    return TypeError(f"{key}={shown} is {type(value).__name__}, expected {wanted}{fix}")
+
+
+_LONGEST = 100  # characters of a value in a message
+_WORDS = {"sequence_str": "a list", "int_type": "int", "float_type": "float", "bool_type": "bool"}
+_WORDS |= {"string_type": "str", "none_required": "None", "dict_type": "a mapping"}
+_WORDS |= {"finite_number": "finite", "too_long": "fewer items", "missing": "more items"}
+_VALUE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_VALUE_ERRORS += ("finite_number", "literal_error", "too_short")

@@ -1,0 +1,194 @@
+"""A run folder from someone else is data: it runs nothing, writes nothing and reads no secrets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.reports.several import _config
+from rlhf_lightning.runs.folder import RunFolder
+from tests.builders.command_lines import settings_of
+
+Config = dict[str, Any]
+LOOKUP = "hydra.utils.get_method"
+BASE = "rlhf_lightning.rollout.scorers.base"
+HTTP = "rlhf_lightning.rollout.scorers.http.HttpScorer"
+LOAD = {"_target_": f"{BASE}.load_function", "path": "EVIL:f"}
+WRITE = {"_target_": "rlhf_lightning.preferences.journal.write_rows", "path": "PROOF", "rows": []}
+SERVER = "rlhf_lightning.rollout.generators.vllm_server.VllmServerGenerator"
+LOADER = {
+    "_target_": "rlhf_lightning.models.factory.load_scalar_model",
+    "_partial_": True,
+    "source": "x",
+    "trust_remote_code": True,
+}
+NODES = {
+    "scorer": [
+        LOAD,
+        WRITE,
+        {"_target_": "os.system", "command": "touch PROOF"},
+        {"_target_": f"{BASE}.FunctionScorer", "function": LOAD},
+        {"_target_": f"{BASE}.FunctionScorer", "function": "EVIL:f"},
+        {"_target_": f"{BASE}.FunctionScorer", "function": {**WRITE, "_partial_": True}},
+        {
+            "_target_": f"{BASE}.FunctionScorer",
+            "function": {"_target_": LOOKUP, "path": f"{BASE}.load_function"},
+        },
+        {"_target_": f"{BASE}.FunctionScorer", "_args_": ["EVIL:f"]},
+        {"_target_": f"{BASE}.RewardModelScorer", "load": {**WRITE, "_partial_": True}},
+        {"_target_": f"{BASE}.RewardModelScorer", "load": LOADER},
+        {"_target_": HTTP, "url": "http://h/s"},
+        {"_target_": HTTP, "url": "http://h/s", "token_env": "CANARY"},
+        {"_target_": f"{BASE}.WeightedScorer", "scorers": {"a": {"_target_": HTTP, "url": "h"}}},
+        {"_target_": "rlhf_lightning.preferences.judge.JudgeAnnotator", "model": "m"},
+        "${oc.create:{_target_: os.system}}",
+    ],
+    "safety.is_refusal": [LOAD, {"_target_": LOOKUP, "path": "builtins.eval"}, WRITE],
+    "evaluation.gold": [
+        LOAD,
+        {**LOAD, "_partial_": True},
+        {"_target_": LOOKUP, "path": "os.system"},
+        {"_target_": LOOKUP, "path": f"{BASE}.load_function"},
+    ],
+    "dataset.source": [
+        LOAD,
+        WRITE,
+        {"_target_": "rlhf_lightning.data.sources.base.JoinedSource", "sources": [WRITE]},
+    ],
+    "rollout": [
+        {**WRITE, "_partial_": True},
+        {"_target_": SERVER, "_partial_": True, "python": "/bin/sh"},
+        {"_target_": SERVER, "_partial_": True, "python": "", "replicas": [{"BASH_ENV": "EVIL"}]},
+    ],
+    "model.tokenizer": [
+        LOAD,
+        {
+            "_target_": "rlhf_lightning.text.tokenizers.load_tokenizer",
+            "source": "x",
+            "trust_remote_code": True,
+        },
+    ],
+    "model.trust_remote_code": [True],
+    "module.models": [{**LOAD, "_partial_": True}],
+    "optimizer": [{**WRITE, "_partial_": True}],
+    "callbacks.extra": [{"a": WRITE}],
+    "doctor.second_scorer": [LOAD],
+    "stage": ["os.system", ["ppo"]],
+    "gates": [[1], {"x": {"metric": "val/${oc.env:CANARY}", "at_least": 0}}],
+    "dataset.name": [
+        "${oc.env:CANARY}",
+        "${ oc.env : CANARY }",
+        "${oc.select:nope,${oc.env:CANARY}}",
+        "\\${oc.env:CANARY}",
+        "${oc.decode:'{a: 1}'}",
+        "${hydra:runtime.cwd}",
+        "${..name}",
+        "${dataset.name}",
+    ],
+}
+CASES = [(key, value) for key, values in NODES.items() for value in values]
+
+
+@pytest.fixture(scope="module")
+def saved() -> Config:
+    return settings_of("+experiment=ppo", "logger=none").written
+
+
+def put(config: Config, key: str, value: Any) -> Config:
+    changed = copy.deepcopy(config)
+    *parents, last = key.split(".")
+    node = changed
+    for parent in parents:
+        node = node[parent]
+    node[last] = value
+    return changed
+
+
+def folder_of(path: Path, text: str) -> RunFolder:
+    folder = RunFolder(path / "run")
+    folder.config.parent.mkdir(parents=True)
+    folder.config.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(("key", "value"), CASES, ids=lambda value: str(value)[-60:])
+def test_a_saved_node_that_could_do_anything_is_refused_and_does_nothing(
+    saved: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: Any
+) -> None:
+    proof, evil = tmp_path / "PROOF", tmp_path / "evil.py"
+    evil.write_text(f"open({str(proof)!r}, 'w').close()\ndef f(**_): return []\n")
+    monkeypatch.setenv("CANARY", "canary-of-the-environment")
+    text = yaml.safe_dump(put(saved, key, value), sort_keys=False)
+    folder = folder_of(tmp_path, text.replace("EVIL", str(evil)).replace("PROOF", str(proof)))
+    with pytest.raises(ConfigError) as caught:
+        settings_of(f"run={folder.path}", entry="evaluate")
+    assert not proof.exists()
+    assert "\n" not in str(caught.value)
+    assert "canary-of-the-environment" not in str(caught.value)
+
+
+def concatenated(config: Config) -> Config:
+    parts = {"one": "$", "two": "{oc.env:CANARY}", "name": "${dataset.one}${dataset.two}"}
+    return config | {"dataset": config["dataset"] | parts}
+
+
+def doubling(config: Config) -> Config:
+    rows = {f"l{n}": [f"${{dataset.l{n + 1}}}"] * 10 for n in range(12)} | {"l12": "x"}
+    return config | {"dataset": config["dataset"] | rows}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("change", [concatenated, doubling])
+def test_interpolations_neither_build_others_nor_grow_without_end(
+    saved: Config, tmp_path: Path, change: Callable[[Config], Config]
+) -> None:
+    folder = folder_of(tmp_path, yaml.safe_dump(change(saved)))
+    with pytest.raises(ConfigError, match="dataset"):
+        settings_of(f"run={folder.path}", entry="evaluate")
+
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else '*a'] * 9)}]\n" for n in range(9)
+)
+FILES = {
+    "aliases": ALIASES,
+    "a merge": "a: &a {x: 1}\nb: {<<: *a}\n",
+    "deep lists": "a: " + "[" * 3000 + "]" * 3000,
+    "deep mappings": "a: " + "{a: " * 30 + "1" + "}" * 30,
+    "too large": "a: " + "x" * 2**21,
+    "a date": "stage: 2001-01-01",
+    "bytes": "a: !!binary aGk=",
+    "an object": "a: !!python/object/apply:os.system ['true']",
+    "a long number": "a: " + "9" * 5000,
+    "two documents": "a: 1\n---\nb: 2\n",
+    "no key": "null: 1\nstage: ppo\n",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", FILES)
+def test_a_file_that_is_no_plain_configuration_is_refused_at_once(tmp_path: Path, what: str):
+    folder = folder_of(tmp_path, FILES[what])
+    for entry in ("evaluate", "collect"):
+        with pytest.raises(ConfigError):
+            settings_of(f"run={folder.path}", entry=entry)
+    if what != "no key":
+        assert _config(folder) == {}  # as a report reads it
+
+
+def test_what_a_run_read_from_the_environment_is_saved_as_its_value(tmp_path, monkeypatch):
+    from rlhf_lightning.app.config.save import write_settings
+
+    monkeypatch.setenv("MODELS", "my_models")
+    words = ["+experiment=ppo", "artifacts.sft=${oc.env:MODELS}/sft"]
+    trained = settings_of(*words)
+    folder = folder_of(tmp_path, "")
+    write_settings(folder.config, trained)
+    monkeypatch.delenv("MODELS")
+    assert settings_of(f"run={folder.path}", entry="evaluate").baseline == "my_models/sft"
