@@ -298,8 +298,9 @@ class RowParser:
         Raises:
             BadRecordError: if it has none, or is of another format than the first.
         """
-        if not self._columns.keys() & set(TEXT_KEYS):
-            row = as_ours(row, where)
+        if not any(self._columns.get(key) for key in TEXT_KEYS):
+            hidden = self._columns.keys() & set(TEXT_KEYS)
+            row = as_ours({k: v for k, v in row.items() if k not in hidden}, where)
         ours = self._rename(row, where)
         rendered = _parse_rendered(ours.get("rendered", self._rendered), where)
         if not rendered:

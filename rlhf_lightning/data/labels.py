@@ -84,16 +84,15 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
     texts = {theirs for ours, theirs in columns.items() if ours in KNOWN_KEYS}
     values: dict[str, set[str]] = {}
     prompts: set[str] = set()
-    rated = False  # several answers to a prompt
     for row in rows:
         if isinstance(row.record, DemonstrationRecord):
-            rated = rated or row.split_key in prompts
             prompts.add(row.split_key)
             for name, value in row.columns.items():
                 if name == "label" or name not in {*KNOWN_KEYS, *texts}:
                     values.setdefault(name, set()).add(str(value)[:40])
     if all(verdict(row.columns.get("label")) for row in rows):
         return Label("label")
+    rated = 10 * len(prompts) <= 9 * len(rows)  # not by a few prompts that are there twice
     named = sorted(values.items(), key=lambda item: item[0] != "label")
     found = [_label_of(name, seen, rated=rated) for name, seen in named]
     return next((label for label in found if label is not None), None)

@@ -14,7 +14,7 @@ r"""Rows of public sets that have keys of their own, as rows with ours: one func
 | OpenAssistant trees              | `prompt` with `replies`                                      |
 | Orca pairs and the like          | `chosen rejected`, with the prompt as `question`, ...        |
 | ShareGPT                         | `conversations`, with `chosen rejected` for pairs            |
-| Capybara                         | `conversation`, of `input` and `output`                      |
+| Capybara; WildChat               | `conversation`, of `input output`; of messages               |
 | Alpaca; Dolly                    | `instruction output`; `instruction response`                 |
 | HelpSteer and HelpSteer2         | `prompt response helpfulness`                                |
 
@@ -52,6 +52,7 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("message_id", "role"),
         "its rows are single messages: give the set's file of trees (NAME.trees.jsonl.gz)",
     ),
+    (("instruction", "output", "text"), "read instruction and output with columns={text: null}"),
     (
         ("completions", "labels"),
         "its rows label the steps of a response: join the steps of rows whose labels are all true",
@@ -236,7 +237,9 @@ def _sharegpt(row: Row, where: Location) -> dict[str, Any]:
 
 
 def _capybara(row: Row, where: Location) -> dict[str, Any]:
-    turns = row["conversation"]
+    turns = messages_in(row["conversation"], "conversation", where)
+    if all("role" in turn for turn in turns):
+        return {"messages": turns}
     return {"messages": [x for turn in turns for x in _turn(turn["input"], turn["output"])]}
 
 

@@ -97,6 +97,9 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], DemonstrationRecord]] = {
         {"source": "x", "conversation": [{"input": Q, "output": BAD},
                                          {"input": "And?", "output": GOOD}]},
         DemonstrationRecord(TWO, (said(GOOD),))),
+    "WildChat": (
+        {"conversation": [user(Q) | {"turn": 1}, said(GOOD)], "model": "m", "toxic": False},
+        DemonstrationRecord((user(Q),), (said(GOOD),))),
     "Alpaca": (
         {"instruction": "Sum up.", "input": Q, "output": GOOD},
         DemonstrationRecord(f"Sum up.\n\n{Q}", GOOD)),
@@ -161,6 +164,15 @@ def test_several_turns_of_the_arena_are_one_conversation():
 def test_a_set_whose_rows_are_no_pairs_is_told_what_to_give(row, fix):
     with pytest.raises(BadRecordError, match=fix):
         source(row, row).records("preferences", "train")
+
+
+def test_alpaca_with_its_whole_texts_is_read_as_its_error_says():
+    row = {"instruction": "Sum up.", "input": Q, "output": GOOD, "text": f"### Sum up.\n{Q}{GOOD}"}
+    assert source(row).records("texts", "train")[0].text == row["text"]
+    with pytest.raises(BadRecordError, match=r"columns={text: null}"):
+        source(row).records("demonstrations", "train")
+    (record,) = source(row, columns={"text": None}).records("demonstrations", "train")
+    assert record == DemonstrationRecord(f"Sum up.\n\n{Q}", GOOD)
 
 
 def test_keys_of_the_users_own_set_are_not_taken_for_those_of_a_public_one():
