@@ -59,6 +59,15 @@ def swallows(prompts, completions):
         return [0.0, 0.0]
 
 
+def has_a_limit_of_its_own(prompts, completions):
+    former = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(5)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, former)
+    time.sleep(60)
+    return [0.0, 0.0]
+
+
 async def waits(prompts, completions):
     await asyncio.sleep(60)
 
@@ -70,7 +79,16 @@ def endless_generator(prompts, completions):
 
 
 @pytest.mark.parametrize(
-    "function", [backtracks, sleeps, spins_in_silence, swallows, waits, endless_generator]
+    "function",
+    [
+        backtracks,
+        sleeps,
+        spins_in_silence,
+        swallows,
+        has_a_limit_of_its_own,
+        waits,
+        endless_generator,
+    ],
 )
 def test_a_function_that_takes_too_long_ends_with_its_name_and_a_prompt(function):
     began, before = time.monotonic(), signal.getsignal(signal.SIGALRM)

@@ -9,6 +9,7 @@ import itertools
 import math
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -190,6 +191,8 @@ def test_an_asynchronous_function_is_awaited_also_where_a_loop_runs(function):
         [torch.tensor(1.0), np.float16(2)],
         (value for value in (1, 2)),
         {"a": 1, "b": 2}.values(),
+        pandas.DataFrame({"score": [1.0, 2.0]}),
+        pandas.Series([1, 2]),
         range(1, 3),
     ],
 )
@@ -214,6 +217,8 @@ def test_none_is_nan_and_said_not_to_apply():
         {1: 1, 2: 2}.keys(),
         "12",
         b"12",
+        bytearray(b"12"),
+        pandas.DataFrame([[1.0, 2.0], [3.0, 4.0]]),
         None,
         1.5,
         torch.tensor(1.0),

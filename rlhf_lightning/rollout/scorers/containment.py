@@ -125,14 +125,23 @@ def _interrupted_by_alarm(call: Callable[[], Result], seconds: float) -> Result:
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal rung
         rung = True
+        # It rings again, as a function may catch everything.
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
         raise _TimeUp
 
     handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
-    # It rings again, as a function may catch everything.
-    delay, interval = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
+    delay, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    # For functions that set and cancel the same timer for a limit of their own.
+    second = threading.Timer(
+        seconds + _AGAIN_SECONDS, signal.pthread_kill, (threading.get_ident(), signal.SIGALRM)
+    )
+    second.daemon = True
+    second.start()
     try:
         found = call()
     finally:
+        second.cancel()
+        second.join()
         left = max(delay - (time.monotonic() - began), 1e-3) if delay else 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)

@@ -140,9 +140,13 @@ def listed(returned: Any, count: int) -> list[Any] | None:
 
     None if it is no sequence of values: a number, a text, or something without an order.
     """
-    if hasattr(returned, "tolist"):  # NumPy, torch on any device, pandas
+    if hasattr(returned, "to_numpy"):  # a DataFrame iterates over the names of its columns
+        returned = returned.to_numpy()
+    if hasattr(returned, "tolist"):  # NumPy, torch on any device
         returned = returned.tolist()
-    if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
+    if isinstance(returned, str | bytes | bytearray | memoryview | Mapping | Set) or not isinstance(
+        returned, Iterable
+    ):
         return None
     return list(islice(returned, count + 1))
 
