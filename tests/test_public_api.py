@@ -279,7 +279,6 @@ def test_a_list_of_rewards_is_their_weighted_sum_and_resumes_with_its_weights(ma
     module = ppo(material, **given)
     assert isinstance(module.scorer, WeightedScorer)
     assert module.scorer.weights == {"length": 1.0, "few": 0.5, "few#2": 2}
-    assert module.algorithm.score_clip is None
     L.Trainer(**arguments(tmp_path / "run", max_iterations=1)).fit(
         module, prompts(material, module)
     )

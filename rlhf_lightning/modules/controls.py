@@ -58,7 +58,9 @@ class Controls:
 
     def shaping(self, hparams: OnPolicyHparams, estimator: AdvantageEstimator) -> RewardShaping:
         """Return how the scores of the next rollout become rewards and advantages."""
-        assert not isinstance(hparams.score_clip, str)  # `on_policy.begin` put a number there
+        assert not isinstance(
+            hparams.score_clip, str
+        )  # `on_policy.place_models` put a number there
         return RewardShaping(
             kl_coef=self.kl_coef if hparams.kl_in == "reward" else 0.0,
             score_clip=hparams.score_clip,

@@ -99,9 +99,9 @@ class PolicyGradientModule(L.LightningModule):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.scorer = scorer
         on_policy.begin(self, grpo, sampling, seed)
         self.build_models = models
+        self.scorer = scorer
         self.generator = generator
         self.tokenizer = tokenizer
         self.build_optimizer = optimizer

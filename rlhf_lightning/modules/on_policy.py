@@ -68,7 +68,7 @@ CLIP_OF_NORMALIZED = 5.0  # standard deviations of the score
 
 
 def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, seed: int) -> None:
-    """Give a module with a scorer the state of a run that has not begun.
+    """Give a module the state of a run that has not begun.
 
     Raises:
         ValueError: if the surrogate is unknown.
@@ -78,11 +78,6 @@ def begin(module: Any, algorithm: OnPolicyHparams, sampling: SamplingHparams, se
             f"{type(algorithm).__name__}.surrogate={algorithm.surrogate!r}: use "
             f"{', '.join(POLICY_LOSSES)}"
         )
-    if algorithm.score_clip == "auto":
-        clip = CLIP_OF_NORMALIZED if getattr(module.scorer, "normalized", False) else None
-        with warnings.catch_warnings():  # said when it was made
-            warnings.simplefilter("ignore", UnusualHparamWarning)
-            algorithm = replace(algorithm, score_clip=clip)
     key = f"module.{module.stage}"
     module.automatic_optimization = False
     module.algorithm = algorithm
@@ -107,6 +102,13 @@ def place_models(module: Any, models: PolicyModels) -> None:
     train mode.
     """
     frozen = (*models.frozen, *module.scorer.build(models.base))
+    if (
+        module.algorithm.score_clip == "auto"
+    ):  # a model that is loaded may say that it is normalized
+        clip = CLIP_OF_NORMALIZED if getattr(module.scorer, "normalized", False) else None
+        with warnings.catch_warnings():  # said when it was made
+            warnings.simplefilter("ignore", UnusualHparamWarning)
+            module.algorithm = replace(module.algorithm, score_clip=clip)
     module.policy, module.trained_roots = models.policy, models.trained
     module.step_0.same_source = models.same_source
     object.__setattr__(module, "reference", models.reference)

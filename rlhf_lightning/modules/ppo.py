@@ -97,10 +97,10 @@ class PPOModule(L.LightningModule):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.scorer = scorer
         on_policy.begin(self, ppo, sampling, seed)
         self.ppo = ppo
         self.build_models = models
+        self.scorer = scorer
         self.generator = generator
         self.tokenizer = tokenizer
         self.build_optimizer = optimizer

@@ -366,14 +366,26 @@ def test_two_different_scores_that_the_clip_makes_one_are_named(caplog, scores, 
 
 def test_scores_of_a_function_are_not_clipped_unless_it_is_asked_for():
     function = FunctionScorer(lambda p, c: [10.0 + row for row, _ in enumerate(c)])
-    assert tiny_module(scorer=function).algorithm.score_clip is None
-    assert tiny_module(scorer=function, ppo=ppo_hparams(score_clip=2)).algorithm.score_clip == 2
     model = TokenScorer(some_score)
-    assert tiny_module(scorer=model).algorithm.score_clip == 5
-    assert tiny_module(scorer=model, ppo=ppo_hparams(score_clip=None)).algorithm.score_clip is None
-    both = WeightedScorer({"model": model, "function": function})
-    assert tiny_module(scorer=both).algorithm.score_clip is None
-    assert tiny_module(scorer=WeightedScorer({"model": model})).algorithm.score_clip == 5
+
+    class SaysSoOnceBuilt(TokenScorer):
+        normalized = False
+
+        def build(self, base: Any = None) -> list[torch.nn.Module]:
+            self.normalized = True
+            return []
+
+    for scorer, asked, clip in (
+        (function, "auto", None),
+        (function, 2, 2),
+        (model, "auto", 5),
+        (model, None, None),
+        (SaysSoOnceBuilt(some_score), "auto", 5),
+        (WeightedScorer({"model": model, "function": function}), "auto", None),
+        (WeightedScorer({"model": model, "two": SaysSoOnceBuilt(some_score)}), "auto", 5),
+    ):
+        module = built(tiny_module(scorer=scorer, ppo=ppo_hparams(score_clip=asked)))
+        assert module.algorithm.score_clip == clip
     rollout = rollout_of(built(tiny_module(scorer=function)))
     assert rollout.rewards.sum(1).max() > 20
 

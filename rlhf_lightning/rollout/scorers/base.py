@@ -307,7 +307,6 @@ class WeightedScorer:
         domain_weights: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         self.scorers = dict(scorers)
-        self.normalized = all(getattr(s, "normalized", False) for s in self.scorers.values())
         self.weights = dict(weights or {})
         self.domain_weights = {k: dict(v) for k, v in (domain_weights or {}).items()}
         for where in (self.weights, *self.domain_weights.values()):
@@ -316,6 +315,11 @@ class WeightedScorer:
                     raise ValueError(
                         f"weight for {name!r}, but the scorers are {sorted(self.scorers)}"
                     )
+
+    @property
+    def normalized(self) -> bool:
+        """True if all of them are; of some it is known once they are built."""
+        return all(getattr(scorer, "normalized", False) for scorer in self.scorers.values())
 
     def build(self, base: Any = None) -> list[nn.Module]:
         """Build every scorer; return all their models."""
