@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.control_tokens import control_tokens
+from rlhf_lightning.text.limits import limited
 from rlhf_lightning.text.template_date import with_fixed_date
 from rlhf_lightning.text.turn_end import first_stop
 
@@ -130,9 +131,10 @@ class Renderer:
             if message["content"] != _PLACEHOLDER:
                 message["content"] = self._text(message["content"])
         try:
-            text = self.tokenizer.apply_chat_template(
-                conversation, chat_template=self.template, tokenize=False
-            )
+            with limited():
+                text = self.tokenizer.apply_chat_template(
+                    conversation, chat_template=self.template, tokenize=False
+                )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in conversation)
             raise ValueError(

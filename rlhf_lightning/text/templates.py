@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.text.limits import limited
 from rlhf_lightning.text.messages import Messages
 
 
@@ -21,8 +22,9 @@ def render_chat(
             "tokenizer.chat_template, take an instruction-tuned tokenizer, or give plain text"
         )
     conversation = [dict(message) for message in messages]
-    return str(
-        tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+    with limited():
+        return str(
+            tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         )
-    )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.text.limits import limited
+
 # Stands where the answer goes; a noncharacter of Unicode, which no text holds.
 _ANSWER = "\ufdd0answer\ufdd0"
 _EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
@@ -40,7 +42,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
         return None
     conversation = [dict(message) for message in _EXCHANGE]
     try:
-        text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
+        with limited():
+            text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
     except (TemplateError, TypeError, ValueError, KeyError):  # made for other conversations
         return None
     _, found, after = text.rpartition(_ANSWER)
