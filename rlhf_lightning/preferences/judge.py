@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.journal import Journal
 from rlhf_lightning.preferences.judge_prompt import SYSTEM, TEMPLATE, JudgePrompt, Question
-from rlhf_lightning.preferences.judge_service import JudgeHparams, JudgeService, Reply
+from rlhf_lightning.preferences.judge_service import GO_ON, JudgeHparams, JudgeService, Reply
 from rlhf_lightning.preferences.records import (
     SIDES,
     AnnotatorKind,
@@ -186,6 +187,7 @@ class JudgeAnnotator:
         tie_below: with log-probabilities, a smaller difference of the two answers' is a tie.
         batch_size: pairs whose labels reach the disk together; replies do one by one.
         seed: of the delimiters.
+        known: `judgements.jsonl` of an earlier run, whose replies are not asked for again.
 
     Raises:
         ValueError: for a template without one of its places, or values that cannot be.
@@ -206,20 +208,22 @@ class JudgeAnnotator:
         tie_below: float = 0.0,
         batch_size: int = 32,
         seed: int = 1,
+        known: str | None = None,
         **hparams: Any,
     ) -> None:
         if read not in ("text", "logprobs"):
             raise ValueError(f"judge.read={read!r}: use text or logprobs")
         for key in hparams:
-            if key not in (known := JudgeHparams.__dataclass_fields__):
-                hint = closest(key, known)
-                meant = f", did you mean {hint}?" if hint else f": use one of {', '.join(known)}"
+            if key not in (fields := JudgeHparams.__dataclass_fields__):
+                hint = closest(key, fields)
+                meant = f", did you mean {hint}?" if hint else f": use one of {', '.join(fields)}"
                 raise ValueError(f"unknown key judge.{key}{meant}")
         self.hparams = JudgeHparams(**hparams)
         self.prompt = JudgePrompt(template, system, seed)
         self.name = name or self.hparams.model
         self.read = read
         self.extra = dict(extra or {})
+        self.known = known
         self.tie_below = tie_below
         self.batch_size = batch_size
         self._journal: Journal[Judgement] | None = None
@@ -238,9 +242,20 @@ class JudgeAnnotator:
         """Write judgements to this journal, and do not ask again for those that are there.
 
         Where none of them could be read, that ended the run before: they are asked for again.
+
+        Raises:
+            AnnotationError: if `known` cannot be read.
         """
-        self._journal = judgement_journal(path)
-        for judgement in self._journal.read():
+        try:
+            if self.known is not None and not Path(path).exists():
+                shutil.copyfile(self.known, path)
+            self._journal = judgement_journal(path)
+            made = self._journal.read()
+        except (OSError, ValueError, TypeError) as error:
+            raise AnnotationError(
+                f"judge.known={self.known}, {path}: no judgements ({error}): name a file of them"
+            ) from error
+        for judgement in made:
             if judgement.judge == self.name:
                 self._remember(judgement)
         if not self._readable:
@@ -292,7 +307,7 @@ class JudgeAnnotator:
         if any((pair.pair_id, order) not in self._known for pair, order in todo):
             raise AnnotationError(
                 f"{self.name} has cost {self._spent:.4g}, judge.max_cost={self.hparams.max_cost:g} "
-                "is reached: raise it and continue with resume=auto"
+                f"is reached: raise it, {GO_ON}"
             )
         if not self._readable:
             raise AnnotationError(self._nothing_readable())

@@ -21,6 +21,7 @@ BYTES_PER_TOKEN = 3  # of a text whose tokens nobody counted: rather too many to
 TOP_TOKENS = 20  # what the OpenAI API allows
 LEAST, SLACK = -1e9, 1e-3  # of a log-probability; it may be rounded
 MILLION = 1_000_000
+GO_ON = "go on with resume=auto, or in an evaluation with judge.known=FOLDER/judge/judgements.jsonl"
 
 
 @dataclass(frozen=True)
@@ -226,8 +227,7 @@ class JudgeService:
             return (
                 f"did not answer: {self._shown(error)} ({_retries(error) + 1} attempts). "
                 "Check that it runs and keeps up; judge.timeout, judge.max_retries and "
-                "judge.requests_per_minute say how it is asked. What was answered is kept: "
-                "continue with resume=auto"
+                f"judge.requests_per_minute say how it is asked. What was answered is kept: {GO_ON}"
             )
         if status in (401, 403):
             name = self.hparams.api_key_env

@@ -38,6 +38,16 @@ _LEFT_OUT = frozenset(
         "callbacks.checkpoint.every_minutes",
         "callbacks.checkpoint.must_save_by",
         "callbacks.checkpoint.keep_last",
+        "judge.api_key_env",
+        "judge.concurrency",
+        "judge.input_price",
+        "judge.max_completion_tokens",
+        "judge.max_cost",
+        "judge.max_retries",
+        "judge.max_tokens",
+        "judge.output_price",
+        "judge.requests_per_minute",
+        "judge.timeout",
         "strategy.name",
         "strategy.timeout_minutes",
         "strategy.checkpoint",
@@ -57,9 +67,10 @@ def config_hash(container: Mapping[str, Any]) -> str:
 
     Left out are `resume`, `ckpt_path`, `paths`, `logger`, `hydra`, the number of devices and
     nodes, the name of the strategy, the size of validation batches, when checkpoints are written,
-    and how much the callbacks say. A string that begins with one of the values below `paths` counts
-    as that path's name, so that a folder named after the time of the start, as in
-    `dirpath: ${paths.run}/checkpoints`, does not tell two starts of one configuration apart.
+    how a judge is asked and what it may cost, and how much the callbacks say. A string that begins
+    with one of the values below `paths` counts as that path's name, so that a folder named after
+    the time of the start, as in `dirpath: ${paths.run}/checkpoints`, does not tell two starts of
+    one configuration apart.
 
     Args:
         container: the configuration as plain dicts and lists. Interpolations that it holds count

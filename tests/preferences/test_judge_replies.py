@@ -11,6 +11,7 @@ import pytest
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures, judgement_journal
 from rlhf_lightning.preferences.records import Pair
+from rlhf_lightning.runs.resume import config_hash
 from tests.builders.chat_server import Failure, Odd, prefers_longer, serving
 
 PAIRS = [Pair.make(f"request {i}", f"short {i}", f"quite a bit longer {i}") for i in range(12)]
@@ -278,3 +279,30 @@ def test_a_pause_that_is_a_date_or_half_a_second_is_kept() -> None:
     with serving(*replies) as server:
         judge(server).label(PAIRS[:1])
     assert server.times[1] - server.times[0] >= 0.3
+
+
+def test_what_an_earlier_run_paid_for_is_not_asked_for_again(tmp_path) -> None:
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+    with serving(*[prefers_longer] * 7, lambda *_: Failure(401)) as server:
+        error, judgements = kept(judge(server), tmp_path / "first", PAIRS)
+        assert "key" in str(error)
+        assert len(judgements) == 7
+    with serving(prefers_longer) as server:
+        again = judge(server, known=str(tmp_path / "first" / "judgements.jsonl"))
+        error, judgements = kept(again, tmp_path / "second", PAIRS)
+        assert error is None
+        assert len(server.requests) == 24 - 7
+        assert len(judgements) == 24
+        with pytest.raises(AnnotationError, match=r"judge\.known=nowhere"):
+            judge(server, known="nowhere").keep_in(tmp_path / "third.jsonl")
+        (tmp_path / "odd").write_text('{"a": 1}\n')
+        with pytest.raises(AnnotationError, match=r"judge\.known"):
+            judge(server, known=str(tmp_path / "odd")).keep_in(tmp_path / "fourth.jsonl")
+
+
+def test_a_run_that_reached_its_budget_is_continued_with_a_larger_one() -> None:
+    written = {"judge": {"model": "m", "max_cost": 1.0, "max_tokens": 16}, "seed": 1}
+    raised = written | {"judge": {"model": "m", "max_cost": None, "max_tokens": 512}}
+    other = written | {"judge": written["judge"] | {"model": "n"}}
+    assert config_hash(written) == config_hash(raised) != config_hash(other)
