@@ -9,13 +9,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
-from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.callbacks.iterations import current_iteration, last_iteration
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.text.decoding import decoded, response_texts
 
 
 class SampleLog(Callback):
-    """Write the first rows of a rollout, at iteration 1 and every few iterations.
+    """Write the first rows of a rollout, at the first and last iteration and every few between.
 
     Args:
         folder: the run folder.
@@ -63,7 +63,8 @@ class SampleLog(Callback):
         if self._cut_at is not None:
             self._appender.truncate(self._cut_at)
             self._cut_at = None
-        if iteration == 1 or iteration % self.every_n_iterations == 0:
+        ends = iteration in (1, last_iteration(trainer))
+        if ends or iteration % self.every_n_iterations == 0:
             tokenizer: Any = self.tokenizer or pl_module.tokenizer
             self._appender.append(iteration, describe_rollout(rollout, tokenizer, self.num_samples))
 

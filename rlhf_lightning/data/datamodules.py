@@ -237,6 +237,10 @@ class PromptDataModule(RecordDataModule):
 
         self.num_generations = num_generations
 
+    def predict_dataloader(self) -> Any:
+        """Return the loader of the held-out prompts, for `trainer.predict`."""
+        return self.val_dataloader()
+
     @property
     def num_spare_batches(self) -> int:  # type: ignore[override]
         """Batches of the stream that an iteration is given besides its own."""

@@ -10,11 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.generate import Sampling, side_by_side
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions, encode_questions
 from rlhf_lightning.evaluation.metrics import Judges
+from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.pretrained import as_scorer
@@ -28,7 +30,8 @@ class Comparison:
 
     Args:
         win_rate: share of prompts on which the policy's answer scores higher, ties one half.
-        low, high: its 95 % interval: Wilson's, or of a bootstrap with several answers a prompt.
+        low, high: its 95 % interval; see docs/evaluation.md.
+        num_prompts: that both were asked.
         metrics: everything that was measured, as `val/*`; see docs/metrics.md.
         samples: prompts with an answer of each side.
     """
@@ -36,6 +39,7 @@ class Comparison:
     win_rate: float
     low: float
     high: float
+    num_prompts: int
     metrics: Mapping[str, float]
     samples: Sequence[Mapping[str, Any]]
 
@@ -43,14 +47,14 @@ class Comparison:
 def compare(
     policy: Any,
     baseline: Any,
-    prompts: str | Path | Rows | RecordSource,
+    prompts: str | Path | Rows | RecordSource | RecordDataModule,
     *,
     reward: Any,
     num_prompts: int = 400,
     answers_per_prompt: int = 1,
-    max_new_tokens: int = 64,
-    max_prompt_length: int = 512,
-    temperature: float = 1.0,
+    max_new_tokens: int | None = None,
+    max_prompt_length: int | None = None,
+    temperature: float | None = None,
     batch_size: int = 64,
     seed: int = 1,
 ) -> Comparison:
@@ -63,22 +67,28 @@ def compare(
     Args:
         policy: a module with a trained policy, or the folder or hub name of one.
         baseline: likewise.
-        prompts: a file, a hub name or a source; its held-out part is asked.
+        prompts: a DataModule, or what one takes as its source; its held-out part is asked. The data
+            that the policy was trained on have the held-out part of that training.
         reward: function, folder or hub name of a reward model, or scorer; see `PPOModule`.
         num_prompts: how many are asked at most; the first of the held-out part.
         answers_per_prompt: of each side.
-        max_new_tokens: of an answer.
-        max_prompt_length: longer prompts are left out.
-        temperature: of sampling; 0 takes the likeliest token.
+        max_new_tokens: of a response; None for what the policy was trained with, else 64.
+        max_prompt_length: longer prompts are left out; None for the DataModule's, else 512.
+        temperature: of sampling, 0 for the likeliest token; None for what the policy was trained
+            with, else 1.
         batch_size: prompts that are answered together.
-        seed: of sampling and bootstrap.
+        seed: of sampling.
 
     Raises:
         ValueError: if no prompt is held out, or the two tokenizers differ.
     """
     mine, theirs = _side(policy), _side(baseline)
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
-    records: Any = as_source(prompts).records("prompts", "validation")[:num_prompts]
+    source, data = _held_out(policy, prompts)
+    sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
+    if max_prompt_length is None:
+        max_prompt_length = 512 if data is None else data.max_length
+    records: Any = source.records("prompts", "validation")[:num_prompts]
     (batches,), asked = encode_questions(
         records,
         [mine.tokenizer],
@@ -95,11 +105,26 @@ def compare(
     sampling = Sampling(
         CachedGenerator(stop_ids(mine.tokenizer, mine.source), int(pad)),
         mine.tokenizer,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
+        temperature=sampled.temperature if temperature is None else temperature,
+        max_new_tokens=max_new_tokens or sampled.max_new_tokens,
     )
     questions = Questions(batches, answers_per_prompt=answers_per_prompt)
     return _asked(mine, theirs, questions, sampling, reward, seed=seed, count=len(asked))
+
+
+def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule | None]:
+    """Return the source whose held-out part is asked, and the DataModule that it is of."""
+    if isinstance(prompts, RecordDataModule):
+        return prompts.source, prompts
+    source = as_source(prompts)
+    data = getattr(getattr(policy, "_trainer", None), "datamodule", None)
+    if source is prompts or not isinstance(data, RecordDataModule):
+        return source, None
+    both = (source, data.source)
+    rows = [getattr(one, "rows", None) for one in both]
+    labels = [getattr(one, "label", None) for one in both]
+    same = rows[0] is rows[1] and labels[0] == labels[1] is not None
+    return (data.source, data) if same else (source, None)
 
 
 def _asked(
@@ -127,6 +152,7 @@ def _asked(
         metrics[key],
         metrics[f"{key}_low"],
         metrics[f"{key}_high"],
+        count,
         metrics,
         side_by_side(first.main, second.main, count),
     )

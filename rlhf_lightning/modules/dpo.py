@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import lightning as L
 import torch
 from torch import Tensor
 from torchmetrics import SumMetric
@@ -29,6 +28,7 @@ from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import by_micro_batch, micro_batches
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.checkpoint_state import (
     compare_hyper_parameters,
     load_states,
@@ -72,7 +72,7 @@ BY_LABEL = (
 )
 
 
-class DPOModule(L.LightningModule):
+class DPOModule(RLHFModule):
     """Raises the log-probability of preferred answers over that of rejected ones.
 
     Both are taken relative to the reference, the policy that training starts from. Its

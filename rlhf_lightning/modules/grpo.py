@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +21,7 @@ from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import on_policy, pretrained
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.checkpoint_state import (
     Stateful,
     compare_hyper_parameters,
@@ -49,7 +49,7 @@ from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import Scorer
 
 
-class PolicyGradientModule(L.LightningModule):
+class PolicyGradientModule(RLHFModule):
     """Policy gradient on groups of responses: GRPO, Dr. GRPO, RLOO, REINFORCE++, GSPO, CISPO.
 
     A prompt gets several responses (`PromptDataModule(num_generations=k)`), and the others of its

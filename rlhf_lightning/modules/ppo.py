@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +22,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PPOModels, ppo_models
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import on_policy, pretrained
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.checkpoint_state import (
     Stateful,
     compare_hyper_parameters,
@@ -51,7 +51,7 @@ from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
 
 
-class PPOModule(L.LightningModule):
+class PPOModule(RLHFModule):
     """Proximal policy optimization with a KL penalty in the reward.
 
     Args:

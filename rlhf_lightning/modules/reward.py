@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import lightning as L
 import torch
 from torch import Tensor
 from torchmetrics import SumMetric
@@ -28,6 +27,7 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import packs, pair_micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.checkpoint_state import (
     compare_hyper_parameters,
     load_states,
@@ -51,7 +51,7 @@ from rlhf_lightning.modules.trainer_flags import check_trainer
 CONFIDENCE = 0.95
 
 
-class RewardModule(L.LightningModule):
+class RewardModule(RLHFModule):
     """Learns which of two answers people prefer.
 
     Args:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-import lightning as L
 import torch
 from torch import Tensor
 from torchmetrics import SumMetric
@@ -25,6 +24,7 @@ from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import micro_batches, pack_right, pack_together, packs
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.checkpoint_state import (
     compare_hyper_parameters,
     load_states,
@@ -46,7 +46,7 @@ from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.trainer_flags import check_trainer
 
 
-class SFTModule(L.LightningModule):
+class SFTModule(RLHFModule):
     """Learns to continue prompts as the demonstrations do.
 
     Args:

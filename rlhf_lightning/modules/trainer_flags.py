@@ -33,6 +33,31 @@ def check_trainer(trainer: L.Trainer, *, num_steps: int = 1) -> None:
     check_data(trainer.lightning_module, getattr(trainer, "datamodule", None))
 
 
+def check_steps(trainer: Any) -> None:
+    """Check the flags that Lightning refuses under manual optimization, before it does.
+
+    Raises:
+        ValueError: naming the flag, and the setting to use in its place.
+    """
+    given = {
+        "gradient_clip_val": (trainer.gradient_clip_val, None),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1),
+        "overfit_batches": (trainer.overfit_batches, 0.0),
+    }
+    for name, (value, default) in given.items():
+        if value is not None and value != default:
+            raise ValueError(f"Trainer({name}={value}): {_INSTEAD[name]}")
+
+
+_INSTEAD = {
+    "gradient_clip_val": "gradients are clipped by max_grad_norm of the module's hyper-parameters",
+    "accumulate_grad_batches": "an iteration is one batch of the DataModule's batch_size, which "
+    "micro_batch_size of the module's hyper-parameters cuts into what fits the memory",
+    "overfit_batches": "a batch of the same rows comes from a DataModule with no more rows than "
+    "its batch_size and max_iterations=..., that is limit_train_batches",
+}
+
+
 def _problem(trainer: Any, num_steps: int) -> str | None:
     if trainer.max_epochs != 1:
         given = "its default" if trainer.max_epochs in (None, 1000) else "given"

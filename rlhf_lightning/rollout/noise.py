@@ -20,6 +20,7 @@ PURPOSES = {
     "candidates": 4,
     "minibatches": 5,
     "best_of": 6,
+    "generate": 7,
 }
 
 

@@ -1,0 +1,111 @@
+"""What every module does alike: refuse flags of a Trainer, and write responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback
+
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.data.collate import PromptCollator
+from rlhf_lightning.data.encode import encode_prompt
+from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.distributed.collectives import unsharded
+from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.modules.trainer_flags import check_steps
+from rlhf_lightning.rollout.generators.base import CachedGenerator, gathers_layers
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.scorers.base import make_answers
+from rlhf_lightning.text.tokenizers import stop_ids
+
+
+class RLHFModule(L.LightningModule):
+    """Base of the modules."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse the flags that a Trainer refuses by itself, and name the setting to use."""
+        check_steps(self.trainer)
+        return []
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        batch_size: int = 64,
+        seed: int = 1,
+    ) -> list[str]:
+        """Return the policy's response to each prompt, as reward functions are given it.
+
+        Args:
+            prompts: texts, conversations, or rows with the key `prompt`.
+            max_new_tokens: of a response; None for the module's own, or 64 where it has none.
+            temperature: of sampling, 0 for the likeliest token; None for the module's own, or 1.
+            batch_size: prompts that are answered together.
+            seed: seeds the sampling noise.
+
+        Raises:
+            TypeError: if the module has no policy.
+            ValueError: if a prompt is not readable, or leaves no room for a response.
+        """
+        if not hasattr(self, "policy"):
+            raise TypeError(f"{type(self).__name__} has no policy: it scores responses")
+        if self.policy is None:
+            self.configure_model()
+        rows = [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
+        sampling = getattr(self, "sampling", None)
+        length = max_new_tokens or getattr(sampling, "max_new_tokens", 64)
+        room = (max_positions(self.policy.model) or 2**31) - length
+        texts: list[str] = []
+        for batch in _batches(rows, self.tokenizer, room, batch_size):
+            texts += self._written(batch, length, temperature, RowNoise(seed, "generate"))
+        return texts
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[str]:
+        """Return the responses to a `PromptBatch`, or to prompts as `generate` takes them."""
+        if not isinstance(batch, PromptBatch):
+            return self.generate([batch] if isinstance(batch, str) else batch)
+        length = getattr(getattr(self, "sampling", None), "max_new_tokens", 64)
+        return self._written(batch, length, None, RowNoise(1, "generate"))
+
+    def _written(
+        self, prompts: PromptBatch, length: int, temperature: float | None, noise: RowNoise
+    ) -> list[str]:
+        policy: Any = self.policy
+        generator = getattr(self, "generator", None)
+        if generator is None:
+            source = self.hparams.get("policy")
+            pad: Any = self.tokenizer.pad_token_id
+            generator = CachedGenerator(stop_ids(self.tokenizer, source), int(pad))
+        if temperature is None:
+            temperature = getattr(getattr(self, "sampling", None), "temperature", 1.0)
+        prompts = prompts.to(policy.device)
+        gathered = unsharded(policy.root, layers=gathers_layers(generator))
+        with gathered, policy.generating() as model:
+            generation = generator(
+                model, prompts, noise=noise, temperature=temperature, max_new_tokens=length
+            )
+        return list(make_answers(prompts, generation, self.tokenizer).completions)
+
+
+def _batches(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, room: int, batch_size: int
+) -> Iterator[PromptBatch]:
+    records: Any = GivenRows(rows, validation_fraction=0).records("prompts", "train")
+    encoded = []
+    for number, record in enumerate(records):
+        row = encode_prompt(record, tokenizer, max_length=room)
+        if row is None:
+            raise ValueError(
+                f"prompt {number + 1} of {len(rows)} has no token, or more than the {room} that "
+                "leave room for a response: shorten it, or lower max_new_tokens"
+            )
+        encoded.append((row, number))
+    collate = PromptCollator(int(tokenizer.pad_token_id))
+    for start in range(0, len(encoded), batch_size):
+        yield collate(encoded[start : start + batch_size])

@@ -1,0 +1,138 @@
+"""What a module says, from Python, and what a comparison asks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from torch.utils.data import DataLoader
+
+from rlhf_lightning import (
+    FileSource,
+    LoraHparams,
+    PPOHparams,
+    PPOModule,
+    PromptDataModule,
+    RewardModule,
+    SamplingHparams,
+    SFTModule,
+    compare,
+    trainer_arguments,
+)
+from tests.builders.record_files import write_material
+
+PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=1, num_ppo_epochs=1)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def module_of(material: dict[str, Path], **options: Any) -> PPOModule:
+    sampling = SamplingHparams(max_new_tokens=5, temperature=0.7)
+    return PPOModule.from_pretrained(
+        material["policy"], length, ppo=PPO, sampling=sampling, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(material: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> PPOModule:
+    folder = tmp_path_factory.mktemp("run")
+    module = module_of(material)
+    source = FileSource(material["prompts"], validation_fraction=0.5)
+    data = PromptDataModule(source, module.tokenizer, batch_size=4, max_prompt_length=40)
+    arguments = trainer_arguments(
+        folder / "run", max_iterations=3, accelerator="cpu", enable_progress_bar=False
+    )
+    L.Trainer(**arguments).fit(module, data)
+    module.folder = folder / "run"
+    return module
+
+
+def test_a_module_answers_prompts_before_and_after_training(material, trained):
+    prompts = ["w2 w3", {"prompt": "w4"}, "w5 w6 w7"]
+    before = module_of(material).generate(prompts)
+    after = trained.generate(prompts)
+    assert [len(texts) for texts in (before, after)] == [3, 3]
+    assert all(isinstance(text, str) and len(text.split()) <= 5 for text in [*before, *after])
+    assert after == trained.generate(prompts)
+    assert after == [text for one in prompts for text in trained.generate([one])][:1] + after[1:]
+    assert trained.generate(prompts, seed=2, max_new_tokens=12) != after
+    greedy = [trained.generate(prompts, temperature=0, seed=seed) for seed in (1, 2)]
+    assert greedy[0] == greedy[1]
+
+
+def test_sft_and_adapters_answer_and_a_reward_model_does_not(material):
+    module = SFTModule.from_pretrained(material["policy"], lora=LoraHparams(r=2, alpha=4))
+    (text,) = module.generate(["w2 w3"], max_new_tokens=3)
+    assert len(text.split()) <= 3
+    with pytest.raises(TypeError, match="RewardModule has no policy"):
+        RewardModule.from_pretrained(material["policy"]).generate(["w2"])
+
+
+def test_a_trainer_predicts_the_held_out_prompts_and_given_ones(material, trained):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    source = FileSource(material["prompts"], validation_fraction=0.5)
+    data = PromptDataModule(source, trained.tokenizer, batch_size=4, num_iterations=1)
+    found = trainer.predict(trained, data)
+    assert sum(map(len, found)) == len(data.rows("validation"))
+    (texts,) = trainer.predict(trained, DataLoader(["w2 w3", "w4"], batch_size=2))
+    assert texts == trained.generate(["w2 w3", "w4"])
+
+
+def test_a_prompt_that_leaves_no_room_is_named(material):
+    with pytest.raises(ValueError, match="prompt 2 of 2"):
+        module_of(material).generate(["w2", "w3 " * 5000])
+
+
+def test_a_comparison_asks_what_training_held_out_with_its_length_and_temperature(
+    material, trained
+):
+    held_out = len(trained._trainer.datamodule.rows("validation"))
+    assert held_out > 3
+    for prompts in (material["prompts"], trained._trainer.datamodule):
+        found = compare(trained, material["policy"], prompts, reward=length)
+        assert found.num_prompts == held_out
+        assert max(row["length"] for row in found.samples) <= 5
+    longer = compare(
+        trained, material["policy"], material["prompts"], reward=length, max_new_tokens=12
+    )
+    assert max(row["length"] for row in longer.samples) > 5
+    other = FileSource(material["prompts"], validation_fraction=0.2)
+    assert compare(trained, material["policy"], other, reward=length).num_prompts < held_out
+    greedy = [
+        compare(trained, trained, material["prompts"], reward=length, temperature=t)
+        for t in (None, 0)
+    ]
+    assert greedy[1].win_rate == 0.5
+    assert greedy[0].samples != greedy[1].samples
+
+
+def test_samples_of_the_first_and_the_last_iteration_are_written(trained):
+    lines = (trained.folder / "samples.jsonl").read_text().splitlines()
+    assert sorted({json.loads(line)["iteration"] for line in lines}) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ({"gradient_clip_val": 1.0}, "max_grad_norm"),
+        ({"accumulate_grad_batches": 2}, "micro_batch_size"),
+        ({"overfit_batches": 1}, "max_iterations"),
+    ],
+)
+def test_flags_of_a_trainer_name_the_setting_to_use(material, tmp_path, flag, setting):
+    module = module_of(material)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+    arguments = trainer_arguments(tmp_path / "run", max_iterations=1, accelerator="cpu", **flag)
+    with pytest.raises(ValueError, match=setting) as error:
+        L.Trainer(**arguments).fit(module, data)
+    assert next(iter(flag)) in str(error.value)
