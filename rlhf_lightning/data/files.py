@@ -17,7 +17,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, AnyStr
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
 
@@ -26,7 +26,8 @@ LocatedRow = tuple[Location, Row | BadRecordError]
 
 TRAIN_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
-LONGEST_CELL = 2**31 - 1
+LONGEST_ROW = 2**26  # bytes or signs: a compressed file of a megabyte may hold one of gigabytes
+LARGEST_JSON = 2**32  # bytes of a file that is read as a whole
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SEPARATORS = ",;\t|"
 _PEEKED = 4096  # bytes, behind whose white space the content begins
@@ -279,9 +280,13 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         begins = str(file.peek(_PEEKED)[:_PEEKED], encoding, "ignore").lstrip()[:1]
         if begins != "[" and extension(path).startswith(".jsonl"):
             utf8 = encoding == "utf-8-sig"
-            yield from _read_lines(file if utf8 else _as_utf8(file, encoding), path)
+            lines = _bounded(file, path) if utf8 else _as_utf8(file, encoding, path)
+            yield from _read_lines(lines, path)
             return
-        content = file.read()
+        content = file.read(LARGEST_JSON)
+    if len(content) == LARGEST_JSON:
+        found = f"it holds {LARGEST_JSON} bytes or more"
+        raise BadRecordError(where, found, "write JSON Lines, which are read a row at a time")
     text = _decode_text(content, where, encoding)
     try:
         rows = _decode(text, where, "write a list of objects") if text.strip() else []
@@ -299,24 +304,40 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         yield located, _as_object(row, located)
 
 
-def _as_utf8(file: IO[bytes], encoding: str) -> Iterator[bytes]:
-    return (line.encode() for line in io.TextIOWrapper(file, encoding=encoding))
+def _as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
+    text = io.TextIOWrapper(file, encoding=encoding)
+    return (line.encode() for line in _bounded(text, path))
+
+
+def _bounded(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    """Yield the lines of a file.
+
+    Raises:
+        BadRecordError: at one that is too long to be a row.
+    """
+    number = 0
+    while line := file.readline(LONGEST_ROW):
+        number += 1
+        if len(line) == LONGEST_ROW:
+            found = f"the line has {LONGEST_ROW} characters or more"
+            raise BadRecordError(Location(str(path), number), found, "cut it, or take the row out")
+        yield line
 
 
 def _read_csv(path: Path) -> Iterator[LocatedRow]:
-    csv.field_size_limit(LONGEST_CELL)  # the default refuses texts over 128 kB
+    csv.field_size_limit(LONGEST_ROW)  # the default refuses texts over 128 kB
     where = Location(str(path))
     with _open(path) as content:
         file = io.TextIOWrapper(content, newline="", encoding=_encoding(content))
-        header = file.readline()
+        lines = _bounded(file, path)
+        header = next(lines, "")
         named = re.fullmatch(r"sep=(.)\s*", header, re.IGNORECASE)  # Excel's own
         skipped = 1 if named else 0
-        header = file.readline() if named else header
+        header = next(lines, "") if named else header
         if re.match(r"\s*(\[\s*)?\{\s*\"", header):
             raise BadRecordError(where, "it begins as JSON does", "let its name end with .jsonl")
         separator = named[1] if named else _separator(header, extension(path))
-        lines = itertools.chain([header], file)
-        reader = csv.DictReader(lines, strict=True, delimiter=separator)
+        reader = csv.DictReader(itertools.chain([header], lines), strict=True, delimiter=separator)
         try:
             names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             if twice := [name for name in names if names.count(name) > 1]:
