@@ -267,10 +267,10 @@ def _read_cells(ours: Mapping[str, Any], where: Location) -> dict[str, Any]:
         for key, value in ours.items()
         if key in TEXT_KEYS and key != "text"
     }
-    prompt, answer = found.get("prompt"), found.get("completion")
-    if isinstance(prompt, str) and isinstance(answer, list) and answer is not ours["completion"]:
+    cell, answer = ours.get("completion"), found.get("completion")
+    if isinstance(found.get("prompt"), str) and isinstance(cell, str) and isinstance(answer, list):
         asked_for = [message["role"] for message in answer] != ["assistant"]
-        found["completion"] = ours["completion"] if asked_for else answer
+        found["completion"] = cell if asked_for else answer
     return found
 
 

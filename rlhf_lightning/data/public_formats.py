@@ -86,22 +86,16 @@ def as_ours(row: Row, where: Location) -> Row:
 
 def with_roles(messages: Any) -> Any:
     """Return messages of `from` and `value` as ones of `role` and `content`; others as they are."""
-    if not isinstance(messages, list | tuple) or not any(
-        isinstance(message, Mapping) and "from" in message for message in messages
-    ):
+    if not isinstance(messages, list | tuple):
         return messages
-    return [_with_role(message) for message in messages]
-
-
-def _with_role(message: Any) -> Any:
-    if not isinstance(message, Mapping) or not {"from", "value"} <= set(message):
-        return message
-    others = {k: v for k, v in message.items() if k not in ("from", "value")}
-    return {"role": _role(message["from"]), "content": message["value"], **others}
-
-
-def _role(name: Any) -> Any:
-    return _ROLES.get(str(name).lower(), name)
+    renamed = {"from": "role", "value": "content"}
+    found = []
+    for message in messages:
+        if isinstance(message, Mapping) and renamed.keys() <= message.keys():
+            message = {renamed.get(key, key): value for key, value in message.items()}
+            message["role"] = _ROLES.get(str(message["role"]).lower(), message["role"])
+        found.append(message)
+    return found
 
 
 def _pair(prompt: Any, first: Any, second: Any, gap: float, where: Location) -> dict[str, Any]:
