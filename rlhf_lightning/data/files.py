@@ -280,8 +280,8 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
         begins = str(file.peek(_PEEKED)[:_PEEKED], encoding, "ignore").lstrip()[:1]
         if begins != "[" and extension(path).startswith(".jsonl"):
             utf8 = encoding == "utf-8-sig"
-            lines = _bounded(file, path) if utf8 else _as_utf8(file, encoding, path)
-            yield from _read_lines(lines, path)
+            given = _bounded(file, path) if utf8 else _as_utf8(file, encoding, path)
+            yield from _read_lines(given, path)
             return
         content = file.read(LARGEST_JSON)
     if len(content) == LARGEST_JSON:

@@ -45,7 +45,7 @@ def with_old_keys(content: Mapping[str, Any], config: PretrainedConfig) -> dict[
     old = {**names, **_old_rope(named.get("rope_parameters") or {}, named)}
     if "dtype" in named:
         old["torch_dtype"] = named["dtype"]
-    for unread in ({}, {"rope_scaling"}):
+    for unread in ((), ("rope_scaling",)):
         # Today's transformers prefers `rope_scaling`: it has to say the same.
         found = {k: v for k, v in old.items() if k not in unread} | named
         if _rope(type(config).from_dict(copy.deepcopy(found))) == _rope(config):

@@ -32,7 +32,7 @@ def check_model_folder(folder: Path | str) -> None:
                     f"{path} is a link to {os.readlink(path)}, outside of the model's folder: put "
                     "a copy of what it names in its place, or remove it"
                 )
-    for index in folder.glob("*.index.json"):
+    for index in folder.rglob("*.index.json"):
         for shard in _shards(index):
             if not (folder / shard).resolve().is_relative_to(root):
                 raise ValueError(
