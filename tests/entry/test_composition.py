@@ -10,6 +10,7 @@ from rlhf_lightning.app.config.groups import build_hparams
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.hparams import PPOHparams, UnusualHparamWarning
+from tests.builders.command_lines import settings_of
 
 
 def composed(*overrides: str) -> TrainSettings:
@@ -136,3 +137,16 @@ def test_the_configuration_stands_inside_the_package_or_beside_it():
     assert Path(__file__).resolve().parents[2] in conf_dir().parents or "site-packages" in str(
         conf_dir()
     )
+
+
+@pytest.mark.parametrize("entry", ["evaluate", "collect"])
+@pytest.mark.parametrize("name", ["local", "openai"])
+def test_every_judge_is_built_with_further_keys_and_nulls(entry, name, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    words = [f"judge={name}", "judge.model=m", "judge.system=null", "judge.temperature=null"]
+    words += ["judge.extra={chat_template_kwargs: {enable_thinking: false}}"]
+    words += ["judge.input_price=1", "judge.output_price=1"] if name == "openai" else []
+    judge = settings_of(*words, entry=entry).judge.build()
+    assert judge.extra == {"chat_template_kwargs": {"enable_thinking": False}}
+    assert judge.prompt.system == []
+    assert judge.hparams.temperature is None
