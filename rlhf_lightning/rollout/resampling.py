@@ -149,12 +149,13 @@ def _padded(generation: Generation, width: int) -> Generation:
 def _joined(parts: Sequence[Scores], rows: Tensor, device: torch.device | str) -> Scores:
     """Return these rows of the scores `parts`, one behind the other."""
 
-    def join(values: Sequence[Tensor | None]) -> Tensor | None:
-        known = [value for value in values if value is not None]
-        return torch.cat(known)[rows].to(device) if len(known) == len(values) else None
+    def join(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(values))[rows].to(device)
 
-    total = join([part.total for part in parts])
     components = {
         name: join([part.components[name] for part in parts]) for name in parts[0].components
     }
-    return Scores(total, components, join([part.applies for part in parts]))
+    applies = [part.applies for part in parts if part.applies is not None]
+    return Scores(
+        join([part.total for part in parts]), components, join(applies) if applies else None
+    )
