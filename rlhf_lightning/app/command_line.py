@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 
 MISTAKE = 2  # exit status
+_HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
 
 # Imports make half a million objects that stay. The collector looks through those that are there
 # after every 700 new ones by default, which is a seventh of the time to import torch and Lightning.
@@ -57,9 +59,17 @@ def say(text: str) -> None:
 def _arguments(entry: str) -> list[str]:
     """Return the arguments of the command line; for help, write it and end the process.
 
-    From here on no output that fails ends the process.
+    From here on no output that fails ends the process. A `~` at the beginning of a path is the
+    home folder, which a shell does not see behind `=`.
     """
     outlast_terminal()
+    if sys.flags.optimize > 1:
+        fail(
+            "python -OO (PYTHONOPTIMIZE=2) takes away the docstrings that transformers reads: "
+            "start it without, or with -O"
+        )
+    home = str(Path.home())
+    sys.argv[1:] = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
     arguments = sys.argv[1:]
     if {"-h", "--help"} & set(arguments):
         say(help_text(entry))

@@ -251,7 +251,10 @@ def _job(cfg: Any) -> float | None:
 
 def main() -> None:
     """Run the command line."""
-    begin()
+    try:
+        begin()
+    except ValueError as error:
+        fail(str(error))
     agree_on("launch time", launch_time)
     check_command_line("train")
     run_job("train", _job)

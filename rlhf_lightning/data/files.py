@@ -12,14 +12,21 @@ import gzip
 import io
 import itertools
 import json
+import logging
 import lzma
+import os
 import re
+import stat
+import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 LocatedRow = tuple[Location, Row | BadRecordError]
@@ -28,6 +35,8 @@ TRAIN_NAMES = ("train",)
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 LONGEST_ROW = 2**26  # bytes or signs: a compressed file of a megabyte may hold one of gigabytes
 LARGEST_JSON = 2**32  # bytes of a file that is read as a whole
+LONGEST_TEXT = 2**24  # characters of a row: of 100 million a tokenizer ends the process
+SPEAKS_EVERY = 5.0  # seconds
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SEPARATORS = ",;\t|"
 _PEEKED = 4096  # bytes, behind whose white space the content begins
@@ -56,11 +65,17 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
             f"the extension {extension(path)!r} is unknown",
             f"give a file that ends with one of {ENDINGS}",
         )
-    empty = True
+    empty, begun, spoken = True, time.monotonic(), 1
     try:
-        for located in reader(path):
+        for number, (place, row) in enumerate(reader(path), start=1):
             empty = False
-            yield located
+            if (length := _characters(row)) > LONGEST_TEXT:
+                found = f"it has {length} characters, more than {LONGEST_TEXT}"
+                row = BadRecordError(place, found, "split it, or take it out")
+            if time.monotonic() - begun > spoken * SPEAKS_EVERY:
+                spoken += 1
+                logger.info("reading %s: %d rows so far", path, number)
+            yield place, row
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the disk
@@ -73,6 +88,13 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
         raise BadRecordError(where, "the file holds no records", "give a file with a row a record")
 
 
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, Mapping) else value
+    return sum(map(_characters, inner)) if isinstance(value, Mapping | list) else 0
+
+
 def checked_rows(path: Path) -> Iterator[tuple[Location, Row]]:
     """Yield every row of a file with its location.
 
@@ -83,6 +105,20 @@ def checked_rows(path: Path) -> Iterator[tuple[Location, Row]]:
         if isinstance(row, BadRecordError):
             raise row
         yield where, row
+
+
+def rereadable(files: list[Path]) -> list[Path]:
+    """Return files that are there to be read more than once, as data is.
+
+    Raises:
+        BadRecordError: if one is a pipe, a device or a folder.
+    """
+    for file in files:
+        if file.exists() and not file.is_file():
+            found = "it is a pipe, a device or a folder, and data is read more than once"
+            fix = "write it to a file (.jsonl.gz is read as it is), and give that"
+            raise BadRecordError(Location(str(file)), found, fix)
+    return files
 
 
 def extension(path: Path) -> str:
@@ -123,13 +159,36 @@ _FOREIGN: dict[bytes, tuple[str, str]] = {
 }
 
 
+class _AsLongAsItWas(io.FileIO):
+    """A file to the length that it had when it was opened, so that one that grows has an end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        opened = os.fstat(self.fileno())
+        self._left = opened.st_size if stat.S_ISREG(opened.st_mode) else sys.maxsize
+
+    def readinto(self, buffer: Any) -> int:
+        """Read no further than to that length."""
+        read = super().readinto(memoryview(buffer)[: self._left]) or 0
+        self._left -= read
+        return read
+
+    def readall(self) -> bytes:
+        """Read all up to that length."""
+        return b"".join(iter(lambda: self._piece(), b""))
+
+    def _piece(self) -> bytes:
+        piece = bytearray(min(self._left, 2**20))
+        return bytes(piece[: self.readinto(piece)])
+
+
 def _open(path: Path) -> io.BufferedReader:
     """Return the content, decompressed; a pipe will do.
 
     Raises:
         BadRecordError: if it begins as a file of another format.
     """
-    file: Any = path.open("rb")
+    file: Any = io.BufferedReader(_AsLongAsItWas(path))
     head = file.peek(_PEEKED)
     for magic, decompress in _DECOMPRESS.items():
         if head.startswith(magic):

@@ -28,6 +28,7 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "SUBMITIT_", PREFIX)
 PATIENCE = timedelta(minutes=10)
 _HOSTS = re.compile(r"^([^\[,]*)\[([^\],-]+)[^\]]*\]")
@@ -51,9 +52,32 @@ def launch_time() -> str:
 
 
 def begin() -> None:
-    """Note when the command was started and which rank this is; later processes inherit it."""
+    """Note when the command was started and which rank this is; later processes inherit it.
+
+    Raises:
+        ValueError: if the environment names a rank of a run and not how to meet the others.
+    """
     os.environ.setdefault(_STARTED, str(time.time()))
     adopt_rank()
+    _check_rank(os.environ)
+
+
+def _check_rank(environment: Mapping[str, str]) -> None:
+    found = {name: environment[name] for name in _MEETING if name in environment}
+    told = " ".join(f"{name}={value}" for name, value in found.items())
+    fix = f"set all of {', '.join(_MEETING)}, as torchrun does, or unset RANK and WORLD_SIZE"
+    try:
+        rank, size = int(found.get("RANK", "0")), int(found.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise ValueError(f"{told} in the environment is no number: {fix}") from error
+    started_by_lightning = "RANK" not in found and "LOCAL_RANK" in environment
+    if started_by_lightning or (rank == 0 and size == 1):
+        return
+    if len(found) < len(_MEETING) or not 0 <= rank < size:
+        raise ValueError(
+            f"{told} in the environment names one of several processes, and this one would train "
+            f"alone on all data: {fix}"
+        )
 
 
 def started() -> float:
@@ -72,6 +96,8 @@ def adopt_rank() -> None:
         return
     task = _local_task(environment) or _slurm_task(environment)  # one may be inside the other
     if task is None:
+        if "SLURM_NTASKS" in environment:  # Lightning would take it for a task of `srun`
+            environment["SLURM_JOB_NAME"] = "interactive"
         return
     environment[_STARTED] = environment.get("SLURM_JOB_START_TIME", str(time.time()))
     if int(task["WORLD_SIZE"]) > 1:

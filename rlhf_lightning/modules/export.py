@@ -55,7 +55,7 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
     check_replaceable(folder)
     state = full_state(model)
     if module.global_rank != 0:
-        return Path(folder)
+        return Path(folder).expanduser()
     options = {k: module.hparams[k] for k in ("revision", "trust_remote_code")}
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         model = merge_adapter(model, state, load_policy(source, **options))
@@ -71,7 +71,7 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
             dtype=dtype or torch.float32,
             base_dtype=base_dtype(load_config(source, loading_options(source, **options))),
         )
-    return Path(folder)
+    return Path(folder).expanduser()
 
 
 def save_hf_model(

@@ -37,8 +37,8 @@ class RunFolder:
     path: Path
 
     def __post_init__(self) -> None:
-        """Accept a string for the path."""
-        object.__setattr__(self, "path", Path(self.path))
+        """Accept a string for the path, and `~` for the home folder."""
+        object.__setattr__(self, "path", Path(self.path).expanduser())
 
     @property
     def name(self) -> str:

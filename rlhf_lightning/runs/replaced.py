@@ -36,7 +36,7 @@ def check_replaceable(folder: Path | str, *, ours: bool = False, key: str = "") 
     Raises:
         FolderTakenError: if it may not; nothing is written here.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     made = ours or any((folder / name).is_file() for name in (WRITTEN, *_OURS))
@@ -62,7 +62,7 @@ def replacing_folder(folder: Path | str, *, ours: bool = False) -> Iterator[Path
         FolderTakenError: as `check_replaceable`.
         DiskFullError: if there is no room; `folder` is then what it was.
     """
-    folder = Path(folder).resolve()
+    folder = Path(folder).expanduser().resolve()
     check_replaceable(folder, ours=ours)
     folder.parent.mkdir(parents=True, exist_ok=True)
     host = socket.gethostname()

@@ -4,6 +4,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -301,3 +302,47 @@ def test_a_pipe_is_read_as_a_file_is(tmp_path):
     writer.start()
     assert [row for _, row in read_rows(path)] == ROWS
     writer.join()
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link to a pipe", "a folder"])
+def test_data_that_cannot_be_read_twice_is_refused_before_it_is_opened(tmp_path, kind):
+    path = tmp_path / "pipe.jsonl"
+    os.mkfifo(path)
+    if kind == "a link to a pipe":
+        path = tmp_path / "link.jsonl"
+        path.symlink_to("pipe.jsonl")
+    if kind == "a folder":
+        path = tmp_path / "train.jsonl"
+        path.mkdir()
+    source = FileSource(tmp_path if kind == "a folder" else path)
+    with pytest.raises(BadRecordError, match=path.name):
+        source.records("prompts", "train")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+def test_a_file_that_grows_is_read_to_the_length_it_had(tmp_path, name):
+    path = tmp_path / name
+    line = '{"prompt": "a"}\n' if name.endswith("jsonl") else "a\n"
+    path.write_text(("" if name.endswith("jsonl") else "prompt\n") + line * 3)
+    found = 0
+    with path.open("a") as file:
+        for _ in itertools.islice(read_rows(path), 9):
+            found += 1
+            file.write(line * 10_000)
+            file.flush()
+    assert found == 3
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.json", "rows.jsonl.gz"])
+def test_a_row_that_no_tokenizer_survives_is_a_bad_record(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("rlhf_lightning.data.files.LONGEST_TEXT", 1000)
+    text = "x" * 2000
+    row = json.dumps({"prompt": [{"content": text}]})
+    content = f'prompt\n"{text}"\n' if name.endswith("csv") else f"{row}\n"
+    content = f"[{row}]" if name.endswith("json") else content
+    write = gzip.open if name.endswith("gz") else open
+    with write(tmp_path / name, "wb") as file:
+        file.write(content.encode())
+    ((_, found),) = read_rows(tmp_path / name)
+    assert isinstance(found, BadRecordError)
+    assert "2000 characters" in str(found)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rlhf_lightning.data import labels
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
-from rlhf_lightning.data.files import LocatedRow, Row, read_rows, split_files
+from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rereadable, split_files
 from rlhf_lightning.data.formats import ParsedRow, RowParser, check_columns, parse_rows, to_kind
 from rlhf_lightning.data.records import (
     PreferenceRecord,
@@ -214,7 +214,7 @@ class FileSource(RowSource):
         train, validation = split_files(path) if path.is_dir() else ([path], [])
         if self.validation_path is not None:
             validation = [Path(self.validation_path).expanduser()]
-        return train if split == "train" else validation
+        return rereadable(train if split == "train" else validation)
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
         files = self.files(split)
