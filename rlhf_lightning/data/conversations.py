@@ -97,6 +97,20 @@ def check_prompt(prompt: Text, where: Location) -> None:
         raise BadRecordError(where, found, "end the prompt with a message from 'user'")
 
 
+def with_system_in_user(prompt: Text) -> Text:
+    """Return a prompt whose system messages stand in front of the user's next one."""
+    if isinstance(prompt, str):
+        return prompt
+    messages: list[Mapping[str, Any]] = []
+    for message in prompt:
+        if message["role"] == "user":
+            waiting = [m["content"] for m in messages if m["role"] == "system"]
+            messages = [m for m in messages if m["role"] != "system"]
+            message = {**message, "content": "\n\n".join([*waiting, message["content"]])}
+        messages.append(message)
+    return tuple(messages)
+
+
 def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
     """Check that an answer fits its prompt.
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION
+from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -38,7 +40,7 @@ from rlhf_lightning.data.records import (
     UnpairedRecord,
 )
 from rlhf_lightning.text.messages import Text
-from rlhf_lightning.text.templates import render_chat
+from rlhf_lightning.text.templates import ChatTemplateError, unread_keys, write_chat
 from rlhf_lightning.text.tokens import MemoTokenizer, answer_ids, end_with_eos, prompt_ids
 
 OverLong = Literal["drop", "truncate_left"]
@@ -106,13 +108,21 @@ Encoded = EncodedSequence | EncodedPreference | EncodedPrompt
 
 @dataclass
 class EncodingReport:
-    """Counts of the encoding; `num_spelled` records spell special tokens, kept as text."""
+    """Counts of the encoding.
+
+    `num_spelled` records spell special tokens, kept as text. `skipped` names the bad records that
+    were left out, `lost` what the chat template did not write of a record, by its place. `unread`
+    counts the keys of messages that the template does not read.
+    """
 
     num_records: int = 0
     num_encoded: int = 0
     num_truncated: int = 0
     num_spelled: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    skipped: list[str] = field(default_factory=list)
+    lost: dict[str, list[str]] = field(default_factory=dict)
+    unread: Counter[str] = field(default_factory=Counter)
 
 
 def encode_all(
@@ -149,9 +159,12 @@ def encode_all(
         try:
             row = encode(record, memo, max_length=max_length, over_long=over_long, report=report)
         except ValueError as error:
+            if isinstance(error, BadRecordError) and record.origin.where is not None:
+                raise
             raise ValueError(f"record {number}: {error}") from error
         if row is not None:
             encoded.append(row)
+            report.unread.update(unread_keys(_messages(record), tokenizer))
             report.num_spelled += not record.rendered and memo.control.spelled_in(*_texts(record))
     return _same_columns(encoded), report
 
@@ -177,6 +190,26 @@ def _texts(record: Record) -> tuple[Text, ...]:
         return (record.text,)
     names = ("prompt", "completion", "chosen", "rejected")
     return tuple(getattr(record, name) for name in names if hasattr(record, name))
+
+
+def _messages(record: Record) -> Iterator[Mapping[str, Any]]:
+    return (message for text in _texts(record) if not isinstance(text, str) for message in text)
+
+
+@contextmanager
+def _placed(record: Record, report: EncodingReport) -> Iterator[dict[str, Any]]:
+    """Give the options of the record's texts; its faults get its place, or leave it out."""
+    where = record.origin.where or Location("a record")
+    losses: list[str] | None = [] if record.origin.lossy else None
+    try:
+        yield {"rendered": record.rendered, "variables": record.variables, "losses": losses}
+    except ChatTemplateError as error:
+        bad = BadRecordError(where, error.found, error.fix)
+        if not record.origin.skip:
+            raise bad from error
+        report.skipped.append(str(bad))
+    if losses:
+        report.lost[str(where)] = list(dict.fromkeys(losses))
 
 
 def encode_text(
@@ -214,16 +247,19 @@ def encode_demonstration(
 
     Raises:
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
+        BadRecordError: if it refuses the record, or does not write all of it.
     """
     report = _count(report)
-    prompt = prompt_ids(record.prompt, tokenizer, rendered=record.rendered)
-    answer = answer_ids(record.prompt, record.completion, tokenizer, rendered=record.rendered)
-    fitted = _fit(prompt, len(answer), max_length, over_long, tokenizer, report)
-    if fitted is None:
-        return None
-    report.num_encoded += 1
-    row = _sequence([*fitted, *answer], num_given=max(len(fitted), 1), domain=record.domain)
-    return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
+    with _placed(record, report) as options:
+        prompt = prompt_ids(record.prompt, tokenizer, **options)
+        answer = answer_ids(record.prompt, record.completion, tokenizer, **options)
+        fitted = _fit(prompt, len(answer), max_length, over_long, tokenizer, report)
+        if fitted is not None:
+            report.num_encoded += 1
+            given = max(len(fitted), 1)
+            row = _sequence([*fitted, *answer], num_given=given, domain=record.domain)
+            return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
+    return None
 
 
 def beside_other_answers(
@@ -274,16 +310,19 @@ def encode_preference(
 
     Raises:
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
+        BadRecordError: if it refuses the record, or does not write all of it.
     """
     report = _count(report)
-    prompt = prompt_ids(record.prompt, tokenizer, rendered=record.rendered)
-    chosen = answer_ids(record.prompt, record.chosen, tokenizer, rendered=record.rendered)
-    rejected = answer_ids(record.prompt, record.rejected, tokenizer, rendered=record.rendered)
-    if chosen == rejected:
-        report.dropped[IDENTICAL] += 1
-        return None
-    longer = max(len(chosen), len(rejected))
-    fitted = _fit(prompt, longer, max_length, over_long, tokenizer, report)
+    fitted = None
+    with _placed(record, report) as options:
+        prompt = prompt_ids(record.prompt, tokenizer, **options)
+        chosen = answer_ids(record.prompt, record.chosen, tokenizer, **options)
+        rejected = answer_ids(record.prompt, record.rejected, tokenizer, **options)
+        if chosen == rejected:
+            report.dropped[IDENTICAL] += 1
+            return None
+        longer = max(len(chosen), len(rejected))
+        fitted = _fit(prompt, longer, max_length, over_long, tokenizer, report)
     if fitted is None:
         return None
     report.num_encoded += 1
@@ -308,13 +347,18 @@ def encode_prompt(
     """Return the prompt alone, with its columns; None if dropped.
 
     Its columns are those of `prompt_columns`.
+
+    Raises:
+        BadRecordError: if the chat template refuses the record, or does not write all of it.
     """
     report = _count(report)
-    prompt = prompt_ids(record.prompt, tokenizer, rendered=record.rendered)
-    if not prompt:
-        report.dropped[NO_TOKENS] += 1
-        return None
-    fitted = _fit(prompt, 0, max_length, over_long, tokenizer, report)
+    fitted = None
+    with _placed(record, report) as options:
+        prompt = prompt_ids(record.prompt, tokenizer, **options)
+        if not prompt:
+            report.dropped[NO_TOKENS] += 1
+            return None
+        fitted = _fit(prompt, 0, max_length, over_long, tokenizer, report)
     if fitted is None:
         return None
     report.num_encoded += 1
@@ -334,7 +378,7 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
         return columns | rendered | {"prompt": record.prompt}
     messages = [dict(message) for message in record.prompt]
     columns[CONVERSATION] = json.dumps(messages, ensure_ascii=False)
-    return columns | {"prompt": render_chat(record.prompt, tokenizer)}
+    return columns | {"prompt": write_chat(record.prompt, tokenizer, variables=record.variables)}
 
 
 def _fit(

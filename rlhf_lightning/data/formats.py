@@ -236,9 +236,13 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
         if not record.prompt:
             found = "the key 'prompt' is empty, so there is nothing to answer"
             raise BadRecordError(parsed.where, found, "fill it, or leave the record out")
-        return PromptRecord(record.prompt, record.domain, parsed.columns, record.rendered)
+        return PromptRecord(
+            record.prompt, record.domain, parsed.columns, record.rendered, **_row(record)
+        )
     if kind == "demonstrations" and isinstance(record, PreferenceRecord):
-        return DemonstrationRecord(record.prompt, record.chosen, record.domain, record.rendered)
+        return DemonstrationRecord(
+            record.prompt, record.chosen, record.domain, record.rendered, **_row(record)
+        )
     if kind != have:
         keys = " or ".join(f"`{' '.join(FORMATS[name])}`" for name in _FORMATS_OF[kind])
         columns = ", ".join(parsed.columns) or "none"
@@ -250,6 +254,10 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
             hint or f"give a set with {keys}, or map its columns with {MAPPING}",
         )
     return record
+
+
+def _row(record: Record) -> dict[str, Any]:
+    return {"variables": record.variables, "origin": record.origin}
 
 
 _FORMATS_OF: dict[RecordKind, tuple[str, ...]] = {

@@ -232,9 +232,26 @@ class RecordDataModule(LightningDataModule):
         self._digests = data_digests(self.source, self.kind)
         self._rows = rows | {"validation": part}
         rank_zero_info(self.render_summary())
-        for name, count in self.summaries["train"].missing_columns.items():
+        self._warn()
+
+    def _warn(self) -> None:
+        """Say once what is odd in the training rows."""
+        summary = self.summaries["train"]
+        if summary.lost:
+            place, lost = next(iter(summary.lost.items()))
             rank_zero_warn(
-                f"{count} of {len(rows['train'])} training prompts lack the column {name!r} (null "
+                f"the chat template does not write all of {len(summary.lost)} training records, "
+                f"for instance of {place}: {', '.join(lost)}. Take another one with "
+                "model.chat_template=NAME or FILE"
+            )
+        if summary.num_spelled and summary.num_spelled == summary.num_rows:
+            rank_zero_warn(
+                f"all {summary.num_rows} training rows spell special tokens, which are learnt as "
+                "letters: if they are meant as tokens, set dataset.source.rendered=true"
+            )
+        for name, count in summary.missing_columns.items():
+            rank_zero_warn(
+                f"{count} of {summary.num_rows} training prompts lack the column {name!r} (null "
                 "or missing), which is None to the reward function: fill it, or leave them out"
             )
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlhf_lightning.data.errors import Location
 from rlhf_lightning.text.messages import Text, as_text
 
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
@@ -21,7 +22,30 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class TextRecord:
+class Origin:
+    """Where a record was read, and what is done where a chat template does not write it.
+
+    Args:
+        where: file and line; None where it was read from neither.
+        skip: leave it out, counted and named; else it is an error.
+        lossy: keep it, counted, where the template writes a part of it only.
+    """
+
+    where: Location | None = None
+    skip: bool = False
+    lossy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """What records of any kind have: their origin, and further variables of the chat template."""
+
+    variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class TextRecord(_Row):
     """Language-modelling text: every token is learnt (TRL: `text`)."""
 
     text: str
@@ -30,7 +54,7 @@ class TextRecord:
 
 
 @dataclass(frozen=True)
-class PromptRecord:
+class PromptRecord(_Row):
     """A prompt to answer.
 
     Args:
@@ -47,7 +71,7 @@ class PromptRecord:
 
 
 @dataclass(frozen=True)
-class DemonstrationRecord:
+class DemonstrationRecord(_Row):
     """A prompt and the answer to imitate."""
 
     prompt: Text
@@ -64,7 +88,7 @@ class UnpairedRecord(DemonstrationRecord):
 
 
 @dataclass(frozen=True)
-class PreferenceRecord:
+class PreferenceRecord(_Row):
     """A prompt with a preferred and a rejected answer.
 
     Args:

@@ -62,9 +62,11 @@ class DataSummary:
         num_repeated_keys: rows of JSON with a key twice, of which the last one counts.
         num_truncated: rows whose prompt was cut from the left.
         num_spelled: rows whose texts spell special tokens, which were encoded as text.
+        lost: what the chat template did not write of a record, by the place of the record.
+        unread: records with a key of a message that the chat template does not read, by its name.
         missing_columns: rows of prompts that lack a column which others have, by its name.
         dropped: records that were left out when encoding, a reason each.
-        skipped: messages about bad records that were left out when reading.
+        skipped: messages about bad records that were left out.
     """
 
     name: str
@@ -76,6 +78,8 @@ class DataSummary:
     num_repeated_keys: int
     num_truncated: int
     num_spelled: int
+    lost: Mapping[str, Sequence[str]]
+    unread: Mapping[str, int]
     missing_columns: Mapping[str, int]
     dropped: Mapping[str, int]
     skipped: tuple[str, ...]
@@ -96,9 +100,18 @@ class DataSummary:
             ("rows with a key twice, the last one counts", self.num_repeated_keys),
             ("prompts cut from the left", self.num_truncated),
             (spelled, self.num_spelled),
+            (
+                "records that the chat template writes in part (on_template_loss=warn)",
+                len(self.lost),
+            ),
         ):
             if count:
                 table.add_row(name, str(count))
+        if self.unread:
+            counts = (f"{name} {count}" for name, count in self.unread.items())
+            table.add_row(
+                "keys of messages that the chat template does not read", ", ".join(counts)
+            )
         for name, count in self.missing_columns.items():
             table.add_row(f'rows without {name!r}, which is "" to the reward', str(count))
         for reason, count in self.dropped.items():
@@ -144,9 +157,11 @@ def summarize(
         num_repeated_keys=num_repeated_keys,
         num_truncated=report.num_truncated,
         num_spelled=report.num_spelled,
+        lost=report.lost,
+        unread=dict(report.unread.most_common()),
         missing_columns=_missing_columns(encoded),
         dropped=dict(report.dropped),
-        skipped=tuple(skipped),
+        skipped=(*skipped, *report.skipped),
     )
 
 

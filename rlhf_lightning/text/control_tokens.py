@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,9 +45,7 @@ class ControlTokens:
     def spelled_in(self, *texts: Text) -> bool:
         """Return True if one of the texts, or a message of it, spells a control token."""
         return any(
-            self._pattern.search(part) is not None
-            for text in texts
-            for part in ([text] if isinstance(text, str) else [m["content"] for m in text])
+            self._pattern.search(part) is not None for text in texts for part in _parts(text)
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
@@ -65,13 +63,17 @@ class ControlTokens:
 
     def hide(self, messages: Messages) -> Messages:
         """Return the messages with what they spell under names that `encode_rendered` knows."""
-        return tuple({**m, "content": self.hidden(m["content"])} for m in messages)
+        return tuple(self.hidden(message) for message in messages)
 
-    def hidden(self, text: str) -> str:
-        """Return the text with what it spells under names that `encode_rendered` knows."""
-        self._check(text)
-        numbers = {spelling: i for i, spelling in enumerate(self.contents)}
-        return self._pattern.sub(lambda m: f"{_HIDDEN}{numbers[m.group()]}{_HIDDEN}", text)
+    def hidden(self, value: Any) -> Any:
+        """Return a nested value with what its texts spell hidden likewise."""
+        if isinstance(value, str):
+            self._check(value)
+            numbers = {spelling: i for i, spelling in enumerate(self.contents)}
+            return self._pattern.sub(lambda m: f"{_HIDDEN}{numbers[m.group()]}{_HIDDEN}", value)
+        if isinstance(value, Mapping):
+            return {key: self.hidden(each) for key, each in value.items()}
+        return [self.hidden(each) for each in value] if isinstance(value, list | tuple) else value
 
     def encode_rendered(self, rendered: str) -> list[int]:
         """Return the ids of hidden messages as a template wrote them: its markers are tokens."""
@@ -136,6 +138,14 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
 
 
 _KNOWN: WeakKeyDictionary[Any, ControlTokens] = WeakKeyDictionary()
+
+
+def _parts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _parts(each)
 
 
 def _contents(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-Messages = tuple[Mapping[str, str], ...]
+Messages = tuple[Mapping[str, Any], ...]
 Text = str | Messages
 
 

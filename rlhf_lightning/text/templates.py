@@ -1,30 +1,115 @@
-"""Conversations as a chat template writes them."""
+"""Conversations as a chat template writes them, with the proof that it writes all of them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.limits import limited
+from rlhf_lightning.text.fidelity import Fidelity
+from rlhf_lightning.text.forms import READ_BY_US, REFUSALS, apply, form_of
 from rlhf_lightning.text.messages import Messages
 
+_OTHER = "set another chat template in the tokenizer of the model"
+_SKIP = "leave such records out with dataset.source.on_bad_record=skip"
+_SYSTEM = "put system texts into the user's turn with dataset.source.system_into_user=true"
+_COUNT = "learn the rest with dataset.source.on_template_loss=warn"
 
-def render_chat(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = True
+
+class ChatTemplateError(ValueError):
+    """A conversation that a chat template refuses, or does not write as it stands.
+
+    Args:
+        found: what is wrong.
+        fix: what to do.
+    """
+
+    def __init__(self, found: str, fix: str) -> None:
+        """Make the message."""
+        super().__init__(f"{found}. Fix: {fix}")
+        self.found = found
+        self.fix = fix
+
+
+def write_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a conversation as its chat template writes it.
+    """Return what the chat template makes of a conversation, whether that is all of it or not.
 
     Raises:
         ValueError: if the tokenizer has no chat template.
+        ChatTemplateError: if the template refuses the conversation.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             "the records are conversations but the tokenizer has no chat template: set "
             "tokenizer.chat_template, take an instruction-tuned tokenizer, or give plain text"
         )
-    conversation = [dict(message) for message in messages]
-    with limited():
-        return str(
-            tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+    form = form_of(tokenizer)
+    options = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+    try:
+        return apply(tokenizer, [form.shaped(message) for message in messages], **options)
+    except REFUSALS as error:
+        system = [_SYSTEM] * any(message["role"] == "system" for message in messages)
+        fix = ", ".join([*system, _SKIP]) + f", or {_OTHER}"
+        raise ChatTemplateError(f"the chat template refuses the record: {error}", fix) from error
+
+
+def render_chat(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+    learnt: Collection[int] = (),
+    losses: list[str] | None = None,
+) -> str:
+    """Return a conversation as its chat template writes it, all of it.
+
+    Args:
+        messages: the conversation.
+        tokenizer: has the template.
+        add_generation_prompt: end with what stands before an answer.
+        variables: further ones of the template, such as `tools`.
+        learnt: numbers of the messages that are learnt, whose thoughts have to be written.
+        losses: takes what the template does not write, in place of an error.
+
+    Raises:
+        ValueError: if the tokenizer has no chat template.
+        ChatTemplateError: if the template refuses the conversation, or does not write all of it.
+    """
+
+    def write(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        return write_chat(
+            messages,
+            tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
         )
+
+    text = write(messages, variables or {})
+    lost = Fidelity(messages, variables or {}, form_of(tokenizer), write, learnt).lost(text)
+    if lost and losses is None:
+        found = f"the chat template does not write {', nor '.join(lost)}"
+        raise ChatTemplateError(found, f"{_OTHER}, {_SKIP}, or {_COUNT}")
+    if losses is not None:
+        losses += lost
+    return text
+
+
+def unread_keys(
+    messages: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """Yield the keys of messages that the chat template does not name."""
+    for message in messages:
+        if len(message) > 2:
+            template = str(tokenizer.chat_template)
+            for key in message.keys() - READ_BY_US:
+                if not re.search(rf"\b{re.escape(str(key))}\b", template):
+                    yield str(key)

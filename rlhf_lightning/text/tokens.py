@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.control_tokens import ControlTokens, control_tokens
 from rlhf_lightning.text.messages import Text
-from rlhf_lightning.text.templates import render_chat
+from rlhf_lightning.text.templates import ChatTemplateError, render_chat, write_chat
 from rlhf_lightning.text.turn_end import TurnEnd, turn_end
 
 
@@ -70,22 +70,30 @@ class MemoTokenizer:
 
 
 def prompt_ids(
-    prompt: Text, tokenizer: PreTrainedTokenizerBase, *, rendered: bool = False
+    prompt: Text,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rendered: bool = False,
+    variables: Mapping[str, Any] | None = None,
+    losses: list[str] | None = None,
 ) -> list[int]:
     """Return the ids of a prompt: special tokens at the front only, BOS never twice, no EOS.
 
     An empty plain prompt is BOS alone, or nothing where the tokenizer has no BOS. Special tokens
-    that the prompt spells are text, unless it is `rendered`.
+    that the prompt spells are text, unless it is `rendered`. `variables` and `losses` are those of
+    `render_chat`.
 
     Raises:
-        ValueError: if a conversation meets a tokenizer without a chat template.
+        ValueError: if a conversation meets a tokenizer without a chat template, or one that does
+            not write all of it.
     """
     control = _control(tokenizer)
-    guarded = not rendered and control.spelled_in(prompt)
+    guarded = not rendered and control.spelled_in(prompt, variables or {})
     if not isinstance(prompt, str):
         if guarded:
-            return control.encode_rendered(render_chat(control.hide(prompt), tokenizer))
-        return _tokenize(render_chat(prompt, tokenizer), tokenizer)
+            prompt, variables = control.hide(prompt), control.hidden(variables)
+        text = render_chat(prompt, tokenizer, variables=variables, losses=losses)
+        return control.encode_rendered(text) if guarded else _tokenize(text, tokenizer)
     if guarded:
         encoding: Any = control.encode(prompt, add_special_tokens=True)
     else:
@@ -102,7 +110,13 @@ def prompt_ids(
 
 
 def answer_ids(
-    prompt: Text, answer: Text, tokenizer: PreTrainedTokenizerBase, *, rendered: bool = False
+    prompt: Text,
+    answer: Text,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rendered: bool = False,
+    variables: Mapping[str, Any] | None = None,
+    losses: list[str] | None = None,
 ) -> list[int]:
     """Return the ids that follow the prompt's, up to and including the one that ends the answer.
 
@@ -130,13 +144,22 @@ def answer_ids(
         raise TypeError(
             "the prompt is plain text but its response is a conversation: make them alike"
         )
-    guarded = not rendered and control.spelled_in(prompt, answer)
+    guarded = not rendered and control.spelled_in(prompt, answer, variables or {})
     if guarded:
         prompt, answer = control.hide(prompt), control.hide(answer)
-    start = render_chat(prompt, tokenizer)
-    full = render_chat((*prompt, *answer), tokenizer, add_generation_prompt=False)
+        variables = control.hidden(variables)
+    start = write_chat(prompt, tokenizer, variables=variables)
+    whole = (*prompt, *answer)
+    full = render_chat(
+        whole,
+        tokenizer,
+        add_generation_prompt=False,
+        variables=variables,
+        learnt=range(len(prompt), len(whole)),
+        losses=losses,
+    )
     if not full.startswith(start):
-        raise ValueError(_prefix_message(control.reveal(start), control.reveal(full)))
+        raise _not_a_prefix(control.reveal(start), control.reveal(full))
 
     def encode(text: str) -> list[int]:
         return control.encode_rendered(text) if guarded else _tokenize(text, tokenizer)
@@ -181,13 +204,12 @@ def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _prefix_message(start: str, full: str) -> str:
+def _not_a_prefix(start: str, full: str) -> ChatTemplateError:
     same = next((i for i, (a, b) in enumerate(zip(start, full, strict=False)) if a != b), len(full))
     at = max(same - 40, 0)
-    return (
+    return ChatTemplateError(
         "the chat template does not keep the prompt as the start of the whole conversation, so it "
-        f"is not known which tokens are the response. They part after {same} characters:\n"
-        f"  prompt:       ...{start[at : same + 60]!r}\n"
-        f"  conversation: ...{full[at : same + 60]!r}\n"
-        "Use a template whose generation prompt is what it writes before every response"
+        f"is not known which tokens are the response. They part after {same} characters: the "
+        f"prompt has ...{start[at : same + 60]!r}, the conversation ...{full[at : same + 60]!r}",
+        "take a template whose generation prompt is what it writes before every response",
     )

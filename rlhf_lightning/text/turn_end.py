@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.limits import limited
+from rlhf_lightning.text.templates import write_chat
 
 # Stands where the answer goes; a noncharacter of Unicode, which no text holds.
 _ANSWER = "\ufdd0answer\ufdd0"
@@ -40,11 +39,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     """
     if not tokenizer.chat_template:
         return None
-    conversation = [dict(message) for message in _EXCHANGE]
     try:
-        with limited():
-            text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
-    except (TemplateError, TypeError, ValueError, KeyError):  # made for other conversations
+        text = write_chat(_EXCHANGE, tokenizer, add_generation_prompt=False)
+    except ValueError:  # made for other conversations
         return None
     _, found, after = text.rpartition(_ANSWER)
     return first_stop(after, tokenizer) if found else None

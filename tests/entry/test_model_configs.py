@@ -18,7 +18,7 @@ from rlhf_lightning.app.config.compose import choices, conf_dir, named_model
 from rlhf_lightning.app.config.groups import ModelSettings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import find_stage
-from rlhf_lightning.text.tokens import render_chat
+from rlhf_lightning.text.templates import write_chat
 from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import build_tokenizer
 
@@ -333,7 +333,7 @@ def test_qwen3_answers_without_thinking_aloud(tmp_path):
     build_tokenizer(template=template).save_pretrained(tmp_path)
     cfg = settings_of(*recipe("sft", "qwen3_0_6b", ""), f"artifacts.base={tmp_path}")
     tokenizer = make_tokenizer(cfg)
-    assert render_chat(({"role": "user", "content": "why"},), tokenizer) == "quiet"
+    assert write_chat(({"role": "user", "content": "why"},), tokenizer) == "quiet"
     files = model_files()
     assert files["qwen3_0_6b"].chat_template_arguments == {"enable_thinking": False}
     others = {n: f.chat_template_arguments for n, f in files.items() if n != "qwen3_0_6b"}

@@ -9,8 +9,8 @@ import pytest
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
 from rlhf_lightning.text.reward_texts import Renderer
 from rlhf_lightning.text.template_date import DATE, with_fixed_date
+from rlhf_lightning.text.templates import write_chat
 from rlhf_lightning.text.tokenizers import load_tokenizer
-from rlhf_lightning.text.tokens import render_chat
 from tests.builders.command_lines import settings_of
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
@@ -39,17 +39,17 @@ def saved(folder, template):
 )
 def test_a_template_that_writes_the_date_writes_one_that_stays(tmp_path, template, front):
     build = build_tokenizer(template=template)
-    assert str(date.today().year) in render_chat(ASKED, build), "a premise: it writes today's"
+    assert str(date.today().year) in write_chat(ASKED, build), "a premise: it writes today's"
     for load in (load_tokenizer, lambda folder: load_fast_tokenizer(str(folder), revision=None)):
         tokenizer = load(saved(tmp_path / "hub", template))
-        assert render_chat(ASKED, tokenizer).startswith(front + "<|im_start|>")
+        assert write_chat(ASKED, tokenizer).startswith(front + "<|im_start|>")
 
 
 def test_each_of_several_templates_writes_a_date_that_stays(tmp_path):
     templates = {"default": LLAMA, "tool_use": DIRECT}
     for load in (load_tokenizer, lambda folder: load_fast_tokenizer(str(folder), revision=None)):
         tokenizer = load(saved(tmp_path / "hub", templates))
-        assert render_chat(ASKED, tokenizer).startswith("Today Date: 26 Jul 2024\n<|im_start|>")
+        assert write_chat(ASKED, tokenizer).startswith("Today Date: 26 Jul 2024\n<|im_start|>")
         with_tools = tokenizer.apply_chat_template(list(ASKED), tools=[{}], tokenize=False)
         assert with_tools.startswith("26-July-2024 2024 <|im_start|>")
 
@@ -65,7 +65,7 @@ def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path,
     tokenizer.save_pretrained(tmp_path / "sft")
     for given in (None, arguments, {"enable_thinking": False}):
         later = load_tokenizer(tmp_path / "sft", chat_template_arguments=given)
-        assert render_chat(ASKED, later).startswith(front)
+        assert write_chat(ASKED, later).startswith(front)
         assert later.chat_template == tokenizer.chat_template
     with pytest.raises(ValueError, match=r'"3 May 2025" into the chat template: give the same'):
         load_tokenizer(tmp_path / "sft", chat_template_arguments={"date_string": DATE})

@@ -7,13 +7,14 @@ from huggingface_hub import constants
 from transformers import GenerationConfig
 
 from rlhf_lightning.rollout.scorers.text_reward_model import load_fast_tokenizer
+from rlhf_lightning.text.templates import write_chat
 from rlhf_lightning.text.tokenizers import (
     check_same_tokenizer,
     load_tokenizer,
     stop_ids,
     with_template_arguments,
 )
-from rlhf_lightning.text.tokens import answer_ids, render_chat
+from rlhf_lightning.text.tokens import answer_ids
 from tests.builders.models import EOS, PAD, tiny_tokenizer
 from tests.builders.tokenizers import build_tokenizer
 from tests.entry.hub_server import COMMIT, running_hub
@@ -141,14 +142,14 @@ ANSWER = ({"role": "assistant", "content": "four"},)
 def test_template_arguments_reach_the_prompt_and_the_answer_and_are_saved(tmp_path):
     build_tokenizer(template=THINKING).save_pretrained(tmp_path / "hub")
     thinking = load_tokenizer(tmp_path / "hub")
-    assert render_chat(TURNS, thinking).endswith("assistant\n")
+    assert write_chat(TURNS, thinking).endswith("assistant\n")
     assert "<think>" in thinking.decode(answer_ids(TURNS, ANSWER, thinking))
     quiet = load_tokenizer(tmp_path / "hub", chat_template_arguments={"enable_thinking": False})
-    assert render_chat(TURNS, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert write_chat(TURNS, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
     assert quiet.decode(answer_ids(TURNS, ANSWER, quiet)) == "four<|im_end|>"
     quiet.save_pretrained(tmp_path / "sft")
     later = load_tokenizer(tmp_path / "sft")
-    assert render_chat(TURNS, later) == render_chat(TURNS, quiet)
+    assert write_chat(TURNS, later) == write_chat(TURNS, quiet)
     again = load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": False})
     assert again.chat_template == later.chat_template
 
@@ -161,7 +162,7 @@ def test_template_arguments_are_written_as_the_template_language_has_them(value,
     with_template_arguments(tokenizer, {"style": value})
     assert tokenizer.chat_template == f"{{%- set style = {written} %}}{{{{ style }}}}"
     rendered = {True: "True", None: "None", 3: "3"}.get(value, value)
-    assert render_chat(TURNS, tokenizer) == rendered
+    assert write_chat(TURNS, tokenizer) == rendered
 
 
 def test_template_arguments_without_a_template_are_refused(tmp_path):
@@ -174,7 +175,7 @@ def test_template_arguments_become_part_of_each_of_several_templates(tmp_path):
     templates = {"default": THINKING, "tool_use": "tools " + THINKING}
     build_tokenizer(template=templates).save_pretrained(tmp_path / "hub")
     quiet = load_tokenizer(tmp_path / "hub", chat_template_arguments={"enable_thinking": False})
-    assert render_chat(TURNS, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert write_chat(TURNS, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
     quiet.save_pretrained(tmp_path / "sft")
     later = load_tokenizer(tmp_path / "sft", chat_template_arguments={"enable_thinking": False})
     setting = "{%- set enable_thinking = false %}"

@@ -9,17 +9,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from rlhf_lightning.data import labels
+from rlhf_lightning.data.conversations import with_system_in_user
 from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
 from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rereadable, split_files
 from rlhf_lightning.data.formats import ParsedRow, RowParser, check_columns, parse_rows, to_kind
 from rlhf_lightning.data.records import (
+    Origin,
     PreferenceRecord,
     Record,
     RecordKind,
     Split,
+    TextRecord,
     check_split,
     kind_of,
     prompt_key,
@@ -27,6 +30,9 @@ from rlhf_lightning.data.records import (
 from rlhf_lightning.data.splits import connected_keys, split_by_key
 
 logger = logging.getLogger(__name__)
+
+
+OnTemplateLoss = Literal["raise", "warn"]
 
 
 class RecordSource(Protocol):
@@ -55,6 +61,10 @@ class RowSource:
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
         rendered: a chat template has written the texts already: special tokens that they spell
             are tokens. A row's own `rendered` comes first.
+        on_template_loss: `"raise"`, or `"warn"` to keep records of which the chat template does not
+            write all, counted and named.
+        system_into_user: put a system message in front of the user's next one, for chat templates
+            that refuse it.
     """
 
     columns: Mapping[str, str | None] | None = None
@@ -62,10 +72,16 @@ class RowSource:
     seed: int = 1
     on_bad_record: OnBadRecord = "raise"
     rendered: bool = False
+    on_template_loss: OnTemplateLoss = "raise"
+    system_into_user: bool = False
 
     def __post_init__(self) -> None:
         """Check the arguments; rows are read at the first call of `records`."""
         check_columns(self.columns)
+        if self.on_template_loss not in get_args(OnTemplateLoss):
+            raise ValueError(
+                f"on_template_loss={self.on_template_loss!r} is unknown: use 'raise' or 'warn'"
+            )
         self._skipped = SkippedRecords(self.on_bad_record)
         self._splits: dict[Split, list[ParsedRow]] | None = None
         self._label: labels.Label | None = None
@@ -106,17 +122,27 @@ class RowSource:
         for row in rows:
             try:
                 if kind == "unpaired":
-                    yield from labels.unpaired(row, self._label)
+                    yield from map(self._placed(row), labels.unpaired(row, self._label))
                     continue
                 if kind == "demonstrations":
                     labels.check_demonstration(row, self._label)
-                yield to_kind(row, kind)
+                yield self._placed(row)(to_kind(row, kind))
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
                 of_row = labelled if kind in ("demonstrations", "unpaired") else kind == "prompts"
                 if not of_row or kind_of(row.record) == "texts":
                     raise
                 self._skipped.add(error)
+
+    def _placed(self, row: ParsedRow) -> Callable[[Record], Record]:
+        origin = Origin(row.where, self.on_bad_record == "skip", self.on_template_loss == "warn")
+
+        def placed(record: Record) -> Record:
+            if self.system_into_user and not isinstance(record, TextRecord):
+                record = replace(record, prompt=with_system_in_user(record.prompt))
+            return replace(record, origin=origin)
+
+        return placed
 
     def _split(self, split: Split) -> list[ParsedRow]:
         check_split(split)

@@ -1,0 +1,170 @@
+"""Whether a chat template has written all that a conversation says.
+
+Every content, thought, call and result of a tool is looked for in the rendered text, in order. A
+short text may stand there by chance, so the template is also asked to write the conversation with
+a mark in the place of each text. Right are templates that drop the thoughts of earlier turns, trim
+white space, or move a system message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rlhf_lightning.text.forms import THOUGHT, Form
+
+Path = tuple[str | int, ...]
+Write = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
+_MARK = "zq{}qz"
+_THINK, _THOUGHT_END = "<think>", "</think>"
+_MOVED = ("system", "developer")
+_CALLS = "tool_calls"
+# A template says the types of a schema in words of its own.
+_TYPES = ("type", "format", "strict", "$schema", "additionalProperties")
+
+
+class _Piece(NamedTuple):
+    path: Path
+    text: str
+    optional: bool = False  # the template may drop it
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Compares a conversation with what its template wrote.
+
+    Args:
+        messages: of the record.
+        variables: further variables of the template, `tools` and `documents` among them.
+        form: of the template.
+        write: renders messages with variables, or raises ValueError.
+        learnt: numbers of the messages that are learnt: their thoughts have to be written.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    form: Form
+    write: Write
+    learnt: Collection[int] = ()
+
+    def lost(self, text: str) -> list[str]:
+        """Return what is not in `text`, each in a few words."""
+        missing = [name for name in ("tools", "documents") if self._ignores(name, text)]
+        start = 0
+        for index, message in enumerate(self.messages):
+            begin = at = 0 if message["role"] in _MOVED else start
+            for piece in self._pieces(index, message, text, begin):
+                end = _end(piece.text, text, at, escaped=message["role"] == "tool")
+                if end < 0 and _CALLS in piece.path:  # in any order
+                    end = _end(piece.text, text, begin, escaped=True)
+                if end < 0 or not self._is_marked(piece):
+                    missing += [] if piece.optional else [_named(piece, message["role"])]
+                at = max(at, end)
+            start = start if message["role"] in _MOVED else at
+        return missing
+
+    def _pieces(
+        self, index: int, message: Mapping[str, Any], text: str, begin: int
+    ) -> Iterator[_Piece]:
+        earlier = index not in self.learnt
+        if thought := message.get(THOUGHT, "").strip():
+            yield _Piece((index, THOUGHT), thought, earlier and self.form.thought is not None)
+        content = message["content"].strip()
+        if _THOUGHT_END in content and text.find(content, begin) < 0:
+            thought, _, content = map(str.strip, content.rpartition(_THOUGHT_END))
+            thought = thought.removeprefix(_THINK).strip()
+            yield from [_Piece((index, "content"), thought, earlier)] * bool(thought)
+        if content:
+            yield _Piece((index, "content"), content)
+        for number, call in enumerate(message.get(_CALLS, ())):
+            path = (index, _CALLS, number, "function")
+            for name in ("name", "arguments"):
+                for leaf, value in _leaves(call["function"][name], (*path, name)):
+                    yield _Piece(leaf, value)
+
+    def _ignores(self, name: str, text: str) -> bool:
+        if not (value := self.variables.get(name)):
+            return False
+        rest = {key: each for key, each in self.variables.items() if key != name}
+        said = [leaf for path, leaf in _leaves(value, (), keys=True) if path[-1] not in _TYPES]
+        try:
+            ignored = self.write(self.messages, rest) == text
+        except ValueError:  # it needs them
+            ignored = False
+        return ignored or any(_end(leaf, text, 0, escaped=True) < 0 for leaf in said)
+
+    def _is_marked(self, piece: _Piece) -> bool:
+        if piece.path in self._written():
+            return True
+        leaf: Any = self.messages
+        for key in piece.path:
+            leaf = leaf[key]
+        mark = _MARK.format("")
+        changes = (str(leaf).replace(piece.text, piece.text + mark, 1), f"{mark}{leaf}")
+        return any(mark in self._with({piece.path: changed}) for changed in changes)
+
+    def _written(self) -> frozenset[Path]:
+        """Return the places whose marks the template writes; known for plain conversations."""
+        simple = not self.variables and all(len(message) == 2 for message in self.messages)
+        key = tuple((m["role"], not m["content"].strip()) for m in self.messages)
+        if not simple or key not in self.form.written:
+            pieces = [p for i, m in enumerate(self.messages) for p in self._pieces(i, m, "", 0)]
+            marks = {piece.path: _MARK.format(number) for number, piece in enumerate(pieces)}
+            text = self._with(marks)
+            written = frozenset(path for path, mark in marks.items() if mark in text)
+            if not simple:
+                return written
+            self.form.written[key] = written
+        return self.form.written[key]
+
+    def _with(self, changes: Mapping[Path, str]) -> str:
+        try:
+            return self.write(_replaced(self.messages, (), changes), self.variables)
+        except ValueError:  # the template refuses these words
+            return ""
+
+
+def _end(piece: str, text: str, start: int, *, escaped: bool) -> int:
+    """Return where a piece that stands in the text at `start` or later ends; -1 if it does not."""
+    if (at := text.find(piece, start)) >= 0:
+        return at + len(piece)
+    if escaped:
+        for spelled in (json.dumps(piece, ensure_ascii=False), json.dumps(piece), repr(piece)):
+            if (at := text.find(spelled[1:-1], start)) >= 0:
+                return at + len(spelled) - 2
+    return -1
+
+
+def _leaves(value: Any, path: Path, *, keys: bool = False) -> Iterator[tuple[Path, str]]:
+    """Yield the texts of a nested value with their places, numbers spelled as JSON has them."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if keys and path[-1:] == ("properties",):
+                yield (*path, key, ""), key
+            yield from _leaves(each, (*path, key), keys=keys)
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _leaves(each, (*path, number), keys=keys)
+    elif isinstance(value, str):
+        yield from [(path, value.strip())] * bool(value.strip())
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, json.dumps(value)
+
+
+def _replaced(value: Any, path: Path, changes: Mapping[Path, str]) -> Any:
+    if path in changes:
+        return changes[path]
+    if isinstance(value, Mapping):
+        return {key: _replaced(each, (*path, key), changes) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(each, (*path, number), changes) for number, each in enumerate(value)]
+    return value
+
+
+def _named(piece: _Piece, role: str) -> str:
+    index, *rest = piece.path
+    what = ".".join(map(str, rest))
+    short = piece.text if len(piece.text) <= 40 else f"{piece.text[:40]}..."
+    return f"{what} of message {int(index) + 1} ({role}), {short!r}"

@@ -1,0 +1,113 @@
+"""How a chat template takes a message: found by rendering examples, not by reading the template.
+
+Templates differ in the shape of what they are given: content as text or as a list of parts, the
+arguments of a call as an object or as JSON text, a thought under one of three keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jinja2 import TemplateError
+
+from rlhf_lightning.text.limits import limited
+
+THOUGHT = "reasoning_content"
+THOUGHTS = (THOUGHT, "reasoning", "thinking")
+# What a template raises at a conversation that it was not made for.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+WEIGHT = "weight"  # 0 for an answer that is not learnt
+READ_BY_US = frozenset(("role", "content", "tool_calls", THOUGHT, WEIGHT))
+_QUESTION, _ANSWER = "zq0mark0qz", "zq1mark1qz"
+_ARGUMENTS = {"a": 'say "x"'}
+_CALL = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": _ARGUMENTS}}
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape in which a template writes what it is given.
+
+    Args:
+        parts: roles whose content it takes as a list of parts only.
+        text_arguments: the arguments of a call are JSON text to it.
+        thought: the key under which it writes the thought of an answer; None if under none.
+        written: by the roles of a conversation, which of its messages the template writes.
+    """
+
+    parts: frozenset[str] = frozenset()
+    text_arguments: bool = False
+    thought: str | None = THOUGHT
+    written: dict[Any, frozenset[Any]] = field(default_factory=dict)
+
+    def shaped(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message of a record in this shape."""
+        shaped = {key: value for key, value in message.items() if key != WEIGHT}
+        if shaped["role"] in self.parts:
+            shaped["content"] = [{"type": "text", "text": shaped["content"]}]
+        if THOUGHT in shaped:
+            shaped[self.thought or THOUGHT] = shaped.pop(THOUGHT)
+        if self.text_arguments and "tool_calls" in shaped:
+            shaped["tool_calls"] = [_with_text(call) for call in shaped["tool_calls"]]
+        return shaped
+
+
+def form_of(tokenizer: Any) -> Form:
+    """Return the form of a tokenizer's chat template, found once."""
+    known = _KNOWN.get(tokenizer)
+    if known is None or known[0] != tokenizer.chat_template:
+        known = _KNOWN[tokenizer] = (tokenizer.chat_template, _found(tokenizer))
+    return known[1]
+
+
+def apply(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Return what the chat template makes of messages that have its form."""
+    with limited():
+        return str(tokenizer.apply_chat_template(list(conversation), tokenize=False, **options))
+
+
+def _found(tokenizer: Any) -> Form:
+    def tried(form: Form, **answer: Any) -> str:
+        question = {"role": "user", "content": _QUESTION}
+        exchange = (question, {"role": "assistant", "content": _ANSWER, **answer})
+        try:
+            return apply(tokenizer, [form.shaped(message) for message in exchange])
+        except REFUSALS:
+            return ""
+
+    others = frozenset(("system", "developer", "user", "tool"))
+    choices: tuple[frozenset[str], ...] = (
+        frozenset(),
+        others,
+        others | {"assistant"},
+        frozenset(("assistant",)),
+    )
+
+    def score(roles: frozenset[str]) -> int:
+        text = tried(Form(roles))
+        written = sum(mark in text for mark in (_QUESTION, _ANSWER))
+        return 0 if "'text'" in text else written  # else the list itself was spelled
+
+    parts = max(choices, key=score)  # the first of the best: who takes text is given text
+    plain, spelled = (
+        tried(Form(parts, as_text), content="", tool_calls=[_CALL]) for as_text in (False, True)
+    )
+    as_text = bool(spelled) and (not plain or str(_ARGUMENTS) in plain)
+    thoughts = (
+        key
+        for key in THOUGHTS
+        if _ANSWER in tried(Form(parts, thought=key), content="a", **{THOUGHT: _ANSWER})
+    )
+    return Form(parts, as_text, next(thoughts, None))
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": function}
+
+
+_KNOWN: WeakKeyDictionary[Any, tuple[Any, Form]] = WeakKeyDictionary()

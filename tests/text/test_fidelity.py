@@ -1,0 +1,178 @@
+"""What a record says is in the text that its template writes, or it is named."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from rlhf_lightning.data.encode import encode_all
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.text.templates import ChatTemplateError, render_chat
+from tests.builders.tokenizers import build_tokenizer
+from tests.text.conversations import CONVERSATIONS, TOOLS, said
+
+# A letter a conversation: . all is written, L something is lost, R the template refuses it.
+# As published, by way of TRL (Apache 2.0), from whose installed package they are read.
+PUBLISHED = {
+    "cohere": ".............LLRRLRRRL",
+    "cohere2": ".............LLRRLR.RL",
+    "deepseek_r1_distill": ".........LLL.LLLLL...L",
+    "deepseekv3": ".........LLL.LL......L",
+    "diffusion_gemma": "..................L...",
+    "gemma": ".R...........LLRRLRRRL",
+    "gemma3": ".............LLRRLRRRL",
+    "gemma4": ".............LL...L...",
+    "gemma4_v2": ".............LL.......",
+    "gemma4_v3": ".............LL...L...",
+    "gemma4_v4": ".............LL...L...",
+    "gemma4_v5": "..................L...",
+    "glm4moe": "......................",
+    "gptoss": "................L.RL..",
+    "idefics3": ".............LLLLL...L",
+    "lfm2": ".............LLLLL....",
+    "lfm2_2_5": "......................",
+    "lfm2_2_5_v2": "......................",
+    "lfm2_2_5_vl": "......................",
+    "lfm2_v2": ".............LL.......",
+    "llama3": ".............LLLLL...L",
+    "llama3_1": ".............LL.R.....",
+    "llama3_2": ".............LL.R.....",
+    "llava_next": ".............LLRRLR..L",
+    "muse_glimmer": "......................",
+    "nemotron_3_5_lightning": "......................",
+    "nemotron_3_nano": "......................",
+    "nemotron_3_super": "......................",
+    "nemotron_3_ultra": "......................",
+    "phi3": ".............LLLLLL..L",
+    "phi3_5": ".............LLLLLL..L",
+    "qwen2_5": ".............LL.......",
+    "qwen2_5_vl": ".............LLLLL...L",
+    "qwen3": "......................",
+    "qwen3_5_nothink": "...................R..",
+    "qwen3_5_think": "...................R..",
+    "qwen3_6": "...................R..",
+    "qwen3_8": "...................R..",
+    "qwen3_instruct_2507": ".............LL.......",
+    "qwen3_vl": ".............LL....L..",
+    "smolvlm": ".............LLLLL...L",
+}
+# What templates of other families do with a message, in a form of our own.
+TURNS = "{% for m in messages %}<|{{ m.role }}|>BODY</s>{% endfor %}"
+FIRST = "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif %}"
+LAST = (  # Mistral: the system text stands in the last turn of the user
+    "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages "
+    "%}{% if m.role == 'user' %}[INST]{% if m == users[-1] and system %}{{ system }}\n\n{% endif %}"
+    "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}"
+    "{% endfor %}"
+)
+PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+THOUGHTS = "{% if m.thinking %}<|channel|>{{ m.thinking }}<|end|>{% endif %}{{ m.content }}"
+CALLS = (
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>"
+    "{{ c.function.arguments }}{% endfor %}"
+)
+FAMILIES = {
+    "ChatML, Zephyr, Yi": (TURNS.replace("BODY", "{{ m.content }}"), ".............LLLLL...L"),
+    "SmolLM 2, Granite": (
+        TURNS.replace("BODY", "{{ m.content | trim }}"),
+        ".............LLLLL...L",
+    ),
+    "Mistral v3": (FIRST + LAST, ".............LLLLLLL.L"),
+    "Llama 2": (FIRST + LAST.replace("users[-1]", "users[0]"), ".............LLLLLLL.L"),
+    "LLaVA": (TURNS.replace("BODY", PARTS), ".............LLLLL...L"),
+    "Harmony": (TURNS.replace("BODY", THOUGHTS), "...............LLL...L"),
+    "DeepSeek V3": (TURNS.replace("BODY", CALLS), ".............LL......L"),
+    "Falcon": (
+        TURNS.replace("BODY", "{{ m.content.replace('\n\n', '\n') }}"),
+        "......L......LLLLL...L",
+    ),
+    "upper case": (TURNS.replace("BODY", "{{ m.content | upper }}"), "L" * 22),
+    "cut": (TURNS.replace("BODY", "{{ m.content[:9] }}"), "L.....LLLLLLLLLLLLLL.L"),
+    "escaped": (TURNS.replace("BODY", "{{ m.content | e }}"), "......L.L....LLLLL...L"),
+    "the last two": (
+        TURNS.replace("messages", "messages[-2:]").replace("BODY", "{{ m.content }}"),
+        ".LL.L......LLLLLLLLLLL",
+    ),
+}
+
+
+def row(tokenizer):
+    """Return what the template does with each conversation, a letter each."""
+    letters = ""
+    for name, messages in CONVERSATIONS.items():
+        losses = []
+        try:
+            render_chat(
+                tuple(messages),
+                tokenizer,
+                add_generation_prompt=False,
+                variables={"tools": TOOLS} if name == "tools" else {},
+                learnt=(len(messages) - 1,),
+                losses=losses,
+            )
+        except ChatTemplateError:
+            letters += "R"
+        else:
+            letters += "L" if losses else "."
+    return letters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_published_template_does_not_write_is_known(name):
+    spec = find_spec("trl")
+    file = Path(str(spec and spec.origin)).parent / "chat_templates" / f"{name}.jinja"
+    if not file.is_file():
+        pytest.skip("TRL, whose package holds the published templates, is not installed")
+    assert row(build_tokenizer(template=file.read_text())) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_family_of_templates_does_not_write_is_known(family):
+    template, expected = FAMILIES[family]
+    assert row(build_tokenizer(template=template)) == expected
+
+
+DROPS_TOOLS = "{% for m in messages if m.role != 'tool' %}{{ m.content }}</s>{% endfor %}"
+STRICT = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+QUESTION = [said("user", "2+2?"), said("assistant", "4")]
+
+
+def encoded(rows, template, **options):
+    source = GivenRows([{"messages": row} for row in rows], validation_fraction=0, **options)
+    tokenizer = build_tokenizer(template=template)
+    return encode_all(source.records("demonstrations", "train"), tokenizer, max_length=400)
+
+
+@pytest.mark.parametrize(
+    ("template", "bad"),
+    [
+        (DROPS_TOOLS, [QUESTION[0], said("tool", "12 degrees"), QUESTION[1]]),
+        (STRICT, [said("system", "Be brief."), *QUESTION]),
+    ],
+)
+def test_a_record_that_its_template_does_not_write_is_named_or_left_out(template, bad):
+    with pytest.raises(BadRecordError, match=r"the list that was given, row 2: .*on_bad_record"):
+        encoded([QUESTION, bad], template)
+    rows, report = encoded([QUESTION, bad], template, on_bad_record="skip")
+    assert len(rows) == 1
+    assert [" row 2: " in message for message in report.skipped] == [True]
+
+
+def test_a_loss_may_be_counted_and_a_system_text_put_into_the_users_turn():
+    result = [QUESTION[0], said("tool", "12 degrees"), QUESTION[1]]
+    rows, report = encoded([QUESTION, result], DROPS_TOOLS, on_template_loss="warn")
+    assert len(rows) == 2
+    ((place, lost),) = report.lost.items()
+    assert place.endswith("row 2")
+    assert ["12 degrees" in each for each in lost] == [True]
+    bad = [said("system", "Be brief."), *QUESTION]
+    ((row,), _) = encoded([bad], STRICT, system_into_user=True)
+    text = build_tokenizer().decode(row.input_ids)
+    assert text.startswith("<|user|>Be brief.\n\n2+2?<|assistant|>4")
