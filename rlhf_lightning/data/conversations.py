@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
-from rlhf_lightning.data.records import ROLES
+from rlhf_lightning.data.records import ROLES, Origin, Record, TextRecord
 from rlhf_lightning.text.messages import Messages, Text
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -95,6 +96,13 @@ def check_prompt(prompt: Text, where: Location) -> None:
     if not isinstance(prompt, str) and prompt and prompt[-1]["role"] == "assistant":
         found = "the last message of 'prompt' is from 'assistant', which leaves nothing to answer"
         raise BadRecordError(where, found, "end the prompt with a message from 'user'")
+
+
+def placed(record: Record, origin: Origin, system_into_user: bool) -> Record:
+    """Return a record with its origin, and its system messages in the user's turns on request."""
+    if system_into_user and not isinstance(record, TextRecord):
+        return replace(record, origin=origin, prompt=with_system_in_user(record.prompt))
+    return replace(record, origin=origin)
 
 
 def with_system_in_user(prompt: Text) -> Text:

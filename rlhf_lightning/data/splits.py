@@ -90,3 +90,13 @@ def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[
             )
             parents[later] = first
     return [root(key) for key in keys]
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Return whole numbers that sum to `total` and lie within 1 of `total * weight`."""
+    counts = [int(total * w) for w in weights]
+    remainders = [total * w - c for w, c in zip(weights, counts, strict=True)]
+    by_remainder = sorted(range(len(weights)), key=lambda i: -remainders[i])
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

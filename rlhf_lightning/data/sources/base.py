@@ -9,11 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 from rlhf_lightning.data import labels
-from rlhf_lightning.data.conversations import with_system_in_user
-from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, SkippedRecords
+from rlhf_lightning.data.conversations import placed
+from rlhf_lightning.data.errors import (
+    BadRecordError,
+    Location,
+    OnBadRecord,
+    OnTemplateLoss,
+    SkippedRecords,
+)
 from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rereadable, split_files
 from rlhf_lightning.data.formats import ParsedRow, RowParser, check_columns, parse_rows, to_kind
 from rlhf_lightning.data.records import (
@@ -22,17 +28,13 @@ from rlhf_lightning.data.records import (
     Record,
     RecordKind,
     Split,
-    TextRecord,
     check_split,
     kind_of,
     prompt_key,
 )
-from rlhf_lightning.data.splits import connected_keys, split_by_key
+from rlhf_lightning.data.splits import connected_keys, shares, split_by_key
 
 logger = logging.getLogger(__name__)
-
-
-OnTemplateLoss = Literal["raise", "warn"]
 
 
 class RecordSource(Protocol):
@@ -61,10 +63,8 @@ class RowSource:
         on_bad_record: `"raise"`, or `"skip"` to leave bad records out, counted and named.
         rendered: a chat template has written the texts already: special tokens that they spell
             are tokens. A row's own `rendered` comes first.
-        on_template_loss: `"raise"`, or `"warn"` to keep records of which the chat template does not
-            write all, counted and named.
-        system_into_user: put a system message in front of the user's next one, for chat templates
-            that refuse it.
+        on_template_loss: `"raise"`, or `"warn"` to keep what the chat template writes in part.
+        system_into_user: put system messages in front of the user's next one.
     """
 
     columns: Mapping[str, str | None] | None = None
@@ -78,11 +78,7 @@ class RowSource:
     def __post_init__(self) -> None:
         """Check the arguments; rows are read at the first call of `records`."""
         check_columns(self.columns)
-        if self.on_template_loss not in get_args(OnTemplateLoss):
-            raise ValueError(
-                f"on_template_loss={self.on_template_loss!r} is unknown: use 'raise' or 'warn'"
-            )
-        self._skipped = SkippedRecords(self.on_bad_record)
+        self._skipped = SkippedRecords(self.on_bad_record, self.on_template_loss)
         self._splits: dict[Split, list[ParsedRow]] | None = None
         self._label: labels.Label | None = None
 
@@ -119,30 +115,24 @@ class RowSource:
 
     def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
         labelled = self._label is not None and not self._label.is_rating
+        faults = self.on_bad_record == "skip", self.on_template_loss == "warn"
         for row in rows:
+            own = Origin(row.where, *faults), self.system_into_user
             try:
                 if kind == "unpaired":
-                    yield from map(self._placed(row), labels.unpaired(row, self._label))
+                    yield from (
+                        placed(record, *own) for record in labels.unpaired(row, self._label)
+                    )
                     continue
                 if kind == "demonstrations":
                     labels.check_demonstration(row, self._label)
-                yield self._placed(row)(to_kind(row, kind))
+                yield placed(to_kind(row, kind), *own)
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
                 of_row = labelled if kind in ("demonstrations", "unpaired") else kind == "prompts"
                 if not of_row or kind_of(row.record) == "texts":
                     raise
                 self._skipped.add(error)
-
-    def _placed(self, row: ParsedRow) -> Callable[[Record], Record]:
-        origin = Origin(row.where, self.on_bad_record == "skip", self.on_template_loss == "warn")
-
-        def placed(record: Record) -> Record:
-            if self.system_into_user and not isinstance(record, TextRecord):
-                record = replace(record, prompt=with_system_in_user(record.prompt))
-            return replace(record, origin=origin)
-
-        return placed
 
     def _split(self, split: Split) -> list[ParsedRow]:
         check_split(split)
@@ -365,23 +355,13 @@ class MixedSource(_SeveralSources):
         for index, pool in enumerate(pools):
             if not pool:
                 raise ValueError(f"source {index} of the mix has no {kind}: leave it out")
-        counts = _shares(sum(len(pool) for pool in pools), self.weights)
+        counts = shares(sum(len(pool) for pool in pools), self.weights)
         mixed: list[Record] = []
         for index, (pool, count) in enumerate(zip(pools, counts, strict=True)):
             repeats, rest = divmod(count, len(pool))
             drawn = random.Random(f"{self.seed}/{index}").sample(range(len(pool)), rest)
             mixed += pool * repeats + [pool[i] for i in sorted(drawn)]
         return mixed
-
-
-def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Return whole numbers that sum to `total` and lie within 1 of `total * weight`."""
-    counts = [int(total * w) for w in weights]
-    remainders = [total * w - c for w, c in zip(weights, counts, strict=True)]
-    by_remainder = sorted(range(len(weights)), key=lambda i: -remainders[i])
-    for i in by_remainder[: total - sum(counts)]:
-        counts[i] += 1
-    return counts
 
 
 RELIABILITY = "reliability.json"
@@ -512,11 +492,8 @@ class JoinedSource(_SeveralSources):
 
 
 def _named(pool: Sequence[Record], number: int) -> list[Record]:
-    if number == 1:
-        return list(pool)
+    name = (f"source_{number}",) if number > 1 else ()
     return [
-        replace(r, subsets=(*r.subsets, f"source_{number}"))
-        if isinstance(r, PreferenceRecord)
-        else r
+        replace(r, subsets=(*r.subsets, *name)) if isinstance(r, PreferenceRecord) else r
         for r in pool
     ]
