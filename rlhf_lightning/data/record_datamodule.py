@@ -241,8 +241,8 @@ class RecordDataModule(LightningDataModule):
             place, lost = next(iter(summary.lost.items()))
             rank_zero_warn(
                 f"the chat template does not write all of {len(summary.lost)} training records, "
-                f"for instance of {place}: {', '.join(lost)}. Take another one with "
-                "model.chat_template=NAME or FILE"
+                f"for instance of {place}: {', '.join(lost)}: set another one in "
+                "the tokenizer of the model"
             )
         if summary.num_spelled and summary.num_spelled == summary.num_rows:
             rank_zero_warn(
