@@ -92,7 +92,9 @@ def describe_rollout(
         samples.append(
             {
                 "prompt": decoded(prompt, tokenizer, skip_special_tokens=True),
-                "response": response_texts([response[:-1] if finished else response], tokenizer)[0],
+                "response": response_texts(
+                    [prompt], [response[:-1] if finished else response], tokenizer
+                )[0],
                 "score": rows.scores[i].item() if rows.scored[i] else None,
                 "kl": kl[i].item(),
                 "length": int(length[i]),

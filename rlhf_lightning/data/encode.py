@@ -1,9 +1,10 @@
 r"""Records to token ids: the one place where prompts, answers and EOS meet.
 
-* A sequence is `prompt ids + answer ids + EOS`. The same function makes the prompt ids for SFT,
-  reward modelling and PPO, so the three never disagree about a boundary.
-* Plain text: special tokens at the front of the prompt only (BOS once, never an EOS); the answer
-  without any. Conversations: the chat template is applied once and brings its own special tokens.
+* Prompt and answer are one text, tokenized together and cut where the answer starts; a token that
+  holds a part of both is the answer's (`text/tokens.py`), and such records are counted. PPO's
+  prompts are tokenized alone: no answer follows yet.
+* Plain text: special tokens at the front of the prompt only (BOS once, never an EOS).
+  Conversations: the chat template is applied once and brings its own special tokens.
 * An answer ends with its first stop token behind the content, because generation stops there:
   nothing after it is learnt or scored. That is EOS, appended by its id, also where pad == eos; in a
   conversation it is what the chat template writes: `<|im_end|>` of ChatML (and not its line
@@ -41,14 +42,21 @@ from rlhf_lightning.data.records import (
 )
 from rlhf_lightning.text.messages import Text
 from rlhf_lightning.text.templates import ChatTemplateError, unread_keys, write_chat
-from rlhf_lightning.text.tokens import MemoTokenizer, answer_ids, end_with_eos, prompt_ids
+from rlhf_lightning.text.tokens import (
+    TextEncoder,
+    end_with_eos,
+    prompt_and_answers,
+    prompt_ids,
+    text_encoder,
+)
 
 OverLong = Literal["drop", "truncate_left"]
+Tokenizes = PreTrainedTokenizerBase | TextEncoder
 OVER_LONG = "over-long"
 ANSWER_TOO_LONG = "response alone over-long"
 IDENTICAL = "chosen == rejected after encoding"
 NO_TOKENS = "prompt without a token"
-NUM_TOKENIZED_TOGETHER = 4096
+NUM_REMEMBERED = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,15 +118,17 @@ Encoded = EncodedSequence | EncodedPreference | EncodedPrompt
 class EncodingReport:
     """Counts of the encoding.
 
-    `num_spelled` records spell special tokens, kept as text. `skipped` names the bad records that
-    were left out, `lost` what the chat template did not write of a record, by its place. `unread`
-    counts the keys of messages that the template does not read.
+    `num_spelled` records spell special tokens, kept as text; in `num_merged` a token holds the end
+    of the prompt and the start of an answer. `skipped` names the bad records that were left out,
+    `lost` what the chat template did not write of a record, by its place. `unread` counts the keys
+    of messages that the template does not read.
     """
 
     num_records: int = 0
     num_encoded: int = 0
     num_truncated: int = 0
     num_spelled: int = 0
+    num_merged: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
     lost: dict[str, list[str]] = field(default_factory=dict)
@@ -147,17 +157,13 @@ def encode_all(
     }
     encoded = []
     everything = list(records)
-    memo: Any = tokenizer
+    encoder = TextEncoder(tokenizer)
     for number, record in enumerate(everything, start=1):
-        if number % NUM_TOKENIZED_TOGETHER == 1:
-            together = everything[number - 1 : number - 1 + NUM_TOKENIZED_TOGETHER]
-            texts = [_texts(each) for each in together]
-            memo = MemoTokenizer(
-                tokenizer, (prompt for prompt, *_ in texts), (a for _, *own in texts for a in own)
-            )
+        if number % NUM_REMEMBERED == 1:
+            encoder.remember(_plain_texts(everything[number - 1 : number - 1 + NUM_REMEMBERED]))
         encode = encoders[type(record)]
         try:
-            row = encode(record, memo, max_length=max_length, over_long=over_long, report=report)
+            row = encode(record, encoder, max_length=max_length, over_long=over_long, report=report)
         except ValueError as error:
             if isinstance(error, BadRecordError) and record.origin.where is not None:
                 raise
@@ -165,7 +171,8 @@ def encode_all(
         if row is not None:
             encoded.append(row)
             report.unread.update(unread_keys(_messages(record), tokenizer))
-            report.num_spelled += not record.rendered and memo.control.spelled_in(*_texts(record))
+            spelled = encoder.control.spelled_in(*_texts(record))
+            report.num_spelled += spelled and not record.rendered
     return _same_columns(encoded), report
 
 
@@ -212,9 +219,17 @@ def _placed(record: Record, report: EncodingReport) -> Iterator[dict[str, Any]]:
         report.lost[str(where)] = list(dict.fromkeys(losses))
 
 
+def _plain_texts(records: Iterable[Record]) -> Iterator[tuple[str, str | None]]:
+    for prompt, *answers in map(_texts, records):
+        asked: list[Text | None] = [*answers] or [None]
+        for answer in asked:
+            if isinstance(prompt, str) and not isinstance(answer, tuple):
+                yield prompt, answer
+
+
 def encode_text(
     record: TextRecord,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizes,
     *,
     max_length: int,
     over_long: OverLong = "drop",
@@ -222,12 +237,13 @@ def encode_text(
 ) -> EncodedSequence | None:
     """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
     report = _count(report)
-    ids = end_with_eos(prompt_ids(record.text, tokenizer, rendered=record.rendered), tokenizer)
+    encoder = text_encoder(tokenizer)
+    ids = end_with_eos(prompt_ids(record.text, encoder, rendered=record.rendered), encoder.eos)
     if len(ids) > max_length:
         if not _may_cut(over_long):
             report.dropped[OVER_LONG] += 1
             return None
-        ids = _cut_left(ids, max_length, tokenizer)
+        ids = _cut_left(ids, max_length, encoder.bos)
         report.num_truncated += 1
     report.num_encoded += 1
     return _sequence(ids, num_given=1, domain=record.domain)
@@ -235,7 +251,7 @@ def encode_text(
 
 def encode_demonstration(
     record: DemonstrationRecord,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizes,
     *,
     max_length: int,
     over_long: OverLong = "drop",
@@ -250,12 +266,14 @@ def encode_demonstration(
         BadRecordError: if it refuses the record, or does not write all of it.
     """
     report = _count(report)
+    encoder = text_encoder(tokenizer)
     with _placed(record, report) as options:
-        prompt = prompt_ids(record.prompt, tokenizer, **options)
-        answer = answer_ids(record.prompt, record.completion, tokenizer, **options)
-        fitted = _fit(prompt, len(answer), max_length, over_long, tokenizer, report)
+        found = prompt_and_answers(record.prompt, [record.completion], encoder, **options)
+        answer = found.answers[0]
+        fitted = _fit(found.prompt, len(answer), max_length, over_long, encoder.bos, report)
         if fitted is not None:
             report.num_encoded += 1
+            report.num_merged += found.is_merged
             given = max(len(fitted), 1)
             row = _sequence([*fitted, *answer], num_given=given, domain=record.domain)
             return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
@@ -300,7 +318,7 @@ def beside_other_answers(
 
 def encode_preference(
     record: PreferenceRecord,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizes,
     *,
     max_length: int,
     over_long: OverLong = "drop",
@@ -313,19 +331,21 @@ def encode_preference(
         BadRecordError: if it refuses the record, or does not write all of it.
     """
     report = _count(report)
+    encoder = text_encoder(tokenizer)
     fitted = None
     with _placed(record, report) as options:
-        prompt = prompt_ids(record.prompt, tokenizer, **options)
-        chosen = answer_ids(record.prompt, record.chosen, tokenizer, **options)
-        rejected = answer_ids(record.prompt, record.rejected, tokenizer, **options)
+        sides = (record.chosen, record.rejected)
+        found = prompt_and_answers(record.prompt, sides, encoder, **options)
+        chosen, rejected = found.answers
         if chosen == rejected:
             report.dropped[IDENTICAL] += 1
             return None
         longer = max(len(chosen), len(rejected))
-        fitted = _fit(prompt, longer, max_length, over_long, tokenizer, report)
+        fitted = _fit(found.prompt, longer, max_length, over_long, encoder.bos, report)
     if fitted is None:
         return None
     report.num_encoded += 1
+    report.num_merged += found.is_merged
     return EncodedPreference(
         _ids([*fitted, *chosen]),
         _ids([*fitted, *rejected]),
@@ -338,7 +358,7 @@ def encode_preference(
 
 def encode_prompt(
     record: PromptRecord,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizes,
     *,
     max_length: int,
     over_long: OverLong = "drop",
@@ -352,17 +372,18 @@ def encode_prompt(
         BadRecordError: if the chat template refuses the record, or does not write all of it.
     """
     report = _count(report)
+    encoder = text_encoder(tokenizer)
     fitted = None
     with _placed(record, report) as options:
-        prompt = prompt_ids(record.prompt, tokenizer, **options)
+        prompt = prompt_ids(record.prompt, encoder, **options)
         if not prompt:
             report.dropped[NO_TOKENS] += 1
             return None
-        fitted = _fit(prompt, 0, max_length, over_long, tokenizer, report)
+        fitted = _fit(prompt, 0, max_length, over_long, encoder.bos, report)
     if fitted is None:
         return None
     report.num_encoded += 1
-    return EncodedPrompt(_ids(fitted), prompt_columns(record, tokenizer), record.domain)
+    return EncodedPrompt(_ids(fitted), prompt_columns(record, encoder.tokenizer), record.domain)
 
 
 def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -386,7 +407,7 @@ def _fit(
     num_answer: int,
     max_length: int,
     over_long: OverLong,
-    tokenizer: PreTrainedTokenizerBase,
+    bos: int | None,
     report: EncodingReport,
 ) -> list[int] | None:
     """Return the prompt, cut from the left if it must and may be; None if the record is dropped."""
@@ -400,12 +421,11 @@ def _fit(
         report.dropped[ANSWER_TOO_LONG] += 1
         return None
     report.num_truncated += 1
-    return _cut_left(prompt, room, tokenizer)
+    return _cut_left(prompt, room, bos)
 
 
-def _cut_left(ids: list[int], room: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _cut_left(ids: list[int], room: int, bos: int | None) -> list[int]:
     """Return the last tokens, behind BOS where BOS marks the start (and not every turn)."""
-    bos = tokenizer.bos_token_id
     if ids[0] == bos and ids.count(bos) == 1 and room > 1:
         return [ids[0], *ids[len(ids) - room + 1 :]]
     return ids[len(ids) - room :]

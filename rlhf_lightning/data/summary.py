@@ -22,7 +22,7 @@ from rlhf_lightning.data.encode import (
     EncodedSequence,
     EncodingReport,
 )
-from rlhf_lightning.text.decoding import decoded
+from rlhf_lightning.text.decoding import decoded, text_behind
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
 
@@ -64,6 +64,7 @@ class DataSummary:
         num_spelled: rows whose texts spell special tokens, which were encoded as text.
         lost: what the chat template did not write of a record, by the place of the record.
         unread: records with a key of a message that the chat template does not read, by its name.
+        num_merged: rows in which a token holds the end of the prompt and the start of a response.
         missing_columns: rows of prompts that lack a column which others have, by its name.
         dropped: records that were left out when encoding, a reason each.
         skipped: messages about bad records that were left out.
@@ -80,6 +81,7 @@ class DataSummary:
     num_spelled: int
     lost: Mapping[str, Sequence[str]]
     unread: Mapping[str, int]
+    num_merged: int
     missing_columns: Mapping[str, int]
     dropped: Mapping[str, int]
     skipped: tuple[str, ...]
@@ -104,6 +106,7 @@ class DataSummary:
                 "records that the chat template writes in part (on_template_loss=warn)",
                 len(self.lost),
             ),
+            ("rows where one token ends the prompt and starts the response", self.num_merged),
         ):
             if count:
                 table.add_row(name, str(count))
@@ -159,6 +162,7 @@ def summarize(
         num_spelled=report.num_spelled,
         lost=report.lost,
         unread=dict(report.unread.most_common()),
+        num_merged=report.num_merged,
         missing_columns=_missing_columns(encoded),
         dropped=dict(report.dropped),
         skipped=(*skipped, *report.skipped),
@@ -187,6 +191,7 @@ def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:
         "data/contradicting_pairs": sum(s.num_contradictions for s in summaries),
         "data/repeated_keys": sum(s.num_repeated_keys for s in summaries),
         "data/spelled_special_tokens": sum(s.num_spelled for s in summaries),
+        "data/merged_boundaries": sum(s.num_merged for s in summaries),
         "data/bad_records_skipped": sum(len(s.skipped) for s in summaries),
     }
     return {name: float(count) for name, count in counts.items() if count}
@@ -229,7 +234,7 @@ def _marked(ids: Any, mask: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     text, start = "", 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or bool(mask[end]) != bool(mask[start]):
-            run = decoded(ids[start:end], tokenizer)
+            run = text_behind(ids[:start].tolist(), ids[start:end].tolist(), tokenizer)
             text += f"{LEARNT_OPEN}{run}{LEARNT_CLOSE}" if mask[start] else run
             start = end
     return text

@@ -25,7 +25,7 @@ from rlhf_lightning.evaluation.metrics import Judges, measure_sides
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Scorer, make_answers
-from rlhf_lightning.text.tokens import answer_ids
+from rlhf_lightning.text.tokens import TextEncoder, prompt_and_answers
 
 logger = logging.getLogger(__name__)
 
@@ -167,8 +167,8 @@ def encode_questions(
         Batches by tokenizer, and the indices of the records that are asked.
     """
     encoded = [
-        [encode_prompt(record, tokenizer, max_length=max_prompt_length) for record in records]
-        for tokenizer in tokenizers
+        [encode_prompt(record, encoder, max_length=max_prompt_length) for record in records]
+        for encoder in map(TextEncoder, tokenizers)
     ]
     asked = [i for i in range(len(records)) if all(rows[i] is not None for rows in encoded)]
     batches = []
@@ -249,12 +249,16 @@ def written_answers(
     """
     pad = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
     rows: list[tuple[EncodedPrompt, list[int]]] = []
+    encoder = TextEncoder(tokenizer)
     texts: list[str] = []
     for record, completion in zip(records, completions, strict=True):
-        row = encode_prompt(record, tokenizer, max_length=max_prompt_length)
+        row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is not None:
-            answer = answer_ids(record.prompt, completion, tokenizer, rendered=record.rendered)
-            rows.append((row, answer))
+            found = prompt_and_answers(
+                record.prompt, [completion], encoder, rendered=record.rendered
+            )
+            given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
+            rows.append((replace(row, input_ids=given), found.answers[0]))
             texts.append(completion if isinstance(completion, str) else completion[-1]["content"])
     result = PolicyAnswers([], [], [], [], [], [], [])
     for start in range(0, len(rows), batch_size):

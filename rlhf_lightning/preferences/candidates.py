@@ -33,6 +33,7 @@ from rlhf_lightning.rollout.scorers.base import make_answers
 from rlhf_lightning.text.control_tokens import control_tokens
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
+from rlhf_lightning.text.tokens import TextEncoder
 
 EMPTY = "empty"
 UNFINISHED = "cut off at max_new_tokens"
@@ -243,9 +244,9 @@ def _encode(
                 f"prompt {number} is rendered and spells special tokens, which would be text in "
                 "the collected pairs: give it as a conversation; the chat template writes them"
             )
+    encoder = TextEncoder(tokenizer)
     return [
-        encode_prompt(prompt, tokenizer, max_length=sampling.max_prompt_length)
-        for prompt in prompts
+        encode_prompt(prompt, encoder, max_length=sampling.max_prompt_length) for prompt in prompts
     ]
 
 

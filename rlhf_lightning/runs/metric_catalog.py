@@ -120,6 +120,7 @@ QUANTITIES: dict[str, Quantity] = {
     "data/contradicting_pairs": Quantity("pairs that another one contradicts"),
     "data/repeated_keys": Quantity("rows with a key twice"),
     "data/spelled_special_tokens": Quantity("rows that spell special tokens"),
+    "data/merged_boundaries": Quantity("rows where one token ends the prompt, starts the response"),
     "data/bad_records_skipped": Quantity("bad records skipped"),
     "val/label_ceiling": Quantity("ceiling set by the labels", "share"),
     "val/score": Quantity("held-out score"),

@@ -48,36 +48,19 @@ class ControlTokens:
             self._pattern.search(part) is not None for text in texts for part in _parts(text)
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        """Return `input_ids` and `special_tokens_mask` of a plain text.
-
-        Raises:
-            ValueError: if the tokenizer is no fast one.
-        """
-        self._check(text)
-        encoding = self._twin.encode(text, add_special_tokens=add_special_tokens)
-        return {
-            "input_ids": list(encoding.ids),
-            "special_tokens_mask": list(encoding.special_tokens_mask),
-        }
-
     def hide(self, messages: Messages) -> Messages:
-        """Return the messages with what they spell under names that `encode_rendered` knows."""
+        """Return the messages with what they spell under names that `encoding` knows."""
         return tuple(self.hidden(message) for message in messages)
 
     def hidden(self, value: Any) -> Any:
         """Return a nested value with what its texts spell hidden likewise."""
         if isinstance(value, str):
-            self._check(value)
+            self.check(value)
             numbers = {spelling: i for i, spelling in enumerate(self.contents)}
             return self._pattern.sub(lambda m: f"{_HIDDEN}{numbers[m.group()]}{_HIDDEN}", value)
         if isinstance(value, Mapping):
             return {key: self.hidden(each) for key, each in value.items()}
         return [self.hidden(each) for each in value] if isinstance(value, list | tuple) else value
-
-    def encode_rendered(self, rendered: str) -> list[int]:
-        """Return the ids of hidden messages as a template wrote them: its markers are tokens."""
-        return list(self.encoding(rendered)[0].ids)
 
     def encoding(self, *parts: str, add_special_tokens: bool = False) -> tuple[Any, int]:
         """Encode parts, with what is hidden, as one text: what else they spell is tokens.
@@ -93,7 +76,7 @@ class ControlTokens:
             self.reveal(self._pattern.sub(lambda found: self._names[found.group()], part))
             for part in parts
         ]
-        encoding = self._twin.encode("".join(marked), add_special_tokens=add_special_tokens)
+        encoding = self.twin.encode("".join(marked), add_special_tokens=add_special_tokens)
         return encoding, len(marked[0])
 
     def reveal(self, text: str) -> str:
@@ -102,7 +85,12 @@ class ControlTokens:
         rest = re.split(f"{_HIDDEN}\\d+{_HIDDEN}", text)
         return "".join(a + b for a, b in zip(rest, [*spelled, ""], strict=True))
 
-    def _check(self, text: str) -> None:
+    def check(self, text: str) -> None:
+        """Check a text that spells a control token.
+
+        Raises:
+            ValueError: if it holds what marks tokens.
+        """
         if _HIDDEN in text or _MARKER in text:
             raise ValueError(
                 f"a text spells {self._spelling(text)!r} and holds U+FDD1 or U+FDD2, which are no "
@@ -118,7 +106,12 @@ class ControlTokens:
         return {each: f"{_MARKER}{i}{_MARKER}" for i, each in enumerate(self.contents)}
 
     @cached_property
-    def _twin(self) -> Tokenizer:
+    def twin(self) -> Tokenizer:
+        """The tokenizer that takes what a text spells for text.
+
+        Raises:
+            ValueError: if the tokenizer is no fast one.
+        """
         if not self._tokenizer.is_fast:
             raise ValueError(
                 f"a text spells one of {', '.join(self.contents[:4])}, ..., and "

@@ -1,12 +1,23 @@
-"""Token ids to texts: for rewards, judges, samples, pages and the examples on the screen."""
+"""Token ids to texts: for rewards, judges, samples, pages and the examples on the screen.
+
+A response is decoded together with the end of its prompt and cut behind it. Alone it would lose its
+first space, which SentencePiece's decoders take from the start of a text, and the character that
+the prompt's last bytes begin.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.models.whole_weights import listed
+
+NUM_BEFORE = 16  # tokens of a prompt that a response is decoded with
+_UNFINISHED = "\ufffd"  # what a part of a character is decoded as
 
 
 def decoded(
@@ -17,16 +28,94 @@ def decoded(
 
 
 def response_texts(
-    responses: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    skip_special_tokens: bool = False,
 ) -> list[str]:
-    """Return responses as text, without special tokens.
+    """Return responses as text, with the special tokens in them but padding.
+
+    A character that the prompt begins and the response ends belongs to the response.
 
     Args:
-        responses: ids, without the token that ends one: a tokenizer need not list it among its
-            special tokens.
+        prompts: ids, one row a response, without padding.
+        responses: ids, without the token that ends one.
         tokenizer: of the policy.
+        skip_special_tokens: leave special tokens out.
     """
-    return list(tokenizer.batch_decode([list(ids) for ids in responses], skip_special_tokens=True))
+    decoder = _decoder(tokenizer)
+    left_out = decoder.special if skip_special_tokens else {tokenizer.pad_token_id}
+    responses = [[i for i in ids if i not in left_out] for ids in responses]
+    return [decoder.behind(*row) for row in zip(prompts, responses, strict=True)]
+
+
+def text_behind(
+    before: Sequence[int], ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return the text of ids behind others, as `response_texts` does, with every special token."""
+    return _decoder(tokenizer).behind(before, ids)
+
+
+class _ResponseDecoder:
+    """What a tokenizer does at the start of a text, found out once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder
+        self.tokenizer = tokenizer
+        self.bos = tokenizer.bos_token_id
+        self.special = {i for i, t in added.items() if t.special} | {*tokenizer.all_special_ids}
+        core = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None
+        self.words_only = isinstance(core, WordLevel)
+        alone = self._ids("a")
+        self.drops = int(decoded(alone, tokenizer) == " a")
+        # Behind an added token many tokenizers put a space in front, as at the start of a text.
+        marks = {i: t.content for i, t in added.items()}
+        if self._ids(f"{next(iter(marks.values()), '')}a")[1:] != alone:
+            marks = {}
+        self.starts_behind = marks.keys()
+        self._before: tuple[Sequence[int], list[int], str] = ((), [], "")
+
+    def behind(self, prompt: Sequence[int], response: Sequence[int]) -> str:
+        """Return the text of a response behind its prompt."""
+        if prompt and prompt[0] == self.bos:
+            prompt = prompt[1:]
+        alone = not prompt or prompt[-1] in self.starts_behind
+        if alone or self.words_only:
+            text = decoded(response, self.tokenizer)
+            return text[self.drops :] if alone and text.startswith(" ") else text
+        tail, before = self._end_of(prompt)
+        whole = decoded([*tail, *response], self.tokenizer)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        before = before.rstrip(_UNFINISHED)
+        return (
+            whole[len(before) :] if whole.startswith(before) else decoded(response, self.tokenizer)
+        )
+
+    def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """Return the prompt's last tokens, more where they begin within a character, as text."""
+        if self._before[0] is not prompt:
+            count = NUM_BEFORE
+            while _UNFINISHED in (text := decoded(prompt[-count:], self.tokenizer)):
+                if count >= len(prompt):
+                    break
+                count *= 4
+            self._before = (prompt, list(prompt[-count:]), text)
+        return self._before[1:]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> _ResponseDecoder:
+    known = _KNOWN.get(tokenizer)
+    if known is None:
+        known = _KNOWN[tokenizer] = _ResponseDecoder(tokenizer)
+    return known
+
+
+_KNOWN: WeakKeyDictionary[Any, _ResponseDecoder] = WeakKeyDictionary()
 
 
 def token_names(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,77 +1,147 @@
-"""Texts to token ids: prompts, and answers up to and including the token that ends them."""
+"""Texts to token ids: prompts, and answers up to and including the token that ends them.
+
+Prompt and answer are one text. It is tokenized once, and cut where the prompt ends:
+
+* A token that holds both the end of the prompt and the start of the answer belongs to the answer.
+  `Continued.is_merged` says so, because a policy that is given the prompt alone sees other tokens
+  there. Both sides of a pair share the tokens that are the prompt's on both.
+* A control token that takes white space behind it, as `<|assistant|>` of Phi 3 does, is the
+  prompt's.
+* A word-level tokenizer has no token for a part of a word: there an answer starts a new word.
+* A tokenizer that is no fast one says nothing of characters: the prompt ends where the tokens of
+  the prompt alone and of the whole text part.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
+from unicodedata import combining
 
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.control_tokens import ControlTokens, control_tokens
+from rlhf_lightning.text.control_tokens import control_tokens
 from rlhf_lightning.text.messages import Text
 from rlhf_lightning.text.templates import ChatTemplateError, render_chat, write_chat
-from rlhf_lightning.text.turn_end import TurnEnd, turn_end
+from rlhf_lightning.text.turn_end import turn_end
+
+NUM_TOKENIZED_TOGETHER = 256
 
 
-class MemoTokenizer:
+class Continued(NamedTuple):
+    """A prompt with answers to it.
+
+    Args:
+        prompt: ids, the same in front of every answer.
+        answers: the ids behind it, of each answer, with the one that ends it.
+        is_merged: a token holds the end of the prompt and the start of an answer.
+    """
+
+    prompt: list[int]
+    answers: list[list[int]]
+    is_merged: bool
+
+
+class _Cut(NamedTuple):
+    """Ids of a whole text, how many are the prompt's, and whether the next one is half of it."""
+
+    ids: list[int]
+    num_prompt: int
+    is_merged: bool
+
+
+class TextEncoder:
     """A tokenizer that tokenizes many texts in one go, twice as fast as one by one, and remembers.
 
-    It stands in for `tokenizer` in the functions below; all else is passed on.
+    It may take the place of `tokenizer` in the functions below.
 
     Args:
         tokenizer: the tokenizer.
-        prompts: will be tokenized; the plain ones are tokenized here, each once.
-        answers: the same of answers.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Iterable[Text] = (),
-        answers: Iterable[Text] = (),
-    ) -> None:
-        """Tokenize the texts."""
-        self._tokenizer = tokenizer
-        self._known: dict[tuple[str, bool], dict[str, list[int]]] = {}
-        # The tokenizer looks its special tokens up by name each time.
-        self.bos_token_id = tokenizer.bos_token_id
-        self.eos_token_id = tokenizer.eos_token_id
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Ask the tokenizer once for what it would look up each time."""
+        self.tokenizer: Any = tokenizer
+        self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self.turn_end = turn_end(tokenizer)
         self.control = control_tokens(tokenizer)
-        for texts, add_special_tokens in ((prompts, True), (answers, False)):
-            plain = sorted({text for text in texts if isinstance(text, str)})
-            if plain:
-                self._remember(plain, add_special_tokens)
+        probe = tokenizer("a", return_special_tokens_mask=True, verbose=False)
+        special: list[int] = list(probe["special_tokens_mask"])  # type: ignore[arg-type]
+        self.front: list[int] = list(probe["input_ids"])[: [*special, 0].index(0)]  # type: ignore[arg-type]
+        self._takes_space = {i for i, t in tokenizer.added_tokens_decoder.items() if t.rstrip}
+        core = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None  # type: ignore[attr-defined]
+        self._words_only = isinstance(core, WordLevel)
+        self._known: dict[tuple[str, int], _Cut] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+    def remember(self, texts: Iterable[tuple[str, str | None]]) -> None:
+        """Tokenize plain prompts, each with an answer to it or alone, and forget others."""
+        self._known = {}
+        keys = sorted({(p, 0) if a is None else self.joined(p, a) for p, a in texts})
+        for start in range(0, len(keys), NUM_TOKENIZED_TOGETHER):
+            self._tokenize(keys[start : start + NUM_TOKENIZED_TOGETHER])
 
-    def __call__(
-        self, text: str, *, add_special_tokens: bool = True, **options: Any
-    ) -> dict[str, list[int]]:
-        """Return `input_ids` and `special_tokens_mask` of a text; further options do not matter."""
-        if (text, add_special_tokens) not in self._known:
-            self._remember([text], add_special_tokens)
-        return self._known[text, add_special_tokens]
+    def joined(self, prompt: str, answer: str) -> tuple[str, int]:
+        """Return prompt and answer as one text, and where the answer starts in it."""
+        words = self._words_only and prompt and answer
+        apart = words and not (prompt[-1].isspace() or answer[0].isspace())
+        return f"{prompt} {answer}" if apart else prompt + answer, len(prompt)
 
-    def _remember(self, texts: list[str], add_special_tokens: bool) -> None:
-        encoding = self._tokenizer(
-            texts,
-            add_special_tokens=add_special_tokens,
-            return_special_tokens_mask=True,
+    def cut(self, text: str, at: int) -> _Cut:
+        """Return the ids of a text, none of them added, cut at a character."""
+        if (text, at) not in self._known:
+            self._tokenize([(text, at)])
+        return self._known[text, at]
+
+    def cut_guarded(self, text: str, at: int) -> _Cut:
+        """Return the same of a text whose control tokens are text."""
+        self.control.check(text)
+        encoding = self.control.twin.encode(text, add_special_tokens=False)
+        return self._cut(encoding, list(encoding.ids), at)
+
+    def cut_hidden(self, start: str, rest: str = "") -> _Cut:
+        """Return the same of hidden messages as a template wrote them, cut behind `start`."""
+        encoding, at = self.control.encoding(start, rest)
+        return self._cut(encoding, list(encoding.ids), at)
+
+    def _tokenize(self, keys: Sequence[tuple[str, int]]) -> None:
+        encoded = self.tokenizer(
+            [text for text, _ in keys],
+            add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )
-        rows = zip(texts, encoding["input_ids"], encoding["special_tokens_mask"], strict=True)
-        for text, ids, special in rows:
-            known = {"input_ids": ids, "special_tokens_mask": special}
-            self._known[text, add_special_tokens] = known
+        encodings = encoded.encodings or [None] * len(keys)
+        for key, encoding, ids in zip(keys, encodings, encoded["input_ids"], strict=True):
+            self._known[key] = self._cut(encoding, list(ids), key[1], text=key[0])
+
+    def _cut(self, encoding: Any, ids: list[int], at: int, *, text: str = "") -> _Cut:
+        if not at:
+            return _Cut(ids, 0, is_merged=False)
+        if encoding is None:
+            alone = self.tokenizer(text[:at], add_special_tokens=False, verbose=False)["input_ids"]
+            count = _num_same(list(alone), ids)
+            return _Cut(ids, count, is_merged=count < len(alone))
+        ends = range(len(ids))
+        count = bisect_right(ends, at, key=lambda i: int(encoding.token_to_chars(i)[1]))
+        behind = max(len(text), at)
+        start = behind if count == len(ids) else int(encoding.token_to_chars(count)[0])
+        if start > at and combining(text[at : at + 1] or " "):
+            # A normalizer has put the accent on the prompt's last character.
+            return _Cut(ids, count - 1, is_merged=True)
+        if start >= at:
+            return _Cut(ids, count, is_merged=False)
+        if ids[count] in self._takes_space:
+            return _Cut(ids, count + 1, is_merged=False)
+        return _Cut(ids, count, is_merged=True)
 
 
 def prompt_ids(
     prompt: Text,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | TextEncoder,
     *,
     rendered: bool = False,
     variables: Mapping[str, Any] | None = None,
@@ -87,121 +157,144 @@ def prompt_ids(
         ValueError: if a conversation meets a tokenizer without a chat template, or one that does
             not write all of it.
     """
-    control = _control(tokenizer)
+    encoder = text_encoder(tokenizer)
+    control = encoder.control
     guarded = not rendered and control.spelled_in(prompt, variables or {})
-    if not isinstance(prompt, str):
-        if guarded:
-            prompt, variables = control.hide(prompt), control.hidden(variables)
-        text = render_chat(prompt, tokenizer, variables=variables, losses=losses)
-        return control.encode_rendered(text) if guarded else _tokenize(text, tokenizer)
+    if isinstance(prompt, str):
+        cut = encoder.cut_guarded if guarded else encoder.cut
+        return _with_front(cut(prompt, 0).ids, encoder)
     if guarded:
-        encoding: Any = control.encode(prompt, add_special_tokens=True)
-    else:
-        encoding = tokenizer(prompt, return_special_tokens_mask=True, verbose=False)
-    ids, special = list(encoding["input_ids"]), list(encoding["special_tokens_mask"])
-    if all(special):
-        bos = tokenizer.bos_token_id
-        return [] if bos is None else [int(bos)]
-    num_front = special.index(0)
-    num_back = special[::-1].index(0)
-    front, text = ids[:num_front], ids[num_front : len(ids) - num_back]
-    # A rendered prompt may spell BOS itself.
-    return text if text[:num_front] == front else front + text
+        prompt, variables = control.hide(prompt), control.hidden(variables)
+    text = render_chat(prompt, encoder.tokenizer, variables=variables, losses=losses)
+    return encoder.cut_hidden(text).ids if guarded else encoder.cut(text, 0).ids
 
 
-def answer_ids(
+def prompt_and_answers(
     prompt: Text,
-    answer: Text,
-    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[Text],
+    tokenizer: PreTrainedTokenizerBase | TextEncoder,
     *,
     rendered: bool = False,
     variables: Mapping[str, Any] | None = None,
     losses: list[str] | None = None,
-) -> list[int]:
-    """Return the ids that follow the prompt's, up to and including the one that ends the answer.
+) -> Continued:
+    """Return a prompt and answers to it, each up to and including the id that ends it.
 
     For a conversation: what the template adds to the rendered prompt, up to the first stop token
     behind the content, where a rollout stops: `<end_of_turn>` and not EOS for Gemma. Where neither
-    the template nor the text has one, EOS is added. Where the tokenizer would
-    merge the last characters of the prompt with the first of the answer, the answer is tokenized
-    on its own, because that is the boundary at which a policy starts to generate. Special tokens
-    that the texts spell are text, unless they are `rendered`.
+    the template nor the text has one, EOS is added. Special tokens that the texts spell are text,
+    unless they are `rendered`.
+
+    Args:
+        prompt: plain or a conversation.
+        answers: at least one, of the same form.
+        tokenizer: the tokenizer.
+        rendered: special tokens that the texts spell are tokens.
+        variables: those of `render_chat`, and so are `losses`.
+        losses: takes what the template does not write, in place of an error.
 
     Raises:
         ValueError: if the rendered prompt is not the start of the rendered conversation, or the
             tokenizer has no chat template or no EOS token.
     """
-    control = _control(tokenizer)
-    if isinstance(answer, str):
-        guarded = not rendered and control.spelled_in(answer)
-        return end_with_eos(
-            control.encode(answer, add_special_tokens=False)["input_ids"]
-            if guarded
-            else _tokenize(answer, tokenizer),
-            tokenizer,
-        )
+    encoder = text_encoder(tokenizer)
     if isinstance(prompt, str):
-        raise TypeError(
-            "the prompt is plain text but its response is a conversation: make them alike"
-        )
-    guarded = not rendered and control.spelled_in(prompt, answer, variables or {})
-    if guarded:
-        prompt, answer = control.hide(prompt), control.hide(answer)
-        variables = control.hidden(variables)
-    start = write_chat(prompt, tokenizer, variables=variables)
-    whole = (*prompt, *answer)
-    full = render_chat(
-        whole,
-        tokenizer,
-        add_generation_prompt=False,
-        variables=variables,
-        learnt=range(len(prompt), len(whole)),
-        losses=losses,
+        wholes = [_plain(prompt, answer, encoder, rendered) for answer in answers]
+    else:
+        options = {"variables": variables, "losses": losses}
+        wholes = _conversations(prompt, answers, encoder, rendered, options)
+    first = wholes[0].ids[: min(whole.num_prompt for whole in wholes)]
+    num_prompt = min(_num_same(first, whole.ids) for whole in wholes)
+    tails = [whole.ids[num_prompt:] for whole in wholes]
+    ends = [None if isinstance(prompt, str) else _end(tail, encoder) for tail in tails]
+    ids = first[:num_prompt]
+    return Continued(
+        _with_front(ids, encoder) if isinstance(prompt, str) else ids,
+        [
+            end_with_eos(tail, encoder.eos) if end is None else tail[:end]
+            for tail, end in zip(tails, ends, strict=True)
+        ],
+        any(whole.is_merged for whole in wholes),
     )
-    if not full.startswith(start):
-        raise _not_a_prefix(control.reveal(start), control.reveal(full))
-
-    def encode(text: str) -> list[int]:
-        return control.encode_rendered(text) if guarded else _tokenize(text, tokenizer)
-
-    given, ids = encode(start), encode(full)
-    tail = ids[len(given) :] if ids[: len(given)] == given else encode(full[len(start) :])
-    return end_with_eos(tail, tokenizer) if (end := _end(tail, tokenizer)) is None else tail[:end]
 
 
-def end_with_eos(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_with_eos(ids: Sequence[int], eos: int | None) -> list[int]:
     """Return `ids` with one EOS at their end.
 
     Raises:
         ValueError: if the tokenizer has no EOS token.
     """
-    eos = tokenizer.eos_token_id
     if eos is None:
         raise ValueError("the tokenizer has no EOS token: set tokenizer.eos_token")
     return list(ids) if ids and ids[-1] == eos else [*ids, int(eos)]
 
 
-def _end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
+def _plain(prompt: str, answer: Text, encoder: TextEncoder, rendered: bool) -> _Cut:
+    if not isinstance(answer, str):
+        raise TypeError(
+            "the prompt is plain text but its response is a conversation: make them alike"
+        )
+    text, at = encoder.joined(prompt, answer)
+    guarded = not rendered and encoder.control.spelled_in(text)
+    return encoder.cut_guarded(text, at) if guarded else encoder.cut(text, at)
+
+
+def _conversations(
+    prompt: Text,
+    answers: Sequence[Text],
+    encoder: TextEncoder,
+    rendered: bool,
+    options: dict[str, Any],
+) -> list[_Cut]:
+    """Return each rendered conversation, cut behind the rendered prompt."""
+    control, tokenizer = encoder.control, encoder.tokenizer
+    variables = options["variables"]
+    guarded = not rendered and control.spelled_in(prompt, *answers, variables or {})
+    if guarded:
+        prompt, answers = control.hide(prompt), [control.hide(answer) for answer in answers]
+        options = options | {"variables": control.hidden(variables)}
+    start = write_chat(prompt, tokenizer, variables=options["variables"])
+    fulls = []
+    for answer in answers:
+        whole = (*prompt, *answer)
+        learnt = range(len(prompt), len(whole))
+        full = render_chat(whole, tokenizer, add_generation_prompt=False, learnt=learnt, **options)
+        if not full.startswith(start):
+            raise _not_a_prefix(control.reveal(start), control.reveal(full))
+        fulls.append(full)
+    if guarded:
+        return [encoder.cut_hidden(start, full[len(start) :]) for full in fulls]
+    return [encoder.cut(full, len(start)) for full in fulls]
+
+
+def _with_front(ids: list[int], encoder: TextEncoder) -> list[int]:
+    """Return the ids of a plain prompt behind what the tokenizer puts in front of a text."""
+    if not ids:
+        return [] if encoder.bos is None else [int(encoder.bos)]
+    # A rendered prompt may spell BOS itself.
+    front = encoder.front
+    return list(ids) if ids[: len(front)] == front else front + ids
+
+
+def _end(ids: list[int], encoder: TextEncoder) -> int | None:
     """Return how many of an answer's ids go up to its first stop token behind the content."""
-    end = _turn_end(tokenizer)
+    end = encoder.turn_end
     if end is None:
         return None
-    stops = [i for i, token in enumerate(ids) if token in (end.token_id, tokenizer.eos_token_id)]
+    stops = [i for i, token in enumerate(ids) if token in (end.token_id, encoder.eos)]
     # Counted from the back: of several messages each may end with one.
     return stops[-end.num_stops] + 1 if len(stops) >= end.num_stops else None
 
 
-def _control(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
-    known = isinstance(tokenizer, MemoTokenizer)
-    return tokenizer.control if known else control_tokens(tokenizer)
+def text_encoder(tokenizer: PreTrainedTokenizerBase | TextEncoder) -> TextEncoder:
+    """Return the encoder of a tokenizer, or the encoder that is given."""
+    return tokenizer if isinstance(tokenizer, TextEncoder) else TextEncoder(tokenizer)
 
 
-def _turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
-    return tokenizer.turn_end if isinstance(tokenizer, MemoTokenizer) else turn_end(tokenizer)
-
-
-def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def _num_same(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many ids two rows have in common at their start."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return len(first) if first == second[: len(first)] else sum(1 for _ in same)
 
 
 def _not_a_prefix(start: str, full: str) -> ChatTemplateError:

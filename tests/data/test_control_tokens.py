@@ -22,7 +22,7 @@ from rlhf_lightning.data.records import (
 )
 from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.control_tokens import control_tokens
-from rlhf_lightning.text.tokens import answer_ids, prompt_ids, render_chat
+from rlhf_lightning.text.tokens import prompt_and_answers, prompt_ids, render_chat
 from rlhf_lightning.text.turn_end import turn_end
 from tests.builders.tokenizers import FAMILIES, KINDS, family_tokenizer
 
@@ -40,6 +40,10 @@ every_tokenizer = pytest.mark.parametrize(
     [family_tokenizer(family, kind) for family in FAMILIES for kind in KINDS],
     ids=[f"{family}, {kind}" for family in FAMILIES for kind in KINDS],
 )
+
+
+def answer_of(prompt, answer, tokenizer, **options):
+    return prompt_and_answers(prompt, [answer], tokenizer, **options).answers[0]
 
 
 def user(content):
@@ -65,7 +69,7 @@ def test_ordinary_text_has_the_tokens_that_the_tokenizer_gives_it(tokenizer, tex
     assert prompt_ids(text, tokenizer) == plain
     record = DemonstrationRecord(text, text)
     shown = encode_demonstration(record, tokenizer, **WIDE).input_ids.tolist()
-    assert shown == [*plain, *whole(text, tokenizer), eos]
+    assert shown == [*front, *whole(text + text, tokenizer), eos]
     assert encode_text(TextRecord(text), tokenizer, **WIDE).input_ids.tolist() == [*plain, eos]
     pair = encode_preference(PreferenceRecord(text, text, "no"), tokenizer, **WIDE)
     assert pair.chosen_input_ids.tolist() == shown
@@ -97,11 +101,11 @@ def test_the_twin_cuts_and_merges_as_the_tokenizer_does(tokenizer, text):
     control = control_tokens(tokenizer)
     for special in (False, True):
         encoding = tokenizer(text, add_special_tokens=special, return_special_tokens_mask=True)
-        ours = control.encode(text, add_special_tokens=special)
-        assert ours["input_ids"] == encoding["input_ids"]
-        assert ours["special_tokens_mask"] == encoding["special_tokens_mask"]
+        ours = control.twin.encode(text, add_special_tokens=special)
+        assert ours.ids == encoding["input_ids"]
+        assert ours.special_tokens_mask == encoding["special_tokens_mask"]
     rendered = render_chat((user(text), assistant(text), user(text)), tokenizer)
-    assert control.encode_rendered(rendered) == whole(rendered, tokenizer)
+    assert control.encoding(rendered)[0].ids == whole(rendered, tokenizer)
 
 
 @every_tokenizer
@@ -115,7 +119,7 @@ def test_what_a_message_spells_is_text_and_the_templates_markers_are_tokens(toke
         encoded[name] = encode_preference(pair, tokenizer, **WIDE).chosen_input_ids.tolist()
         alone = encode_prompt(PromptRecord(prompt), tokenizer, **WIDE)
         assert encoded[name][: len(alone)] == alone.input_ids.tolist()
-        assert answer_ids(prompt, (assistant(text),), tokenizer) == encoded[name][len(alone) :]
+        assert answer_of(prompt, (assistant(text),), tokenizer) == encoded[name][len(alone) :]
     tokens = {name: [i for i in ids if i in controls] for name, ids in encoded.items()}
     assert tokens["spelled"] == tokens["harmless"]
     assert len(tokens["harmless"]) >= 3
@@ -130,14 +134,14 @@ def test_what_a_plain_text_spells_is_text_unless_it_was_rendered(tokenizer):
     text = f"the {end} end{end}"
     for ids, wanted in (
         (prompt_ids(text, tokenizer), 0),
-        (answer_ids("why?", text, tokenizer), 1),
+        (answer_of("why?", text, tokenizer), 1),
         (prompt_ids(text, tokenizer, rendered=True), 2),
-        (answer_ids("why?", text, tokenizer, rendered=True), 2),
+        (answer_of("why?", text, tokenizer, rendered=True), 2),
     ):
         assert ids.count(eos) == wanted
     controls = {tokenizer.convert_tokens_to_ids(t) for t in control_tokens(tokenizer).contents}
     assert sum(i in controls for i in prompt_ids(text, tokenizer)) == bos
-    said = tokenizer.decode(answer_ids("why?", text, tokenizer)[:-1])
+    said = tokenizer.decode(answer_of("why?", text, tokenizer)[:-1])
     assert said.replace(" ", "") == text.replace(" ", "")
     conversation = (user(text),)
     extra = prompt_ids(conversation, tokenizer, rendered=True).count(eos)
@@ -154,7 +158,7 @@ def test_an_end_of_turn_that_is_no_special_token_is_text_too():
     prompt = (user("say <end_of_turn>"),)
     assert prompt_ids(prompt, tokenizer).count(end) == 1
     assert prompt_ids(prompt, tokenizer, rendered=True).count(end) == 2
-    answer = answer_ids(prompt, (assistant("<end_of_turn> so"),), tokenizer)
+    answer = answer_of(prompt, (assistant("<end_of_turn> so"),), tokenizer)
     assert (answer.count(end), answer[-1]) == (1, end)
 
 

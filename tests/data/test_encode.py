@@ -117,19 +117,25 @@ def test_a_template_that_does_not_keep_the_prompt_is_an_error_that_shows_both(ma
     assert "assistant: so" in str(error.value)
 
 
-def test_the_answer_starts_where_generation_starts_even_if_the_tokenizer_would_merge(
-    make_tokenizer,
-):
+def test_a_token_that_ends_the_prompt_and_starts_the_answer_belongs_to_the_answer(make_tokenizer):
     template = (
         "{% for m in messages %}{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant\n{% endif %}"
     )
     tokenizer = make_tokenizer(template=template, merges=[("Ċ", "Ċ")])
     assert len(tokenizer("\n\n").input_ids) == 1
-    encoded = encode_demonstration(chat(answer="\nso"), tokenizer, **WIDE)
-    prompt = encode_prompt(PromptRecord((user("why?"),)), tokenizer, **WIDE)
-    assert encoded.input_ids[: len(prompt)].tolist() == prompt.input_ids.tolist()
-    assert learnt(encoded, tokenizer) == "\nso<|im_end|>"
+    rows, report = encode_all([chat(answer="\nso"), chat(answer="so")], tokenizer, **WIDE)
+    assert [learnt(row, tokenizer) for row in rows] == ["\n\nso<|im_end|>", "so<|im_end|>"]
+    assert report.num_merged == 1
+    pair = PreferenceRecord((user("why?"),), (assistant("\nso"),), (assistant("no"),))
+    (row,), report = encode_all([pair], tokenizer, **WIDE)
+    sides = (row.chosen_input_ids.tolist(), row.rejected_input_ids.tolist())
+    assert [tokenizer.decode(side[row.prompt_length :]) for side in sides] == [
+        "\n\nso<|im_end|>",
+        "\nno<|im_end|>",
+    ]
+    assert len({tuple(side[: row.prompt_length]) for side in sides}) == 1
+    assert report.num_merged == 1
 
 
 def test_every_kind_starts_with_the_same_prompt_ids(make_tokenizer):

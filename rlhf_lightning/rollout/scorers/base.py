@@ -58,7 +58,7 @@ class Answers:
         prompts: the prompts.
         generation: the responses.
         attention_mask: `[B, P + R]` bool.
-        completions: responses as text, without special tokens.
+        completions: responses as text, without the token that ended one.
     """
 
     prompts: PromptBatch
@@ -89,14 +89,22 @@ class Answers:
 
 
 def make_answers(
-    prompts: PromptBatch, generation: Generation, tokenizer: PreTrainedTokenizerBase
+    prompts: PromptBatch,
+    generation: Generation,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    skip_special_tokens: bool = False,
 ) -> Answers:
     """Return the answers with their text, without the token that ended one."""
     mask = generation.response_mask
     responses = generation.sequences[:, -mask.shape[1] :].cpu()
     lengths = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()  # [B]
     kept = [ids[:n].tolist() for ids, n in zip(responses, lengths.tolist(), strict=True)]
-    texts = response_texts(kept, tokenizer)
+    asked = [
+        ids[real].tolist()
+        for ids, real in zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), strict=True)
+    ]
+    texts = response_texts(asked, kept, tokenizer, skip_special_tokens=skip_special_tokens)
     attention_mask = torch.cat([prompts.attention_mask, mask], 1)
     return Answers(prompts, generation, attention_mask, tuple(texts))
 
