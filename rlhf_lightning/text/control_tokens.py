@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.text.messages import Messages, Text
+from rlhf_lightning.text.messages import Messages
 from rlhf_lightning.text.turn_end import turn_end
 
 # Noncharacters of Unicode, which no text holds.
@@ -42,7 +42,7 @@ class ControlTokens:
         longest_first = sorted(self.contents, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def spelled_in(self, *texts: Text) -> bool:
+    def spelled_in(self, *texts: Any) -> bool:
         """Return True if one of the texts, or a message of it, spells a control token."""
         return any(
             self._pattern.search(part) is not None for text in texts for part in _parts(text)

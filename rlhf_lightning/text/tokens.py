@@ -240,8 +240,8 @@ def _plain(prompt: str, answer: Text, encoder: TextEncoder, rendered: bool) -> _
 
 
 def _conversations(
-    prompt: Text,
-    answers: Sequence[Text],
+    prompt: Any,
+    answers: Sequence[Any],
     encoder: TextEncoder,
     rendered: bool,
     options: dict[str, Any],
