@@ -19,9 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import ConfigDict, PlainValidator, Strict, TypeAdapter, ValidationError, WrapValidator
+from pydantic import (
+    ConfigDict,
+    Field,
+    PlainValidator,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+)
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
 _SCALARS = (int, float, str, bool)
 YAML_NUMBER = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)"
 
@@ -248,7 +259,8 @@ def _problem(key: str, value: Any, hint: Any, error: ValidationError) -> Excepti
         return TypeError(
             f"{key}._target_={value.name} is not allowed there: it gives {given}, expected {wanted}"
         )
-    shown = repr(value) if len(repr(value)) <= _LONGEST else f"{repr(value)[:_LONGEST]}..."
+    shown = " ".join(repr(value).split())
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
     if all(item["type"] in _VALUE_ERRORS for item in found):
         return ValueError(f"{key}={shown} must be {wanted}")
     wanted += " or None" if len(found) == 1 and type(None) in get_args(hint) else ""

@@ -289,7 +289,7 @@ def test_a_list_of_rewards_is_their_weighted_sum_and_resumes_with_its_weights(ma
         ({"reward_weights": [1.0]}, "3 entries and reward_weights 1"),
         ({"reward": length}, "is of a list"),
         ({"reward": []}, "0 entries"),
-        ({"reward_weights": [1, "2", 3]}, "must hold numbers"),
+        ({"reward_weights": [1, "2", 3]}, "reward_weights"),
         ({"reward": [length, lambda queries, prompts, labels: 0, few]}, "queries"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.callbacks.iterations import (
     VALIDATION,
     current_iteration,
@@ -143,6 +144,7 @@ class IterationCheckpoint(Checkpoint):
         ValueError: for a number below 1, an unknown mode or a deadline that is none.
     """
 
+    @checked
     def __init__(
         self,
         dirpath: Path | str,

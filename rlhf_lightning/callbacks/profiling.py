@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.profiler import ProfilerActivity, profile
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder
@@ -33,6 +34,7 @@ class ProfileIterations(Callback):
         ValueError: for a number out of range.
     """
 
+    @checked
     def __init__(self, *, skip: int = 2, num_iterations: int = 2) -> None:
         if skip < 0 or num_iterations < 1:
             raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration, last_iteration
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
@@ -27,6 +28,7 @@ class SampleLog(Callback):
         ValueError: for a number below 1.
     """
 
+    @checked
     def __init__(
         self,
         folder: RunFolder,

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 
+from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
@@ -17,12 +18,13 @@ from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.runs.folder import RunFolder
 
 
+@checked
 def trainer_arguments(
     folder: str | Path,
     *,
-    max_iterations: int | None = None,
-    checkpoint_every_n_iterations: int = 20,
-    samples_every_n_iterations: int = 10,
+    max_iterations: Count | None = None,
+    checkpoint_every_n_iterations: Count = 20,
+    samples_every_n_iterations: Count = 10,
     **trainer: Any,
 ) -> dict[str, Any]:
     """Return keyword arguments for `L.Trainer` with which a stage is one run in `folder`.

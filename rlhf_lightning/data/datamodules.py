@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import Above0, Count, CountOrZero, checked
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
 from rlhf_lightning.data.encode import EncodedPreference, OverLong, beside_other_answers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
@@ -63,27 +64,28 @@ class PreferenceDataModule(RecordDataModule):
 
     kinds = ("preferences", "unpaired")
 
+    @checked(but=("source",))
     def __init__(
         self,
         source: RecordSource | Rows | str | Path,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         *,
-        batch_size: int,
-        max_length: int = 1024,
+        batch_size: Count,
+        max_length: Count = 1024,
         seed: int | None = None,
         path: str | None = None,
         kind: RecordKind | None = None,
         also: Sequence[str] = (),
-        num_epochs: float | None = None,
-        num_iterations: int | None = None,
+        num_epochs: Above0 | None = None,
+        num_iterations: Count | None = None,
         over_long: OverLong = "drop",
         group_by_length: bool = True,
         group_by_prompt: bool = False,
         balance_length: bool = False,
-        show_examples: int = 0,
-        max_validation_rows: int | None = None,
-        validation_batch_size: int | None = None,
-        num_workers: int = 0,
+        show_examples: CountOrZero = 0,
+        max_validation_rows: Count | None = None,
+        validation_batch_size: Count | None = None,
+        num_workers: CountOrZero = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
         if path is None:
@@ -197,21 +199,22 @@ class PromptDataModule(RecordDataModule):
     kinds = ("prompts",)
     _with_row_ids = True
 
+    @checked(but=("source",))
     def __init__(
         self,
         source: RecordSource | Rows | str | Path,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         *,
-        batch_size: int,
-        num_iterations: int | None = None,
-        max_prompt_length: int = 512,
+        batch_size: Count,
+        num_iterations: Count | None = None,
+        max_prompt_length: Count = 512,
         seed: int | None = None,
         over_long: OverLong = "drop",
-        show_examples: int = 0,
-        max_validation_rows: int | None = None,
-        validation_batch_size: int | None = None,
-        num_workers: int = 0,
-        num_generations: int = 1,
+        show_examples: CountOrZero = 0,
+        max_validation_rows: Count | None = None,
+        validation_batch_size: Count | None = None,
+        num_workers: CountOrZero = 0,
+        num_generations: Count = 1,
     ) -> None:
         """Check the numbers; nothing is read yet."""
         for name, value in {

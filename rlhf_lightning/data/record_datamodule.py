@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import Above0, Count, CountOrZero, checked
 from rlhf_lightning.data.batch_size import check_batch_size
 from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
 from rlhf_lightning.data.identity import FILES, check_same_data, data_digests, rows_digest
@@ -85,42 +86,34 @@ class RecordDataModule(LightningDataModule):
 
     kinds: ClassVar[tuple[RecordKind, ...]] = ()
 
+    @checked(but=("source",))
     def __init__(
         self,
         source: RecordSource | Rows | str | Path,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         *,
-        batch_size: int,
+        batch_size: Count,
         kind: RecordKind | None = None,
-        num_iterations: int | None = None,
-        num_epochs: float | None = None,
-        max_length: int = 1024,
+        num_iterations: Count | None = None,
+        num_epochs: Above0 | None = None,
+        max_length: Count = 1024,
         over_long: OverLong = "drop",
         seed: int | None = None,
         group_by_length: bool = True,
-        show_examples: int = 0,
-        max_validation_rows: int | None = None,
-        validation_batch_size: int | None = None,
-        num_workers: int = 0,
+        show_examples: CountOrZero = 0,
+        max_validation_rows: Count | None = None,
+        validation_batch_size: Count | None = None,
+        num_workers: CountOrZero = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
         super().__init__()
-        _check_positive(
-            batch_size=batch_size,
-            num_iterations=num_iterations,
-            num_epochs=num_epochs,
-            max_length=max_length,
-            max_validation_rows=max_validation_rows,
-            validation_batch_size=validation_batch_size,
-        )
-        _check_positive(or_zero=True, show_examples=show_examples, num_workers=num_workers)
         if num_iterations is not None and num_epochs is not None:
             raise ValueError(f"{num_iterations=} and {num_epochs=}: give exactly one")
         self.kind: RecordKind = kind or self.kinds[0]
         _check_known("kind", self.kind, self.kinds)
         _check_known("over_long", over_long, get_args(OverLong))
         self.source = as_source(source)
-        self.tokenizer = tokenizer
+        self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)  # None where settings are checked
         self.batch_size = batch_size
         self.max_length = max_length
         self.over_long = over_long
@@ -402,12 +395,6 @@ class RecordDataModule(LightningDataModule):
 
     def _check_restored(self, num_rows: int) -> None:
         check_same_data(self._restored, self._identity(num_rows))
-
-
-def _check_positive(*, or_zero: bool = False, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not (value > 0 or (or_zero and value == 0)):
-            raise ValueError(f"{name}={value} must be {'0 or more' if or_zero else 'positive'}")
 
 
 def _check_tokenizer(tokenizer: object) -> None:

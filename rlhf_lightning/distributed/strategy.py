@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torchmetrics import Metric
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.distributed.checkpoint import load_shards, load_whole, save_shards
 from rlhf_lightning.distributed.collectives import REPLICATE, SHARD, mesh_in_groups
 
@@ -32,6 +33,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             gradients and optimizer stay in fp32.
     """
 
+    @checked
     def __init__(
         self,
         *,

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
@@ -44,18 +45,19 @@ class Comparison:
     samples: Sequence[Mapping[str, Any]]
 
 
+@checked(but=("policy", "baseline", "prompts", "reward"))
 def compare(
     policy: Any,
     baseline: Any,
     prompts: str | Path | Rows | RecordSource | RecordDataModule,
     *,
     reward: Any,
-    num_prompts: int = 400,
-    answers_per_prompt: int = 1,
-    max_new_tokens: int | None = None,
-    max_prompt_length: int | None = None,
+    num_prompts: Count = 400,
+    answers_per_prompt: Count = 1,
+    max_new_tokens: Count | None = None,
+    max_prompt_length: Count | None = None,
     temperature: float | None = None,
-    batch_size: int = 64,
+    batch_size: Count = 64,
     seed: int = 1,
 ) -> Comparison:
     """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward`.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import RunsCode, checked
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, global_sum
 from rlhf_lightning.functional.preference_losses import dpo_loss, kto_loss
@@ -92,6 +93,7 @@ class DPOModule(RLHFModule):
 
     stage = "dpo"
 
+    @checked
     def __init__(
         self,
         *,
@@ -126,6 +128,7 @@ class DPOModule(RLHFModule):
         return ("unpaired",) if self.dpo.kind == "kto" else ("preferences",)
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         source: str | Path,
@@ -137,7 +140,7 @@ class DPOModule(RLHFModule):
         seed: int = 1,
         activation_checkpointing: bool = False,
         revision: str | None = None,
-        trust_remote_code: bool = False,
+        trust_remote_code: RunsCode = False,
     ) -> Self:
         """Return the module that trains the policy `source`, loaded when training starts.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.models.adapter_files import merge_adapter
 from rlhf_lightning.models.export import (
@@ -30,6 +31,7 @@ from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
 from rlhf_lightning.text.tokenizers import stop_ids
 
 
+@checked(but=("module",))
 def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:
     """Write what a module has trained as a folder that plain transformers loads; return it.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import RunsCode, checked
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.hparams import GRPOHparams, LoraHparams, SamplingHparams
@@ -83,6 +84,7 @@ class PolicyGradientModule(RLHFModule):
     skipped: SkippedSteps
     step_0: Step0
 
+    @checked(but=("scorer", "generator", "tokenizer"))
     def __init__(
         self,
         *,
@@ -111,6 +113,7 @@ class PolicyGradientModule(RLHFModule):
         self.estimator = GroupBaseline(grpo.baseline, grpo.scale)
 
     @classmethod
+    @checked(but=("reward",))
     def from_pretrained(
         cls,
         policy: str | Path,
@@ -125,7 +128,7 @@ class PolicyGradientModule(RLHFModule):
         seed: int = 1,
         activation_checkpointing: bool = False,
         revision: str | None = None,
-        trust_remote_code: bool = False,
+        trust_remote_code: RunsCode = False,
     ) -> Self:
         """Return the module that trains `policy`; models are loaded when a Trainer asks for them.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import RunsCode, checked
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.functional.losses import clipped_value_loss
 from rlhf_lightning.hparams import LoraHparams, PPOHparams, SamplingHparams
@@ -81,6 +82,7 @@ class PPOModule(RLHFModule):
     skipped: SkippedSteps
     step_0: Step0
 
+    @checked(but=("scorer", "generator", "tokenizer"))
     def __init__(
         self,
         *,
@@ -113,6 +115,7 @@ class PPOModule(RLHFModule):
     # -- made from names ----------------------------------------------------------------------
 
     @classmethod
+    @checked(but=("reward",))
     def from_pretrained(
         cls,
         policy: str | Path,
@@ -128,7 +131,7 @@ class PPOModule(RLHFModule):
         seed: int = 1,
         activation_checkpointing: bool = False,
         revision: str | None = None,
-        trust_remote_code: bool = False,
+        trust_remote_code: RunsCode = False,
     ) -> Self:
         """Return the module that trains `policy`; models are loaded when a Trainer asks for them.
 

@@ -80,30 +80,6 @@ def of_trainer(module: L.LightningModule, lora: LoraHparams | None) -> dict[str,
     return {"lora": adapters, "precision": precision}
 
 
-def check_arguments(source: Any, hparams: Mapping[str, Any]) -> None:
-    """Check the types of what a module is built from.
-
-    Args:
-        source: folder or hub name of the model.
-        hparams: by the name under which the module takes them.
-
-    Raises:
-        TypeError: naming the argument, what it is and what to give.
-    """
-    if not isinstance(source, str | Path):
-        raise TypeError(
-            f"the model is {type(source).__name__}, expected its folder or hub name: save it with "
-            "its tokenizer by save_pretrained(folder), and give the folder"
-        )
-    for name, given in hparams.items():
-        expected = HPARAMS[name]
-        if not isinstance(given, expected):
-            raise TypeError(
-                f"{name}={given!r} is {type(given).__name__}, expected {expected.__name__}: give "
-                f"{name}={expected.__name__}(...)"
-            )
-
-
 def as_scorer(
     reward: Any,
     policy: str,
@@ -217,7 +193,11 @@ def on_policy_module(
         trust_remote_code: run the code beside the weights.
         kept: further arguments of `from_pretrained`, for the checkpoint.
     """
-    check_arguments(policy, hparams)
+    if lora is not None and lora.dropout:
+        raise ValueError(
+            f"lora.dropout={lora.dropout:g} changes every forward, so the ratio to the old policy "
+            "would not start at 1: give lora=LoraHparams(dropout=0.0)"
+        )
     policy = str(policy)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(policy, **options)
@@ -306,7 +286,6 @@ def one_model_module(
         revision: of a hub name.
         trust_remote_code: run the code beside the weights.
     """
-    check_arguments(source, hparams)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     built: list[ModuleT] = []
 

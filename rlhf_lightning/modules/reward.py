@@ -17,6 +17,7 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import BinaryCalibrationError
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import RunsCode, checked
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
@@ -68,6 +69,7 @@ class RewardModule(RLHFModule):
     stage = "reward"
     record_kinds = ("preferences",)
 
+    @checked
     def __init__(
         self,
         *,
@@ -96,6 +98,7 @@ class RewardModule(RLHFModule):
         self.validation_started = 0.0
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         source: str | Path,
@@ -107,7 +110,7 @@ class RewardModule(RLHFModule):
         seed: int = 1,
         activation_checkpointing: bool = False,
         revision: str | None = None,
-        trust_remote_code: bool = False,
+        trust_remote_code: RunsCode = False,
     ) -> Self:
         """Return the module that makes a reward model of `source`, loaded when training starts.
 

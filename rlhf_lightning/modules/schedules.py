@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlhf_lightning.arguments import checked
+
 NAMES = ("constant", "linear", "cosine")
 
 
+@checked
 @dataclass(frozen=True)
 class Schedule:
     """A factor on the learning rate: linear warm-up, then constant, linear or cosine decay to 0.

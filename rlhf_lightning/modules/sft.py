@@ -15,6 +15,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import RunsCode, checked
 from rlhf_lightning.batches import SFTBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.sequences import next_token_labels
@@ -60,6 +61,7 @@ class SFTModule(RLHFModule):
 
     stage = "sft"
 
+    @checked
     def __init__(
         self,
         *,
@@ -87,6 +89,7 @@ class SFTModule(RLHFModule):
         self.validation_started = 0.0
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
         source: str | Path,
@@ -98,7 +101,7 @@ class SFTModule(RLHFModule):
         seed: int = 1,
         activation_checkpointing: bool = False,
         revision: str | None = None,
-        trust_remote_code: bool = False,
+        trust_remote_code: RunsCode = False,
     ) -> Self:
         """Return the module that fine-tunes `source`; weights are loaded when training starts.
 

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.data import labels
 from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.errors import (
@@ -189,6 +190,7 @@ class RowSource:
         raise NotImplementedError
 
 
+@checked
 @dataclass(eq=False, repr=False)
 class FileSource(RowSource):
     """Records of a .jsonl, .json, .csv, .tsv or .parquet file, or of a folder with split files.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.sequences import response_mask
@@ -80,6 +81,7 @@ class CachedGenerator:
         prefill_tokens: prompt tokens in one forward at most; bounds the memory.
     """
 
+    @checked
     def __init__(
         self, stop_ids: Sequence[int], pad_token_id: int, *, prefill_tokens: int = 16_384
     ) -> None:
@@ -156,6 +158,7 @@ class TransformersGenerator:
     token left.
     """
 
+    @checked
     def __init__(self, stop_ids: Sequence[int], pad_token_id: int) -> None:
         self.stop_ids = tuple(stop_ids)
         self.pad_token_id = pad_token_id

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import CodeName
+from rlhf_lightning.arguments import CodeName, checked
 from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import completed
@@ -163,6 +163,7 @@ class RewardModelScorer:
 
     normalized = True  # by the reward stage
 
+    @checked
     def __init__(
         self,
         load: Callable[[], ScalarHeadModel],
@@ -224,6 +225,7 @@ class FunctionScorer:
 
     loads_no_model = True
 
+    @checked
     def __init__(
         self,
         function: RewardFunction | CodeName,
@@ -307,6 +309,7 @@ class WeightedScorer:
 
     loads_no_model = True
 
+    @checked
     def __init__(
         self,
         scorers: Mapping[str, Scorer],

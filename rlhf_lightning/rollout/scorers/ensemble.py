@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams, check_members
@@ -40,6 +41,7 @@ class RewardEnsembleScorer:
 
     normalized = True
 
+    @checked
     def __init__(
         self,
         load: Callable[..., ScalarHeadModel],

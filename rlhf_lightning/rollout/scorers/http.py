@@ -17,6 +17,7 @@ import httpx
 import torch
 from torch import nn
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
@@ -241,6 +242,7 @@ class HttpScorer:
     Hparams = HttpScorerHparams
     loads_no_model = True
 
+    @checked
     def __init__(
         self,
         *,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.models.building import completed, decided
 from rlhf_lightning.models.classifiers import (
@@ -59,6 +60,7 @@ class TextRewardModelScorer:
 
     Hparams = TextRewardModelHparams
 
+    @checked
     def __init__(
         self,
         source: str | Path,
