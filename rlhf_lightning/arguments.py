@@ -84,7 +84,7 @@ def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
     if call is None:
         return functools.partial(checked, but=but)
     if inspect.isclass(call):
-        call.__init__ = checked(call.__init__, but=but)  # type: ignore[misc]
+        call.__init__ = checked(call.__init__, but=but)  # type: ignore[misc, method-assign]
         return call
     signature = inspect.signature(call)
 
@@ -94,7 +94,7 @@ def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
             return call(*args, **kwargs)  # Python names what is missing or unknown
-        hints = annotations(call)
+        hints = annotations_of(call)
         for name, value in bound.arguments.items():
             kind = signature.parameters[name].kind
             if name in hints and name not in but and kind not in (2, 4):  # *args, **kwargs
@@ -106,7 +106,7 @@ def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
 
 
 @functools.cache
-def annotations(call: Any) -> dict[str, Any]:
+def annotations_of(call: Any) -> dict[str, Any]:
     """Return the annotations of a function, or of the constructor of a class, markers included."""
     found = inspect.unwrap(call.__init__ if inspect.isclass(call) else call)
     return typing.get_type_hints(found, include_extras=True)
@@ -176,7 +176,7 @@ def _returned(product: Any) -> Any:
     if get_origin(product) is collections.abc.Callable:
         return get_args(product)[-1]
     method = _method(product, "__call__") if inspect.isclass(product) else None
-    return annotations(method).get("return") if inspect.isfunction(method) else None
+    return annotations_of(method).get("return") if inspect.isfunction(method) else None
 
 
 def _is_a(found: Any, kind: Any, test: Callable[[Any, Any], bool]) -> bool:
@@ -272,5 +272,10 @@ _LONGEST = 100  # characters of a value in a message
 _WORDS = {"sequence_str": "a list", "int_type": "int", "float_type": "float", "bool_type": "bool"}
 _WORDS |= {"string_type": "str", "none_required": "None", "dict_type": "a mapping"}
 _WORDS |= {"finite_number": "finite", "too_long": "fewer items", "missing": "more items"}
-_VALUE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_VALUE_ERRORS: tuple[str, ...] = (
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+)
 _VALUE_ERRORS += ("finite_number", "literal_error", "too_short")

@@ -14,7 +14,7 @@ import torch
 
 import rlhf_lightning
 from rlhf_lightning import LoraHparams, PolicyGradientModule, PPOModule, SFTHparams
-from rlhf_lightning.arguments import annotations, fitting, is_union, without_markers
+from rlhf_lightning.arguments import annotations_of, fitting, is_union, without_markers
 
 UNTYPED = ("policy", "reward", "baseline", "prompts", "module", "source")  # read by functions
 UNTYPED += ("tokenizer", "scorer", "generator")
@@ -75,7 +75,7 @@ def good(name: str, hint: Any) -> Any:
 CASES = [
     (name, call, argument, wrong_values(hint))
     for name, call in calls()
-    for argument, hint in annotations(call).items()
+    for argument, hint in annotations_of(call).items()
     if argument not in (*UNTYPED, "return", "trainer")
     and argument in inspect.signature(call).parameters
 ]
@@ -89,7 +89,7 @@ def test_the_arguments_of_every_public_name_are_tried() -> None:
 @pytest.mark.parametrize("case", CASES, ids=[f"{case[0]}-{case[2]}" for case in CASES])
 def test_a_wrong_value_is_refused_by_its_name(case: tuple[str, Any, str, list[Any]]) -> None:
     _, call, argument, values = case
-    parameters, hints = inspect.signature(call).parameters, annotations(call)
+    parameters, hints = inspect.signature(call).parameters, annotations_of(call)
     required = [p for p in parameters.values() if p.default is p.empty and p.kind in (1, 3)]
     given = {p.name: good(p.name, hints.get(p.name, Any)) for p in required if p.name != "self"}
     for value in values:

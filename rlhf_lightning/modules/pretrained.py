@@ -193,11 +193,8 @@ def on_policy_module(
         trust_remote_code: run the code beside the weights.
         kept: further arguments of `from_pretrained`, for the checkpoint.
     """
-    if lora is not None and lora.dropout:
-        raise ValueError(
-            f"lora.dropout={lora.dropout:g} changes every forward, so the ratio to the old policy "
-            "would not start at 1: give lora=LoraHparams(dropout=0.0)"
-        )
+    if lora is not None and lora.dropout:  # of every forward: the ratio would not start at 1
+        raise ValueError(f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out")
     policy = str(policy)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(policy, **options)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
-from rlhf_lightning.arguments import Built, NamedAgain, annotations, fitting
+from rlhf_lightning.arguments import Built, NamedAgain, annotations_of, fitting
 
 OWN = "rlhf_lightning"
 LIBRARIES = ("lightning", "torch", "transformers", "peft", "torchmetrics")  # classes of them
@@ -158,7 +158,7 @@ def _read(value: Any, where: str) -> Any:
         _refuse_unknown(given, {"path": None}, name, where)
         name = str(path)
     found, trusted = resolve(name, where), name.startswith(trusted_targets() or ("\0",))
-    returns = found if inspect.isclass(found) else annotations(found).get("return")
+    returns = found if inspect.isclass(found) else annotations_of(found).get("return")
     if returns in (None, Any):  # a function that does not say what it returns
         returns = Any if trusted else type(None)
     product = Callable[..., returns] if partial is True or looked_up else returns
@@ -216,7 +216,7 @@ def parameters(call: Any) -> dict[str, Any]:
     except (ValueError, TypeError):  # written in C, without a signature
         return _Open()
     try:
-        hints = annotations(call)
+        hints = annotations_of(call)
     except (NameError, TypeError, AttributeError):
         if call.__module__.partition(".")[0] == OWN:
             raise
@@ -227,7 +227,7 @@ def parameters(call: Any) -> dict[str, Any]:
         return _Open({name: hints.get(name, Any) for name in found})
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = {name: hints.get(name, Any) for name, p in found.items() if p.kind in kinds}
-    return named if further is None else named | annotations(further)
+    return named if further is None else named | annotations_of(further)
 
 
 class _Open(dict[str, Any]):

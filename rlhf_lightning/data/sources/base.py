@@ -488,9 +488,8 @@ class JoinedSource(_SeveralSources):
                 return None
             if count and ceiling is not None:
                 found.append((count, float(ceiling())))
-        total = sum(count for count, _ in found)
-        mean = sum(count * value for count, value in found) / max(total, 1)
-        return (lambda: mean) if total else None
+        mean = sum(n * value for n, value in found) / max(sum(n for n, _ in found), 1)
+        return (lambda: mean) if found else None
 
 
 def _named(pool: Sequence[Record], number: int) -> list[Record]:
