@@ -60,7 +60,8 @@ class RLHFModule(L.LightningModule):
         rows = [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
         sampling = getattr(self, "sampling", None)
         length = max_new_tokens or getattr(sampling, "max_new_tokens", 64)
-        room = (max_positions(self.policy.model) or 2**31) - length
+        policy: Any = self.policy
+        room = (max_positions(policy.model) or 2**31) - length
         texts: list[str] = []
         for batch in _batches(rows, self.tokenizer, room, batch_size):
             texts += self._written(batch, length, temperature, RowNoise(seed, "generate"))
@@ -77,11 +78,11 @@ class RLHFModule(L.LightningModule):
         self, prompts: PromptBatch, length: int, temperature: float | None, noise: RowNoise
     ) -> list[str]:
         policy: Any = self.policy
+        tokenizer: Any = self.tokenizer
         generator = getattr(self, "generator", None)
         if generator is None:
             source = self.hparams.get("policy")
-            pad: Any = self.tokenizer.pad_token_id
-            generator = CachedGenerator(stop_ids(self.tokenizer, source), int(pad))
+            generator = CachedGenerator(stop_ids(tokenizer, source), int(tokenizer.pad_token_id))
         if temperature is None:
             temperature = getattr(getattr(self, "sampling", None), "temperature", 1.0)
         prompts = prompts.to(policy.device)
@@ -90,7 +91,7 @@ class RLHFModule(L.LightningModule):
             generation = generator(
                 model, prompts, noise=noise, temperature=temperature, max_new_tokens=length
             )
-        return list(make_answers(prompts, generation, self.tokenizer).completions)
+        return list(make_answers(prompts, generation, tokenizer).completions)
 
 
 def _batches(

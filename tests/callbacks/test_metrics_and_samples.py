@@ -72,14 +72,14 @@ class Rollouts(Callback):
         pl_module.training_step = training_step
 
 
-def test_samples_are_written_at_the_first_and_every_nth_iteration_and_cut_on_resume(tmp_path):
+def test_samples_are_written_at_the_first_last_and_every_nth_iteration_and_cut_on_resume(tmp_path):
     def callbacks(folder: Path) -> list[Callback]:
         log = SampleLog(RunFolder(folder), tiny_tokenizer(), every_n_iterations=3, num_samples=1)
         return [Rollouts(), log]
 
     whole = tmp_path / "whole"
     run(whole, num_iterations=7, callbacks=callbacks(whole))
-    assert [s["iteration"] for s in read_samples(whole / "samples.jsonl")] == [1, 3, 6]
+    assert [s["iteration"] for s in read_samples(whole / "samples.jsonl")] == [1, 3, 6, 7]
     folder = tmp_path / "killed"
     with pytest.raises(KilledError):
         run(folder, num_iterations=7, die_at=("train", 4), callbacks=callbacks(folder))
