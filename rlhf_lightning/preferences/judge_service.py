@@ -14,6 +14,7 @@ from rlhf_lightning.arguments import Address, SecretName
 from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url
+from rlhf_lightning.runs.secrets import learn_secrets
 
 NUM_SHOWN = 200  # characters of an error that a service sent
 MOST_TOKENS = 10**9  # of a request: a larger count is none
@@ -329,6 +330,7 @@ def _key(name: str | None) -> str | None:
             f"judge.api_key_env={name}: that environment variable holds no key: export it before "
             "the run, or set api_key_env=null for a service that wants none"
         )
+    learn_secrets({"api_key": key}, environment={})
     return key
 
 

@@ -1,17 +1,21 @@
 """Secrets stay out of what a run writes: its saved configuration, its logs, its summary, W&B.
 
 A secret is recognised by its key (`api_key`, `password`, `hf_token`) or its form (`hf_...`).
-What was found once is removed from every later text, wherever it turns up.
+Behind its key it is removed where it stands, however short it is. What was found once is removed
+from every later text too, unless it is a number, a plain word or so short that it occurs by chance.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rlhf_lightning.runs.atomic import write_text
 
@@ -34,7 +38,14 @@ _FORM = re.compile(
     r"|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|\bxox[abeprs]-[\w-]{10,}|\bAKIA[0-9A-Z]{16}\b"
     r"|\bnvapi-[\w-]{20,}|(?<=[Bb]earer )[\w\-.+/=]{8,}"
 )
-_ASSIGNED = re.compile(r"(?<![\w.])([\w.\-@/]+)(?=\s*[=:]\s*['\"]?([^\s'\",}\]]+))")
+_ASSIGNED = re.compile(
+    r"(?<![\w.])(?P<key>[\w.\-@/]+)(?=(?P<is>['\"]?[ \t]*[=:][ \t]*)"
+    r"(?P<value>\$\{[^}]*\}|\{[^}]*\}|\[[^\]]*\]|'[^']*'|\"[^\"]*\"|[^\s'\",}\]]+))"
+)
+_PROSE = re.compile(r"\w ")  # `the stop token: 2`: a sentence, no assignment
+_COMMON = re.compile(r"[-+.\d_]*(e[-+]?\d+)?|[a-z]{1,12}", re.IGNORECASE)
+_EMPTY = re.compile(r"[-+]?[.\d][.\d_]*(e[-+]?\d+)?|true|false|null|none|\{\}|\[\]", re.I)
+_UNMISTAKABLE = 16  # characters; a shorter secret may be a part of another word
 _INTERPOLATION = re.compile(r"\$\{.*\}")
 _known: set[str] = set()
 
@@ -68,18 +79,37 @@ def learn_secrets(*containers: Any, environment: Mapping[str, str] = os.environ)
     """
     found = [text for container in containers for text in _secret_values("", container)]
     found += [value for name, value in environment.items() if _KEY.search(name)]
-    _known.update(text for text in found if len(text) >= SHORTEST)
+    _known.update(t for t in found if len(t) >= SHORTEST and not _COMMON.fullmatch(t))
 
 
 def redacted(text: str) -> str:
-    """Return `text` with every known secret, and everything of a secret's form, removed."""
+    """Return `text` with every known secret, and everything of a secret's form, removed.
+
+    The value of an assignment to a secret's key (`api_key=...`) is removed where it stands.
+    """
     for secret in sorted(_known, key=len, reverse=True):
-        text = text.replace(secret, REMOVED)
+        if secret in text:
+            whole = re.escape(secret)
+            if len(secret) < _UNMISTAKABLE:
+                whole = rf"(?<!\w){whole}(?!\w)"
+            text = re.sub(whole, REMOVED, text)
     text = _FORM.sub(REMOVED, text)
-    for key, value in _ASSIGNED.findall(text):
-        if value != REMOVED and is_secret(key.rpartition(".")[2], value):
-            text = text.replace(value, REMOVED)
-    return text
+    parts, end = [], 0
+    for found in _ASSIGNED.finditer(text):
+        start, stop = found.span("value")
+        if start >= end and _is_assigned_secret(found, text):
+            quoted = text[start] in "'\""
+            parts += [text[end : start + quoted], REMOVED]
+            end = stop - quoted
+    return "".join(parts) + text[end:]
+
+
+def _is_assigned_secret(found: re.Match[str], text: str) -> bool:
+    key, value = found["key"].rpartition(".")[2], found["value"].strip("'\"")
+    before = text[max(found.start() - 2, 0) : found.start()]
+    if found["is"].endswith(": ") and _PROSE.fullmatch(before):
+        return bool(_RANDOM.fullmatch(value)) and is_secret(key, value)
+    return value != REMOVED and not _EMPTY.fullmatch(value) and is_secret(key, value)
 
 
 def without_secrets(key: str, value: Any) -> Any:
@@ -94,12 +124,41 @@ def without_secrets(key: str, value: Any) -> Any:
 
 
 def redact_files(*files: Path) -> None:
-    """Remove the secrets from files that other code has written."""
+    """Remove the secrets from YAML files that other code has written, each where it stands."""
     for file in files:
         if file.is_file():
             text = file.read_text(encoding="utf-8", errors="surrogateescape")
-            if (clean := redacted(text)) != text:
+            if (clean := _redacted_yaml(text)) != text:
                 write_text(file, clean)
+
+
+def _redacted_yaml(text: str) -> str:
+    try:
+        places = list(_secret_places("", yaml.compose(text, Loader=yaml.SafeLoader)))
+    except yaml.YAMLError:
+        return redacted(text)
+    for node, clean in sorted(places, key=lambda place: -place[0].start_mark.index):
+        content = REMOVED if clean == REMOVED else json.dumps(clean, ensure_ascii=False)
+        text = text[: node.start_mark.index] + content + text[node.end_mark.index :]
+    return text
+
+
+def _secret_places(
+    key: str, node: yaml.Node | None, *, inside: bool = False
+) -> Iterator[tuple[yaml.Node, str]]:
+    """Yield the scalars that hold a secret, with what takes their place."""
+    if isinstance(node, yaml.MappingNode):
+        inside = inside or is_secret(key, node.value)
+        for name, value in node.value:
+            yield from _secret_places(str(name.value), value, inside=inside)
+    elif isinstance(node, yaml.SequenceNode):
+        inside = inside or is_secret(key, node.value)
+        for value in node.value:
+            yield from _secret_places("", value, inside=inside)
+    elif isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str":
+        clean = REMOVED if inside or is_secret(key, node.value) else redacted(node.value)
+        if clean != node.value:
+            yield node, clean
 
 
 class RedactingFilter(logging.Filter):

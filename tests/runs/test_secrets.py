@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
+import yaml
 
+from rlhf_lightning.preferences.judge_service import JudgeHparams, JudgeService
+from rlhf_lightning.rollout.scorers.http import HttpScorer
 from rlhf_lightning.runs import secrets
 from rlhf_lightning.runs.secrets import (
     REMOVED,
@@ -112,8 +115,77 @@ def test_files_of_others_are_cleaned_in_place(tmp_path):
     stamp = other.stat().st_mtime_ns
     learn_secrets({"scorer": {"token": HF, "password": "tomato soup"}}, environment={})
     redact_files(file, other, tmp_path / "missing.yaml")
-    assert file.read_text() == (f"scorer:\n  token: {REMOVED}\n  password: '{REMOVED}'\nseed: 1\n")
+    assert file.read_text() == f"scorer:\n  token: {REMOVED}\n  password: {REMOVED}\nseed: 1\n"
     assert other.stat().st_mtime_ns == stamp
+
+
+SHORT = {
+    "one letter": ({"scorer": {"secret": "a"}}, {"artifacts": "artifacts", "fast": False}),
+    "truth value": ({"headers": True}, {"fused": True}),
+    "number": ({"password": 1}, {"seed": 11}),
+    "number as text": ({"password": "1"}, {"seed": 11, "name": "run-1"}),
+    "column map": ({"columns": {"headers": "prompt"}}, {"prompt": "prompt"}),
+    "plain word": ({"secret": "complete"}, {"note": "incomplete or complete"}),
+    "several words": ({"password": "to be"}, {"note": "to do"}),
+    "several lines": ({"private_key": "one\ntwo\n"}, {"note": "one"}),
+    "below headers": ({"headers": {"X-Auth": "abc", "n": [1, "d"]}}, {"abc": "abcd"}),
+}
+
+
+@pytest.mark.parametrize(("config", "rest"), SHORT.values(), ids=SHORT)
+def test_behind_a_secret_key_only_that_place_is_removed(config, rest, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config | {"rest": rest, "last": "x"}, sort_keys=False))
+    learn_secrets(config, environment={})
+    redact_files(file)
+    after = yaml.safe_load(file.read_text())
+    assert after["rest"] == rest
+    assert after["last"] == "x"
+    left = [text for text in secrets._secret_values("", after) if text != REMOVED]
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the stop token: 2, of 22",
+        "the answer ends before the stop token: incomplete, of 3 complete ones",
+        "token=2 and password=12, of 212",
+        "headers={} and secret=null, {none}",
+        "api_key=${oc.env:MY_KEY}",
+    ],
+)
+def test_plain_text_stays_as_it_is(text):
+    learn_secrets({"secret": "complete", "password": "123456"}, environment={"MY_TOKEN": "answer"})
+    assert redacted(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("+scorer.secret=a data=artifacts", f"+scorer.secret={REMOVED} data=artifacts"),
+        ('{"api_key": "abc", "a": "abc"}', f'{{"api_key": "{REMOVED}", "a": "abc"}}'),
+        ("+x.headers={X-Auth: abc} seed=1", f"+x.headers={REMOVED} seed=1"),
+        ("+x.password='to be' or not to be", f"+x.password='{REMOVED}' or not to be"),
+        ("the hub's token: a1b2c3d4e5f6g7h8i9", f"the hub's token: {REMOVED}"),
+    ],
+)
+def test_an_assigned_secret_is_removed_where_it_stands(text, clean):
+    assert redacted(text) == clean
+
+
+def test_a_known_secret_is_no_part_of_another_word():
+    learn_secrets({"password": "open-7"}, environment={})
+    assert redacted("reopen-7, open-73, open-7.") == f"reopen-7, open-73, {REMOVED}."
+
+
+def test_keys_that_are_read_for_a_service_are_known(monkeypatch):
+    monkeypatch.setenv("MY_SERVICE", "tomato-soup-1")
+    monkeypatch.setenv("MY_OTHER", "tomato-soup-2")
+    judge = JudgeHparams(base_url="http://127.0.0.1:9/v1", model="m", api_key_env="MY_SERVICE")
+    JudgeService(judge)
+    HttpScorer(url="http://127.0.0.1:9", token_env="MY_OTHER")
+    assert redacted("401 tomato-soup-1 tomato-soup-2") == f"401 {REMOVED} {REMOVED}"
 
 
 def test_log_records_lose_their_secrets(caplog):

@@ -23,6 +23,7 @@ from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
+from rlhf_lightning.runs.secrets import learn_secrets
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import AnswerText
 
@@ -215,6 +216,7 @@ def _token(name: str | None) -> str | None:
             f"scorer.token_env={name}: that environment variable holds no token: export it before "
             "the run"
         )
+    learn_secrets({"token": token}, environment={})
     return token
 
 
