@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +24,12 @@ ASSIGNMENT = re.compile(r'name="assignment" value="(\d+)"')
 
 @dataclass
 class Server:
-    """A running page: its address, its process and its file."""
+    """A running page: its address, its file, its process and what that writes to stderr."""
 
     url: str
     store: Path
     process: subprocess.Popen[str]
+    log: Path
 
     @property
     def port(self) -> int:
@@ -47,7 +48,12 @@ class Server:
 
 @contextmanager
 def serving(
-    folder: Path, pairs: Sequence[Pair] = (), *settings: str, token: str = "", port: int = 0
+    folder: Path,
+    pairs: Sequence[Pair] = (),
+    *settings: str,
+    token: str = "",
+    port: int = 0,
+    preexec_fn: Callable[[], None] | None = None,
 ) -> Iterator[Server]:
     """Run the page on the store in `folder`, with these pairs added."""
     store = folder / "labels.sqlite"
@@ -57,9 +63,16 @@ def serving(
         write_records(file, pairs)
         command.append(f"file={file}")
     command += [f"page.port={port}", *settings]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"RLHF_ANNOTATE_TOKEN": token}
-    )
+    log = folder / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=os.environ | {"RLHF_ANNOTATE_TOKEN": token},
+            preexec_fn=preexec_fn,
+        )
     assert process.stdout is not None
     try:
         said = []
@@ -68,8 +81,8 @@ def serving(
             if line.startswith("http://"):
                 break
         else:
-            raise AssertionError(f"the server ended with {process.wait(10)}: {said}")
-        yield Server(line.strip(), store, process)
+            raise AssertionError(f"ended with {process.wait(10)}: {said} {log.read_text()}")
+        yield Server(line.strip(), store, process, log)
     finally:
         process.kill()
         process.wait(10)

@@ -93,3 +93,95 @@ def test_a_new_store_is_for_its_owner_alone(tmp_path):
     db.close()
     assert len(modes) > 1
     assert set(modes.values()) == {0o600}
+
+
+def _delete(store: Path) -> None:
+    store.unlink()
+
+
+def _move(store: Path) -> None:
+    store.rename(store.with_name("moved.sqlite"))
+
+
+def _move_the_folder(store: Path) -> None:
+    store.parent.rename(store.parent.with_name("elsewhere"))
+
+
+def _put_another_store_there(store: Path) -> None:
+    other = store.with_name("other.sqlite")
+    LabelStore(other).close()
+    other.replace(store)
+
+
+def _put_a_copy_there(store: Path) -> None:
+    copy = store.with_name("copy.sqlite")
+    copy.write_bytes(store.read_bytes())
+    copy.replace(store)
+
+
+def _put_a_link_to_another_store_there(store: Path) -> None:
+    _move(store)
+    other = store.with_name("other.sqlite")
+    LabelStore(other).close()
+    store.symlink_to(other)
+
+
+def _delete_the_log(store: Path) -> None:
+    store.with_name("labels.sqlite-wal").unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _delete,
+        _move,
+        _move_the_folder,
+        _put_another_store_there,
+        _put_a_copy_there,
+        _put_a_link_to_another_store_there,
+        _delete_the_log,
+    ],
+)
+def test_nothing_is_confirmed_once_the_path_leads_to_another_file(tmp_path: Path, change):
+    path = tmp_path / "here" / "labels.sqlite"
+    with LabelStore(path) as store:
+        store.add_pairs(make_pairs(9), ratings_per_pair=1)
+        ann = store.enter("Ann")[0]
+        task = store.next_task(ann, Sharing())
+        assert task is not None
+        assert store.label(ann, task.assignment_id, "left", Sharing()) == "kept"
+        task = store.next_task(ann, Sharing())
+        assert task is not None
+        change(path)
+        for attempt in (
+            lambda: store.label(ann, task.assignment_id, "left", Sharing()),
+            lambda: store.undo(ann, Sharing()),
+            lambda: store.enter("Bob"),
+            store.progress,
+        ):
+            with pytest.raises(StoreError, match=r"labels\.sqlite was moved, removed or replaced"):
+                attempt()
+    moved = [tmp_path / "here" / "moved.sqlite", tmp_path / "elsewhere" / "labels.sqlite"]
+    for file in moved:
+        if file.exists():  # with what was in the log
+            with LabelStore(file) as found:
+                assert len(list(found.labels())) == 1
+
+
+def test_a_move_during_the_commit_is_noticed_before_the_label_is_confirmed(tmp_path: Path):
+    path = tmp_path / "labels.sqlite"
+    with LabelStore(path) as store, pytest.raises(StoreError, match="was moved"):
+        store._write(lambda db: _move(path))
+
+
+def test_a_store_behind_a_link_and_one_that_is_moved_back_take_labels(tmp_path: Path):
+    LabelStore(tmp_path / "real.sqlite").close()
+    path = tmp_path / "labels.sqlite"
+    path.symlink_to("real.sqlite")
+    with LabelStore(path) as store:
+        assert store.add_pairs(make_pairs(2), ratings_per_pair=1) == 2
+        path.rename(tmp_path / "aside")
+        with pytest.raises(StoreError):
+            store.enter("Ann")
+        (tmp_path / "aside").rename(path)
+        assert store.enter("Ann")[1]

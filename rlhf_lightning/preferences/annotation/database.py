@@ -162,6 +162,24 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
 _IDENTITY = ("application_id", "user_version")
 
 
+def file_ids(path: Path, target: Path) -> list[tuple[int, int] | None]:
+    """Return device and inode of a store's file, its log and its index; None for a missing one.
+
+    Args:
+        path: of the file, possibly a link.
+        target: what it led to when it was opened; SQLite keeps its other files beside that.
+    """
+    ids: list[tuple[int, int] | None] = []
+    for file in (str(path), f"{target}-wal", f"{target}-shm"):
+        try:
+            found = os.stat(file)
+        except OSError:
+            ids.append(None)
+        else:
+            ids.append((found.st_dev, found.st_ino))
+    return ids
+
+
 def _is_empty(db: sqlite3.Connection) -> bool:
     return db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import cast
@@ -38,6 +39,7 @@ from rlhf_lightning.preferences.annotation.database import (
     StoreError,
     Writer,
     connect,
+    file_ids,
 )
 from rlhf_lightning.preferences.records import Label, Pair, from_row, to_row
 
@@ -65,6 +67,8 @@ class LabelStore:
         self._reader = connect(self.path, read_only=True)
         self._reading = threading.Lock()
         self._writer = Writer(connect(self.path))
+        self._target = self.path.resolve()
+        self._file_ids = file_ids(self.path, self._target)
 
     def __enter__(self) -> LabelStore:
         return self
@@ -272,14 +276,29 @@ class LabelStore:
         return from_row(Pair, json.loads(text), Location(str(self.path)))
 
     def _read(self, query: str, values: tuple[object, ...] = ()) -> list[sqlite3.Row]:
+        self._check_place()
         with self._reading:
             return self._reader.execute(query, values).fetchall()
 
     def _write(self, change: Change[ResultT]) -> ResultT:
+        self._check_place()
         try:
-            return self._writer.run(change)
+            result = self._writer.run(change)
         except (sqlite3.Error, UnicodeEncodeError) as error:
             raise StoreError(f"{self.path} could not take that: {error}") from error
+        self._check_place()
+        return result
+
+    def _check_place(self) -> None:
+        """Refuse to go on if the path leads to another file than the one that is open."""
+        if file_ids(self.path, self._target) == self._file_ids:
+            return
+        with self._reading, suppress(sqlite3.Error):  # what was confirmed is partly in the log
+            self._reader.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        raise StoreError(
+            f"{self.path} was moved, removed or replaced while it was open: put the file back, or "
+            "give store= its new place, and start the page again"
+        )
 
 
 def describe_store(store: LabelStore) -> str:

@@ -7,6 +7,7 @@ answer stays on the screen if the server is away for a moment.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ from rlhf_lightning.preferences.annotation.database import StoreError
 from rlhf_lightning.preferences.annotation.server.security import Guard, Identity, Visitor
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.preferences.annotation.store import LabelStore
+
+logger = logging.getLogger(__name__)
 
 
 class Button(NamedTuple):
@@ -183,7 +186,9 @@ class Page:
 
     async def not_saved(self, request: Request, error: Exception) -> Response:
         """Say that the store failed; nothing was acknowledged."""
-        text = f"This was not saved. Tell the person who runs the page: {error}"
+        logger.warning("the page refuses requests: %s", error)
+        what = "The store cannot be read" if request.method == "GET" else "This was not saved"
+        text = f"{what}. Tell the person who runs the page: {error}"
         return self._render("message.html", {"message": text}, 503)
 
     def _go_on(self, visitor: Visitor, form: Mapping[str, str], note: str) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -34,6 +35,22 @@ class QuietServer(uvicorn.Server):
         super().handle_exit(sig, frame)
         if hasattr(self, "_told"):
             self._loop.call_soon_threadsafe(self._told.set)
+
+
+class OncePerMinute(logging.Filter):
+    """Lets a message through once a minute: requests may not fill the disk with the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the message was last said a minute ago or never."""
+        key = str(record.msg)  # without its arguments, which may be foreign text
+        is_new = record.created - self._said.get(key, 0.0) >= 60
+        if is_new:
+            self._said[key] = record.created
+        return is_new
 
 
 class PortError(Exception):
@@ -95,6 +112,9 @@ def serve(
         ws="none",
         timeout_graceful_shutdown=5,
     )
+    once = OncePerMinute()
+    for name in ("asyncio", "uvicorn.error", Page.__module__):
+        logging.getLogger(name).addFilter(once)
     with listening:
         announce(f"http://{host}:{port}/")
         QuietServer(config).run(sockets=[listening])
