@@ -247,7 +247,7 @@ def _plain_scalar(value: Any) -> Any:
 
 def _problem(key: str, value: Any, hint: Any, error: ValidationError) -> Exception:
     found = error.errors(include_url=False, include_context=False)
-    if len(found) == 1:  # the place inside of a list or a mapping
+    if len(found) == 1 and found[0]["type"] != "missing":  # inside of a list or a mapping
         key += "".join(f"[{part}]" for part in found[0]["loc"])
         value = found[0]["input"]
     words = dict.fromkeys(_WORDS.get(item["type"], item["msg"]) for item in found)
@@ -269,7 +269,8 @@ def _problem(key: str, value: Any, hint: Any, error: ValidationError) -> Excepti
 
 
 _LONGEST = 100  # characters of a value in a message
-_WORDS = {"sequence_str": "a list", "int_type": "int", "float_type": "float", "bool_type": "bool"}
+_WORDS = {"sequence_str": "a list", "tuple_type": "a list", "int_type": "int"}
+_WORDS |= {"float_type": "float", "bool_type": "bool"}
 _WORDS |= {"string_type": "str", "none_required": "None", "dict_type": "a mapping"}
 _WORDS |= {"finite_number": "finite", "too_long": "fewer items", "missing": "more items"}
 _VALUE_ERRORS: tuple[str, ...] = (

@@ -88,7 +88,7 @@ VALUES = [
     ),
     Mistake("+experiment=ppo data.num_generations=null", "num_generations=", "None", "at least 1"),
     Mistake("+experiment=sft +dataset.lengths.max_lenght=1", "max_lenght", "unknown", "max_length"),
-    Mistake("+experiment=reward optimizer.betas=''", "optimizer", "betas=", "index out of range"),
+    Mistake("+experiment=reward optimizer.betas=''", "optimizer", "betas=", "a list"),
     Mistake("+experiment=ppo data.batch_size=many", "data.batch_size=", "'many'", "at least 1"),
     Mistake(
         "+experiment=ppo trainer.devices=3 data.batch_size=128",
@@ -103,13 +103,13 @@ VALUES = [
         "256",
         "batch_size=256",
     ),
-    Mistake("+experiment=ppo data.num_iterations=0", "data.num_iterations=", "0", "positive"),
-    Mistake("+experiment=ppo data.max_prompt_length=0", "data.max_", "_length=0", "positive"),
+    Mistake("+experiment=ppo data.num_iterations=0", "data.num_iterations=", "0", "or equal to 1"),
+    Mistake("+experiment=ppo data.max_prompt_length=0", "data.max_", "_length=0", "or equal to 1"),
     Mistake("+experiment=sft data.batch_size=0", "data.batch_size=", "0", "at least 1"),
-    Mistake("+experiment=sft data.num_epochs=-1", "data.num_epochs=", "-1", "positive"),
+    Mistake("+experiment=sft data.num_epochs=-1", "data.num_epochs=", "-1", "than 0"),
     Mistake("+experiment=sft data.num_epochs=null", "num_epochs=", "None", "exactly one"),
     Mistake("+experiment=sft data.num_iterations=3", "data.num_iterations=", "3", "exactly one"),
-    Mistake("+experiment=sft data.show_examples=-2", "data.show_examples=", "-2", "0 or more"),
+    Mistake("+experiment=sft data.show_examples=-2", "data.show_examples=", "-2", "or equal to 0"),
     Mistake("+experiment=reward data.path=nosuch.jsonl", "data.path=", "nosuch.jsonl", "a file"),
     Mistake("+experiment=sft +dataset.source.num_texts=0", "num_texts", "0", "use 1 or more"),
     Mistake("+experiment=ppo dataset.name=a/b", "dataset.name=", "'a/b'", "use letters, digits"),
@@ -129,7 +129,9 @@ VALUES = [
         "at most module.sampling.max_new_tokens",
     ),
     Mistake("+experiment=grpo data.num_generations=1", "num_generations=", "1", "use 2 or more"),
-    Mistake("+experiment=reinforce_pp data.num_generations=0", "generations=", "0", "positive"),
+    Mistake(
+        "+experiment=reinforce_pp data.num_generations=0", "generations=", "0", "or equal to 1"
+    ),
     Mistake(
         "+experiment=reinforce_pp module.grpo.scale=group_std", "scale=", "group_std", "global_std"
     ),
@@ -205,9 +207,7 @@ FORMS = [
     Mistake("+experiment=ppo callbacks.checkpoint=null", "callbacks.checkpoint=", "None", "group"),
     Mistake("+experiment=ppo evaluation.gold=5", "evaluation.gold=", "5", "_target_="),
     Mistake("+experiment=ppo +callbacks.extra.mine=5", "extra.mine=", "5", "_target_="),
-    Mistake(
-        "+experiment=ppo artifacts.reward=null", "scorer.load.source=", "None", "str or a path"
-    ),
+    Mistake("+experiment=ppo artifacts.reward=null", "scorer.load.source=", "None", "str or Path"),
     Mistake("+experiment=ppo model.revision=3", "model.revision=", "3 is int", "str or"),
     Mistake(
         "+experiment=ppo model.activation_checkpointing=maybe",
