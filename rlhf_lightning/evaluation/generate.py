@@ -69,7 +69,7 @@ class PolicyAnswers:
     def extend(
         self, answers: Answers, scorer: Scorer | None, kl: Sequence[float] | None = None
     ) -> None:
-        """Add the answers of a batch, with their scores; without a scorer or a KL these are 0."""
+        """Add the answers of a batch; without a scorer the scores are NaN, without a KL it is 0."""
         prompts, mask = answers.prompts, answers.response_mask.cpu()
         responses = answers.sequences[:, -mask.shape[1] :].cpu()
         rows = range(len(prompts))
@@ -80,7 +80,9 @@ class PolicyAnswers:
         self.finished += answers.finished.tolist()
         self.token_ids += [responses[i][mask[i]].tolist() for i in rows]
         self.kl += [0.0] * len(prompts) if kl is None else kl
-        self.scores += [0.0] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+        self.scores += (
+            [math.nan] * len(prompts) if scorer is None else scorer(answers).total.tolist()
+        )
 
     def rows(self, rows: Sequence[int]) -> PolicyAnswers:
         """Return some of the answers."""
@@ -121,7 +123,7 @@ def sample_answers(
         sampling: engine and settings.
         noise: by row; give each policy its own.
         reference: for the KL, k1 summed over a response, nats; without it 0.
-        scorer: for the scores; without it 0.
+        scorer: for the scores; without it NaN.
         answers_per_prompt: how often in a row each prompt stands in `batches`.
     """
     result = PolicyAnswers([], [], [], [], [], [], [], answers_per_prompt=answers_per_prompt)

@@ -15,6 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
 NUM_COLOURS = 6
 _MAX_POINTS = 240
 _SMOOTH_FROM = 60
+LEAST_SPAN = 0.05  # of an axis, by the largest value on it
 
 Point = tuple[float, float]
 
@@ -163,14 +164,18 @@ def _value_range(
     values: Sequence[float], band: tuple[float, float] | None, unit: str
 ) -> tuple[float, float]:
     low, high = min(values), max(values)
-    span = high - low or abs(high) * 0.2 or 1.0
+    floor = 0.0 if low >= 0 else -math.inf
+    ceiling = 1.0 if unit == "share" and high <= 1 else math.inf
+    size = max(abs(low), abs(high))
+    span = high - low or size * 0.2 or 1.0
+    # A curve that moves by less than the page shows of its value is drawn flat.
+    if (lacking := size * LEAST_SPAN - (high - low)) > 0:
+        low, high = low - lacking / 2, high + lacking / 2
     # The edge of the band belongs on the axis when it is near, so that one sees the distance.
     for edge in band or ():
         if low - span <= edge <= high + span:
             low, high = min(low, edge), max(high, edge)
     padding = (high - low or span) * 0.06
-    floor = 0.0 if low >= 0 else -math.inf
-    ceiling = 1.0 if unit == "share" and high <= 1 else math.inf
     return max(low - padding, floor), min(high + padding, ceiling)
 
 

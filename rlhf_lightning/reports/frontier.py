@@ -118,7 +118,9 @@ class _Plane:
     ) -> None:
         self.width, self.height, self.right = width, height, right
         self.x_ticks = nice_ticks(0.0, max(*xs, 1e-9) * 1.08, 5)
-        self.y_ticks = nice_ticks(min(ys) - 0.02, max(ys) + 0.02, 5)
+        # What lies within 0 and 1, as rates do, has no tick outside of them.
+        floor, ceiling = min(0.0, *ys), max(1.0, *ys)
+        self.y_ticks = nice_ticks(max(min(ys) - 0.02, floor), min(max(ys) + 0.02, ceiling), 5)
         self.x_end = max(self.x_ticks[-1], max(xs))
         self.low, self.high = min(self.y_ticks[0], *ys), max(self.y_ticks[-1], *ys)
 
@@ -207,11 +209,12 @@ def _setting_axis(runs: Sequence[Run], key: str) -> _Axis | None:
 def _outcome_axis(runs: Sequence[Run], name: str) -> _Axis | None:
     values = [run.metrics.get(name) for run in runs]
     known = [v for v in values if v is not None]
-    if len(known) < 2 or max(known) <= min(known):
+    if not known:
         return None
-    low, high = min(known), max(known)
+    about, low, high = quantity(name), min(known), max(known)
+    if about.show(low) == about.show(high):
+        return None
     shares = [None if v is None else (v - low) / (high - low) for v in values]
-    about = quantity(name)
     return about.label, shares, [(0.0, about.show(low)), (1.0, about.show(high))]
 
 

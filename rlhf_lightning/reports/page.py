@@ -30,7 +30,7 @@ from rlhf_lightning.runs.doctor_log import (
     read_events,
 )
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import capitalized, number, quantity
+from rlhf_lightning.runs.metric_catalog import number, quantity
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from rlhf_lightning.runs.verdict import STAGES, verdict
 
@@ -144,8 +144,9 @@ def doctor_section(events: Sequence[DoctorEvent]) -> str:
     for action in actions_of(events):
         where = f"iteration {action['iteration']}"
         items.append((action["kind"], "neutral", where, [action["message"]]))
-    for why, names in (coverage.idle if coverage else {}).items():
-        items.append(("idle", "undecided", ", ".join(names), [f"{capitalized(why)}."]))
+    if coverage and coverage.idle:
+        why = "; ".join(f"{', '.join(names)}: {why}" for why, names in coverage.idle.items())
+        items.append(("idle", "undecided", why, []))
     if coverage is None:
         lead = "The run did not begin."
     elif alerts:

@@ -60,8 +60,6 @@ def _wrapped(tag: str, piece: str) -> Markup:
 
 def samples_section(samples: Sequence[dict[str, Any]]) -> str:
     """Return responses beside those of the policy it started from, or else the best and worst."""
-    if not any(s.get("score") or s.get("baseline_score") for s in samples):
-        samples = [s | {"score": None, "baseline_score": None} for s in samples]  # not scored
     compared = [s for s in samples if s.get("baseline_response") is not None]
     if not samples:
         return ""

@@ -339,8 +339,13 @@ def shown(name: str, found: Estimate) -> str:
     if not math.isfinite(low):
         return show(found.value) + unit
     if about.unit == "share":
-        low, high = max(low, 0.0), min(high, 1.0)
+        low, high = _within(low), _within(high)
     return f"{show(found.value)} ({show(low).removesuffix(' %')} to {show(high)}){unit}"
+
+
+def _within(bound: float) -> float:
+    """Return a bound of a share, which no share lies beyond; NaN stays."""
+    return bound if math.isnan(bound) else min(max(bound, 0.0), 1.0)
 
 
 def _points(found: Estimate) -> str:
@@ -435,6 +440,7 @@ def _lines(study: Study) -> list[Line]:
             known = [p for r in group if (p := measured(r.metrics)) is not None]
             if known:
                 found = over_seeds(known, same_prompts=study.same_prompts)
-                points.append((fmean(p.kl for p in known), found.value, found.low, found.high))
+                ends = _within(found.low), _within(found.high)
+                points.append((fmean(p.kl for p in known), found.value, *ends))
         lines.append(Line(row, points))
     return lines

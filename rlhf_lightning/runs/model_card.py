@@ -17,6 +17,7 @@ from rlhf_lightning.runs.licence import UNKNOWN, Licence
 from rlhf_lightning.runs.metric_catalog import bound_keys
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import GateResult
+from rlhf_lightning.runs.verdict import prefers_longer
 
 CONFIG = "training_config.yaml"
 OTHER_LICENCE = "license-of-the-base-model"  # its name beside `license: other`
@@ -92,6 +93,7 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
         kind=kind,
         base="random weights" if facts.base is None else without_folders(facts.base),
         config=CONFIG,
+        warning=prefers_longer(facts.metrics),
     )
     path = folder / "README.md"
     write_text(path, text)

@@ -184,13 +184,20 @@ def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
             "nothing to learn, and a win rate says nothing of this reward."
         )
         return Verdict("bad", sentence=sentence, facts=tuple(facts))
-    if _get(metrics, "val/gold_win_rate") is not None:
-        return _gold_win_rate(metrics, rival, name, facts)
-    if _get(metrics, "val/score_win_rate") is not None:
+    judge = _first_judge(metrics)
+    if judge == "score":
         return _score_win_rate(metrics, rival, name, facts)
+    if judge:
+        return _win_rate(metrics, judge, rival, name, facts)
     score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
     if score is None:
-        return _without(metrics, "val/score", "evaluation", facts)
+        skipped = _get(metrics, "val/judge_skipped") or 0.0
+        if "val/score" in metrics or not (facts or skipped):
+            return _without(metrics, "val/score", "evaluation", facts)
+        sentence = "Nothing scored or judged the responses: the figures tell how they look."
+        if skipped:
+            sentence = f"The judge gave no verdict: it skipped all {skipped:.0f} pairs."
+        return Verdict(sentence=sentence, facts=tuple(facts))
     if before is None:
         caption = "mean score on held-out prompts"
         return Verdict("neutral", number(score), caption, facts=tuple(facts))
@@ -201,9 +208,20 @@ def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
     return Verdict("neutral" if better else "bad", gain, caption, sentence, tuple(facts))
 
 
-def _gold_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict:
+# Whose win rate is the headline, the one that counts most first.
+_JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "score"}
+
+
+def _first_judge(metrics: Metrics) -> str:
+    """Return the judge that counts most of those with a win rate, "" where none has one."""
+    found = (by for by in _JUDGES if _get(metrics, f"val/{by}_win_rate") is not None)
+    return next(found, "")
+
+
+def _win_rate(metrics: Metrics, judge: str, rival: str, name: str, facts: list[Fact]) -> Verdict:
+    """Return the verdict by a judge that training did not see."""
     better, worse = (
-        f"{capitalized(name)} answers {word} than {rival}, by the gold reward."
+        f"{capitalized(name)} answers {word} than {rival}, by {_JUDGES[judge]}."
         for word in ("better", "worse")
     )
     undecided = (
@@ -211,7 +229,7 @@ def _gold_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -
         "half."
     )
     caption, sentences = f"of comparisons won against {rival}", (better, worse, undecided)
-    return _judged(metrics, "val/gold_win_rate", 0.5, caption, sentences, facts)
+    return _judged(metrics, f"val/{judge}_win_rate", 0.5, caption, sentences, facts)
 
 
 def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict:
@@ -278,8 +296,9 @@ def _status(summary: Summary) -> str:
 
 def _pipeline(metrics: Metrics) -> Verdict:
     """Return the verdict on the last stage; the figures of all are hundreds."""
-    judged = any(f"val/{by}_win_rate" in metrics for by in ("gold", "score"))
-    if "val/accuracy" in metrics and not judged:  # that of DPO is not what its policy is worth
+    if "val/accuracy" in metrics and not _first_judge(
+        metrics
+    ):  # that of DPO is not what its policy is worth
         return _reward(metrics)
     return _compared(metrics, "its baseline", "the last policy")
 
@@ -302,29 +321,19 @@ def _benchmark(metrics: Metrics) -> Verdict:
     if (score := _get(metrics, "benchmark/score")) is not None:
         caption = f"mean of {metrics['benchmark/num_subsets']:.0f} subsets of RewardBench 2"
         return Verdict("neutral", percent(score), caption, facts=tuple(facts))
-    longer = _get(metrics, "benchmark/longer_wins_accuracy") or 0.0
-    known = "length alone" if longer > 0.5 else "chance"
-    sentences = (
-        f"It ranks responses better than {known} does.",
-        f"It ranks responses worse than {known} does.",
-        f"Undecided: it is not shown to rank responses better than {known} does.",
-    )
-    caption = "of pairs ranked as labelled"
-    return _judged(metrics, "benchmark/accuracy", max(0.5, longer), caption, sentences, facts)
+    return _ranked(metrics, "benchmark", "of pairs ranked as labelled", facts)
 
 
 def _evaluate(metrics: Metrics) -> Verdict:
     if any(name.startswith("benchmark/") for name in metrics):
         return _benchmark(metrics)
-    result = _best_of(metrics, _compared(metrics, "the baseline", "the policy"))
+    plain = _compared(metrics, "the baseline", "the policy")
+    result = _best_of(metrics, plain)
+    headline = _first_judge(metrics) if result.caption == plain.caption else ""
     others = [
         fact
-        for judge, label in (
-            ("score", "score"),
-            ("judge", "the judge"),
-            ("human", "people"),
-            ("gold_reference", "gold, against references"),
-        )
+        for judge, label in (*_JUDGES.items(), ("gold_reference", "gold, against references"))
+        if judge != headline
         for fact in _win_rate_fact(metrics, judge, label)
     ]
     rate = _get(metrics, "val/human_reward_accuracy")
@@ -335,7 +344,7 @@ def _evaluate(metrics: Metrics) -> Verdict:
 
 
 def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
-    """Return the verdict on the best of the most answers; `plain` where none was measured by gold.
+    """Return the verdict on the best of the most answers; `plain` where gold judges none.
 
     Args:
         metrics: final ones.
@@ -344,7 +353,12 @@ def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
     key = "best_of/{}/gold_win_rate"
     counts = [n for n in best_of_counts(metrics) if _get(metrics, key.format(n)) is not None]
     if not counts:
-        return plain
+        chosen = [
+            Fact(f"best of {n}", number(score), "mean score, by the score that chose it")
+            for n in best_of_counts(metrics)
+            if (score := _get(metrics, f"best_of/{n}/score")) is not None
+        ]
+        return replace(plain, facts=(*chosen, *plain.facts))
     facts = [
         Fact(
             f"best of {n}",
@@ -377,7 +391,7 @@ def _sft(metrics: Metrics) -> Verdict:
     if train is not None:
         facts.insert(min(2, len(facts)), Fact("training loss", number(train), "nats a token"))
     if _get(metrics, "val/gold_win_rate") is not None:
-        return _gold_win_rate(metrics, "base", "SFT", facts)
+        return _win_rate(metrics, "gold", "base", "SFT", facts)
     if loss is None:
         return _without(metrics, "val/loss", "held-out loss", facts)
     choices = number(_perplexity(loss))
@@ -417,8 +431,7 @@ def _perplexity(loss: float) -> float:
 
 
 def _reward(metrics: Metrics) -> Verdict:
-    longer = _get(metrics, "val/longer_wins_accuracy")
-    matched = "val/accuracy_length_matched"
+    matched, shorter = "val/accuracy_length_matched", "val/accuracy_chosen_shorter"
     rows = (
         ("val/label_ceiling", "ceiling set by the labels", "the best that is possible"),
         ("val/longer_wins_accuracy", "“the longer one wins”", "what length alone reaches"),
@@ -427,6 +440,7 @@ def _reward(metrics: Metrics) -> Verdict:
             "accuracy on pairs of one length",
             "lengths within 10 %" + interval(metrics, matched),
         ),
+        (shorter, "accuracy where the shorter is preferred", _of_pairs(metrics, shorter)),
         ("val/calibration_error", "calibration error", ""),
         ("val/margin", "margin", ""),
         ("val/loss", "loss", ""),
@@ -438,15 +452,41 @@ def _reward(metrics: Metrics) -> Verdict:
     ]
     if _get(metrics, "val/accuracy") is None:
         return _without(metrics, "val/accuracy", "held-out accuracy", facts)
-    rival = max(0.5, longer or 0.0)
-    known = "chance" if rival == 0.5 else "length alone"
+    return _ranked(metrics, "val", "of held-out pairs ranked as labelled", facts)
+
+
+def _ranked(metrics: Metrics, phase: str, caption: str, facts: list[Fact]) -> Verdict:
+    """Return the verdict on a reward model by the pairs that it ranks as labelled."""
+    longer = _get(metrics, f"{phase}/longer_wins_accuracy") or 0.0
+    known = "length alone" if longer > 0.5 else "chance"
     sentences = (
         f"It ranks responses better than {known} does.",
         f"It ranks responses worse than {known} does.",
         f"Undecided: it is not shown to rank responses better than {known} does.",
     )
-    caption = "of held-out pairs ranked as labelled"
-    return _judged(metrics, "val/accuracy", rival, caption, sentences, facts)
+    rival = max(0.5, longer)
+    result = _judged(metrics, f"{phase}/accuracy", rival, caption, sentences, facts)
+    warning = prefers_longer(metrics, phase)
+    return replace(result, sentence=f"{result.sentence} {warning}".strip())
+
+
+def _of_pairs(metrics: Metrics, accuracy: str) -> str:
+    pairs = _get(metrics, accuracy.replace("accuracy", "num_pairs"))
+    return "" if pairs is None else f"of {pairs:.0f} pairs"
+
+
+def prefers_longer(metrics: Metrics, phase: str = "val") -> str:
+    """Return a warning of a reward model that ranks wrong where the shorter is preferred, or ""."""
+    accuracy = f"{phase}/accuracy_chosen_shorter"
+    shorter = _get(metrics, accuracy)
+    if shorter is None or shorter >= 0.5:
+        return ""
+    right = f"{percent(shorter)} {_of_pairs(metrics, accuracy)}".strip()
+    return (
+        f"Where the shorter response is preferred it ranks only {right} right, below one half: a "
+        "policy that trains on it gets longer. data.balance_length=true trains on as many pairs of "
+        "both kinds."
+    )
 
 
 def _other(metrics: Metrics) -> Verdict:

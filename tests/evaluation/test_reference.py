@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -88,6 +90,7 @@ def compare(policy, baseline, sampling, gold, **columns):
 def test_references_come_from_the_columns_of_the_prompts_row_by_row(sampling):
     policy, baseline = tiny_policy(seed=1), tiny_policy(seed=2)
     mine = sample_answers(policy, batches(), sampling, noise=RowNoise(1, "evaluation"))
+    assert all(map(math.isnan, mine.scores)), "nothing scored them"
     # The policy's own answers are the references of three prompts of four.
     references = [*mine.completions[:3], "w2 w3 w4 w5 w6 w7 w8"]
     metrics = compare(policy, baseline, sampling, ExactMatchGold(), completion=references)

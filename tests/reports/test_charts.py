@@ -122,3 +122,18 @@ def test_values_of_any_size_and_spread_can_be_drawn(values):
     svg = line_chart("entropy", [Series("entropy", list(enumerate(values, 1)))])
     ((_, first), (_, last)) = drawn(svg)[0]
     assert first >= last
+
+
+@pytest.mark.parametrize(("unit", "low", "high"), [("", 0.01171, 0.01172), ("share", 0.999, 1.0)])
+def test_a_curve_that_hardly_moves_is_not_stretched_over_the_axis(unit, low, high):
+    svg = line_chart("x", [Series("x", [(1, low), (2, high)])], unit=unit)
+    ((first, second),) = drawn(svg)
+    assert 0 <= first[1] - second[1] < (HEIGHT - TOP - BOTTOM) / 20
+    ticks = [e.text or "" for e in ET.fromstring(svg).iter("text") if e.get("x") == str(LEFT - 7)]
+    assert len(ticks) == len(set(ticks)) >= 2
+    assert not [t for t in ticks if t.startswith("10") and t not in ("100 %", "100.0 %")]
+
+
+def test_a_curve_that_moves_by_a_tenth_fills_the_axis():
+    ((first, second),) = drawn(line_chart("x", [Series("x", [(1, 0.9), (2, 1.0)])]))
+    assert first[1] - second[1] > (HEIGHT - TOP - BOTTOM) * 0.8

@@ -12,6 +12,7 @@ from rlhf_lightning.reports.compare import render_comparison, write_comparison
 from rlhf_lightning.reports.frontier import frontier
 from rlhf_lightning.reports.several import read_runs
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.metric_catalog import quantity
 from rlhf_lightning.runs.summary import Status, read_summary, write_summary
 from tests.builders.run_folders import fake_ppo_run, fake_reward_run
 
@@ -263,3 +264,14 @@ def test_a_page_of_somebody_else_is_no_place_for_a_comparison(tmp_path):
     assert "my thesis" in mine.read_text()
     for _ in range(2):
         write_comparison(runs, tmp_path / "both.html")
+
+
+def test_an_outcome_that_is_shown_alike_of_all_runs_has_no_axis(tmp_path):
+    drawn = []
+    for kl in (0.01171, 0.02):
+        folders = [job(tmp_path / f"{kl}_{i}", 0.1 * i, 0.8 + 0.1 * i, k) for i, k in
+                   enumerate((0.01170, kl))]  # fmt: skip
+        page = render_comparison(folders)
+        drawn.append(next(c for c in re.findall(r"<svg.*?</svg>", page, re.S) if "parallel" in c))
+    label = quantity("val/kl_per_token").label
+    assert [label in chart for chart in drawn] == [False, True]

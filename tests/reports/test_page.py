@@ -191,3 +191,13 @@ def test_a_figure_whose_interval_holds_one_half_is_undecided_and_not_red(tmp_pat
     page = render_report(folder)
     assert '<p class="figure undecided">70.0 %</p>' in page
     assert "Undecided" in page
+
+
+def test_a_score_of_0_is_a_score_and_one_that_is_missing_is_none(tmp_path):
+    folder = RunFolder(tmp_path)
+    write_summary(folder, Summary("ppo", "completed", 1))
+    sample = {"prompt": "p", "response": "r", "baseline_response": "b"}
+    SamplesAppender(folder.samples).append(9, [sample | {"score": 0.0, "baseline_score": 0.0}])
+    assert Outline(render_report(folder)).text.count("score 0") == 2
+    SamplesAppender(folder.samples).append(10, [sample | {"score": None, "baseline_score": None}])
+    assert "score 0" not in Outline(render_report(folder)).text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -298,3 +299,16 @@ def test_a_published_row_that_was_not_run_says_so(tmp_path):
     assert "Found" not in table.lead
     _, text = write_study(replace(one, results=none), tmp_path)
     assert "| ten epochs | one epoch |" in text.read_text()
+
+
+def test_intervals_and_ticks_of_shares_are_drawn_within_0_and_100_percent(tmp_path):
+    one = study()
+    for gain in (0.99, 0.01):  # seeds far apart: Student's interval of the mean leaves 0 to 1
+        apart = [result("a", "c=0.1", s, g, 0.1) for s, g in ((1, gain), (2, 1 - gain), (3, gain))]
+        page, _ = write_study(replace(one, results=apart), tmp_path)
+        drawn = page.read_text()
+        ticks = [float(t) for t in re.findall(r">(-?[0-9.]+) %</text>", drawn)]
+        assert min(ticks) >= 0
+        assert max(ticks) <= 100
+        heights = [float(y) for y in re.findall(r"[0-9.]+,(-?[0-9.]+)[ \"]", drawn)]
+        assert min(heights) >= 16, "the top of the plane"

@@ -164,3 +164,12 @@ def test_what_comes_from_outside_is_plain_text_of_a_card(stage, tmp_path):
     rows = [line for line in text.splitlines() if line.startswith("|") and "evil" in line]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3, 4}
     assert text.count("## Benchmark") == 1
+
+
+def test_the_card_warns_of_a_reward_model_that_ranks_wrong_where_the_shorter_is_preferred(tmp_path):
+    metrics = {"val/accuracy": 0.76, "val/accuracy_chosen_shorter": 0.377}
+    text = write_model_card(tmp_path, facts(metrics=metrics)).read_text()
+    assert "ranks only 37.7 % right" in text
+    assert "data.balance_length=true" in text
+    text = write_model_card(tmp_path, facts(metrics=metrics | {"val/accuracy_chosen_shorter": 0.6}))
+    assert "balance_length" not in text.read_text()

@@ -167,3 +167,56 @@ def test_how_many_answers_ended_by_themselves_stands_beside_the_win_rate():
     cut = {"val/eos_fraction": 0.0, "val/baseline_eos_fraction": 0.02}
     found = verdict(replace(ppo(0.6, 0.55, 0.65), metrics=ppo(0.6, 0.55, 0.65).metrics | cut))
     assert Fact("ended by themselves", "2.0 % → 0.0 %", "SFT → now") in found.facts
+
+
+@pytest.mark.parametrize("stage", ["evaluate", "pipeline", "ppo"])
+@pytest.mark.parametrize("judge", ["judge", "human"])
+def test_a_win_rate_by_a_judge_or_by_people_is_the_headline(stage, judge):
+    key = f"val/{judge}_win_rate"
+    metrics = {key: 0.7, f"{key}_low": 0.6, f"{key}_high": 0.8, f"val/{judge}_num_pairs": 80.0}
+    result = verdict(Summary(stage, "completed", 1, metrics=metrics))
+    assert (result.tone, result.number) == ("good", "70.0 %")
+    scored = metrics | {"val/score_win_rate": 0.9, "val/score_win_rate_low": 0.85}
+    assert verdict(Summary(stage, "completed", 1, metrics=scored)).number == "70.0 %"
+    by_gold = scored | {"val/gold_win_rate": 0.4}
+    result = verdict(Summary("evaluate", "completed", 1, metrics=by_gold))
+    assert result.number == "40.0 %"
+    assert {"70.0 %", "90.0 %"} <= {fact.value for fact in result.facts}
+    assert "40.0 %" not in {fact.value for fact in result.facts}, "the headline is not said twice"
+
+
+def test_an_evaluation_that_judges_nothing_is_not_called_none():
+    skipped = verdict(Summary("evaluate", "completed", 1, metrics={"val/judge_skipped": 7.0}))
+    assert "skipped all 7 pairs" in skipped.sentence
+    lengths = {"val/response_length": 12.0, "val/baseline_response_length": 10.0}
+    plain = verdict(Summary("evaluate", "completed", 1, metrics=lengths))
+    assert "was recorded" not in plain.sentence
+    assert plain.number == ""
+
+
+def test_the_best_of_n_is_told_without_a_gold_reward_and_beside_that_of_one_response():
+    scores = {"val/score_win_rate": 0.6, "best_of/4/score": 1.5, "best_of/16/score": 2.5}
+    result = verdict(Summary("evaluate", "completed", 1, metrics=scores))
+    found = {fact.label: fact.value for fact in result.facts}
+    assert result.number == "60.0 %"
+    assert (found["best of 4"], found["best of 16"]) == ("1.50", "2.50")
+    gold = scores | {"best_of/16/gold_win_rate": 0.8, "val/gold_win_rate": 0.7}
+    result = verdict(Summary("evaluate", "completed", 1, metrics=gold))
+    assert result.number == "80.0 %"
+    assert "70.0 %" in {fact.value for fact in result.facts}
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase"), [("reward", "val"), ("pipeline", "val"), ("evaluate", "benchmark")]
+)
+def test_a_reward_model_that_ranks_wrong_where_the_shorter_is_preferred_is_warned_of(stage, phase):
+    key = f"{phase}/accuracy_chosen_shorter"
+    metrics = {f"{phase}/accuracy": 0.76, key: 0.377, f"{phase}/num_pairs_chosen_shorter": 40.0}
+    result = verdict(Summary(stage, "completed", 1, metrics=metrics))
+    assert "37.7 %" in {fact.value for fact in result.facts}
+    assert "37.7 % of 40 pairs" in result.sentence
+    assert "data.balance_length=true" in result.sentence
+    for right in (0.5, 0.607):
+        result = verdict(Summary(stage, "completed", 1, metrics=metrics | {key: right}))
+        assert "balance_length" not in result.sentence
+        assert percent(right) in {fact.value for fact in result.facts}
