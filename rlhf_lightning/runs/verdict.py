@@ -214,8 +214,7 @@ _JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "
 
 def _first_judge(metrics: Metrics) -> str:
     """Return the judge that counts most of those with a win rate, "" where none has one."""
-    found = (by for by in _JUDGES if _get(metrics, f"val/{by}_win_rate") is not None)
-    return next(found, "")
+    return next((by for by in _JUDGES if _get(metrics, f"val/{by}_win_rate") is not None), "")
 
 
 def _win_rate(metrics: Metrics, judge: str, rival: str, name: str, facts: list[Fact]) -> Verdict:
@@ -344,12 +343,7 @@ def _evaluate(metrics: Metrics) -> Verdict:
 
 
 def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
-    """Return the verdict on the best of the most answers; `plain` where gold judges none.
-
-    Args:
-        metrics: final ones.
-        plain: the verdict on one answer of the policy.
-    """
+    """Return the verdict on the best of the most answers; `plain`, that on one, without gold."""
     key = "best_of/{}/gold_win_rate"
     counts = [n for n in best_of_counts(metrics) if _get(metrics, key.format(n)) is not None]
     if not counts:
@@ -464,8 +458,7 @@ def _ranked(metrics: Metrics, phase: str, caption: str, facts: list[Fact]) -> Ve
         f"It ranks responses worse than {known} does.",
         f"Undecided: it is not shown to rank responses better than {known} does.",
     )
-    rival = max(0.5, longer)
-    result = _judged(metrics, f"{phase}/accuracy", rival, caption, sentences, facts)
+    result = _judged(metrics, f"{phase}/accuracy", max(0.5, longer), caption, sentences, facts)
     warning = prefers_longer(metrics, phase)
     return replace(result, sentence=f"{result.sentence} {warning}".strip())
 
