@@ -48,7 +48,8 @@ def messages_in(value: Any, key: str, where: Location) -> Any:
 
 def _is_message(value: Any) -> bool:
     keys = set(value) if isinstance(value, Mapping) else set()
-    return {"role", "content"} <= keys or {"from", "value"} <= keys
+    own = "role" in keys and bool({"content", "tool_calls"} & keys)
+    return own or {"from", "value"} <= keys
 
 
 def _decoded(text: str) -> Any:

@@ -12,8 +12,10 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
-from rlhf_lightning.data.records import ROLES, Origin, Record, TextRecord
+from rlhf_lightning.data.errors import BadRecordError, Location, describe
+from rlhf_lightning.data.records import Origin, Record, TextRecord
+from rlhf_lightning.data.turns import CALLS, check_characters, parse_message
+from rlhf_lightning.text.forms import THOUGHT, WEIGHT
 from rlhf_lightning.text.messages import Messages, Text
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -38,7 +40,7 @@ def parse_text(value: Any, key: str, where: Location) -> Text:
 
 
 def parse_messages(value: Any, key: str, where: Location) -> Messages:
-    """Return a conversation with nothing but roles and contents.
+    """Return a conversation, its messages as `turns.parse_message` reads them.
 
     Raises:
         BadRecordError: if it is no list, empty, or has a message without a known role and a text.
@@ -49,42 +51,7 @@ def parse_messages(value: Any, key: str, where: Location) -> Messages:
     if not value:
         fix = "fill it, or leave the record out"
         raise BadRecordError(where, f"the key {key!r} holds an empty list", fix)
-    return tuple(_parse_message(m, f"{key}[{i}]", where) for i, m in enumerate(value))
-
-
-def _parse_message(message: Any, name: str, where: Location) -> Mapping[str, str]:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
-        raise BadRecordError(where, found, 'write {"role": "user", "content": "..."}')
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        hint = closest(role, ROLES) if isinstance(role, str) else None
-        fix = f"did you mean {hint!r}?" if hint else f"use one of {', '.join(ROLES)}"
-        raise BadRecordError(where, f"{name} has the unknown role {describe(role)}", fix)
-    if not isinstance(content, str):
-        found = f"the content of {name} is {describe(content)}, expected text"
-        raise BadRecordError(where, found, "write the message's text: only text is supported")
-    if message.get("tool_calls"):
-        found = f"{name} has tool_calls, which would be lost"
-        raise BadRecordError(where, found, "write the call as text in the content")
-    check_characters(content, f"the content of {name}", where)
-    return {"role": role, "content": content}
-
-
-def check_characters(text: str, name: str, where: Location) -> None:
-    """Check that a text can be written as UTF-8, which tokenizers and files need.
-
-    Raises:
-        BadRecordError: if it holds half of a surrogate pair, as JSON may spell it.
-    """
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"{name} holds half of a character (U+{ord(text[error.start]):04X})"
-        fix = "write the file anew with whole characters, as UTF-8"
-        raise BadRecordError(where, found, fix) from error
+    return tuple(parse_message(m, f"{key}[{i}]", where) for i, m in enumerate(value))
 
 
 def check_prompt(prompt: Text, where: Location) -> None:
@@ -148,7 +115,13 @@ def check_answer(prompt: Text, answer: Text, key: str, where: Location) -> None:
         found = f"{key!r} {got}, expected only the assistant's response, one message"
         fix = "move the earlier messages to 'prompt', or where they repeat it read them alone with"
         raise BadRecordError(where, found, f"{fix} {_whole(key)}")
-    if not answer[-1]["content"].strip():
+    if answer[-1].get(WEIGHT) == 0:
+        found = f"the response of {key!r} has weight 0 (or train: false), so nothing is learnt"
+        fix = (
+            "end with a response that is learnt, or skip it with dataset.source.on_bad_record=skip"
+        )
+        raise BadRecordError(where, found, fix)
+    if not answer[-1]["content"].strip() and CALLS not in answer[-1]:
         raise _empty(key, where)
 
 
@@ -199,9 +172,15 @@ def style(text: Text) -> str:
 
 
 def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    )
+    """Return how many parts are alike; ids and times of messages may differ."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: _said(pair[0]) == _said(pair[1]), pairs))
+
+
+def _said(part: Any) -> Any:
+    if isinstance(part, str):
+        return part
+    return [part.get(key) for key in ("role", "content", THOUGHT, CALLS)]
 
 
 def _shared_words(first: str, second: str) -> int:

@@ -121,7 +121,8 @@ class EncodingReport:
     `num_spelled` records spell special tokens, kept as text; in `num_merged` a token holds the end
     of the prompt and the start of an answer. `skipped` names the bad records that were left out,
     `lost` what the chat template did not write of a record, by its place. `unread` counts the keys
-    of messages that the template does not read.
+    of messages and of `chat_template_kwargs` that the template does not read, `unread_columns` the
+    columns that nothing reads.
     """
 
     num_records: int = 0
@@ -133,6 +134,7 @@ class EncodingReport:
     skipped: list[str] = field(default_factory=list)
     lost: dict[str, list[str]] = field(default_factory=dict)
     unread: Counter[str] = field(default_factory=Counter)
+    unread_columns: Counter[str] = field(default_factory=Counter)
 
 
 def encode_all(
@@ -170,7 +172,9 @@ def encode_all(
             raise ValueError(f"record {number}: {error}") from error
         if row is not None:
             encoded.append(row)
-            report.unread.update(unread_keys(_messages(record), tokenizer))
+            report.unread.update(unread_keys(_messages(record), record.variables, tokenizer))
+            if not isinstance(record, PromptRecord | TextRecord):  # rewards are given those
+                report.unread_columns.update(record.origin.unread)
             spelled = encoder.control.spelled_in(*_texts(record))
             report.num_spelled += spelled and not record.rendered
     return _same_columns(encoded), report
@@ -398,7 +402,7 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
         rendered = {CONVERSATION: "true"} if record.rendered else {}
         return columns | rendered | {"prompt": record.prompt}
     messages = [dict(message) for message in record.prompt]
-    columns[CONVERSATION] = json.dumps(messages, ensure_ascii=False)
+    columns[CONVERSATION] = json.dumps(messages, ensure_ascii=False, default=str)
     return columns | {"prompt": write_chat(record.prompt, tokenizer, variables=record.variables)}
 
 

@@ -28,7 +28,6 @@ from rlhf_lightning.data.cells import messages_in
 from rlhf_lightning.data.conversations import (
     SIDES,
     check_answer,
-    check_characters,
     check_prompt,
     implied_prompt,
     is_transcript,
@@ -50,6 +49,8 @@ from rlhf_lightning.data.records import (
     kind_of,
     prompt_key,
 )
+from rlhf_lightning.data.row_keys import ROW_KEYS, with_row_keys
+from rlhf_lightning.data.turns import check_characters
 
 
 def _parse_text_row(row: Row, where: Location) -> TextRecord:
@@ -134,7 +135,8 @@ PARSERS: dict[str, Callable[[Row, Location], Record]] = {
 }
 FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
 MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
-KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered")
+KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered", *ROW_KEYS)
+_QUIET = ("domain", "margin", "label", "rendered", "score")
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ class ParsedRow:
     """A record, where it was read, and the row's other columns in their own types.
 
     Rows of one `group` are on one side of a split; "" stands for the prompt. `texts` are both sides
-    of a plain pair as given, where the prompt is what they share.
+    of a plain pair as given, where the prompt is what they share; `unread` names the
+    columns that no record has.
     """
 
     record: Record
@@ -150,6 +153,7 @@ class ParsedRow:
     columns: Mapping[str, Any]
     group: str = ""
     texts: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def split_key(self) -> str:
@@ -310,6 +314,7 @@ class RowParser:
             hidden = self._columns.keys() & set(TEXT_KEYS)
             row = as_ours({k: v for k, v in row.items() if k not in hidden}, where)
         ours = self._rename(row, where)
+        given = ours.copy()
         rendered = _parse_rendered(ours.get("rendered", self._rendered), where)
         if not rendered:
             ours |= _read_cells(ours, where)
@@ -321,6 +326,7 @@ class RowParser:
             found = f"the key 'domain' holds {describe(domain)}, expected text"
             raise BadRecordError(where, found, "write the domain's name, or leave the key out")
         record = replace(PARSERS[name](ours, where), domain=domain, rendered=rendered)
+        record, used = with_row_keys(record, ours, where)
         own = style(record.text if isinstance(record, TextRecord) else record.prompt)
         if self._began is not None and own != self._began[1]:
             found = f"mixed formats: this record is {own}, the set began {self._began[1]}"
@@ -330,7 +336,14 @@ class RowParser:
         others = {str(k): v for k, v in row.items() if k not in taken and v is not None}
         sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
         texts = sides if all(isinstance(side, str) for side in sides) else ()
-        return ParsedRow(record, where, others, texts=texts)
+        read = {self._columns.get(key, key) for key in (*FORMATS[name], *_QUIET, *used)}
+        same = [given[key] for key in FORMATS[name]]  # a reader has taken them of other columns
+        unread = tuple(
+            str(key)
+            for key, value in row.items()
+            if key not in read and value not in (None, "") and all(value is not x for x in same)
+        )
+        return ParsedRow(record, where, others, texts=texts, unread=unread)
 
     def _rename(self, row: Row, where: Location) -> dict[str, Any]:
         """Return the row's values under our names, without the nulls that fill columnar files."""

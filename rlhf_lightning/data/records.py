@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhf_lightning.data.errors import Location
+from rlhf_lightning.text.forms import THOUGHT
 from rlhf_lightning.text.messages import Text, as_text
 
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
 Split = Literal["train", "validation"]
 
+_SAID = (THOUGHT, "tool_calls")  # of a message, beside its content
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -29,11 +31,13 @@ class Origin:
         where: file and line; None where it was read from neither.
         skip: leave it out, counted and named; else it is an error.
         lossy: keep it, counted, where the template writes a part of it only.
+        unread: columns of its row that nothing reads.
     """
 
     where: Location | None = None
     skip: bool = False
     lossy: bool = False
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,8 @@ def text_key(text: Text) -> str:
     """Return a string that is equal for equal texts only."""
     if isinstance(text, str):
         return text
-    return json.dumps([[m["role"], m["content"]] for m in text], ensure_ascii=False)
+    parts = [[m["role"], m["content"], *(m[k] for k in _SAID if k in m)] for m in text]
+    return json.dumps(parts, ensure_ascii=False, default=str)
 
 
 def check_split(split: str) -> None:

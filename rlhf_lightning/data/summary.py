@@ -81,6 +81,7 @@ class DataSummary:
     num_spelled: int
     lost: Mapping[str, Sequence[str]]
     unread: Mapping[str, int]
+    unread_columns: Mapping[str, int]
     num_merged: int
     missing_columns: Mapping[str, int]
     dropped: Mapping[str, int]
@@ -110,11 +111,12 @@ class DataSummary:
         ):
             if count:
                 table.add_row(name, str(count))
-        if self.unread:
-            counts = (f"{name} {count}" for name, count in self.unread.items())
-            table.add_row(
-                "keys of messages that the chat template does not read", ", ".join(counts)
-            )
+        for name, unread in (
+            ("keys of messages that the chat template does not read", self.unread),
+            ("columns that are not read (map them with columns=)", self.unread_columns),
+        ):
+            if unread:
+                table.add_row(name, ", ".join(f"{key} {count}" for key, count in unread.items()))
         for name, count in self.missing_columns.items():
             table.add_row(f'rows without {name!r}, which is "" to the reward', str(count))
         for reason, count in self.dropped.items():
@@ -162,6 +164,7 @@ def summarize(
         num_spelled=report.num_spelled,
         lost=report.lost,
         unread=dict(report.unread.most_common()),
+        unread_columns=dict(report.unread_columns.most_common()),
         num_merged=report.num_merged,
         missing_columns=_missing_columns(encoded),
         dropped=dict(report.dropped),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.text.fidelity import Fidelity
 from rlhf_lightning.text.forms import READ_BY_US, REFUSALS, apply, form_of
 from rlhf_lightning.text.messages import Messages
+from rlhf_lightning.text.template_date import leading_settings
 
 _OTHER = "set another chat template in the tokenizer of the model"
 _SKIP = "leave such records out with dataset.source.on_bad_record=skip"
@@ -104,12 +105,15 @@ def render_chat(
 
 
 def unread_keys(
-    messages: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
+    messages: Iterable[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
-    """Yield the keys of messages that the chat template does not name."""
-    for message in messages:
-        if len(message) > 2:
-            template = str(tokenizer.chat_template)
-            for key in message.keys() - READ_BY_US:
-                if not re.search(rf"\b{re.escape(str(key))}\b", template):
-                    yield str(key)
+    """Yield the keys of messages, and the variables, that the chat template does not read."""
+    keys = [key for message in messages if len(message) > 2 for key in message.keys() - READ_BY_US]
+    keys += variables.keys() - {"tools", "documents"}  # those are looked for in the text
+    template = str(tokenizer.chat_template) if keys else ""
+    for key in keys:
+        fixed = key in variables and key in leading_settings(template)
+        if fixed or not re.search(rf"\b{re.escape(str(key))}\b", template):
+            yield str(key)

@@ -131,11 +131,6 @@ def test_columns_with_a_name_that_is_not_ours_is_an_error_with_a_hint():
         parse({"q": "x"}, columns={"promt": "q"})
 
 
-def test_messages_keep_only_role_and_content():
-    row = {"prompt": [{"role": "user", "content": "hi", "name": "bob"}]}
-    assert parse_one(row).prompt == ({"role": "user", "content": "hi"},)
-
-
 def test_prompts_keep_the_other_columns_in_their_own_types():
     (parsed,) = parse({"prompt": "2+2", "completion": "4", "level": 3, "tags": ["a"], "none": None})
     prompt = to_kind(parsed, "prompts")
@@ -253,7 +248,7 @@ CALLED = [assistant("call weather"), {"role": "tool", "content": "sunny"}, assis
         ({"prompt": [user("a")], "completion": [user("b")]}, "has a message from 'user'"),
         ({"prompt": [user("a")], "completion": CALLED}, "has a message from 'tool'"),
         ({"prompt": [user("a")], "completion": [assistant("b")] * 2}, "has 2 messages"),
-        ({"messages": [user("a"), {**assistant("b"), "tool_calls": [{}]}]}, "has tool_calls"),
+        ({"messages": [user("a"), {**assistant("b"), "tool_calls": [{}]}]}, "a call of messages"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "it answers nothing"),
         ({"prompt": "", "completion": ""}, "response of 'completion' is empty"),
         ({"prompt": ""}, "'prompt' is empty"),

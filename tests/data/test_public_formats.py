@@ -99,7 +99,7 @@ DEMONSTRATIONS: dict[str, tuple[dict[str, Any], DemonstrationRecord]] = {
         DemonstrationRecord(TWO, (said(GOOD),))),
     "WildChat": (
         {"conversation": [user(Q) | {"turn": 1}, said(GOOD)], "model": "m", "toxic": False},
-        DemonstrationRecord((user(Q),), (said(GOOD),))),
+        DemonstrationRecord((user(Q) | {"turn": 1},), (said(GOOD),))),
     "Alpaca": (
         {"instruction": "Sum up.", "input": Q, "output": GOOD},
         DemonstrationRecord(f"Sum up.\n\n{Q}", GOOD)),

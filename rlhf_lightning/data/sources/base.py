@@ -111,14 +111,15 @@ class RowSource:
         """
         rows = self._split(split)
         if kind == "prompts" and rows and kind_of(rows[0].record) != "prompts":
-            rows = list({prompt_key(row.record): row for row in reversed(rows)}.values())[::-1]
+            first = {prompt_key(r.record) + repr(r.record.variables): r for r in reversed(rows)}
+            rows = list(first.values())[::-1]
         return list(self._converted(rows, kind))
 
     def _converted(self, rows: Sequence[ParsedRow], kind: RecordKind) -> Iterator[Record]:
         labelled = self._label is not None and not self._label.is_rating
         faults = self.on_bad_record == "skip", self.on_template_loss == "warn"
         for row in rows:
-            own = Origin(row.where, *faults), self.system_into_user
+            own = Origin(row.where, *faults, row.unread), self.system_into_user
             try:
                 if kind == "unpaired":
                     yield from (
