@@ -122,9 +122,7 @@ class RowSource:
             own = Origin(row.where, *faults, row.unread), self.system_into_user
             try:
                 if kind == "unpaired":
-                    yield from (
-                        placed(record, *own) for record in labels.unpaired(row, self._label)
-                    )
+                    yield from (placed(one, *own) for one in labels.unpaired(row, self._label))
                     continue
                 if kind == "demonstrations":
                     labels.check_demonstration(row, self._label)
