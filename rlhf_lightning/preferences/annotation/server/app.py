@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -272,10 +272,13 @@ async def read_form(request: Request) -> dict[str, str]:
         HTTPException: if it is too large or no form.
     """
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > LARGEST_FORM:
-            raise HTTPException(413, "That is too long.")
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > LARGEST_FORM:
+                raise HTTPException(413, "That is too long.")
+    except ClientDisconnect as error:
+        raise HTTPException(400, "That form did not arrive whole.") from error
     try:
         pairs = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=20, errors="strict")
     except ValueError as error:

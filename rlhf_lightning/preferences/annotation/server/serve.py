@@ -12,8 +12,14 @@ import uvicorn
 
 from rlhf_lightning.preferences.annotation.assignment import Sharing
 from rlhf_lightning.preferences.annotation.server.app import Page
+from rlhf_lightning.preferences.annotation.server.connections import (
+    ACCEPTED_AT_ONCE,
+    Connection,
+)
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.preferences.annotation.store import LabelStore
+
+WAITING = 256  # connections in the kernel's queue
 
 
 class QuietServer(uvicorn.Server):
@@ -22,6 +28,12 @@ class QuietServer(uvicorn.Server):
     Uvicorn's own loop wakes ten times a second, to look for a signal and to renew the `Date`
     header, which `Guard` writes here.
     """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; more wait in the kernel's queue than asyncio takes out of it at once."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(WAITING)
 
     async def main_loop(self) -> None:
         """Wait for a signal."""
@@ -70,7 +82,7 @@ def listen(settings: PageSettings) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((settings.host, settings.port))
-        listening.listen(256)
+        listening.listen(WAITING)
         return listening
     except OSError as error:
         listening.close()
@@ -110,6 +122,8 @@ def serve(
         date_header=False,
         lifespan="off",
         ws="none",
+        http=Connection,
+        backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=5,
     )
     once = OncePerMinute()
