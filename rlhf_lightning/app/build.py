@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -285,6 +287,24 @@ def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:
             continue
         with suppress(ManifestError):
             found[source] = source_fingerprint(source, scorer.get("revision"))
+    return found
+
+
+def function_digests(scorer: Mapping[str, Any]) -> dict[str, str]:
+    """Return a SHA-256 of the file of each reward function of a scorer that has been built.
+
+    Functions of this package are left out: a run continues with a later version of it.
+    """
+    found: dict[str, str] = {}
+    for key, value in scorer.items():
+        if isinstance(value, Mapping):
+            found |= function_digests(value)
+        elif key == "function" and isinstance(value, str):
+            place, colon, _ = value.rpartition(":")
+            module = sys.modules.get(value.rpartition(".")[0])
+            file = place if colon else getattr(module, "__file__", None)
+            if file is not None and not value.startswith("rlhf_lightning."):
+                found[value] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return found
 
 

@@ -22,7 +22,7 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import register
-from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, unfinished_run
+from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_secrets
 from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
@@ -164,7 +164,7 @@ def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
     """Return the folder of the run: an unfinished one of this configuration, or the new one."""
     if settings.resume != "auto":
         return folder
-    unfinished = unfinished_run(settings)
+    unfinished = next(runs_to_continue(settings), None)
     if unfinished is None:
         return folder
     drop_unused(folder, unfinished, hydra_log(), link=in_sweep())

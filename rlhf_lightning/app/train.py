@@ -24,7 +24,7 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
-from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, unfinished_run
+from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_changes, keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_devices, check_run, read_settings
@@ -209,12 +209,11 @@ def _where_to_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFold
         return folder, path
     if settings.resume == "never":
         return folder, None
-    unfinished = unfinished_run(settings)
-    checkpoint = newest_complete_checkpoint(unfinished) if unfinished is not None else None
-    if unfinished is None or checkpoint is None:
-        return folder, None
-    drop_unused(folder, unfinished, hydra_log(), link=in_sweep())
-    return unfinished, checkpoint
+    for unfinished in runs_to_continue(settings):
+        if (checkpoint := newest_complete_checkpoint(unfinished, settings.config_hash)) is not None:
+            drop_unused(folder, unfinished, hydra_log(), link=in_sweep())
+            return unfinished, checkpoint
+    return folder, None
 
 
 def objective(summary: Summary, stage: StageSpec) -> float | None:

@@ -1,4 +1,4 @@
-"""A run trains one configuration: the same on all ranks, against the same models after a resume."""
+"""A run trains one configuration on all ranks, with the same rewards on each and after a resume."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks
+from rlhf_lightning.runs.resume import CONFIG_HASH
 
 
 class SameConfiguration(Callback):
@@ -34,26 +35,43 @@ class SameConfiguration(Callback):
         check_same_on_all_ranks("configuration", self.digest)
         check_same_on_all_ranks("run folder", self.folder)
 
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the digest: a checkpoint that was copied from another run is not continued."""
+        checkpoint[CONFIG_HASH] = self.digest
+
 
 class SameSources(Callback):
-    """Refuses to resume if a frozen model is another one than the run began with.
+    """Refuses to train if what scores responses differs between ranks, or from before a resume.
 
-    What scores answers is not in the checkpoint; it is read from its source again.
+    It is not in the checkpoint; it is read from its source again.
 
     Args:
         fingerprints: of each model that the scorer loads, by its folder or hub name.
+        functions: SHA-256 of the file of each reward function, by its name.
     """
 
-    KEY = "scorer_fingerprints"
+    MODELS, FUNCTIONS = "scorer_fingerprints", "reward_functions"  # keys in a checkpoint
 
-    def __init__(self, fingerprints: Mapping[str, str]) -> None:
-        self.fingerprints = dict(fingerprints)
+    def __init__(self, fingerprints: Mapping[str, str], functions: Mapping[str, str]) -> None:
+        self.found = {self.MODELS: dict(fingerprints), self.FUNCTIONS: dict(functions)}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the ranks.
+
+        Raises:
+            RuntimeError: on every rank, if they differ.
+        """
+        check_same_on_all_ranks("reward model", str(self.found[self.MODELS]))
+        check_same_on_all_ranks("reward function", str(self.found[self.FUNCTIONS]))
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the fingerprints."""
-        checkpoint[self.KEY] = sorted(self.fingerprints.values())
+        for key, found in self.found.items():
+            checkpoint[key] = sorted(found.values())
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -63,13 +81,14 @@ class SameSources(Callback):
         Raises:
             ValueError: if one has changed; the same models may stand in other folders.
         """
-        saved = checkpoint.get(self.KEY)
-        if saved is None or saved == sorted(self.fingerprints.values()):
-            return
-        changed = {k: v for k, v in self.fingerprints.items() if v not in saved}
-        found = ", ".join(f"{where} ({value[:12]})" for where, value in changed.items())
-        raise ValueError(
-            f"the checkpoint was trained with the reward model {', '.join(v[:12] for v in saved)}, "
-            f"now the scorer is {found or 'without it'}: resume with the one it started with, or "
-            "start anew with resume=never"
-        )
+        for key, what in ((self.MODELS, "model"), (self.FUNCTIONS, "function")):
+            saved, now = checkpoint.get(key), self.found[key]
+            if saved is None or saved == sorted(now.values()):
+                continue
+            changed = [f"{where} ({v[:12]})" for where, v in now.items() if v not in saved]
+            raise ValueError(
+                f"the checkpoint was trained with the reward {what} "
+                f"{', '.join(v[:12] for v in saved)}, now the scorer is "
+                f"{', '.join(changed) or 'without it'}: resume with the one it started with, or "
+                "start a new run with resume=never"
+            )

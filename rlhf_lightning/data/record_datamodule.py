@@ -35,6 +35,7 @@ from rlhf_lightning.data.sampler import (
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.data.summary import DataSummary, render_examples, summarize
+from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, world_size
 
 VALIDATION_BATCH_FACTOR = 2
 
@@ -284,6 +285,10 @@ class RecordDataModule(LightningDataModule):
         """Return the loader of the batches that are still to be trained on."""
         rows = self.rows("train")
         self._check_restored(len(rows))
+        if world_size() > 1:
+            held_out = rows_digest(self.rows("validation"))
+            digests = f"{self._identity(len(rows))['training_rows'][:12]} {held_out[:12]}"
+            check_same_on_all_ranks("data", digests)
         self._sampler = StreamBatchSampler(
             len(rows),
             batch_size=self.batch_size,

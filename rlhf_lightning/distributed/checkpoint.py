@@ -102,7 +102,7 @@ def load_shards(path: Path, model: nn.Module, optimizers: list[torch.optim.Optim
         _OPTIMIZERS: [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers],
     }
     shared, _ = _split(own)
-    reader = HuggingFaceStorageReader(str(path))
+    reader = _reader(path)
     stored = set(reader.read_metadata().state_dict_metadata)
     # A parameter that has not been trained yet, as in a warm-up of the value model, has no state.
     untouched = {name for name in set(shared) - stored if not name.startswith(f"{_MODEL}/")}
@@ -170,7 +170,7 @@ def read_full(path: Path) -> dict[str, Any]:
     """Return the checkpoint in a folder of `save_shards` as one of a single process, on the CPU."""
     rest: dict[str, Any] = read_data(path / META)
     alike = rest.pop(_ALIKE)
-    reader = HuggingFaceStorageReader(str(path))
+    reader = _reader(path)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     shared = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in stored.items()}
     with warnings.catch_warnings(), _cause_of_failure():
@@ -187,6 +187,14 @@ def read_full(path: Path) -> dict[str, Any]:
             optimizers[int(owner)]["state"].setdefault(name, {})[value] = tensor
     rest[_OPTIMIZERS] = [_by_number(optimizer) for optimizer in optimizers]
     return rest
+
+
+def _reader(path: Path) -> HuggingFaceStorageReader:
+    """Return a reader of the shards that the checksums list, whatever else a copy left there."""
+    reader = HuggingFaceStorageReader(str(path))
+    listed = [str(path / Path(name).name) for name in json.loads((path / CHECKSUMS).read_text())]
+    reader.fs.ls = lambda _: listed
+    return reader
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, DTensor], dict[str, Any]]:

@@ -13,7 +13,7 @@ from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.sources.given import GivenRows
-from rlhf_lightning.distributed.collectives import unsharded
+from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, unsharded
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.modules.trainer_flags import check_steps
 from rlhf_lightning.rollout.generators.base import CachedGenerator, gathers_layers
@@ -22,13 +22,21 @@ from rlhf_lightning.rollout.scorers.base import make_answers
 from rlhf_lightning.text.tokenizers import stop_ids
 
 
+class SameStart(Callback):
+    """Stops before the first batch if a rank starts from another model."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compare the fingerprints of the source."""
+        check_same_on_all_ranks("start", str(getattr(pl_module, "fingerprint", "")))
+
+
 class RLHFModule(L.LightningModule):
     """Base of the modules."""
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse the flags that a Trainer refuses by itself, and name the setting to use."""
         check_steps(self.trainer)
-        return []
+        return [SameStart()]
 
     @torch.no_grad()
     def generate(

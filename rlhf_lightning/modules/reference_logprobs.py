@@ -9,6 +9,7 @@ Legend: N rows of a split, b rows of a micro-batch.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -39,10 +40,11 @@ from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.runs.atomic import replacing
 
+logger = logging.getLogger(__name__)
 FOLDER = "cache"  # below the Trainer's folder
 SPLITS = ("train", "validation")
 ROWS_TOGETHER = 256  # of a rank, that are padded to one width
-KEY = "key"
+KEY, CHECKSUM = "key", "sha256"
 Rows = Sequence[EncodedPreference]
 
 
@@ -210,39 +212,57 @@ def read_tables(path: Path, key: str, rows: Mapping[str, Rows]) -> dict[str, Ten
     """Return the tables of a file; without one, tables of NaN.
 
     Raises:
-        ValueError: if they were computed with other data or another reference.
+        ValueError: if they were computed with other data or another reference, or are damaged.
     """
     if not path.is_file():
-        return {split: torch.full((len(rows[split]), 2), torch.nan) for split in SPLITS}
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-        if (file.metadata() or {}).get(KEY) != key:
-            raise ValueError(
-                f"{path} holds log-probabilities of other data, or under another reference or "
-                "precision: train into another folder, or remove it"
-            )
-        return {split: file.get_tensor(split) for split in SPLITS}
+        return _unknown(rows)
+    try:
+        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            tables = {split: file.get_tensor(split) for split in SPLITS}
+            known = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if known.get(KEY) != key:
+        raise ValueError(
+            f"{path} holds log-probabilities of other data, or under another reference or precision"
+        )
+    whole = all(tables[split].shape == (len(rows[split]), 2) for split in SPLITS)
+    if not whole or known.get(CHECKSUM) != _checksum(tables):
+        raise ValueError(f"{path} is damaged: its numbers are not those that were written")
+    return tables
+
+
+def _checksum(tables: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        digest.update(tables[split].contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_tables(path: Path, key: str, tables: Mapping[str, Tensor]) -> None:
     """Write the tables in one step."""
     with replacing(path) as file:
-        file.write(save({k: v.contiguous() for k, v in tables.items()}, metadata={KEY: key}))
+        known = {KEY: key, CHECKSUM: _checksum(tables)}
+        file.write(save({k: v.contiguous() for k, v in tables.items()}, metadata=known))
 
 
 def _for_all_ranks(
     read: Callable[[], dict[str, Tensor]], rows: Mapping[str, Rows]
 ) -> dict[str, Tensor]:
-    """Return what rank 0 has read: others may have no such disk."""
-    tables, reason = {}, ""
+    """Return what rank 0 has read: others may have no such disk. What is damaged is computed."""
+    tables: dict[str, Tensor] = {}
     if rank() == 0:
         try:
             tables = read()
         except ValueError as error:
-            reason = str(error)
-    found = gathered((reason, {split: table.tolist() for split, table in tables.items()}))[0]
-    if found[0]:
-        raise ValueError(found[0])
-    return {split: torch.tensor(found[1][split]).view(-1, 2) for split in rows}
+            logger.warning("%s; they are computed again", error)
+            tables = _unknown(rows)
+    found = gathered({split: table.tolist() for split, table in tables.items()})[0]
+    return {split: torch.tensor(found[split]).view(-1, 2) for split in rows}
+
+
+def _unknown(rows: Mapping[str, Rows]) -> dict[str, Tensor]:
+    return {split: torch.full((len(rows[split]), 2), torch.nan) for split in SPLITS}
 
 
 def _missing(table: Tensor, data: RecordDataModule, trainer: L.Trainer, split: str) -> list[int]:

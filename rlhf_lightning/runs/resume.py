@@ -9,7 +9,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ _LEFT_OUT = frozenset(
 _VERBOSITY = frozenset({"verbose", "quiet", "refresh_rate", "refresh_seconds", "every_n_seconds"})
 META = "meta.pt"  # of a sharded checkpoint: what every rank has alike
 CHECKSUMS = "checksums.json"
+CONFIG_HASH = "config_hash"  # of the run, in its checkpoints
 _CHUNK_BYTES = 1 << 22
 _CHECKPOINT_NAME = re.compile(r"iteration=(\d+)")
 
@@ -82,10 +83,10 @@ def config_hash(container: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def find_unfinished_run(
+def unfinished_runs(
     root: Path | str, config_hash: str, *, pattern: str = "*"
-) -> RunFolder | None:
-    """Return the newest run below `root` of this configuration that did not complete, or None.
+) -> Iterator[RunFolder]:
+    """Yield the runs below `root` of this configuration that did not complete, the newest first.
 
     Newest by name, which begins with date and time. A run that a living process writes is not
     unfinished but under way, and is passed over, as is a folder whose summary cannot be read.
@@ -110,28 +111,44 @@ def find_unfinished_run(
                         "it without a word (os._exit)",
                         path,
                     )
-                return folder
-            logger.warning("passing over %s: another process is writing it", path)
-    return None
+                yield folder
+            else:
+                logger.warning("passing over %s: another process is writing it", path)
 
 
-def newest_complete_checkpoint(folder: RunFolder) -> Path | None:
+def newest_complete_checkpoint(folder: RunFolder, config_hash: str | None = None) -> Path | None:
     """Return the newest checkpoint of a run that can be read to its end, or None.
 
     A damaged one is reported and passed over for the one before. Every byte of a candidate is
-    read once and held against its checksum, which costs less than finding out later.
+    read once and compared with its checksum, which costs less than finding out later.
+
+    Args:
+        folder: of the run.
+        config_hash: passes over checkpoints that a run of another configuration wrote.
     """
-    return newest_complete_in(folder.checkpoints)
+    return newest_complete_in(folder.checkpoints, config_hash)
 
 
-def newest_complete_in(checkpoints: Path) -> Path | None:
+def newest_complete_in(checkpoints: Path, config_hash: str | None = None) -> Path | None:
     """Return that checkpoint of a folder of checkpoints."""
     for path in _candidates(checkpoints):
-        if problem := checkpoint_problem(path):
+        problem = checkpoint_problem(path)
+        if problem is None and config_hash is not None and _hash_in(path) not in ("", config_hash):
+            problem = "it is of a run with another configuration"
+        if problem:
             logger.warning("passing over the checkpoint %s: %s", path, problem)
         else:
             return path
     return None
+
+
+def _hash_in(path: Path) -> str:
+    """Return the hash of the configuration in a checkpoint; "" where there is none to be read."""
+    try:
+        content = read_data(path / META) if path.is_dir() else read_data(path, mmap=True)
+    except CheckpointError:
+        return ""  # whoever loads it says what is wrong
+    return str(content.get(CONFIG_HASH, "")) if isinstance(content, Mapping) else ""
 
 
 def checkpoint_problem(path: Path | str) -> str | None:
@@ -182,6 +199,9 @@ def _folder_problem(folder: Path) -> str | None:
         for name, sums in expected.items():
             if checksum(folder / Path(name).name) != sums:
                 return f"it is damaged in {_escaped(name)}"
+        for shard in sorted(folder.glob("*.safetensors")):
+            if shard.name not in expected:
+                return f"{CHECKSUMS} does not list {_escaped(shard.name)}, which is of another save"
     except FileNotFoundError as error:
         missing = _escaped(Path(error.filename).name)
         return f"it was not written to its end, {missing} is missing"

@@ -15,8 +15,8 @@ from rlhf_lightning.runs.resume import (
     checkpoint_problem,
     checksum,
     config_hash,
-    find_unfinished_run,
     newest_complete_checkpoint,
+    unfinished_runs,
 )
 from rlhf_lightning.runs.summary import Summary, write_summary
 
@@ -89,7 +89,7 @@ def test_the_hash_changes_with_everything_else():
 
 
 def test_the_newest_unfinished_run_of_the_configuration_is_found(tmp_path):
-    assert find_unfinished_run(tmp_path / "nowhere", "a") is None
+    assert list(unfinished_runs(tmp_path / "nowhere", "a")) == []
     runs = {
         "2026-01-01_00": ("a", "failed"),
         "2026-01-02_00": ("a", "running"),
@@ -102,21 +102,21 @@ def test_the_newest_unfinished_run_of_the_configuration_is_found(tmp_path):
     (tmp_path / "2026-01-05_00").mkdir()
     (tmp_path / "2026-01-06_00").mkdir()
     (tmp_path / "2026-01-06_00" / "summary.json").write_text("{")
-    found = find_unfinished_run(tmp_path, "a")
+    found = next(unfinished_runs(tmp_path, "a"), None)
     assert found is not None
     assert found.name == "2026-01-02_00"
-    assert find_unfinished_run(tmp_path, "c") is None
+    assert list(unfinished_runs(tmp_path, "c")) == []
 
 
 def test_a_run_that_is_still_being_written_is_passed_over(tmp_path, caplog):
     for name in ("1", "2"):
         write_summary(RunFolder(tmp_path / name), Summary("ppo", "running", 1, config_hash="a"))
     with claim_run(tmp_path / "2"), caplog.at_level(logging.WARNING):
-        found = find_unfinished_run(tmp_path, "a")
+        found = next(unfinished_runs(tmp_path, "a"), None)
     assert found is not None
     assert found.name == "1"
     assert "another process" in caplog.text
-    again = find_unfinished_run(tmp_path, "a")
+    again = next(unfinished_runs(tmp_path, "a"), None)
     assert again is not None
     assert again.name == "2"
 
@@ -160,3 +160,34 @@ def test_what_cannot_be_loaded_is_told_apart(tmp_path):
     sums["shard-00001"] = [3, zlib.crc32(b"abc")]
     (sharded / "checksums.json").write_text(json.dumps(sums))
     assert checkpoint_problem(sharded) is None
+
+
+def test_a_shard_that_the_checksums_do_not_list_is_named(tmp_path):
+    (tmp_path / "meta.pt").write_bytes(b"12345")
+    (tmp_path / "checksums.json").write_text(
+        json.dumps({"meta.pt": checksum(tmp_path / "meta.pt")})
+    )
+    assert checkpoint_problem(tmp_path) is None
+    (tmp_path / "notes.txt").write_text("mine")
+    assert checkpoint_problem(tmp_path) is None
+    (tmp_path / "shard-00002-model.safetensors").write_bytes(b"")
+    assert "shard-00002-model.safetensors" in (checkpoint_problem(tmp_path) or "")
+
+
+def test_a_checkpoint_of_another_configuration_is_passed_over(tmp_path, caplog):
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
+    for iteration, content in enumerate([{}, {"config_hash": "mine"}, {"config_hash": "other"}]):
+        torch.save(content, folder.checkpoints / f"iteration={iteration:06d}.ckpt")
+    sharded = folder.checkpoints / "iteration=000003.ckpt"
+    sharded.mkdir()
+    torch.save({"config_hash": "other"}, sharded / "meta.pt")
+    (sharded / "checksums.json").write_text(json.dumps({"meta.pt": checksum(sharded / "meta.pt")}))
+    found = {h: newest_complete_checkpoint(folder, h) for h in ("mine", "other", "third", None)}
+    assert {h: checkpoint_iteration(path or "") for h, path in found.items()} == {
+        "mine": 1,
+        "other": 3,
+        "third": 0,  # an older version wrote no hash
+        None: 3,
+    }
+    assert "iteration=000002.ckpt: it is of a run with another configuration" in caplog.text

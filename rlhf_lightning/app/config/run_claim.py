@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rlhf_lightning.distributed.launch import agree_on
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, take_run
 from rlhf_lightning.runs.replaced import check_replaceable
-from rlhf_lightning.runs.resume import find_unfinished_run
+from rlhf_lightning.runs.resume import unfinished_runs
 from rlhf_lightning.runs.taken import HYDRA, check_free, check_free_sweep, summary_or_none
 
 
@@ -119,15 +119,16 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
     return summary.status != "completed"
 
 
-def unfinished_run(settings: TrainSettings | CollectSettings) -> RunFolder | None:
-    """Return the newest unfinished run of these settings, for `resume=auto`; None if there is none.
+def runs_to_continue(settings: TrainSettings | CollectSettings) -> Iterator[RunFolder]:
+    """Yield the unfinished runs of these settings, for `resume=auto`: the newest first.
 
     A job of a sweep goes on with one of an earlier sweep, a single run with a single one or, where
     there is none, with a job of a sweep.
     """
     outputs, digest = Path(settings.paths.outputs), settings.config_hash
-    single = None if in_sweep() else find_unfinished_run(outputs / settings.name, digest)
-    return single or find_unfinished_run(outputs / "multirun", digest, pattern="*/*")
+    if not in_sweep():
+        yield from unfinished_runs(outputs / settings.name, digest)
+    yield from unfinished_runs(outputs / "multirun", digest, pattern="*/*")
 
 
 def _or_fail(key: str, folder: Path, check: Callable[[], None]) -> None:

@@ -211,12 +211,13 @@ def callbacks(
     scorer: Scorer | None,
 ) -> StageCallbacks:
     """Return the evaluation every few iterations, the doctor, and the log of samples."""
-    from rlhf_lightning.app.build import make_doctor, scorer_fingerprints
+    from rlhf_lightning.app.build import function_digests, make_doctor, scorer_fingerprints
     from rlhf_lightning.app.evaluation import held_out_comparison
     from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
     from rlhf_lightning.callbacks.same_configuration import SameSources
     from rlhf_lightning.callbacks.samples import SampleLog
 
+    scorer_node = _check_scorer(settings).node()
     every, during = settings.evaluation.every_n_iterations, []
     if every is not None:
         comparison = held_out_comparison(
@@ -227,7 +228,7 @@ def callbacks(
     return StageCallbacks(
         first=[*during, *make_doctor(settings, folder)],
         last=[
-            SameSources(scorer_fingerprints(_check_scorer(settings).node())),
+            SameSources(scorer_fingerprints(scorer_node), function_digests(scorer_node)),
             SampleLog(folder, cast(Any, tokenizer), **settings.callbacks.samples.model_dump()),
         ],
     )

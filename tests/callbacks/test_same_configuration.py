@@ -1,0 +1,124 @@
+"""What must be the same on every rank, and after a resume, is compared before it trains."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_lightning.app.build import function_digests
+from rlhf_lightning.app.train import run
+from rlhf_lightning.callbacks.same_configuration import SameSources
+from rlhf_lightning.data.datamodules import DemonstrationDataModule
+from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.modules.base import SameStart
+from rlhf_lightning.rollout.scorers.functions import load_function
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import read_summary, write_summary
+from tests.builders.ranks import SimulatedRanks
+from tests.builders.runs import completed, settings_for
+
+REWARD = "def f(prompts, completions, **columns):\n    return [{} for c in completions]\n"
+NONE: Any = None
+
+
+def reward(folder: Path, score: str) -> str:
+    file = folder / "reward.py"
+    file.write_text(REWARD.format(score))
+    return f"{file}:f"
+
+
+def test_a_reward_function_has_the_digest_of_its_file(tmp_path):
+    name = reward(tmp_path, "len(c)")
+    load_function(name)
+    digest = hashlib.sha256((tmp_path / "reward.py").read_bytes()).hexdigest()
+    inner = {"function": name}
+    assert function_digests(inner) == {name: digest}
+    assert function_digests({"components": {"a": {"scorer": inner}}}) == {name: digest}
+    assert set(function_digests({"function": "pytest.skip"})) == {"pytest.skip"}
+    ours = "rlhf_lightning.data.demo.gold.anything"
+    assert function_digests({"function": ours}) == {}
+
+
+def test_a_function_that_was_edited_is_refused_at_a_resume():
+    checkpoint: dict[str, Any] = {}
+    SameSources({"m": "1" * 64}, {"r.py:f": "a" * 64}).on_save_checkpoint(NONE, NONE, checkpoint)
+    SameSources({"m": "1" * 64}, {"moved.py:f": "a" * 64}).on_load_checkpoint(
+        NONE, NONE, checkpoint
+    )
+    edited = SameSources({"m": "1" * 64}, {"r.py:f": "b" * 64})
+    with pytest.raises(ValueError, match=r"reward function .*r\.py:f \(b{12}\)"):
+        edited.on_load_checkpoint(NONE, NONE, checkpoint)
+    other = SameSources({"m": "2" * 64}, {"r.py:f": "a" * 64})
+    with pytest.raises(ValueError, match="reward model"):
+        other.on_load_checkpoint(NONE, NONE, checkpoint)
+    edited.on_load_checkpoint(NONE, NONE, {})  # of an older version
+
+
+def test_the_older_run_that_has_checkpoints_is_continued(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = settings_for("sft", start, "resume=auto", "paths.outputs=outputs")
+    runs = Path("outputs") / "sft"
+    older = completed(runs / "2026-01-01_00-00-00", "sft", start)
+    summary = replace(read_summary(older), status="failed", config_hash=asked.config_hash)
+    write_summary(older, summary)
+    (newer := RunFolder(runs / "2026-01-02_00-00-00")).path.mkdir()
+    write_summary(newer, summary)
+    run(asked, RunFolder(runs / "2026-01-03_00-00-00"), [])
+    assert read_summary(older).status == "completed"
+    assert read_summary(newer).status == "failed"
+
+
+def refusals(monkeypatch: pytest.MonkeyPatch, check: Callable[[int], object]) -> list[str]:
+    def one(rank: int) -> str:
+        try:
+            check(rank)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    return SimulatedRanks(monkeypatch, 2).run(one)
+
+
+def test_ranks_with_other_data_are_refused_on_each(monkeypatch, tmp_path):
+    monkeypatch.setattr(RecordDataModule, "_world_size", 2)
+    tokenizer = demo_tokenizer()
+    for rank in range(2):
+        rows = [{"prompt": f"what is {i} ?", "completion": "it is good ."} for i in range(8)]
+        rows[-1]["completion"] = ("no .", "it is .")[rank]
+        (tmp_path / f"{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def loader(file: str) -> object:
+        path = tmp_path / file
+        data = DemonstrationDataModule(path, tokenizer, batch_size=2, num_iterations=1)
+        return data.train_dataloader()
+
+    assert refusals(monkeypatch, lambda rank: loader("0.jsonl")) == ["", ""]
+    assert [
+        "same data" in text for text in refusals(monkeypatch, lambda r: loader(f"{r}.jsonl"))
+    ] == [
+        True,
+        True,
+    ]
+
+
+def test_ranks_with_another_reward_or_start_are_refused_on_each(monkeypatch):
+    function = refusals(
+        monkeypatch, lambda r: SameSources({}, {"f": f"{r}"}).on_fit_start(NONE, NONE)
+    )
+    assert ["same reward function" in text for text in function] == [True, True]
+    model = refusals(monkeypatch, lambda r: SameSources({"m": f"{r}"}, {}).on_fit_start(NONE, NONE))
+    assert ["same reward model" in text for text in model] == [True, True]
+
+    def start(rank: int) -> None:
+        module: Any = SimpleNamespace(fingerprint=f"{rank}")
+        SameStart().on_fit_start(NONE, module)
+
+    assert ["same start" in text for text in refusals(monkeypatch, start)] == [True, True]
