@@ -115,12 +115,15 @@ class SamplingHparams(Checked):
         max_new_tokens: longest response, in tokens, its EOS included.
         top_k: must stay 0; PPO's ratio needs samples of the full distribution.
         top_p: must stay 1.0, for the same reason.
+        skip_special_tokens: leave special tokens out of the texts that rewards, judges and people
+            are given; the ids are trained on as they are.
     """
 
     temperature: float = number(1.0, above=0, at_most=10, usual=(0.7, 1.0))
     max_new_tokens: int = number(64, at_least=1)
     top_k: int = number(0, at_least=0)
     top_p: float = number(1.0, above=0, at_most=1)
+    skip_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Check the values and refuse truncated sampling."""

@@ -64,7 +64,10 @@ IMPOSSIBLE = [
     *[(cls, "off_policy_high", [0.9], ">= 1") for cls in ON_POLICY],
     *[(cls, "rollout_lag", [-1, 2], ">= 0 and <= 1") for cls in ON_POLICY],
 ]
-UNLIMITED = {(RewardHparams, "use_margin"), (SamplingHparams, "top_k"), (SamplingHparams, "top_p")}
+UNLIMITED = {
+    (RewardHparams, "use_margin"),
+    *((SamplingHparams, name) for name in ("top_k", "top_p", "skip_special_tokens")),
+}
 NAMES = ("kl_in", "kl_estimator", "loss_reduction", "off_policy")
 NAMED = {
     *((cls, name) for cls in ON_POLICY for name in NAMES),

@@ -177,6 +177,7 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
         temperature=settings.evaluation.temperature,
         max_new_tokens=settings.evaluation.max_new_tokens,
         micro_batch_size=settings.evaluation.micro_batch_size,
+        skip_special_tokens=settings.evaluation.skip_special_tokens,
     )
     if stage.trains_policy:
         safety_prompts(settings, tokenizer)  # of a file, asked at the end: fail before training

@@ -94,6 +94,7 @@ def _sampling(settings: CollectSettings) -> Sampling:
         max_new_tokens=candidates.max_new_tokens,
         max_prompt_length=candidates.max_prompt_length,
         batch_size=candidates.batch_size,
+        skip_special_tokens=candidates.skip_special_tokens,
         seed=settings.seed,
     )
 

@@ -209,6 +209,7 @@ def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:
         temperature=settings.evaluation.temperature,
         max_new_tokens=settings.evaluation.max_new_tokens,
         micro_batch_size=settings.evaluation.micro_batch_size,
+        skip_special_tokens=settings.evaluation.skip_special_tokens,
     )
 
 

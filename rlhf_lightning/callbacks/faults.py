@@ -17,7 +17,7 @@ from rlhf_lightning.batches import PreferenceBatch, RolloutBatch, SFTBatch, Tens
 from rlhf_lightning.modules.non_finite import NonFiniteError
 from rlhf_lightning.runs.atomic import follow_umask, write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
-from rlhf_lightning.text.decoding import decoded
+from rlhf_lightning.text.decoding import decoded, text_behind
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,15 @@ def describe_rows(batch: TensorBatch, tokenizer: PreTrainedTokenizerBase) -> lis
     Special tokens stand in the texts.
     """
     rows: list[dict[str, Any]] = [{"row": i} for i in range(len(batch))]
+    before: list[list[int]] = []
     for name, ids, mask in _texts(batch):
+        own = [ids[i][mask[i]].tolist() for i in range(len(rows))]
         for i, row in enumerate(rows):
-            row[name] = decoded(ids[i][mask[i]].tolist(), tokenizer)
+            behind = name == "response"
+            row[name] = (
+                text_behind(before[i], own[i], tokenizer) if behind else decoded(own[i], tokenizer)
+            )
+        before = own
     for name, value in vars(batch).items():
         if isinstance(value, tuple):
             for i, row in enumerate(rows):

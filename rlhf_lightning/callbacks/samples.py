@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration, last_iteration
+from rlhf_lightning.modules.base import skips_special_tokens
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.text.decoding import decoded, response_texts
 
@@ -67,19 +68,30 @@ class SampleLog(Callback):
             self._cut_at = None
         ends = iteration in (1, last_iteration(trainer))
         if ends or iteration % self.every_n_iterations == 0:
-            tokenizer: Any = self.tokenizer or pl_module.tokenizer
-            self._appender.append(iteration, describe_rollout(rollout, tokenizer, self.num_samples))
+            module: Any = pl_module
+            tokenizer = self.tokenizer or module.tokenizer
+            rows = describe_rollout(
+                rollout,
+                tokenizer,
+                self.num_samples,
+                skip_special_tokens=skips_special_tokens(module),
+            )
+            self._appender.append(iteration, rows)
 
 
 def describe_rollout(
-    rollout: RolloutBatch, tokenizer: PreTrainedTokenizerBase, num_samples: int
+    rollout: RolloutBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    num_samples: int,
+    *,
+    skip_special_tokens: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the first rows of a rollout as plain values.
 
-    Each has `prompt`, `response` (texts without special and stop tokens), `score` (unshaped; None
-    where the scorer does not apply), `kl` (mean k1 over the response tokens, nats per token),
-    `length` (response tokens, EOS included), `domain` and `finished` (True if a stop token ended
-    it).
+    Each has `prompt` (without special tokens), `response` (as a scorer is given it), `score`
+    (unshaped; None where the scorer does not apply), `kl` (mean k1 over the response tokens, nats
+    per token), `length` (response tokens, EOS included), `domain` and `finished` (True if a stop
+    token ended it).
     """
     rows = rollout[: min(num_samples, len(rollout))].to("cpu")
     mask = rows.response_mask
@@ -95,7 +107,10 @@ def describe_rollout(
             {
                 "prompt": decoded(prompt, tokenizer, skip_special_tokens=True),
                 "response": response_texts(
-                    [prompt], [response[:-1] if finished else response], tokenizer
+                    [prompt],
+                    [response[:-1] if finished else response],
+                    tokenizer,
+                    skip_special_tokens=skip_special_tokens,
                 )[0],
                 "score": rows.scores[i].item() if rows.scored[i] else None,
                 "kl": kl[i].item(),

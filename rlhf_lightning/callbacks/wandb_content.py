@@ -23,6 +23,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.samples import describe_rollout
 from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger
+from rlhf_lightning.modules.base import skips_special_tokens
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, to_json
 from rlhf_lightning.runs.stopping import RunStoppedError
 
@@ -95,8 +96,8 @@ class WandbContent(Callback):
             histograms = rollout_histograms(rollout, outputs.get("ratio_counts"))
             logger.log_row(iteration, {f"histograms/{k}": v for k, v in histograms.items()})
             if iteration == 1 or iteration % self.every_n_iterations == 0:
-                log_samples(logger, iteration, "best", self._ends(rollout, best=True))
-                log_samples(logger, iteration, "worst", self._ends(rollout, best=False))
+                log_samples(logger, iteration, "best", self._ends(rollout, pl_module, best=True))
+                log_samples(logger, iteration, "worst", self._ends(rollout, pl_module, best=False))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -104,11 +105,14 @@ class WandbContent(Callback):
         """Send an alert that says why the run ended early, and close it."""
         _alert_end(trainer, exception)
 
-    def _ends(self, rollout: RolloutBatch, *, best: bool) -> list[dict[str, Any]]:
+    def _ends(self, rollout: RolloutBatch, module: Any, *, best: bool) -> list[dict[str, Any]]:
         scored = rollout[rollout.scored]
         order = scored.scores.float().cpu().argsort(descending=best, stable=True)
         rows = order[: min(self.num_samples, len(scored))]
-        return describe_rollout(scored[rows], self.tokenizer, self.num_samples)
+        skip = skips_special_tokens(module)
+        return describe_rollout(
+            scored[rows], self.tokenizer, self.num_samples, skip_special_tokens=skip
+        )
 
 
 def wandb_loggers(trainer: Trainer) -> Iterator[IterationWandbLogger]:

@@ -109,6 +109,7 @@ def compare(
         mine.tokenizer,
         temperature=sampled.temperature if temperature is None else temperature,
         max_new_tokens=max_new_tokens or sampled.max_new_tokens,
+        skip_special_tokens=sampled.skip_special_tokens,
     )
     questions = Questions(batches, answers_per_prompt=answers_per_prompt)
     return _asked(mine, theirs, questions, sampling, reward, seed=seed, count=len(asked))

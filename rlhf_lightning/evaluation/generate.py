@@ -38,6 +38,7 @@ class Sampling:
     temperature: float
     max_new_tokens: int
     micro_batch_size: int | None = None
+    skip_special_tokens: bool = False
 
 
 @dataclass
@@ -140,7 +141,9 @@ def sample_answers(
                 max_new_tokens=sampling.max_new_tokens,
             )
         release_freed_memory()  # the engine's copies of the weights
-        answers = make_answers(prompts, generation, sampling.tokenizer)  # type: ignore[arg-type]
+        tokenizer: Any = sampling.tokenizer
+        skip = sampling.skip_special_tokens
+        answers = make_answers(prompts, generation, tokenizer, skip_special_tokens=skip)
         kl = None if reference is None else _sequence_kl(policy, reference, answers, sampling)
         result.extend(answers, scorer, kl)
         release_freed_memory()

@@ -99,7 +99,15 @@ class RLHFModule(L.LightningModule):
             generation = generator(
                 model, prompts, noise=noise, temperature=temperature, max_new_tokens=length
             )
-        return list(make_answers(prompts, generation, tokenizer).completions)
+        skip = skips_special_tokens(self)
+        answers = make_answers(prompts, generation, tokenizer, skip_special_tokens=skip)
+        return list(answers.completions)
+
+
+def skips_special_tokens(module: Any) -> bool:
+    """Return whether texts of a module's responses are without special tokens."""
+    sampling = getattr(module, "sampling", None)
+    return bool(getattr(sampling, "skip_special_tokens", False))
 
 
 def _batches(

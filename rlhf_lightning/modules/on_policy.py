@@ -153,6 +153,7 @@ def sample_rollout(
         tokenizer=module.tokenizer,
         unsharded=partial(unsharded, layers=gathers_layers(module.generator)),
         micro_batch_size=module.algorithm.micro_batch_size,
+        skip_special_tokens=module.sampling.skip_special_tokens,
     )
     common: dict[str, Any] = {
         "temperature": module.controls.temperature,

@@ -85,6 +85,7 @@ class Sampling:
         max_prompt_length: tokens; longer prompts are left out.
         batch_size: prompts of a unit.
         seed: of the noise.
+        skip_special_tokens: leave special tokens out of the answers.
     """
 
     policies: Mapping[str, Callable[[], LoadedPolicy]]
@@ -94,6 +95,7 @@ class Sampling:
     max_prompt_length: int
     batch_size: int
     seed: int
+    skip_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -229,6 +231,7 @@ def _plan(prompts: Sequence[PromptRecord], sampling: Sampling) -> str:
     """Return a hash of all that the answers depend on, but for the weights."""
     parts = [text_key(prompt.prompt) for prompt in prompts]
     parts += [*sampling.policies, *map(repr, sampling.decodings)]
+    parts += ["skip_special_tokens"] * sampling.skip_special_tokens
     numbers = (sampling.num_samples, sampling.max_new_tokens, sampling.max_prompt_length)
     text = "\0".join((*parts, repr((numbers, sampling.batch_size, sampling.seed))))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
@@ -277,7 +280,8 @@ def _answer(
             temperature=decoding.temperature,
             max_new_tokens=sampling.max_new_tokens,
         )
-    answers = make_answers(batch, generation, policy.tokenizer)
+    skip = sampling.skip_special_tokens
+    answers = make_answers(batch, generation, policy.tokenizer, skip_special_tokens=skip)
     numbers = [row_id // sampling.num_samples for _, row_id in rows]
     return tuple(zip(numbers, answers.completions, answers.finished.tolist(), strict=True))
 

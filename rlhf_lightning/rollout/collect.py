@@ -46,6 +46,7 @@ class RolloutParts:
         tokenizer: turns responses into text for the scorer.
         unsharded: gathers a sharded model: to generate, and once for all its micro-batches.
         micro_batch_size: rows in one forward.
+        skip_special_tokens: leave them out of that text.
     """
 
     generator: Generator
@@ -56,6 +57,7 @@ class RolloutParts:
     tokenizer: PreTrainedTokenizerBase
     unsharded: Unsharded
     micro_batch_size: int | None
+    skip_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def collect_rollout(
                 parts, prompts, noise=noise, temperature=temperature, max_new_tokens=max_new_tokens
             )
         generated = time.perf_counter()
-        answers = make_answers(prompts, sampled, parts.tokenizer)
+        skip = parts.skip_special_tokens
+        answers = make_answers(prompts, sampled, parts.tokenizer, skip_special_tokens=skip)
         scores = parts.scorer(answers)
         seconds["generate"] += generated - started
         seconds["score"] += time.perf_counter() - generated

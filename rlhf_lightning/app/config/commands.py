@@ -168,6 +168,7 @@ class CandidatesSettings(Settings):
     max_new_tokens: Positive = 40
     max_prompt_length: Positive = 64
     batch_size: Positive = 64
+    skip_special_tokens: bool = False
 
 
 class LabSettings(Settings):

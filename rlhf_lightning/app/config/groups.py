@@ -338,6 +338,7 @@ class EvaluationSettings(Settings):
     micro_batch_size: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     max_new_tokens: Positive
+    skip_special_tokens: bool = False
     gold: Gold | None = None
     num_samples: AtLeast0 = 24
     every_n_iterations: Positive | None = None

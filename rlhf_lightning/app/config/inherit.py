@@ -31,6 +31,7 @@ _ANSWERS = (
     "micro_batch_size",
     "temperature",
     "max_new_tokens",
+    "skip_special_tokens",
     "gold",
 )
 _GROUPS: dict[str, dict[str, Collection[str] | None]] = {
@@ -55,6 +56,7 @@ _SINGLE = {  # key of the training run -> key of the command
     "collect": {
         "data.max_prompt_length": "candidates.max_prompt_length",
         "module.sampling.max_new_tokens": "candidates.max_new_tokens",
+        "module.sampling.skip_special_tokens": "candidates.skip_special_tokens",
         "trainer.precision": "trainer.precision",
         "trainer.matmul_precision": "trainer.matmul_precision",
         "seed": "seed",

@@ -236,7 +236,8 @@ class Doctor(Callback):
             return
         module: Any = pl_module
         iteration = current_iteration(trainer)
-        answers = answers_of(rollout, batch, module.tokenizer)
+        skip = module.sampling.skip_special_tokens
+        answers = answers_of(rollout, batch, module.tokenizer, skip_special_tokens=skip)
         due = iteration % self.second_every_n_iterations == 0
         with trainer.strategy.precision_plugin.forward_context():
             seconds = second_scores(self.second_scorer if due else None, answers)

@@ -58,7 +58,11 @@ class Refusals:
 
 
 def answers_of(
-    rollout: RolloutBatch, prompts: PromptBatch, tokenizer: PreTrainedTokenizerBase
+    rollout: RolloutBatch,
+    prompts: PromptBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    skip_special_tokens: bool = False,
 ) -> Answers:
     """Return the rollout's answers with their texts, as a scorer takes them.
 
@@ -66,10 +70,11 @@ def answers_of(
         rollout: of an iteration.
         prompts: of the iteration, with the spare ones.
         tokenizer: turns responses into text.
+        skip_special_tokens: leave them out of the text.
     """
     prompts = prompts.with_row_ids(rollout.row_ids)
     generation = Generation(rollout.sequences, rollout.response_mask, rollout.finish_reason)
-    return make_answers(prompts, generation, tokenizer)
+    return make_answers(prompts, generation, tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 def second_scores(scorer: Scorer | None, answers: Answers) -> list[float] | None:
