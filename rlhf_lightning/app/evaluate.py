@@ -38,6 +38,7 @@ from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import (
     GateResult,
@@ -89,7 +90,6 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
 @exits_are_failures()
 def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     started = time.perf_counter()
-    from rlhf_lightning.callbacks.console import print_start
     from rlhf_lightning.evaluation.generate import side_by_side
     from rlhf_lightning.evaluation.human import labelling_command
     from rlhf_lightning.models.precision import in_precision, set_matmul_precision
@@ -99,7 +99,7 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     if settings.benchmark is not None:
         return _benchmarked(settings, folder, summary)
     sides = build_sides(settings)
-    print_start("evaluate", folder, _start_lines(settings, len(sides.records)))
+    summary = _started(settings, folder, summary, len(sides.records))
     built = time.perf_counter()
     precision = in_precision(settings.trainer.precision, sides.policy.model.device)
     with precision:
@@ -305,6 +305,17 @@ def _tell(folder: RunFolder, summary: Summary) -> None:
     write_summary(folder, summary)
     write_report(folder)
     print_verdict(summary, folder)
+
+
+def _started(
+    settings: EvaluateSettings, folder: RunFolder, summary: Summary, num_prompts: int
+) -> Summary:
+    """Say what is compared, on the first screen and in the summary."""
+    from rlhf_lightning.callbacks.console import print_start
+
+    lines = _start_lines(settings, num_prompts)
+    print_start("evaluate", folder, lines)
+    return replace(summary, about={k: without_folders(str(v)) for k, v in lines.items()})
 
 
 def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, object]:

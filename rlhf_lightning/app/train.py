@@ -51,6 +51,7 @@ from rlhf_lightning.distributed.launch import (
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
@@ -92,7 +93,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     agree_on("inputs", prepared, patience=timedelta(days=1))
     folder, checkpoint = _agreed_start(settings, folder)
     summary = new_summary(settings.spec.name, seed=settings.seed, config_hash=settings.config_hash)
-    summary = replace(summary, seconds=_spent(folder, checkpoint))
+    summary = replace(summary, seconds=_spent(folder, checkpoint), about=_about(settings))
     begun = time.perf_counter()
     # The first rank alone writes.
     mine = (
@@ -117,6 +118,19 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
             raise
         finally:
             forget_agreements()
+
+
+def _about(settings: TrainSettings) -> dict[str, str]:
+    """Return from what, on what and against what the stage trains."""
+    start = "random weights" if settings.start is None else settings.start
+    rows = f"{settings.data.batch_size} rows an iteration"
+    about = {"trained from": start, "data": f"{settings.dataset.name}, {rows}"}
+    if (scorer := settings.scorer) is not None:
+        named = (scorer.get(key) for key in ("source", "sources", "function"))
+        about["reward"] = str(next(filter(None, named), scorer.class_name))
+    if settings.spec.trains_policy and settings.start is not None:
+        about["baseline"] = "the model that it was trained from"
+    return {name: without_folders(value) for name, value in about.items()}
 
 
 def _spent(folder: RunFolder, checkpoint: Path | None) -> dict[str, float]:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from rlhf_lightning import hparams
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
+from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
 from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
 from rlhf_lightning.runs.taken import WayOn, check_free, spent_seconds
@@ -62,7 +64,7 @@ class RunRecord(Callback):
         seed = pl_module.hparams.get("seed")
         begun = new_summary(stage, seed=seed, config_hash=None)
         spent = {"total": spent_seconds(self.folder)} if self._resumes else {}
-        self._summary = replace(begun, seconds=spent)
+        self._summary = replace(begun, seconds=spent, about=_about(trainer, pl_module))
         if trainer.is_global_zero:
             write_summary(self.folder, self._summary)
 
@@ -109,6 +111,45 @@ class RunRecord(Callback):
         if current_iteration(trainer):
             write_report(self.folder)
         self._claim.close()
+
+
+def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:
+    """Return from what, on what and against what a module trains, and what is not the default."""
+    given: Any = module.hparams
+    data, scorer = getattr(trainer, "datamodule", None), getattr(module, "scorer", None)
+    about = {"trained from": given.get("policy") or given.get("source") or type(module).__name__}
+    about["data"] = "batches of its own" if data is None else _data(data)
+    if scorer is not None:
+        about["reward"] = given.get("reward") or _reward(scorer)
+        about["baseline"] = "the policy that it was trained from"
+    defaults = {
+        name.removesuffix("Hparams").lower(): {f.name: f.default for f in fields(kind)}
+        for name, kind in vars(hparams).items()
+        if name.endswith("Hparams")
+    }
+    changed = [
+        f"{key}.{name}={value}"
+        for key, values in given.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+        if name in defaults.get(key, {}) and value != defaults[key][name]
+    ]
+    about["not the default"] = ", ".join(changed) or "nothing"
+    return {name: without_folders(str(value)) for name, value in about.items()}
+
+
+def _data(data: Any) -> str:
+    source = getattr(data, "source", None)
+    name = getattr(source, "path", None) or getattr(source, "name", None) or type(source).__name__
+    rows = getattr(data, "batch_size", None)
+    return f"{name}" if rows is None else f"{name}, {rows} rows an iteration"
+
+
+def _reward(scorer: Any) -> str:
+    weights = getattr(scorer, "weights", None)
+    if weights is not None and (parts := getattr(scorer, "scorers", None)):
+        return " + ".join(f"{weights.get(name, 1.0):g} {name}" for name in parts)
+    return str(getattr(scorer, "name", None) or type(scorer).__name__)
 
 
 class LastCheckpoint(ModelCheckpoint):

@@ -81,6 +81,7 @@ def render_report(folder: RunFolder) -> str:
     metrics = {} if summary is None else summary.metrics
     sections = (
         _verdict(summary, folder),
+        _trained(summary),
         rounds_section(metrics),
         doctor_section(read_events(folder.doctor)),
         curves_section(rows),
@@ -115,6 +116,17 @@ def _verdict(summary: Summary | None, folder: RunFolder) -> Markup:
     )
 
 
+def _trained(summary: Summary | None) -> Markup:
+    """Return from what, on what, against what and on how many prompts; "" where nobody said it."""
+    if summary is None or not summary.about:
+        return Markup()
+    facts = dict(summary.about)
+    prompts = summary.metrics.get("val/num_prompts")
+    if prompts is not None and "prompts" not in facts:
+        facts["measured on"] = f"{prompts:.0f} held-out prompts"
+    return render("trained.html", facts=facts)
+
+
 def _checked(passed: bool) -> tuple[str, str]:
     return _GATE["passed" if passed else "NOT PASSED"]
 
@@ -146,7 +158,8 @@ def doctor_section(events: Sequence[DoctorEvent]) -> str:
         items.append((action["kind"], "neutral", where, [action["message"]]))
     if coverage and coverage.idle:
         why = "; ".join(f"{', '.join(names)}: {why}" for why, names in coverage.idle.items())
-        items.append(("idle", "undecided", why, []))
+        count = sum(map(len, coverage.idle.values()))
+        items.append(("idle", "undecided", f"{count} of {coverage.total}", [why]))
     if coverage is None:
         lead = "The run did not begin."
     elif alerts:

@@ -65,6 +65,7 @@ class Summary:
         cause: of a run that failed or was stopped, in one line; else None.
         alerts: of the doctor, one a time that a detector raised one, with cause and remedy.
         actions: of the doctor: changes of controls, stops and rollbacks.
+        about: what was trained from what, on what and against what, in words.
     """
 
     stage: str
@@ -79,6 +80,7 @@ class Summary:
     cause: str | None = None
     alerts: tuple[Mapping[str, Any], ...] = ()
     actions: tuple[Mapping[str, Any], ...] = ()
+    about: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the two words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,15 @@ def test_the_summary_and_the_report_are_those_of_the_run(trained):
     assert (summary["stage"], summary["status"]) == ("grpo", "completed")
     page = (folder / "report.html").read_text()
     assert "GRPO" in page
+    about = summary["about"]
+    assert about["reward"] == "length"
+    assert about["trained from"].endswith("policy")
+    assert "4 rows an iteration" in about["data"]
+    assert "sampling.max_new_tokens=5" in about["not the default"]
+    assert "temperature" not in about["not the default"]
+    assert str(folder.parent) not in json.dumps(about)
+    for told in about.values():
+        assert escape(told) in page
     assert "value model" not in page
 
 

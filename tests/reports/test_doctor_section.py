@@ -27,7 +27,7 @@ def test_a_detector_that_had_too_little_to_watch_is_named_with_why():
     short = DoctorEvent(2, "idle", "safety", "", "not enough iterations: 2 of 5")
     page = doctor_section([WATCH, short])
     assert "1 of 2 detectors had enough to watch, none of them found anything." in page
-    assert "<b>safety: not enough iterations: 2 of 5</b>" in page
+    assert "<b>1 of 2</b><p>safety: not enough iterations: 2 of 5</p>" in page
     groups = DoctorEvent(2, "idle", "groups", "", "the stage has no groups")
     both = doctor_section([WATCH, short, groups])
     assert both.count("<li>") == 1

@@ -201,3 +201,16 @@ def test_a_score_of_0_is_a_score_and_one_that_is_missing_is_none(tmp_path):
     assert Outline(render_report(folder)).text.count("score 0") == 2
     SamplesAppender(folder.samples).append(10, [sample | {"score": None, "baseline_score": None}])
     assert "score 0" not in Outline(render_report(folder)).text
+
+
+def test_the_page_says_from_what_on_what_and_on_how_many_prompts(tmp_path):
+    folder = fake_ppo_run(tmp_path / "run", 2)
+    assert "What was run" not in render_report(folder), "a summary of an earlier version"
+    about = {"trained from": "org/base", "data": HOSTILE, "reward": "f"}
+    old = read_summary(folder)
+    metrics = dict(old.metrics) | {"val/num_prompts": 512.0}
+    write_summary(folder, replace(old, about=about, metrics=metrics))
+    page = Outline(render_report(folder))
+    told = page.text[page.text.index("What was run") : page.text.index("Curves")]
+    assert told.index("org/base") < told.index("alert") < told.index("512 held-out prompts")
+    assert not page.tags & {"script", "img"}

@@ -35,6 +35,7 @@ KEYS = [
     "cause",
     "alerts",
     "actions",
+    "about",
 ]
 
 
