@@ -62,7 +62,17 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     found = read_collection(
         settings.file, format=settings.format, known=settings.known_of_file, now=now
     )
+    held = {pair.pair_id for pair in store.pairs()}
+    is_other = bool(held and found.pairs) and held.isdisjoint(x.pair_id for x in found.pairs)
+    if is_other and not settings.add:
+        files = ", ".join(store.imports()) or "another file"
+        raise ConfigError(
+            f"file={settings.file} shares no pair with store={settings.store}, which holds "
+            f"{len(held)} pairs of {files}: give another store, or add=true to label both in one"
+        )
     pairs = store.add_pairs(found.pairs, ratings_per_pair=settings.ratings_per_pair)
+    if found.pairs:
+        store.note_import(settings.file)
     labels = store.add_labels(found.labels)
     gold = sum(pair.gold is not None for pair in found.pairs)
     again = len(found.labels) - labels

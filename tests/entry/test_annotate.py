@@ -103,8 +103,8 @@ def test_preferences_go_in_are_counted_and_come_out_as_reward_training_reads_the
     again = annotate("action=import", "file=in.jsonl")
     assert "0 new pairs of 3 (0 with a known answer), 0 new labels of 3" in again.stdout
     status = annotate("action=status")
-    assert "labels.sqlite: 3 of 3 labels\n" in status.stdout
-    assert status.stdout.splitlines()[2].split() == ["in.jsonl", "person", "3", "0", "-", "-"]
+    assert "labels.sqlite: 3 of 3 labels, pairs of in.jsonl\n" in status.stdout
+    assert status.stdout.splitlines()[2].split() == ["in.jsonl", "person", "3", "0", "-", "-", "-"]
     export = ["action=export", "file=out/chosen.jsonl", "format=trl"]
     written = annotate(*export)
     assert written.stdout == "out/chosen.jsonl: 3 rows\n", written.stderr
@@ -202,3 +202,35 @@ def test_what_is_not_installed_is_named(annotate, tmp_path: Path, monkeypatch):
     assert result.stderr == (
         "error: the page needs uvicorn: pip install -e '.[annotate]' in the checkout\n"
     )
+
+
+@pytest.mark.parametrize("action", ["action=import", "action=serve"])
+def test_pairs_of_another_file_are_refused_by_name_unless_they_are_to_be_added(
+    annotate, announced, tmp_path: Path, action: str
+):
+    write_rows(tmp_path / "a.jsonl")
+    other = [row | {"prompt": f"another {row['prompt']}"} for row in ROWS]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
+    assert annotate("action=import", "file=a.jsonl").returncode == 0
+    refused = annotate(action, "file=b.jsonl")
+    assert refused.returncode == 2
+    for name in ("file=b.jsonl", "labels.sqlite", "3 pairs of a.jsonl", "add=true"):
+        assert name in refused.stderr
+    assert "3 of 3 labels, pairs of a.jsonl\n" in annotate("action=status").stdout
+    assert "3 new pairs of 3" in annotate(action, "file=b.jsonl", "add=true").stdout
+    assert "pairs of a.jsonl, b.jsonl\n" in annotate("action=status").stdout
+    assert annotate(action, "file=b.jsonl").returncode == 0
+
+
+@pytest.mark.parametrize("action", [["status"], ["export", "file=out.jsonl", "format=trl"]])
+def test_a_damaged_store_is_named_in_one_line(annotate, tmp_path: Path, action: list[str]):
+    write_rows(tmp_path / "a.jsonl")
+    annotate("action=import", "file=a.jsonl", "store=x.sqlite")
+    content = bytearray((tmp_path / "x.sqlite").read_bytes())
+    for page in range(4096, len(content), 4096):
+        content[page + 100 : page + 4096] = bytes(range(128, 228)) * 39 + bytes(96)
+    (tmp_path / "x.sqlite").write_bytes(content)
+    result = annotate(f"action={action[0]}", *action[1:], "store=x.sqlite")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: x.sqlite")
+    assert result.stderr.count("\n") == 1

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -132,3 +133,23 @@ def test_a_request_or_reply_that_does_not_end_is_ended(hasty: int, begun: bytes,
                 is_open = False
         assert not is_open
         assert 0.3 < time.monotonic() - started < 3
+
+
+def test_wrong_tokens_are_slowed_on_all_connections_together(tmp_path: Path):
+    token = "a token of the tests, nobody's"
+    with serving(tmp_path, make_pairs(1), token=token) as server:
+        clients = [Client(server.url) for _ in range(12)]
+        words = [csrf_token_of(client.get().text) for client in clients]
+
+        def guess(number: int) -> int:
+            given = token if number == 11 else f"a wrong token {number}"
+            form = {"csrf_token": words[number], "name": "Eve", "token": given}
+            client = clients[number]
+            return client.post("/start", form, X_Forwarded_For=f"10.0.0.{number}").status
+
+        with ThreadPoolExecutor(12) as pool:
+            first = pool.submit(guess, 0)
+            time.sleep(0.3)
+            said = list(pool.map(guess, range(1, 12)))
+            assert (first.result(), said) == (403, [429] * 11), "not even the right one is told"
+        assert guess(11) == 303

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_lightning.preferences.annotation.assignment import Answer, Sharing, Task
 from rlhf_lightning.preferences.annotation.database import StoreError
-from rlhf_lightning.preferences.annotation.store import LabelStore
+from rlhf_lightning.preferences.annotation.store import LabelStore, describe_store
 from rlhf_lightning.preferences.records import Label
 from tests.builders.labels import make_pair, make_pairs
 from tests.preferences.invariants import check_store
@@ -272,3 +272,14 @@ def test_a_change_that_fails_changes_nothing_and_the_next_one_works(store):
     assert list(store.pairs()) == []
     assert store.progress().wanted == 0
     assert store.add_pairs([make_pair(1)], ratings_per_pair=1) == 1
+
+
+def test_the_status_says_how_often_a_rater_chose_what_was_shown_first(tmp_path: Path):
+    with LabelStore(tmp_path / "labels.sqlite") as store:
+        store.add_pairs(make_pairs(6), ratings_per_pair=1)
+        ann = store.enter("Ann")[0]
+        for answer in ("left", "left", "left", "right", "tie", "skip"):
+            task = store.next_task(ann, Sharing())
+            assert task is not None
+            store.label(ann, task.assignment_id, answer, Sharing())
+        assert describe_store(store).splitlines()[-1].endswith("  3 of 4")

@@ -451,6 +451,7 @@ class AnnotateSettings(CommandSettings):
     file: OptionalPath = None
     format: Literal["auto", "pairs", "labels", "trl", "argilla", "label_studio"] = "auto"
     known: Literal["auto", "labels", "gold", "ignore"] = "auto"
+    add: bool = False
     labels: Literal["aggregated", "raw"] = "aggregated"
     method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
     ratings_per_pair: Positive = 1

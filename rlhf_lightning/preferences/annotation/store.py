@@ -264,6 +264,25 @@ class LabelStore:
         values = (f"export {file}", digest)
         self._write(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values))
 
+    def imports(self) -> list[str]:
+        """Return the names of the files that `note_import` was told of."""
+        rows = self._read("SELECT value FROM meta WHERE key LIKE 'import %' ORDER BY key")
+        return [str(row[0]) for row in rows]
+
+    def note_import(self, file: Path) -> None:
+        """Keep the name of a file whose pairs were added."""
+        values = (f"import {file.resolve()}", str(file))
+        self._write(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values))
+
+    def first_shown_chosen(self) -> dict[str, str]:
+        """Return how often each rater at the page chose the answer that was shown first."""
+        rows = self._read(
+            "SELECT name, sum(choice = shown_first), count(*) FROM labels JOIN raters USING "
+            "(rater_id) WHERE undone IS NULL AND assignment_id IS NOT NULL "
+            "AND choice IN ('first', 'second') GROUP BY name"
+        )
+        return {name: f"{first} of {all_}" for name, first, all_ in rows}
+
     def _task(self, row: sqlite3.Row) -> Task:
         record = self._read("SELECT record FROM pairs WHERE position = ?", (row["position"],))
         before = None
@@ -273,12 +292,25 @@ class LabelStore:
         return Task(row["assignment_id"], pair, row["shown_first"], row["served"], before)
 
     def _pair(self, text: str) -> Pair:
-        return from_row(Pair, json.loads(text), Location(str(self.path)))
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            raise StoreError(
+                f"{self.path} is damaged (a pair is no JSON): take a copy of it that is whole"
+            ) from error
+        return from_row(Pair, row, Location(str(self.path)))
 
     def _read(self, query: str, values: tuple[object, ...] = ()) -> list[sqlite3.Row]:
         self._check_place()
-        with self._reading:
-            return self._reader.execute(query, values).fetchall()
+        try:
+            with self._reading:
+                return self._reader.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            what = str(error).partition(" with text")[0]  # behind it stand raw bytes of the file
+            raise StoreError(
+                f"{self.path} cannot be read ({what}): take a copy of it that is whole, or what "
+                "sqlite3's .recover saves"
+            ) from error
 
     def _write(self, change: Change[ResultT]) -> ResultT:
         self._check_place()
@@ -308,7 +340,10 @@ def describe_store(store: LabelStore) -> str:
     labels: defaultdict[tuple[str, str], list[Label]] = defaultdict(list)
     for label in store.labels():
         labels[label.annotator, label.kind].append(label)
-    rows = [("annotator", "kind", "labels", "skips", "seconds", "known answers found")]
+    rows = [
+        ("annotator", "kind", "labels", "skips", "seconds", "known answers found", "first shown")
+    ]
+    first_shown = store.first_shown_chosen()
     for (name, kind), given in labels.items():
         judged = [label for label in given if label.choice != "skip"]
         seconds = [label.seconds for label in judged if label.seconds is not None]
@@ -316,9 +351,12 @@ def describe_store(store: LabelStore) -> str:
         right = sum(label.choice == gold[label.pair_id] for label in asked)
         found = f"{right} of {len(asked)}" if asked else "-"
         took = f"{median(seconds):.1f}" if seconds else "-"
-        rows.append((name, kind, str(len(judged)), str(len(given) - len(judged)), took, found))
+        counts = str(len(judged)), str(len(given) - len(judged))
+        rows.append((name, kind, *counts, took, found, first_shown.get(name, "-")))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [f"{store.path}: {progress.done} of {progress.wanted} labels"]
+    if files := store.imports():
+        lines[0] += f", pairs of {', '.join(files)}"
     for row in rows:
         cells = [
             cell.ljust(width) if column < 2 else cell.rjust(width)

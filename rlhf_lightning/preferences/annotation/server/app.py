@@ -71,7 +71,7 @@ NOTES = {
 
 HERE = Path(__file__).parent
 LARGEST_FORM = 64 * 1024
-WRONG_TOKEN_SECONDS = 1.0  # what a guess costs
+WRONG_TOKEN_SECONDS = 1.0  # what a guess costs, on all connections of an address together
 
 
 class Page:
@@ -90,6 +90,7 @@ class Page:
         self._store = store
         self._settings = settings
         self._sharing = sharing
+        self._slowed: set[str] = set()  # addresses of which no token is looked at now
         self._identity = Identity(store.secret, settings.token, str(port))
         self._templates = Environment(
             loader=FileSystemLoader(HERE / "templates"),
@@ -127,8 +128,14 @@ class Page:
         """Sign in under a name."""
         form = await read_form(request)
         visitor = self._own_form(request, form)
+        peer = request.state.peer
+        if peer in self._slowed:
+            problem = "A wrong token came from your address a moment ago. Try again."
+            return self._start_page(request, visitor, problem, form, 429)
         if not self._identity.is_token(form.get("token", "")):
+            self._slowed.add(peer)
             await asyncio.sleep(WRONG_TOKEN_SECONDS)
+            self._slowed.discard(peer)
             return self._start_page(request, visitor, "That is not the token.", form, 403)
         try:
             rater_id, is_new = await run_in_threadpool(self._store.enter, form.get("name", ""))

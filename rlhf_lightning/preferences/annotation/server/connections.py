@@ -41,6 +41,8 @@ class Connection(H11Protocol):
             self.connections.discard(last)
             last.transport.abort()
         super().connection_made(transport)
+        # `client` of a request follows X-Forwarded-For, which anyone on this machine may send.
+        self.app_state = {**self.app_state, "peer": self.client[0] if self.client else ""}
         self._wait(REQUEST_SECONDS)
 
     def data_received(self, data: bytes) -> None:
