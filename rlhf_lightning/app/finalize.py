@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.evaluation import check_start
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -76,6 +77,8 @@ def finish(
     if parts.trainer.is_global_zero:
         _write_samples(folder, current_iteration(parts.trainer), findings)
         outcome = Outcome(folder.name, findings.metrics, gates)
+        if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
+            check_start(settings, parts.module.fingerprint)  # its weights are merged with
         _export(settings, folder, (model, parts.tokenizer, state), outcome)
     findings.seconds = {"measure": measured - begun, "export": time.perf_counter() - measured}
     return findings, gates

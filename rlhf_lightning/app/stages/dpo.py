@@ -49,7 +49,7 @@ def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
 
     del folder
     metrics = validate(parts)
-    baseline = start_policy(settings, parts.module.policy)
+    baseline = start_policy(settings, parts)
     if settings.scorer is not None:
         parts.scorer = settings.scorer.build()
         for model in parts.scorer.build():

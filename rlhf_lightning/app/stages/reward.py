@@ -35,7 +35,7 @@ def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
         metrics |= _evidence(settings, parts, rows)
     count = num_answered(settings)
     if count:
-        policy = start_policy(settings, parts.module.model)
+        policy = start_policy(settings, parts)
         data = prompt_data(settings, parts.tokenizer, num_prompts=count)
         metrics |= normalize_reward_model(
             placed(parts, parts.module.model),

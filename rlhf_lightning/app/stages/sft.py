@@ -25,7 +25,7 @@ def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
         return Findings(metrics)  # nothing to compare with
     if gold is None and module.device_mesh is not None:
         return Findings(metrics)  # nobody to judge, and no room for a second model that is whole
-    baseline = start_policy(settings, module.policy)
+    baseline = start_policy(settings, parts)
     if metrics:
         loader = parts.data.val_dataloader()
         metrics["val/baseline_loss"] = held_out_loss(module, placed(parts, baseline), loader)
