@@ -46,6 +46,24 @@ def choice(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
+LOWEST_TEMPERATURE = 0.01
+LARGEST = 1e30  # larger sizes overflow in float32, where models compute, and 1 / LARGEST vanishes
+
+
+def check_size(key: str, value: object) -> None:
+    """Refuse a number that float32 cannot compute with.
+
+    Raises:
+        ValueError: with the key and the range.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and value and not 1 / LARGEST <= abs(value) <= LARGEST:
+        raise ValueError(
+            f"{key}={_shown(value)} is impossible: float32 computes with 0 and with sizes from "
+            f"{1 / LARGEST:g} to {LARGEST:g}"
+        )
+
+
 _HOLDS = {
     "above": lambda value, limit: value > limit,
     "at_least": lambda value, limit: value >= limit,
@@ -67,6 +85,7 @@ class Checked:
             choices = item.metadata.get("choices", (value,))
             if value not in choices:
                 raise ValueError(f"{key}={value!r}: use {', '.join(choices)}")
+            check_size(key, value)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 _check_limits(key, value, item.metadata, self._usual(item))
 
@@ -119,7 +138,7 @@ class SamplingHparams(Checked):
             are given; the ids are trained on as they are.
     """
 
-    temperature: float = number(1.0, above=0, at_most=10, usual=(0.7, 1.0))
+    temperature: float = number(1.0, at_least=LOWEST_TEMPERATURE, at_most=10, usual=(0.7, 1.0))
     max_new_tokens: int = number(64, at_least=1)
     top_k: int = number(0, at_least=0)
     top_p: float = number(1.0, above=0, at_most=1)

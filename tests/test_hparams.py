@@ -21,7 +21,7 @@ ON_POLICY = (PPOHparams, GRPOHparams)
 
 # class, field, values that cannot work, what the message wants
 IMPOSSIBLE = [
-    (SamplingHparams, "temperature", [0.0, -1.0, 10.5], "> 0 and <= 10"),
+    (SamplingHparams, "temperature", [0.009, 0.0, -1.0, 10.5], ">= 0.01 and <= 10"),
     (SamplingHparams, "max_new_tokens", [0, -3], ">= 1"),
     (SFTHparams, "learning_rate", [0.0, -1e-5, 1.0], "> 0 and < 1"),
     (SFTHparams, "micro_batch_size", [0], ">= 1"),
@@ -154,6 +154,17 @@ def test_a_groups_spread_needs_a_groups_baseline():
 def test_every_number_has_a_range_that_is_tested():
     tested = {(cls, name) for cls, name, _, _ in IMPOSSIBLE} | UNLIMITED | NAMED | LOOKED_UP
     assert tested == {(cls, field.name) for cls in CLASSES for field in fields(cls)}
+
+
+@pytest.mark.parametrize("value", [1e39, 1e-300, 10**400])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_no_number_is_beyond_what_float32_computes_with(cls, value):
+    refused = []
+    for field in fields(cls):
+        with pytest.raises((TypeError, ValueError), match=rf"{cls.__name__}\.{field.name}"):
+            cls(**{field.name: value})
+        refused.append(field.name)
+    assert refused
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -29,6 +29,7 @@ from rlhf_lightning.callbacks.iterations import (
     current_iteration,
     fresh_metrics,
     last_iteration,
+    out_of_time,
     reopen_epoch,
     validation_follows,
 )
@@ -97,8 +98,8 @@ def silence_resume_warnings() -> None:
 
 
 # The larger, the more it asks for; what one rank says is done by all.
-_SAVE, _DEADLINE = 1, 2
-_SIGNALS = {number: code for code, number in enumerate(STOP_SIGNALS, start=3)}
+_SAVE, _DEADLINE, _MAX_TIME = 1, 2, 3
+_SIGNALS = {number: code for code, number in enumerate(STOP_SIGNALS, start=4)}
 
 
 class SaveRequest(NamedTuple):
@@ -125,8 +126,8 @@ class IterationCheckpoint(Checkpoint):
     a `monitor`, the link `best.ckpt`. A link changes its target in one step and before the file
     it led to goes, so `last.ckpt` never leads nowhere.
 
-    SIGTERM, SIGUSR1 and the deadline end the run with `RunStoppedError` behind the iteration under
-    way and its checkpoint, on all ranks, whichever of them was told.
+    SIGTERM, SIGUSR1, the deadline and the Trainer's `max_time` end the run with `RunStoppedError`
+    behind the iteration under way and its checkpoint, on all ranks, whichever of them was told.
 
     Args:
         dirpath: the folder, `RunFolder.checkpoints`.
@@ -236,6 +237,7 @@ class IterationCheckpoint(Checkpoint):
 
         Raises:
             RunStoppedError: on every rank, if the run was asked to stop; it is saved.
+            ValueError: if the monitored metric was not logged; it is saved.
         """
         if self.monitor is not None:
             self._logged = fresh_metrics(trainer)
@@ -272,7 +274,9 @@ class IterationCheckpoint(Checkpoint):
         """
         callbacks: list[Any] = cast(Any, trainer).callbacks
         own = any(getattr(callback, "ends_fit", False) for callback in callbacks)
-        checkpoint[_SHOULD_STOP] = bool(trainer.should_stop) and not own
+        checkpoint[_SHOULD_STOP] = (
+            bool(trainer.should_stop) and not own and not out_of_time(trainer)
+        )
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -312,11 +316,15 @@ class IterationCheckpoint(Checkpoint):
             own = _SIGNALS[self._signals.received]
         elif self.clock.must_stop():
             own = _DEADLINE
+        elif out_of_time(trainer):
+            own = _MAX_TIME
         else:
             own = _SAVE if self.clock.save_is_due() else 0
         code = agreed_max(own, trainer.strategy.root_device)
         if code <= _SAVE:
             return SaveRequest(save=code == _SAVE)
+        if code == _MAX_TIME:
+            return SaveRequest(save=True, stop="max_time of the Trainer is over")
         if code == _DEADLINE and self.clock.deadline is not None:
             moment = datetime.fromtimestamp(self.clock.deadline).isoformat(" ", "seconds")
             return SaveRequest(save=True, stop=f"another iteration could last beyond {moment}")
@@ -389,10 +397,18 @@ class IterationCheckpoint(Checkpoint):
         due = self._due(trainer)
         # A metric of training is compared where a checkpoint is due anyway: there is one for each
         # iteration, and hardly any would not be the best for a while.
-        if best and (self._waits_for_validation or due):
+        compares = best and (self._waits_for_validation or due)
+        unknown = compares and not self._dry and self.monitor not in (None, *self._logged)
+        if compares and not unknown:
             due = self._take_best(trainer) or due
-        if due:
+        if due or unknown:
             self._save(trainer)
+        if unknown:
+            raise ValueError(
+                f"IterationCheckpoint.monitor={self.monitor!r} was not logged; iteration "
+                f"{self._saved_at} is saved, go on from it with one of "
+                f"{', '.join(sorted(self._logged)) or 'no metrics'}, or null"
+            )
         if self._asked.stop is not None and not self._dry:
             raise RunStoppedError(
                 f"{self._asked.stop}: saved after iteration {self._saved_at} of "
@@ -408,13 +424,7 @@ class IterationCheckpoint(Checkpoint):
     def _take_best(self, trainer: Trainer) -> bool:
         if self.monitor is None or self._dry:
             return False
-        metrics = self._logged
-        if self.monitor not in metrics:
-            raise KeyError(
-                f"IterationCheckpoint.monitor={self.monitor!r} was not logged: use one of "
-                f"{', '.join(sorted(metrics)) or 'nothing, there is nothing'}"
-            )
-        score = metrics[self.monitor]
+        score = self._logged[self.monitor]
         best = self.best_model_score
         better = best is None or (score < best if self.mode == "min" else score > best)
         better = trainer.strategy.reduce_boolean_decision(better and not math.isnan(score))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
 
 VALIDATION = "val/"
 
@@ -27,6 +28,19 @@ def last_iteration(trainer: Trainer) -> int:
     batches = int(trainer.num_training_batches)
     epochs = trainer.max_epochs
     return batches * epochs if epochs is not None and epochs > 0 else batches
+
+
+def out_of_time(trainer: Trainer) -> bool:
+    """Return whether `max_time` of the Trainer ends the run before its last iteration."""
+    timer = next((c for c in trainer.callbacks if isinstance(c, Timer)), None)  # type: ignore[attr-defined]
+    if (
+        timer is None
+        or not trainer.should_stop
+        or current_iteration(trainer) >= last_iteration(trainer)
+    ):
+        return False
+    left = timer.time_remaining()
+    return left is not None and left <= 0
 
 
 def reopen_epoch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

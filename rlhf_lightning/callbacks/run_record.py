@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlhf_lightning import hparams
-from rlhf_lightning.callbacks.iterations import current_iteration
+from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
@@ -79,8 +79,13 @@ class RunRecord(Callback):
         return None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the summary of a finished run, and its report."""
-        self._end(trainer, status="completed")
+        """Write the summary of a run that ended, and its report."""
+        if not current_iteration(trainer):
+            self._end(trainer, status="failed", cause="no iteration was trained: give more than 0")
+        elif out_of_time(trainer):
+            self._end(trainer, status="stopped", cause="max_time of the Trainer is over")
+        else:
+            self._end(trainer, status="completed")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -284,6 +284,16 @@ class PPOModule(RLHFModule):
         """Return what changes during a run and is no parameter, by its name in a checkpoint."""
         return on_policy.stateful(self)
 
+    def on_train_start(self) -> None:
+        """Refuse a warm-up of the value model that leaves no iteration to the policy."""
+        warmup = self.ppo.critic_warmup_iterations
+        iterations = int(self.trainer.estimated_stepping_batches)
+        if 0 < iterations <= warmup:
+            raise ValueError(
+                f"PPOHparams.critic_warmup_iterations={warmup} leaves none of {iterations} "
+                "iterations to train the policy: use fewer"
+            )
+
     def on_train_end(self) -> None:
         """Refuse to end well if no step was taken."""
         self.skipped.end_run()

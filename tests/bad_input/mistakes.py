@@ -136,6 +136,22 @@ VALUES = [
         "+experiment=reinforce_pp module.grpo.scale=group_std", "scale=", "group_std", "global_std"
     ),
     Mistake("+experiment=ppo module.models.value_head=none", "value_head=", "'none'", "'stored'"),
+    Mistake("+experiment=ppo module.ppo.score_clip=1.0e+39", "score_clip=", "1e+39", "1e+30"),
+    Mistake("+experiment=ppo module.ppo.kl_coef=1.0e+308", "kl_coef=", "1e+308", "1e+30"),
+    Mistake("+experiment=dpo module.dpo.beta=1.0e-300", "beta=", "1e-300", "1e-30"),
+    Mistake("+experiment=sft optimizer.weight_decay=1.0e+39", "_decay=", "1e+39", "1e+30"),
+    Mistake("+experiment=sft evaluation.temperature=1.0e-300", "temperature=", "1e-300", "0.01"),
+    Mistake("+experiment=sft strategy.timeout_minutes=1.0e+39", "_minutes=", "1e+39", "<= 1e+06"),
+    Mistake(
+        "+experiment=ppo module.ppo.critic_warmup_iterations=200",
+        "critic_warmup_iterations=",
+        "200",
+        "use fewer",
+    ),
+    Mistake(
+        "+experiment=ppo evaluation.larger_reward_model=x", "_model=", "=x", "PPO does not read it"
+    ),
+    Mistake("+experiment=sft evaluation.every_n_iterations=2", "iterations=", "2", "leave it out"),
     Mistake("+experiment=ppo lora=lora lora.r=0", "lora.r=", "0", "must be >= 1"),
     Mistake("+experiment=ppo lora=lora lora.quantization=int8", "quantization=", "'int8'", "nf4"),
     Mistake("+experiment=ppo lora=lora lora.dropout=0.1", "lora.dropout=", "0.1", "PPO needs 0"),
@@ -174,7 +190,7 @@ VALUES = [
     Mistake("+experiment=ppo +paths.outpts=x", "paths.outpts", "unknown key", "paths.outputs"),
     Mistake("+experiment=ppo artifacts.sft=3", "artifacts.sft=", "3", "str or None"),
     Mistake("+experiment=ppo artifacts.sft=nosuch", "artifacts.sft=", "nosuch", "experiment=sft"),
-    Mistake("+experiment=ppo artifacts.sft=null", "models.policy=", "None", "expected str"),
+    Mistake("+experiment=ppo artifacts.sft=null", "models.policy=", "None", "expected"),
     Mistake("+experiment=ppo scorer=http scorer.url=ftp://x", "scorer.url=", "ftp://x", "http://"),
     Mistake(
         "+experiment=ppo scorer=http scorer.url=http://x/y scorer.timeout=-1",
@@ -207,7 +223,7 @@ FORMS = [
     Mistake("+experiment=ppo callbacks.checkpoint=null", "callbacks.checkpoint=", "None", "group"),
     Mistake("+experiment=ppo evaluation.gold=5", "evaluation.gold=", "5", "_target_="),
     Mistake("+experiment=ppo +callbacks.extra.mine=5", "extra.mine=", "5", "_target_="),
-    Mistake("+experiment=ppo artifacts.reward=null", "scorer.load.source=", "None", "str or Path"),
+    Mistake("+experiment=ppo artifacts.reward=null", "scorer.load.source=", "None", "expected"),
     Mistake("+experiment=ppo model.revision=3", "model.revision=", "3 is int", "str or"),
     Mistake(
         "+experiment=ppo model.activation_checkpointing=maybe",

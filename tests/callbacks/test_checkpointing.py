@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 
 from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
@@ -18,6 +19,7 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.runs.atomic import remove, take_along
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
+from rlhf_lightning.runs.stopping import RunStoppedError
 from tests.callbacks.tiny_run import KilledError, TinyModule, run
 
 
@@ -316,10 +318,27 @@ def test_starting_over_in_a_folder_with_checkpoints_is_refused(tmp_path):
 
 
 def test_a_monitor_nobody_logs_is_named(tmp_path):
-    with pytest.raises(KeyError, match=r"val/losss.* use one of val/loss"):
+    with pytest.raises(ValueError, match=r"val/losss.* with one of val/loss"):
         run(tmp_path, num_iterations=2, monitor="val/losss")
     with pytest.raises(ValueError, match=r"val/loss.*this run does not validate: monitor what"):
         run(tmp_path / "other", num_iterations=2, validate=False)
+
+
+@pytest.mark.parametrize("monitor", ["val/losss", "ppo/losss"])
+@pytest.mark.parametrize("save_every", [1, 2, None])
+def test_a_monitor_nobody_logs_does_not_lose_the_run(tmp_path, monitor, save_every):
+    with pytest.raises(ValueError, match=f"monitor='{monitor}'"):
+        run(tmp_path, num_iterations=4, monitor=monitor, save_every=save_every)
+    trainer, _ = run(tmp_path, num_iterations=4, monitor=None, resume=True)
+    assert newest_complete_checkpoint(RunFolder(tmp_path)) is not None
+    assert trainer.fit_loop.epoch_loop.total_batch_idx == 3
+
+
+def test_the_time_of_the_trainer_stops_a_run_and_its_checkpoint_goes_on(tmp_path):
+    with pytest.raises(RunStoppedError, match=r"max_time.* saved after iteration 1 of 8"):
+        run(tmp_path, callbacks=[Timer({"microseconds": 1})])
+    trainer, _ = run(tmp_path, resume=True)
+    assert trainer.fit_loop.epoch_loop.total_batch_idx == 7
 
 
 def test_the_best_by_a_metric_of_training_is_one_of_the_regular_checkpoints(tmp_path):

@@ -202,7 +202,8 @@ def test_a_rollout_that_is_not_finite_is_skipped_and_the_next_one_is_looked_at()
         return made
 
     module = tiny_module(models=models)
-    fit(module, 1)
+    with pytest.raises(RuntimeError, match="no optimizer step was taken in 1 iterations"):
+        fit(module, 1)
     assert module.step_0.awaits_rollout
     assert module.step_0.awaits_minibatch
     assert not module.num_optimizer_steps

@@ -432,8 +432,14 @@ def test_a_kl_alone_is_enough_for_its_target():
 
 def test_a_target_waits_for_the_first_step_of_the_policy():
     module = tiny_module(ppo=ppo_hparams(target_approx_kl=0.1, critic_warmup_iterations=1))
-    fit(module, 1)
-    assert module.num_optimizer_steps == 2
+    assert fit(module, 2).callback_metrics["ppo/approx_kl"] is not None
+    assert module.num_optimizer_steps > 2
+
+
+def test_a_warmup_that_leaves_the_policy_no_iteration_is_refused():
+    module = tiny_module(ppo=ppo_hparams(critic_warmup_iterations=2))
+    with pytest.raises(ValueError, match=r"critic_warmup_iterations=2 leaves none of 2"):
+        fit(module, 2)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ from rlhf_lightning.arguments import RunsCode
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
-from rlhf_lightning.hparams import Checked
+from rlhf_lightning.hparams import LOWEST_TEMPERATURE, Checked
 from rlhf_lightning.runs.stopping import deadline
 
 LARGEST_SEED = 2**32 - 1
+MOST_MINUTES = 1_000_000  # two years
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 Positive = Annotated[int, Field(ge=1)]
 AtLeast0 = Annotated[int, Field(ge=0)]
@@ -247,7 +248,7 @@ class StrategySettings(Settings):
 
     name: Literal["auto", "ddp", "fsdp"] = "auto"
     compute_dtype: Literal["bfloat16", "float32"] | None = None
-    timeout_minutes: Annotated[float, Field(gt=0)] = 30.0
+    timeout_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = 30.0
     checkpoint: Literal["full", "sharded"] = "sharded"
     shard_over: Positive | None = None
     cpu_offload: bool = False
@@ -275,7 +276,7 @@ class CheckpointSettings(Settings):
     """When checkpoints are written, and which are kept."""
 
     every_n_iterations: Positive | None = 10
-    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    every_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] | None = None
     must_save_by: str | None = None
     keep_last: Positive = 2
     monitor: str | None = None
@@ -344,6 +345,16 @@ class EvaluationSettings(Settings):
     every_n_iterations: Positive | None = None
     during_training: Positive = 128
     larger_reward_model: str | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides(cls, temperature: float) -> float:
+        if 0 < temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"={temperature:g} divides the logits: use 0 for greedy decoding, or at least "
+                f"{LOWEST_TEMPERATURE:g}"
+            )
+        return temperature
 
 
 class ModelSettings(Settings):

@@ -38,6 +38,7 @@ from rlhf_lightning.app.config.targets import (
 )
 from rlhf_lightning.app.stages.spec import StageError, find_stage
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
+from rlhf_lightning.hparams import check_size
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 EARLY_STOPPING = "callbacks.early_stopping"
@@ -101,8 +102,9 @@ def read_settings(
     _check_nothing_missing(found.resolved)
     if isinstance(found, TrainSettings):
         _check_training(found)
-        if not saved:  # earlier versions trained with a doctor that did nothing
+        if not saved:  # earlier versions trained with settings that did nothing
             _check_doctor(found)
+            _check_is_read(found)
     return found
 
 
@@ -195,6 +197,20 @@ def _check_training(settings: TrainSettings) -> None:
     settings.spec.check(settings)
 
 
+def _check_is_read(settings: TrainSettings) -> None:
+    """Refuse what the evaluation of this stage does not read: it would do nothing, in silence.
+
+    Raises:
+        ConfigError: with the first such setting.
+    """
+    for name, item in type(settings.evaluation).model_fields.items():
+        value = getattr(settings.evaluation, name)
+        if item.default is None and value is not None and name not in settings.spec.measures_with:
+            raise ConfigError(
+                f"evaluation.{name}={value}: {settings.spec.title} does not read it; leave it out"
+            )
+
+
 def _check_doctor(settings: TrainSettings) -> None:
     """Refuse settings of the doctor where it does not watch: they would do nothing, in silence.
 
@@ -285,6 +301,9 @@ def check_run(settings: TrainSettings) -> None:
     with built("data", settings.data):
         settings.data.build(tokenizer=None)
     with built("optimizer", settings.optimizer):
+        for key, value in settings.optimizer.arguments.items():
+            for number in value if isinstance(value, list) else [value]:
+                check_size(key, number)
         settings.optimizer.build()([_parameter()], lr=1e-3)
     with built("scheduler", settings.scheduler):
         settings.scheduler.build()

@@ -35,6 +35,7 @@ def check(settings: TrainSettings) -> None:
     from rlhf_lightning.app.config.compose import ConfigError
 
     _check_kl_horizon(settings)
+    _check_warmup(settings)
     buffer, longest = settings.hparams.overlong_buffer, settings.all_hparams["sampling"]
     if buffer is not None and buffer > longest.max_new_tokens:
         raise ConfigError(
@@ -57,6 +58,18 @@ def _check_kl_horizon(settings: TrainSettings) -> None:
             f"module.{settings.spec.settings}.kl_horizon={hparams.kl_horizon} is too small for "
             f"{rows} responses an iteration: the KL coefficient would change its sign; use more "
             f"than {rows // 5}"
+        )
+
+
+def _check_warmup(settings: TrainSettings) -> None:
+    from rlhf_lightning.app.config.compose import ConfigError
+
+    warmup = getattr(settings.hparams, "critic_warmup_iterations", 0)
+    iterations = settings.data.get("num_iterations")
+    if isinstance(iterations, int) and 0 < iterations <= warmup:
+        raise ConfigError(
+            f"module.{settings.spec.settings}.critic_warmup_iterations={warmup} leaves none of "
+            f"data.num_iterations={iterations} to train the policy: use fewer"
         )
 
 
@@ -290,6 +303,7 @@ STAGE = StageSpec(
     rates={"learning_rate": "policy", "value_learning_rate": "value"},
     starts_from="sft",
     uses=("sft", "reward", "ppo"),
+    measures_with=("gold", "micro_batch_size", "every_n_iterations"),
     trains=(POLICY, SCALAR),
     models="models",
     factory="rlhf_lightning.models.ppo_models.ppo_models",

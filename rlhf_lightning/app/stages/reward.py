@@ -115,6 +115,7 @@ STAGE = StageSpec(
     trains=(SCALAR,),
     trained="model",
     models="model",
+    measures_with=("gold", "micro_batch_size", "larger_reward_model"),
     paired=True,
     objective="val/accuracy",
     finish=finish,

@@ -104,6 +104,7 @@ class StageSpec:
         rates: what each learning rate among its settings is the rate of.
         starts_from: the key below `artifacts` of the model that it starts from.
         uses: the keys below `artifacts` of all models that it loads.
+        measures_with: the keys below `evaluation` that it reads, of those that are null by default.
         trains: the kinds of models that it trains.
         trained: the attribute of the module that is exported.
         models: the key below `module` of what builds that.
@@ -140,6 +141,7 @@ class StageSpec:
     finish: Callable[[TrainSettings, RunFolder, TrainingComponents], Findings]
     num_answered: Callable[[TrainSettings], int]
     maximised: bool = True
+    measures_with: tuple[str, ...] = ("gold", "micro_batch_size")
     trains: tuple[str, ...] = (POLICY,)
     trained: str = "policy"
     models: str = "policy"
