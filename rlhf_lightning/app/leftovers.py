@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 PATIENCE_SECONDS = 10.0
+_POLL_SECONDS = 0.1
 
 
 @contextmanager
@@ -31,7 +32,9 @@ def ending_without_them() -> Iterator[None]:
 
 
 def _watch(code: int) -> None:
-    """Leave once something goes on that the interpreter waits for."""
+    """Leave once the interpreter ends and waits for something."""
+    while not getattr(threading, "_SHUTTING_DOWN", not threading.main_thread().is_alive()):
+        time.sleep(_POLL_SECONDS)  # a notebook or a test goes on after a command
     while True:
         time.sleep(PATIENCE_SECONDS)
         children = [p.name for p in multiprocessing.active_children() if not p.daemon]

@@ -37,3 +37,12 @@ def test_a_command_ends_without_what_goes_on_and_names_it(code, exit_code, name)
     assert done.returncode == exit_code
     assert ("still at work" in done.stderr) == (name is not None)
     assert name is None or name in done.stderr
+
+
+def test_a_process_that_goes_on_after_a_command_is_not_ended():
+    code = (
+        f"{HEAD}    pass\nthreading.Thread(target=time.sleep, args=(2,)).start(); time.sleep(1)\n"
+    )
+    code += "print('went on', flush=True)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout.strip()) == (0, "went on")
