@@ -56,8 +56,9 @@ def check_size(key: str, value: object) -> None:
     Raises:
         ValueError: with the key and the range.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and value and not 1 / LARGEST <= abs(value) <= LARGEST:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if value and not 1 / LARGEST <= abs(value) <= LARGEST:
         raise ValueError(
             f"{key}={_shown(value)} is impossible: float32 computes with 0 and with sizes from "
             f"{1 / LARGEST:g} to {LARGEST:g}"
