@@ -102,9 +102,8 @@ def place_models(module: Any, models: PolicyModels) -> None:
     train mode.
     """
     frozen = (*models.frozen, *module.scorer.build(models.base))
-    if (
-        module.algorithm.score_clip == "auto"
-    ):  # a model that is loaded may say that it is normalized
+    if module.algorithm.score_clip == "auto":
+        # A model that is loaded may say that it is normalized.
         clip = CLIP_OF_NORMALIZED if getattr(module.scorer, "normalized", False) else None
         with warnings.catch_warnings():  # said when it was made
             warnings.simplefilter("ignore", UnusualHparamWarning)
