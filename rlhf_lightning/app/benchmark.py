@@ -62,9 +62,7 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
     source = members[0] if members else target.get("source") or settings.policy
     if members:  # to be compared with the others
         target = settings.updated({"scorer.policy": source}).scorer or target
-    tokenizer = load_tokenizer(
-        source, chat_template_arguments=settings.model.chat_template_arguments
-    )
+    tokenizer = load_tokenizer(source, **settings.model.template)
     candidates = benchmark.candidates(chat=bool(tokenizer.chat_template))
     if not candidates:
         raise ConfigError("benchmark: the file holds no rows")

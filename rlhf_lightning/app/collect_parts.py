@@ -150,7 +150,7 @@ def _policy(source: str, model: ModelSettings, precision: str) -> Callable[[], L
     return partial(
         load_candidate_policy,
         source,
-        chat_template_arguments=model.chat_template_arguments,
+        **model.template,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         precision=precision,

@@ -193,7 +193,7 @@ def load_side(settings: EvaluateSettings, source: str) -> LoadedPolicy:
     model = settings.model
     return load_candidate_policy(
         source,
-        chat_template_arguments=model.chat_template_arguments,
+        **model.template,
         revision=None if Path(source).is_dir() else model.revision,
         trust_remote_code=model.trust_remote_code,
         precision=settings.trainer.precision,

@@ -235,8 +235,14 @@ class RecordDataModule(LightningDataModule):
             place, lost = next(iter(summary.lost.items()))
             rank_zero_warn(
                 f"the chat template does not write all of {len(summary.lost)} training records, "
-                f"for instance of {place}: {', '.join(lost)}: set another one in "
-                "the tokenizer of the model"
+                f"for instance of {place}: {', '.join(lost)}: set another one "
+                "with model.chat_template=FILE or NAME"
+            )
+        if summary.num_untemplated:
+            rank_zero_warn(
+                f"{summary.num_untemplated} of {summary.num_rows} training rows are plain text, "
+                "written without the chat template that the tokenizer has: give messages "
+                '([{"role": "user", "content": ...}]) where the model is to chat'
             )
         if summary.num_spelled and summary.num_spelled == summary.num_rows:
             rank_zero_warn(

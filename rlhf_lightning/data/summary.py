@@ -83,6 +83,7 @@ class DataSummary:
     unread: Mapping[str, int]
     unread_columns: Mapping[str, int]
     num_merged: int
+    num_untemplated: int
     missing_columns: Mapping[str, int]
     dropped: Mapping[str, int]
     skipped: tuple[str, ...]
@@ -166,6 +167,7 @@ def summarize(
         unread=dict(report.unread.most_common()),
         unread_columns=dict(report.unread_columns.most_common()),
         num_merged=report.num_merged,
+        num_untemplated=report.num_untemplated,
         missing_columns=_missing_columns(encoded),
         dropped=dict(report.dropped),
         skipped=(*skipped, *report.skipped),

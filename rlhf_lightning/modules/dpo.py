@@ -139,6 +139,7 @@ class DPOModule(RLHFModule):
         optimizer: Optimizer | None = None,
         seed: int = 1,
         activation_checkpointing: bool = False,
+        chat_template: str | None = None,
         revision: str | None = None,
         trust_remote_code: RunsCode = False,
     ) -> Self:
@@ -153,6 +154,8 @@ class DPOModule(RLHFModule):
                 default.
             seed: of new weights, and of the order of the data.
             activation_checkpointing: compute decoder layers again in the backward pass.
+            chat_template: file of a template, or the name of one of ours, in place of the
+                model's; exported with it.
             revision: branch, tag or commit of a hub name.
             trust_remote_code: run the code beside the weights.
         """
@@ -167,6 +170,7 @@ class DPOModule(RLHFModule):
             optimizer=optimizer,
             seed=seed,
             activation_checkpointing=activation_checkpointing,
+            chat_template=chat_template,
             revision=revision,
             trust_remote_code=trust_remote_code,
         )

@@ -171,6 +171,7 @@ def on_policy_module(
     optimizer: Optimizer | None,
     seed: int,
     activation_checkpointing: bool,
+    chat_template: str | None,
     revision: str | None,
     trust_remote_code: bool,
     **kept: Any,
@@ -189,6 +190,7 @@ def on_policy_module(
         optimizer: parameter groups -> optimizer.
         seed: of sampling noise, minibatches and new weights.
         activation_checkpointing: compute decoder layers again in the backward pass.
+        chat_template: in place of the model's.
         revision: of a hub name.
         trust_remote_code: run the code beside the weights.
         kept: further arguments of `from_pretrained`, for the checkpoint.
@@ -197,7 +199,7 @@ def on_policy_module(
         raise ValueError(f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out")
     policy = str(policy)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    tokenizer = load_tokenizer(policy, **options)
+    tokenizer = load_tokenizer(policy, chat_template=chat_template, **options)
     scorer = as_scorer(reward, policy, tokenizer, reward_weights)
     built: list[ModuleT] = []
     given = {"activation_checkpointing": activation_checkpointing, "seed": seed, **options}
@@ -221,6 +223,7 @@ def on_policy_module(
         **kept,
         lora=lora,
         schedule=module.schedule,
+        chat_template=chat_template and tokenizer.chat_template,
         **given,
     )
     return module
@@ -264,6 +267,7 @@ def one_model_module(
     optimizer: Optimizer | None,
     seed: int,
     activation_checkpointing: bool,
+    chat_template: str | None,
     revision: str | None,
     trust_remote_code: bool,
 ) -> ModuleT:
@@ -280,6 +284,7 @@ def one_model_module(
         optimizer: parameter groups -> optimizer.
         seed: of new weights.
         activation_checkpointing: compute decoder layers again in the backward pass.
+        chat_template: in place of the model's.
         revision: of a hub name.
         trust_remote_code: run the code beside the weights.
     """
@@ -301,7 +306,8 @@ def one_model_module(
         **common_arguments(str(source), optimizer=optimizer, schedule=schedule, revision=revision),
     )
     built.append(module)
-    module.tokenizer = load_tokenizer(source, **options)  # type: ignore[assignment, arg-type]
+    tokenizer: Any = load_tokenizer(source, chat_template=chat_template, **options)  # type: ignore[arg-type]
+    module.tokenizer = tokenizer
     keep_hyper_parameters(
         module,
         source=str(source),
@@ -310,6 +316,7 @@ def one_model_module(
         schedule=module.schedule,
         seed=seed,
         activation_checkpointing=activation_checkpointing,
+        chat_template=chat_template and tokenizer.chat_template,
         **options,
     )
     return module

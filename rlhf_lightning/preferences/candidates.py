@@ -52,6 +52,7 @@ class LoadedPolicy(NamedTuple):
 def load_candidate_policy(
     source: str,
     *,
+    chat_template: str | None = None,
     chat_template_arguments: dict[str, Any] | None,
     revision: str | None,
     trust_remote_code: bool,
@@ -64,7 +65,11 @@ def load_candidate_policy(
     origin: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if revision is not None and not Path(source).is_dir():
         origin["revision"] = revision
-    tokenizer = load_tokenizer(source, chat_template_arguments=chat_template_arguments, **origin)
+    template: dict[str, Any] = {
+        "chat_template": chat_template,
+        "chat_template_arguments": chat_template_arguments,
+    }
+    tokenizer = load_tokenizer(source, **template, **origin)
     policy = frozen(load_policy(source, **origin))
     round_frozen_weights(policy.model, precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,7 @@ from rlhf_lightning.text.forms import READ_BY_US, REFUSALS, apply, form_of
 from rlhf_lightning.text.messages import Messages
 from rlhf_lightning.text.template_date import leading_settings
 
-_OTHER = "set another chat template in the tokenizer of the model"
+_OTHER = "set another template with model.chat_template=FILE or NAME"
 _SKIP = "leave such records out with dataset.source.on_bad_record=skip"
 _SYSTEM = "put system texts into the user's turn with dataset.source.system_into_user=true"
 _COUNT = "learn the rest with dataset.source.on_template_loss=warn"
@@ -49,8 +49,8 @@ def write_chat(
     """
     if not tokenizer.chat_template:
         raise ValueError(
-            "the records are conversations but the tokenizer has no chat template: set "
-            "tokenizer.chat_template, take an instruction-tuned tokenizer, or give plain text"
+            "the records are conversations but the tokenizer has no chat template: set one with "
+            "model.chat_template=FILE or NAME (in Python chat_template=), or give plain text"
         )
     form = form_of(tokenizer)
     options = {**(variables or {}), "add_generation_prompt": add_generation_prompt}

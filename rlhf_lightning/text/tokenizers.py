@@ -36,11 +36,13 @@ logger = logging.getLogger(__name__)
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 GENERATION_CONFIG = "generation_config.json"
+_OUR_TEMPLATES = Path(__file__).with_name("chat_templates")
 
 
 def load_tokenizer(
     source: str | Path,
     *,
+    chat_template: str | None = None,
     chat_template_arguments: Mapping[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: RunsCode = False,
@@ -52,6 +54,7 @@ def load_tokenizer(
 
     Args:
         source: folder or hub name.
+        chat_template: takes the place of the checkpoint's, see `read_template`.
         chat_template_arguments: variables that the chat template reads, such as `enable_thinking`
             of Qwen3; they become part of the template, see `with_template_arguments`. Of a template
             that writes the date, `date_string` is it, else `template_date.DATE`: never today.
@@ -65,6 +68,8 @@ def load_tokenizer(
     options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     with naming_source(source):
         tokenizer = _as_saved(str(source), options)
+    if chat_template is not None:
+        tokenizer.chat_template = read_template(chat_template)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no EOS token: set one before training")
     if tokenizer.pad_token_id is None:
@@ -74,6 +79,30 @@ def load_tokenizer(
     arguments = dict(chat_template_arguments or {})
     _fix_date(tokenizer, arguments.pop("date_string", None))
     return with_template_arguments(tokenizer, arguments)
+
+
+def read_template(source: str) -> str:
+    """Return a chat template: of a file, of another model, one of ours by its name, or as given.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if "{{" in source or "{%" in source:
+        return source
+    own = {file.stem: file for file in _OUR_TEMPLATES.glob("*.jinja")}
+    file = own.get(source) or Path(source).expanduser()
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    try:
+        found = _as_saved(source, loading_options(source)).chat_template
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, str):
+        raise ValueError(
+            f"model.chat_template={source!r} is no file, no model with a template, and none of "
+            f"ours: give one of {', '.join(sorted(own))}, or a Jinja file"
+        )
+    return found
 
 
 def _check_rows(tokenizer: Any, source: str, options: dict[str, Any]) -> None:
@@ -128,7 +157,7 @@ def with_template_arguments(
     if not tokenizer.chat_template:
         raise ValueError(
             f"model.chat_template_arguments={dict(arguments)} need a chat template, and the "
-            "tokenizer has none: take an instruction-tuned checkpoint, or leave them out"
+            "tokenizer has none: give model.chat_template=FILE or a name, or leave them out"
         )
     _change_templates(tokenizer, lambda template: _with_settings(template, arguments))
     return tokenizer

@@ -368,6 +368,7 @@ class ModelSettings(Settings):
     num_parameters: int | None = None
     tokenizer: Tokenizer | None = None
     from_scratch: dict[str, Any] | None = None
+    chat_template: str | None = None
     chat_template_arguments: dict[str, Any] | None = None
     revision: str | None = None
     trust_remote_code: RunsCode = False
@@ -382,6 +383,12 @@ class ModelSettings(Settings):
     def computing(self) -> dict[str, Any]:
         """Kernels, micro-batches and threads, as `app.computing` takes them."""
         names = ("cpu_kernels", "kernels", "micro_batches", "cpu_threads")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The chat template and its arguments, as `load_tokenizer` takes them."""
+        names = ("chat_template", "chat_template_arguments")
         return {name: getattr(self, name) for name in names}
 
     @property

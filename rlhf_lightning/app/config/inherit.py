@@ -23,7 +23,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 
 # Of a group all keys are taken over (None) or these alone, which the command reads.
-_MODEL = ("name", "chat_template_arguments", "revision", "trust_remote_code")
+_MODEL = ("name", "chat_template", "chat_template_arguments", "revision", "trust_remote_code")
 _ANSWERS = (
     "num_prompts",
     "answers_per_prompt",
