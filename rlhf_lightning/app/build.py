@@ -50,7 +50,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.summary import git_commit, installed_versions
-from rlhf_lightning.text.tokenizers import load_tokenizer, read_template, stop_ids
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, with_template
 
 
 def make_doctor(settings: TrainSettings, folder: RunFolder) -> list[Doctor]:
@@ -214,9 +214,7 @@ def make_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
         return load_tokenizer(settings.start, **model.template, **model.origin)
     if model.tokenizer is None:
         raise ConfigError(f"model={model.name} from random weights needs model.tokenizer")
-    tokenizer: PreTrainedTokenizerBase = model.tokenizer.build()
-    if model.chat_template is not None:
-        tokenizer.chat_template = read_template(model.chat_template)
+    tokenizer: PreTrainedTokenizerBase = with_template(model.tokenizer.build(), model.chat_template)
     return tokenizer
 
 

@@ -44,6 +44,7 @@ from rlhf_lightning.text.tokenizers import (
     as_saved,
     check_same_tokenizer,
     load_tokenizer,
+    read_template,
     stop_ids,
 )
 
@@ -223,7 +224,7 @@ def on_policy_module(
         **kept,
         lora=lora,
         schedule=module.schedule,
-        chat_template=chat_template and tokenizer.chat_template,
+        chat_template=chat_template and read_template(chat_template),
         **given,
     )
     return module
@@ -316,7 +317,7 @@ def one_model_module(
         schedule=module.schedule,
         seed=seed,
         activation_checkpointing=activation_checkpointing,
-        chat_template=chat_template and tokenizer.chat_template,
+        chat_template=chat_template and read_template(chat_template),
         **options,
     )
     return module

@@ -68,8 +68,7 @@ def load_tokenizer(
     options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     with naming_source(source):
         tokenizer = _as_saved(str(source), options)
-    if chat_template is not None:
-        tokenizer.chat_template = read_template(chat_template)
+    tokenizer = with_template(tokenizer, chat_template)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no EOS token: set one before training")
     if tokenizer.pad_token_id is None:
@@ -79,6 +78,13 @@ def load_tokenizer(
     arguments = dict(chat_template_arguments or {})
     _fix_date(tokenizer, arguments.pop("date_string", None))
     return with_template_arguments(tokenizer, arguments)
+
+
+def with_template(tokenizer: Any, chat_template: str | None) -> Any:
+    """Return a tokenizer with another chat template, see `read_template`; None keeps its own."""
+    if chat_template is not None:
+        tokenizer.chat_template = read_template(chat_template)
+    return tokenizer
 
 
 def read_template(source: str) -> str:
