@@ -191,6 +191,8 @@ def ended_base(cfg: PipelineSettings, place: Path, status: str, *gates: GateResu
     made = new_summary("sft", seed=1, config_hash="x")
     write_summary(base, replace(made, status="completed", metrics={"val/loss": 4.0}, gates=gates))
     write_state(folder.path, {step.name: Outcome(step.name, step.overrides, status)})
+    begun = new_summary("pipeline", seed=cfg.seed, config_hash=cfg.config_hash)
+    write_summary(folder, replace(begun, status="stopped"))
     return folder
 
 
