@@ -43,6 +43,8 @@ gc.disable()
 # A shell ignores Control-C in what it starts with `&`, and so would every process of a test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # The longest files: begun last, one worker would work on them while the other has nothing left.
