@@ -56,7 +56,7 @@ OVER_LONG = "over-long"
 ANSWER_TOO_LONG = "response alone over-long"
 IDENTICAL = "chosen == rejected after encoding"
 NO_TOKENS = "prompt without a token"
-NUM_REMEMBERED = 1024
+NUM_REMEMBERED = 8192
 
 
 @dataclass(frozen=True, eq=False)
