@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from rlhf_lightning.rollout.scorers import containment
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from tests.builders.models import EOS, prompt_batch
 from tests.rollout.answers import answers_of
@@ -96,6 +98,32 @@ def test_a_function_that_takes_too_long_ends_with_its_name_and_a_prompt(function
         scored(function, timeout_seconds=0.3)
     assert time.monotonic() - began < 10
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def finishes_late(prompts, completions):
+    time.sleep(0.3)
+    return [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "in_a_thread"),  # re lets no other thread run
+    [(backtracks, False)]
+    + [(each, place) for each in (sleeps, waits, finishes_late) for place in (False, True)],
+)
+def test_a_call_that_takes_long_is_named_once_with_its_prompt_while_it_runs(
+    function, in_a_thread, monkeypatch, caplog
+):
+    monkeypatch.setattr(containment, "_STILL_SECONDS", 0.1)
+    ends = pytest.raises(TimeoutError) if function is not finishes_late else nullcontext()
+    with ends, ThreadPoolExecutor() as pool:
+        if in_a_thread:
+            pool.submit(scored, function, timeout_seconds=0.6).result()
+        else:
+            scored(function, timeout_seconds=0.6)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert re.search(
+        rf"{function.__name__} is still running .*'w3 w4 w5'.*timeout_seconds=0.6", said
+    )
 
 
 def test_outside_of_the_main_thread_there_is_the_same_limit():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
@@ -37,6 +38,9 @@ _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (sys.getrecursionlimit, sys.setrecursionlimit),
 )
 _AGAIN_SECONDS = 1.0
+_STILL_SECONDS = 20.0  # after which a call that runs is named
+
+logger = logging.getLogger(__name__)
 
 
 class ClosedStreamError(RuntimeError):
@@ -58,14 +62,15 @@ def contained(
     """Return `read` of what `call` returns, awaited if it is a coroutine.
 
     The process is as it was before: torch's defaults, working folder, environment, signal handlers
-    and open streams. A child process that it forks and that comes back here ends.
+    and open streams. A child process that it forks and that comes back here ends. A call that runs
+    for 20 seconds is named in a warning, once.
 
     Args:
         call: the function, with its arguments.
         read: takes what it returned, which may run its code too.
         what: names it in errors.
         seconds: after which it is interrupted.
-        about: what it was given, for the error.
+        about: what it was given, for the warning and the error.
 
     Raises:
         TimeoutError: if it took longer, also where it caught the interruption.
@@ -90,11 +95,20 @@ def contained(
         finally:
             _end_child(process, what)
 
+    def say() -> None:
+        logger.warning(
+            "%s is still running after %g seconds, for %s; scorer.timeout_seconds=%g ends it",
+            what,
+            _STILL_SECONDS,
+            about,
+            seconds,
+        )
+
     in_main = threading.current_thread() is threading.main_thread()
     timed = _interrupted_by_alarm if in_main else _left_behind
     try:
         with restoring_state(what):
-            return timed(guarded, seconds)
+            return timed(guarded, seconds, say)
     except (KeyboardInterrupt, RunStoppedError, ClosedStreamError):
         raise
     except _TimeUp as error:
@@ -118,19 +132,25 @@ def _end_child(process: int, what: str) -> None:
         os._exit(1)
 
 
-def _interrupted_by_alarm(call: Callable[[], Result], seconds: float) -> Result:
+def _interrupted_by_alarm(
+    call: Callable[[], Result], seconds: float, say: Callable[[], None]
+) -> Result:
     """Call in the main thread; SIGALRM interrupts even a regular expression that never ends."""
-    rung = False
+    rung, quiet = False, seconds > _STILL_SECONDS
 
     def ring(number: int, frame: FrameType | None) -> None:
-        nonlocal rung
+        nonlocal rung, quiet
+        if quiet and (left := began + seconds - time.monotonic()) > 0:
+            quiet = False
+            signal.setitimer(signal.ITIMER_REAL, left, _AGAIN_SECONDS)
+            return say()
         rung = True
         # It rings again, as a function may catch everything.
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
         raise _TimeUp
 
     handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
-    delay, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    delay, interval = signal.setitimer(signal.ITIMER_REAL, min(seconds, _STILL_SECONDS))
     # For functions that set and cancel the same timer for a limit of their own.
     second = threading.Timer(
         seconds + _AGAIN_SECONDS, signal.pthread_kill, (threading.get_ident(), signal.SIGALRM)
@@ -151,7 +171,7 @@ def _interrupted_by_alarm(call: Callable[[], Result], seconds: float) -> Result:
     return found
 
 
-def _left_behind(call: Callable[[], Result], seconds: float) -> Result:
+def _left_behind(call: Callable[[], Result], seconds: float, say: Callable[[], None]) -> Result:
     """Call in a daemon thread, which is left where it is when the time is up."""
     future: Future[Result] = Future()
 
@@ -163,12 +183,13 @@ def _left_behind(call: Callable[[], Result], seconds: float) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        return future.result(seconds)
-    except TimeoutError as error:
-        if future.done():  # the function's own
-            raise
-        raise _TimeUp from error
+    first = min(seconds, _STILL_SECONDS)
+    if not wait([future], first).done and first < seconds:
+        say()
+        wait([future], seconds - first)
+    if not future.done():
+        raise _TimeUp
+    return future.result()
 
 
 @contextmanager
