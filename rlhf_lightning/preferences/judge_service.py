@@ -247,6 +247,8 @@ class JudgeService:
             answer = None
         message, problem = _at(answer, "choices", 0, "message"), None
         text, thoughts = _text(_at(message, "content")), _text(_at(message, "reasoning_content"))
+        called = _at(message, "tool_calls", 0, "function", "arguments")  # a verdict as a call
+        text = text or (called if isinstance(called, str) else text)
         thoughts = thoughts or _text(_at(message, "reasoning")) or ""
         if not isinstance(message, dict) or text is None:
             text = self._without_key(body.decode(errors="replace"))

@@ -28,14 +28,17 @@ _NOUN = _any(
 _OPEN, _CLOSE = r"[\"'(\[{]{0,3}", r"[\"')\]}]{0,3}+"
 _LABEL = (
     rf"(?:(?i:the\s+)?{_NOUN}[\s_\#-]*{_OPEN}(?:[ABC12]|(?<=\()[abc])(?![A-Za-z0-9]){_CLOSE}"
-    rf"|{_OPEN}(?<![A-Za-z0-9])[ABC](?![A-Za-z0-9]|'s){_CLOSE}"
+    rf"|{_OPEN}(?<![A-Za-z0-9])[ABC](?![A-Za-z0-9]|'s(?!\s+{_NOUN}\b)){_CLOSE}"
     rf"|\b(?i:the\s+)?{_any('first second former latter')}(?:\s+(?:one|{_NOUN}))?\b"
     rf"|第[一二]个?(?:{_NOUN})?)"
 )
 _COMPARISON = r"\s*(>+|<+|=|≈|≻|≺)\s*"
 _TIE = (
     r"(?:(?i:it'?s\s+|it\s+is\s+)?(?i:an?\s+)?"
-    + _any(r"tied? draw toss-?up neither(?:_is_better)? none both equal equally_\w+ same")
+    + _any(
+        r"tied? draw toss-?up neither(?:_is_better)? (?:none|both)(?:_of_them)? equal equally_\w+ "
+        "same unentschieden gleichstand égalité empate pareggio ничья"
+    )
     + r"|平局|平手|和局|不分上下|一样好|同样好|都不)(?![-\w])"
 )
 # Behind a letter that is named. "A good answer" names none, nor does a list "A, B or C".
@@ -44,20 +47,20 @@ _JOINS = (
 )
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
-    r"(?!\+|\s*[:=(-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
+    r"(?!\+|\s*[:=(|\u2013\u2014-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
     rf"(?! +(?!{_any(_JOINS + ' on in')}\b)[a-z])"
 )
 _KEYWORD = (
     r"(?:\b"
     + _any(
         r"verdict winner winning_\w+ choice answer decision preference judge?ment result selection "
-        r"conclusion vote pick (?:better|best|superior|stronger|preferred)"
+        r"conclusion vote pick edge nod overall (?:better|best|superior|stronger|preferred)"
         rf"(?:_(?:one|of_the_two|choice|{_NOUN}))?"
     )
     + r"(?:\s+of\s+(?:\w+\s+){0,3}?\w+)?\]?\"?'?|"
     + _any(
-        "结论 答案是? 回答 选项 选择 判断 裁决 胜者 获胜者 结果 评判 更好的 判定 勝者 승자 정답 "
-        "ответ antwort réponse respuesta risposta resposta"
+        "结论 答案是? 回答 选项 选择 判断 裁决 胜者 获胜者 结果 评判 更好的 判定 勝者 結論 "
+        "승자 정답 ответ antwort réponse respuesta risposta resposta urteil veredicto"
     )
     + ")"
 )
@@ -78,6 +81,7 @@ _VERB = _any(
 )
 _FILLER = (
     rf"(?!{_any('not no never than but while whereas though although could would might may')}\b"
+    rf"|{_any('hardly scarcely nicht kein niet pas não не')}\b"
     rf"|{_any('should can if however first second former latter other')}\b|[ABC]\b)"
     r"\(?[\w'-]+\)?\s+"
 )
@@ -85,9 +89,10 @@ _GOOD = _any(
     "better best superior stronger strongest preferable preferred winner "
     "besser meilleure? mejor migliore melhor"
 )
-_IS_GOOD = rf"\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
+_IS_GOOD = rf"(?:'?s\s+{_NOUN})?\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
 _WINS = _any(
-    r"wins? beats outperforms gets_my_vote better_(?:answers|addresses|serves|follows|fits|meets) "
+    r"wins? beats out(?:performs|shines|classes|does|ranks|scores|weighs) edges_out surpasses "
+    r"gets_my_vote better_(?:answers|addresses|serves|follows|fits|meets) "
     r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage)"
 )
 _SEEMS_GOOD = (
@@ -97,7 +102,8 @@ _SEEMS_GOOD = (
     + r")\b|\s*更"
 )
 _ELSEWHERE = (
-    r"\s*(?:[^\n,.;ABC不]{0,8}?(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优|лучше|胜(?=[\s.,]|$))"
+    r"\s*(?:(?:(?!не )[^\n,.;ABC不]){0,8}?(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优"
+    r"|лучше|胜(?=[\s.,]|$))"
     r"|比[^\n,.;不]{1,8}?(?:好|优|佳|强)|の(?:方|ほう)が|(?:가|이)\s*더)"
 )
 # "Better written" and "better in tone" are praise; they count where nothing else is said.
@@ -116,22 +122,24 @@ _NEITHER = (
     r"\s+an?\s+(?:\w+\s+)?(?i:tie|draw)(?![-\w])|平局|平手"
 )
 _EXPLICIT = re.compile(
-    r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|for\s+an?\s+tie|means)\b)"
+    r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|for\s+an?\s+tie|means)\b)"
+    r"(?<!\]\] or \[\[[ABC]\]\])"
     rf"|(?P<compared>{_LABEL}{_COMPARISON}{_LABEL})(?!\s*[<>=])"
     rf"|(?P<neither>{_NEITHER})"
-    rf"|(?P<loser>{_LABEL})\s+(?:is|was)\s+(?:\w+\s+){{0,2}}?"
-    r"(?:worse|weaker|inferior)\s+(?:than|to)\b"
+    rf"|(?P<loser>{_LABEL})\s+(?:loses\s+to\b|(?:is|was)\s+(?:{_FILLER}){{0,2}}?"
+    r"(?:(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b)"
     rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{_LABEL}|{_TIE}){_AFTER}"
     rf"|{_CHOOSES}(?P<chosen>{_LABEL}|(?i:neither|none)\b){_AFTER}"
     rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s+{_WINS}\b|{_ELSEWHERE})"
 )
 _ALIKE = (
-    r"identical equivalent "
+    r"identical equivalent (?:are|were)_tied gleich_gut igual_de_\w+ "
     r"equally_(?:good|bad|well|strong|weak|helpful|valid|correct|matched|accurate) "
     r"no_(?:clear_)?(?:winner|preference|difference) (?:the_same|equal|similar)_quality"
 )
 _PRAISE = re.compile(
-    rf"(?P<loser>{_LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?less\s+\w+\s+than\b"
+    rf"(?P<loser>{_LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?"
+    r"less\s+\w+\s+than\b"
     rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}|{_SEEMS_GOOD})"
     rf"|(?P<neither>{_any(_ALIKE)}|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
     r"(?![^.!?\n]*\b(?:but|however|yet|although)\b)"
@@ -139,19 +147,22 @@ _PRAISE = re.compile(
 # Before what is no verdict: a negation, a condition, or what another text says.
 _UNSAID = re.compile(
     r"(?:(?i:\bnot|n't|\bnever|\bnor|\bif|\bwhether|\bunless|\bhad|\balthough|\bthough|\bwhile"
-    r"|\bwhereas|\binitially|不)[^,:]{0,40}$|\b"
+    r"|\bwhereas|\binitial(?:ly)?|\boriginal(?:ly)?|\bearlier|\bprevious(?:ly)?"
+    r"|\bnicht|\bpas|\bnão|\b\u043d\u0435|不)[^,:]{0,40}$|\b"
     + _any(
         "(?:say|tell|contain|instruct|demand|claim|spell|ask|end)(?:s|ing) said told asked_me "
         "writ(?:es?|ing) wrote includ(?:es?|ing) quot(?:es?|ing|ed)"
     )
     + r"\b[^,:]{0,40}:?\s*[\"'(]*$)"
 )
+_LOST = re.compile(rf"{_any('worse worst weaker weakest inferior losing')}\s+$")
 _ALONE = re.compile(
     rf"({_LABEL}|[12]|(?:{_NOUN}[\s_:-]*)?(?i:[abc]))(?:\s*\([^()]*\))?"  # "C (neither)"
 )
 _COMPARED = re.compile(rf"({_LABEL}){_COMPARISON}({_LABEL})")
 _ENDING = re.compile(
-    rf"(?:[.!?\n]\s*|[a-z]{{3}},\s|\b(?i:think|believe|say|so|thus|hence|therefore)\s)({_LABEL})[.!\s\"')]*$"
+    r"(?:[.!?\n]\s*|[a-z]{3},\s|\b(?i:think|believe|say|so|thus|hence|therefore)\s|^\w+ly\s)"
+    rf"({_LABEL})[.!\s\"')]*$"
 )
 _LEADING = re.compile(
     rf"[\W_]*({_LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
@@ -160,7 +171,7 @@ _LEADING = re.compile(
 _RATED = re.compile(
     rf"({_LABEL})(?:'s)?"
     rf"(?:\s+{_any('score rating gets receives scores deserves earns is rated an? of')}){{0,3}}"
-    r"\s*[:=(\[\u2013-]*\s*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?"
+    r"[\s:=(\[\u2013-]*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?+"
     rf"(?!\s*(?!{_any('points? pts stars? and vs while whereas but versus')}\b)[a-z])"
 )
 _TWO_NUMBERS = re.compile(r"\W*(\d{1,3}(?:\.\d+)?)[\s,;]+(\d{1,3}(?:\.\d+)?)\W*")
@@ -173,6 +184,8 @@ _THOUGHTS = _any(
 _THINKING = re.compile(
     rf"[<\[◁]\|?\s*((?i:/|END_))?(?i:START_|BEGIN_)?(?:\w+:)?{_THOUGHTS}\s*\|?[>\]▷]"
 )
+_NO_ARTICLE = rf"\s*(?:$|[\n.:;,!)\]=<>|]|{_VERB}\b|{_WINS}\b)"  # behind the letter a
+_TABLE = re.compile(r"(?:^|\n)\|.*\|(?:\n\|.*\|)+")
 _FINAL = re.compile(
     r"<\|channel\|>\s*final\b.*?<\|message\|>|assistantfinal|(?i:here is my response:)", re.S
 )
@@ -231,7 +244,9 @@ def _behind_thinking(reply: str) -> str | None:
 
 def _plain(text: str) -> str:
     """Return the text without markup, what is structured as `[[verdict]]`."""
-    text = unicodedata.normalize("NFKC", _without_json(text)).translate(_MARKS)
+    text = re.sub(r"(\d*)([¼-¾⅐-⅞])", _decimal, _without_json(text))
+    text = re.sub(r"[★⭐]+", lambda m: str(len(m.group())), text)
+    text = unicodedata.normalize("NFKC", text).translate(_MARKS)
     text = "".join(c for c in text if unicodedata.category(c) != "Cf" and c != "\ufe0f")
     text = re.sub(r"(?<!\w)[АВСΑΒ🅰🅱](?!\w)", lambda m: m.group().translate(_LOOKALIKES), text)
     text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
@@ -240,7 +255,29 @@ def _plain(text: str) -> str:
     )
     text = re.sub(r"\\(?:text|math)\w*\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\?\bboxed\s*\{([^{}]*)\}", r" [[\1]] ", text)
-    return re.sub(r"<(\w+)>\s*([^<>\n]{1,30}?)\s*</\1>", r" [[\2]] ", text)
+    text = re.sub(r"<(\w+)>\s*([^<>\n]{1,30}?)\s*</\1>", r" [[\2]] ", text)
+    if not re.search(r"(?<![A-Za-z0-9])[AB](?![A-Za-z0-9])", text):  # all in lower case
+        text = re.sub(rf"(?<![\w'])(?:b(?![\w'])|a(?={_NO_ARTICLE}))", _upper, text)
+    return _TABLE.sub(_without_table, text)
+
+
+def _decimal(found: re.Match[str]) -> str:
+    return f"{int(found.group(1) or 0) + unicodedata.numeric(found.group(2)):g}"
+
+
+def _upper(found: re.Match[str]) -> str:
+    return found.group().upper()
+
+
+def _without_table(table: re.Match[str]) -> str:
+    """Return a table's rows as lines such as "Total: A: 14, B: 16" or "A: 14"."""
+    rows = [[c.strip() for c in line.strip(" |").split("|")] for line in table.group().split("\n")]
+    head, lines = rows[0], []
+    named = [(i, _value(cell)) for i, cell in enumerate(head) if _value(cell) in ("A", "B")]
+    for row in (row for row in rows[1:] if any(re.search(r"\w", cell) for cell in row)):
+        cells = [f"{letter}: {row[i]}" for i, letter in named if i < len(row)]
+        lines.append(": ".join([row[0], ", ".join(cells)] if cells else row))
+    return "\n" + "\n".join(lines)
 
 
 def _without_json(text: str) -> str:
@@ -273,7 +310,7 @@ def _of_json(node: Any) -> str | None:
         ):
             return found
     rated = [
-        f"{_letter_of_key(key)}: {value}"
+        f"{_letter_of_key(key)}: {_rating(key, value)}"
         for key, value in items
         if _letter_of_key(key) and (_is_number(value) or re.fullmatch(r"[\d./ ]+", str(value)))
     ]
@@ -284,7 +321,10 @@ def _of_json(node: Any) -> str | None:
     losers = ("loser", "worse", "reject", "second")
     texts = [v for k, v in items if isinstance(v, str) and not k.lower().startswith(losers)]
     bare = [found for text in texts if (found := _value(text))]
-    return bare[-1] if bare else parse_verdict(texts[0]) if len(texts) == 1 else None
+    first = any("rank" in key.lower() for key, _ in items)  # the best one leads
+    return (
+        bare[0 if first else -1] if bare else parse_verdict(texts[0]) if len(texts) == 1 else None
+    )
 
 
 def _items(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -302,13 +342,18 @@ def _items(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _of_entry(entry: dict[str, Any]) -> Iterator[str]:
-    """Yield the rating of an entry such as {"model": "A", "rank": 1}; a low rank is a high one."""
+    """Yield the rating of an entry such as {"model": "A", "rank": 1}."""
     letters = [
         found for value in entry.values() if isinstance(value, str) and (found := _value(value))
     ]
     for key, value in entry.items():
         if letters and _is_number(value):
-            yield f"{letters[0]}: {999 - value if 'rank' in key.lower() else value}"
+            yield f"{letters[0]}: {_rating(key, value)}"
+
+
+def _rating(key: str, value: Any) -> Any:
+    """Return a number that is higher for a better answer: of ranks 1 is the best."""
+    return 999 - value if "rank" in key.lower() and _is_number(value) else value
 
 
 def _letter_of_key(key: str) -> str | None:
@@ -354,7 +399,7 @@ def _verdicts(grammar: re.Pattern[str], text: str) -> Iterator[str]:
             continue
         kind = str(found.lastgroup)
         verdict = "C" if kind == "neither" else _value(found.group(kind))
-        if kind == "loser":
+        if kind == "loser" or (kind == "named" and _LOST.search(before)):
             verdict = {"A": "B", "B": "A"}.get(str(verdict))
         if verdict:
             yield verdict
@@ -362,15 +407,14 @@ def _verdicts(grammar: re.Pattern[str], text: str) -> Iterator[str]:
 
 def _leading(text: str) -> str | None:
     """Return the letter that a reply begins with, unless its lines go through the letters."""
-    if marked := re.match(r"\W*\[\[([^\[\]]{1,40})\]\]", text):
+    if marked := re.match(r"\W*\[\[([^\[\]]{1,40})\]\](?!\s*or\b)", text):
         return _value(marked.group(1))
     found = _LEADING.match(text)
     if found is None:
         return None
     letter = _value(found.group(1))
-    others = {
-        _value(each.group(1)) for line in text.splitlines()[1:] if (each := _LEADING.match(line))
-    }
+    parts = re.split(r"[.;]\s|\n", text)[1:]
+    others = {_value(each.group(1)) for part in parts if (each := _LEADING.match(part))}
     return None if others - {letter} else letter
 
 

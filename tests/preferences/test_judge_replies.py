@@ -58,6 +58,15 @@ def test_content_in_parts_is_read(content) -> None:
     assert [j.verdict for j in annotator.judgements] == ["first", "second"]
 
 
+@pytest.mark.parametrize("content", [None, "", []])
+def test_a_verdict_in_the_arguments_of_a_tool_call_is_read(content) -> None:
+    call = {"function": {"name": "verdict", "arguments": '{"winner": "A"}'}}
+    with serving(lambda *_: Odd(content, message={"tool_calls": [call]})) as server:
+        annotator = judge(server)
+        annotator.label(PAIRS[:1])
+    assert [j.verdict for j in annotator.judgements] == ["first", "second"]
+
+
 @pytest.mark.parametrize(
     ("reply", "changes"),
     [
