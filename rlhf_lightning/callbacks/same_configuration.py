@@ -26,8 +26,8 @@ class SameConfiguration(Callback):
         self.digest = digest
         self.folder = folder
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare.
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Compare, before the ranks compare their data: that differs because of this.
 
         Raises:
             RuntimeError: on every rank, if they differ.

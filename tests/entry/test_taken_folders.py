@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlhf_lightning.app.config.compose import composed
 from rlhf_lightning.app.config.inherit import command_settings as command_settings_of
-from rlhf_lightning.app.config.run_claim import check_folder
+from rlhf_lightning.app.config.run_claim import _or_fail, check_folder
 from rlhf_lightning.app.train import main, run
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run, is_claimed, take_run
@@ -293,3 +293,16 @@ def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path, start):
         (line,) = done.stderr.splitlines()
         assert done.returncode == 2
         assert line.startswith(f"error: hydra.{key}.dir={where} cannot be written (Not a directory")
+
+
+def test_only_the_first_process_of_a_job_looks_at_its_folder(tmp_path, monkeypatch):
+    def taken() -> None:
+        raise FolderTakenError("taken")
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # as Lightning sets it for the processes it starts
+    _or_fail("hydra.run.dir", tmp_path, taken)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit):
+        _or_fail("hydra.run.dir", tmp_path, taken)

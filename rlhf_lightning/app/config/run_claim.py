@@ -18,7 +18,7 @@ from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.pipeline.state import has_more_to_do
 from rlhf_lightning.app.stages.spec import run_kind
 from rlhf_lightning.app.sweep import in_sweep
-from rlhf_lightning.distributed.launch import agree_on
+from rlhf_lightning.distributed.launch import agree_on, global_rank, started_by_others
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import FolderTakenError, take_run
 from rlhf_lightning.runs.replaced import check_replaceable
@@ -132,6 +132,9 @@ def runs_to_continue(settings: TrainSettings | CollectSettings) -> Iterator[RunF
 
 
 def _or_fail(key: str, folder: Path, check: Callable[[], None]) -> None:
+    if global_rank() and not started_by_others():
+        return  # Lightning has started it for a run that has its folder, such as a sweep's job
+
     def taken() -> str:
         take_run(folder, check)
         return str(folder)
