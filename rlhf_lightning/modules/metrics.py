@@ -171,7 +171,9 @@ def _components(components: Mapping[str, Tensor]) -> dict[str, float]:
     return found
 
 
-def sampler_measures(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> dict[str, float]:
+def sampler_measures(
+    rollout: RolloutBatch, algorithm: OnPolicyHparams, num_tokens: float
+) -> dict[str, float]:
     """Return how far the old policy is from what sampled the rollout, as `rollout/*` values.
 
     Nothing where the generator gives no log-probabilities. `rollout/sampler_non_finite` counts
@@ -181,6 +183,11 @@ def sampler_measures(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> dict[
     policy); `rollout/effective_sample_size` is that of the responses, as a share of them. Of a
     correction `rollout/truncated_tokens` is the share of tokens above the cap, and
     `rollout/masked_responses` that of responses outside the band.
+
+    Args:
+        rollout: of this rank.
+        algorithm: says the correction.
+        num_tokens: response tokens of all ranks.
     """
     old, sampler, mask = rollout.logprobs, rollout.sampler_logprobs, rollout.response_mask
     if sampler is None:
@@ -193,12 +200,12 @@ def sampler_measures(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> dict[
         ratios = sequence_ratios(old, sampler, mask)
         inside = (ratios >= algorithm.off_policy_low) & (ratios <= algorithm.off_policy_high)
         limited = float((mask.any(-1) & ~inside).sum())
-    finite_ones = mask & sampler.isfinite()
-    non_finite = float((mask & ~finite_ones).sum())
-    ranks = gathered((tuple(mismatch_sums(old, sampler, finite_ones)), limited, non_finite))
-    sums = [MismatchSums(*own) for own, _, _ in ranks]
-    found, num_limited = mismatch(sums), sum(count for _, count, _ in ranks)
-    measures = {"rollout/sampler_non_finite": sum(count for _, _, count in ranks)}
+    own_sums = mismatch_sums(old, sampler, mask & sampler.isfinite())
+    ranks = gathered((tuple(own_sums), limited))
+    sums = [MismatchSums(*own) for own, _ in ranks]
+    found, num_limited = mismatch(sums), sum(count for _, count in ranks)
+    finite_tokens = sum(own.tokens for own in sums)
+    measures = {"rollout/sampler_non_finite": num_tokens - finite_tokens}
     if found is None:
         return measures | {"rollout/sampler_gap": MAX_LOG_RATIO}
     measures |= {
@@ -209,7 +216,7 @@ def sampler_measures(rollout: RolloutBatch, algorithm: OnPolicyHparams) -> dict[
         "rollout/effective_sample_size": found.effective_sample_size,
     }
     if algorithm.off_policy == "truncated":
-        measures["rollout/truncated_tokens"] = num_limited / sum(own.tokens for own in sums)
+        measures["rollout/truncated_tokens"] = num_limited / finite_tokens
     elif algorithm.off_policy == "masked":
         measures["rollout/masked_responses"] = num_limited / sum(own.rows for own in sums)
     return measures

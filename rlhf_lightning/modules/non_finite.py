@@ -151,8 +151,8 @@ def non_finite_names(values: Mapping[str, Tensor | float]) -> list[str]:
     ]
 
 
-def non_finite_in_rollout(rollout: RolloutBatch) -> list[str]:
-    """Return what of a rollout is not finite, counted over all ranks, in words."""
+def non_finite_in_rollout(rollout: RolloutBatch) -> tuple[list[str], int]:
+    """Return what of a rollout is not finite, in words, and its rows with a score, of all ranks."""
     mask = rollout.response_mask
     tokens = [name for name in _ROLLOUT_TOKENS if getattr(rollout, name) is not None]
     # A mask and not an index: how many there are would be read from the device.
@@ -165,7 +165,7 @@ def non_finite_in_rollout(rollout: RolloutBatch) -> list[str]:
     found = [
         f"{n} of {total} {name}" for name, n, total in zip(names, counts, sizes, strict=True) if n
     ]
-    return found[:1]  # the rest follows from it
+    return found[:1], sizes[0]  # the rest follows from it
 
 
 def finite(values: Mapping[str, Tensor | float]) -> dict[str, float]:

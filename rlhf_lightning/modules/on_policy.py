@@ -254,17 +254,23 @@ def usable_minibatches(
 ) -> Iterator[RolloutBatch]:
     """Yield the rollout `num_passes` times, each time cut anew into `num_minibatches`.
 
-    A rollout that is not finite yields nothing.
+    A rollout that is not finite yields nothing. A minibatch in which no row has a score is left
+    out.
     """
     module.step_0.check_reference(rollout, module)
-    if not module.skipped.should_continue(non_finite_in_rollout(rollout), rollout, iteration):
+    problems, num_scored = non_finite_in_rollout(rollout)
+    if not module.skipped.should_continue(problems, rollout, iteration):
         return
+    # Known without another wait for the device, the same on every rank.
+    all_scored = num_scored == len(rollout) * world_size()
     order = module.order.at_iteration(iteration)
     for epoch in range(module.algorithm.num_passes):
         keys = order.uniform(rollout.row_ids, epoch)
-        yield from rollout.minibatches(
+        for minibatch in rollout.minibatches(
             module.algorithm.num_minibatches, keys=keys, whole_groups=whole_groups
-        )
+        ):
+            if all_scored or global_sum(minibatch.scored.sum()):
+                yield minibatch
 
 
 def take_step(
@@ -277,9 +283,9 @@ def take_step(
 ) -> bool:
     """Take one optimizer step on `minibatch`; return False if approx_kl says to stop.
 
-    A minibatch in which no row is scored takes none. A step whose loss or gradient is not finite is
-    skipped. The gradient is that of one loss over the whole minibatch of all ranks, whatever the
-    micro-batches: every sum over tokens is divided by global counts.
+    A step whose loss or gradient is not finite is skipped. The gradient is that of one loss over
+    the whole minibatch of all ranks, whatever the micro-batches: every sum over tokens is divided
+    by global counts.
 
     Args:
         module: that is trained.
@@ -296,8 +302,6 @@ def take_step(
     """
     sizes = torch.stack([minibatch.loss_mask.sum(), minibatch.scored.sum()])
     counts = StepCounts(*global_sum(sizes))
-    if not counts.num_tokens:  # no row has a score
-        return True
     parts = micro_batches(minibatch.attention_mask, module.algorithm.micro_batch_size)
     measured = accumulate_gradients(
         module, parts, [of_rows(t, minibatch, counts) for t in terms], list(models.values())
@@ -414,7 +418,8 @@ def finish_iteration(
     """Log the iteration, counted from 0, then adapt the KL coefficient and the learning rate."""
     stage, score_clip = module.stage, module.algorithm.score_clip
     sampled = rollout_measures(rollout, stage, score_clip=score_clip)
-    sampled |= sampler_measures(rollout, module.algorithm)
+    tokens = float(global_sum(rollout.response_mask.sum()))
+    sampled |= sampler_measures(rollout, module.algorithm, tokens)
     if sampled.get(CLIPPED) and not module.said_clipped:
         _warn_of_clip(module, rollout, sampled[CLIPPED], iteration)
     measures = finite(sampled | steps.means())
@@ -425,7 +430,6 @@ def finish_iteration(
     }
     measures[f"{stage}/learning_rate"] = module.optimizers().param_groups[0]["lr"]
     measures |= {f"time/{phase}": value for phase, value in seconds.items()}
-    tokens = float(global_sum(rollout.response_mask.sum()))
     measures["throughput/tokens_per_second"] = tokens / sum(seconds.values())
     module.log_dict(module.gaps.filled(measures), on_step=True)
     module.controls.adapt_kl_coef(

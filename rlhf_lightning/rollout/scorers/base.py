@@ -97,13 +97,14 @@ def make_answers(
 ) -> Answers:
     """Return the answers with their text, without the token that ended one."""
     mask = generation.response_mask
-    responses = generation.sequences[:, -mask.shape[1] :].cpu()
-    lengths = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()  # [B]
-    kept = [ids[:n].tolist() for ids, n in zip(responses, lengths.tolist(), strict=True)]
-    asked = [
-        ids[real].tolist()
-        for ids, real in zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), strict=True)
-    ]
+    width = prompts.input_ids.shape[1]
+    written = mask.sum(1) - (generation.finish_reason == FINISHED_BY_STOP).long()
+    lengths = torch.stack([prompts.attention_mask.sum(1), written], 1)  # [B, 2]
+    rows = zip(generation.sequences.tolist(), lengths.tolist(), strict=True)  # read at once
+    asked, kept = [], []
+    for ids, (prompt, response) in rows:
+        asked.append(ids[width - prompt : width])
+        kept.append(ids[width : width + response])
     texts = response_texts(asked, kept, tokenizer, skip_special_tokens=skip_special_tokens)
     attention_mask = torch.cat([prompts.attention_mask, mask], 1)
     return Answers(prompts, generation, attention_mask, tuple(texts))
