@@ -45,10 +45,12 @@ from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.models.learning_rates import default_learning_rate
+from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
+from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import git_commit, installed_versions
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, with_template
 
@@ -151,12 +153,16 @@ STOPS_BY = "val/loss"  # early stopping
 def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     """Build what the settings describe; models are built later, in `configure_model`."""
     stage, start = settings.spec, settings.start
+    revision = settings.model.revision
+    source: Source | None = None
+    if start is not None:
+        loading_options(start, **settings.model.origin)  # which says what else than a model it is
+        source = Source.of(start, f"artifacts.{stage.starts_from}", revision)
     tokenizer = make_tokenizer(settings)
     settings = with_vocabulary(settings, tokenizer)
     check_context_length(settings, context_length(settings))
     chosen, rates = choose_rates(settings)
     settings = settings.updated(chosen) if chosen else settings
-    revision = settings.model.revision
     stops = stop_ids(tokenizer, start, revision=revision)
     generator = settings.rollout.build()(stops, tokenizer.pad_token_id)
     data = settings.data.build(tokenizer=tokenizer)
@@ -166,11 +172,12 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
         "optimizer": settings.optimizer.build(),
         "schedule": settings.scheduler.build(),
         "compute_dtype": None if compute_dtype is None else getattr(torch, compute_dtype),
-        "fingerprint": "" if start is None else source_fingerprint(start, revision),
+        "fingerprint": "" if source is None else source.fingerprint,
     }
     extras |= stage.arguments(settings, tokenizer, generator, extras["fingerprint"])
     scorer: Scorer | None = extras.get("scorer")
     module = settings.module.build(**settings.all_hparams, **extras)
+    module.source = source
     sampling = Sampling(
         generator,
         tokenizer,

@@ -30,7 +30,6 @@ from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.rollout.scorers.base import Scorer
-from rlhf_lightning.runs.manifest import source_fingerprint
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -191,37 +190,17 @@ def validate(parts: TrainingComponents) -> dict[str, float]:
     return dict(results[0]) if results else {}
 
 
-def check_start(settings: TrainSettings, fingerprint: str) -> None:
-    """Check that the model that a run reads again is still the one that it started from.
-
-    Args:
-        settings: of the run.
-        fingerprint: of the start when it was read.
-
-    Raises:
-        ConfigError: if another model was put there meanwhile.
-    """
-    start = settings.start
-    now = "" if start is None else source_fingerprint(start, settings.model.revision)
-    if now != fingerprint:
-        raise ConfigError(
-            f"artifacts.{settings.spec.starts_from}={start} is another model now ({now[:12]}) than "
-            f"the run started from ({fingerprint[:12]}): put that one back, then use "
-            "resume=auto, or export a checkpoint"
-        )
-
-
 def start_policy(settings: TrainSettings, parts: TrainingComponents) -> PolicyModel:
     """Return the policy that the stage started from, frozen; of an adapter the base itself.
 
     Raises:
-        ConfigError: if another model stands in its place by now.
+        ManifestError: if another model stands in its place by now.
     """
     trained = getattr(parts.module, settings.spec.trained)
     if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
         return frozen(AdaptedPolicy(trained.base, None))
     policy = frozen(load_policy(str(settings.start), **settings.model.origin))
-    check_start(settings, parts.module.fingerprint)  # behind the load: it may take minutes
+    parts.module.source.check()  # behind the load: it may take minutes
     round_frozen_weights(policy.model, settings.compute_precision)
     return policy
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import check_start
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -45,6 +44,7 @@ from rlhf_lightning.runs.manifest import (
     source_fingerprint,
 )
 from rlhf_lightning.runs.replaced import replacing_folder
+from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import GateResult, Summary
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,8 @@ def finish(
     if parts.trainer.is_global_zero:
         _write_samples(folder, current_iteration(parts.trainer), findings)
         outcome = Outcome(folder.name, findings.metrics, gates)
-        if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
-            check_start(settings, parts.module.fingerprint)  # its weights are merged with
-        _export(settings, folder, (model, parts.tokenizer, state), outcome)
+        trained = (model, parts.tokenizer, state)
+        _export(settings, folder, trained, outcome, parts.module.source)
     findings.seconds = {"measure": measured - begun, "export": time.perf_counter() - measured}
     return findings, gates
 
@@ -104,15 +103,15 @@ def _export(
     folder: RunFolder,
     trained: tuple[PolicyModel | ScalarHeadModel, PreTrainedTokenizerBase, dict[str, Tensor]],
     outcome: Outcome,
+    source: Source | None,
 ) -> None:
     """Write `export/`, and publish the same weights in fp32, which are written once."""
     full = folder.path / ".full_precision"
     shutil.rmtree(full, ignore_errors=True)  # of a run that was killed here and resumed
     try:
         with replacing_folder(folder.export, ours=True) as staging:
-            write_model_folder(
-                settings, staging, *trained, outcome, full=full if settings.publishes else None
-            )
+            kept = full if settings.publishes else None
+            write_model_folder(settings, staging, *trained, outcome, source, full=kept)
         if settings.publishes:
             _publish(settings, folder, full if full.is_dir() else folder.export, outcome)
     finally:

@@ -33,9 +33,9 @@ from rlhf_lightning.models.rounding import DTYPES, Rounding, base_dtype, measure
 from rlhf_lightning.modules.export import export_tokenizer, save_hf_model
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
-from rlhf_lightning.runs.manifest import source_fingerprint
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, plain, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
+from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import GateResult, installed_versions
 from rlhf_lightning.text.tokenizers import as_saved, stop_ids
 
@@ -69,6 +69,7 @@ def write_model_folder(
     tokenizer: PreTrainedTokenizerBase,
     state: dict[str, Tensor],
     outcome: Outcome,
+    source: Source | None,
     *,
     adapter_only: bool = False,
     dtype: str | None = None,
@@ -85,32 +86,35 @@ def write_model_folder(
         tokenizer: the one it was trained with.
         state: full state dict of `model`, on the CPU.
         outcome: what the card says of it.
+        source: the model that the run started from; None for random weights.
         adapter_only: write the adapter and nothing of its base.
         dtype: of the weights: fp32, bf16 or auto; None takes that of the configuration.
         full: gets the same in fp32, if `folder` is not.
 
     Raises:
         ValueError: if only an adapter is asked for and none was trained.
+        ManifestError: if another model than the adapter's base is in its place by now.
     """
     start = settings.start
     adapted = model if isinstance(model, AdaptedPolicy | AdaptedScalarModel) else None
     if adapter_only and adapted is None:
         raise ValueError("the run trained the whole model and no adapter (lora: null)")
     folder.mkdir(parents=True, exist_ok=True)
-    if adapted is not None:
+    if adapted is not None and source is not None:  # which every adapter has
         base, revision = _base_of_adapter(str(start), settings.model.revision)
         save_adapter(
             adapted,
             folder if adapter_only else folder / ADAPTER,
             state,
             base=base,
-            base_fingerprint=source_fingerprint(str(start), settings.model.revision),
+            base_fingerprint=source.fingerprint,
             base_revision=revision,
         )
         if not adapter_only:
             # The base is read again, as what was trained on may be rounded.
             model = merge_adapter(adapted, state, load_policy(start, **settings.model.origin))
             state = model.state_dict()
+        source.check()  # behind the load: it may take minutes
     if adapter_only:
         export_tokenizer(model, tokenizer, folder)
         _describe(settings, folder, start, outcome, is_adapter=True)

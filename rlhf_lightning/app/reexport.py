@@ -22,11 +22,12 @@ from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.modules.checkpoint_state import KEY, check_fingerprint, check_scales
+from rlhf_lightning.modules.checkpoint_state import KEY, check_scales
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.runs.manifest import source_fingerprint
+from rlhf_lightning.runs.manifest import ManifestError
 from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
+from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import read_summary
 
 _LOADERS = (
@@ -62,7 +63,8 @@ def reexport(
         tokenizer = _tokenizer(settings)
         settings = with_vocabulary(settings, tokenizer)
         content = read_full(checkpoint) if checkpoint.is_dir() else read_checkpoint(checkpoint)
-        model = _model(settings, content)
+        source = _start(settings, content)
+        model = _model(settings, content, source)
         outcome = _outcome(folder, checkpoint, model)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
@@ -74,9 +76,9 @@ def reexport(
     try:
         with replacing_folder(target, ours=True) as staging:
             write_model_folder(
-                settings, staging, *trained, outcome, adapter_only=adapter_only, dtype=dtype
+                settings, staging, *trained, outcome, source, adapter_only=adapter_only, dtype=dtype
             )
-    except ValueError as error:
+    except (ValueError, ManifestError) as error:
         raise ConfigError(f"{checkpoint}: {error}") from error
 
 
@@ -112,7 +114,7 @@ def _tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
     return make_tokenizer(settings)
 
 
-def _model(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> Model:
+def _model(settings: TrainSettings, checkpoint: Mapping[str, Any], source: Source | None) -> Model:
     """Return the trained model with the checkpoint's weights."""
     name = settings.spec.trained
     prefix = f"{name}."
@@ -124,22 +126,20 @@ def _model(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> Model:
     if not state:
         raise ValueError(f"it holds no weights of a {name}")
     model = _untrained(settings)
-    if isinstance(model, AdaptedPolicy | AdaptedScalarModel) or KEY in checkpoint:
-        _check_start(settings, checkpoint)
+    adapted = isinstance(model, AdaptedPolicy | AdaptedScalarModel)
+    if source is not None and (adapted or KEY in checkpoint):
+        source.check()  # an export has its config and its tokenizer
     check_scales(checkpoint, model)
     model.load_state_dict(state)
     return model
 
 
-def _check_start(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> None:
-    """Check that the start is still the run's: an export has its config and its tokenizer."""
-    start = settings.start
-    now = "" if start is None else source_fingerprint(start, settings.model.revision)
-    try:
-        check_fingerprint(dict(checkpoint), now)
-    except ValueError as error:
-        key = f"artifacts.{settings.spec.starts_from}"
-        raise ValueError(f"{key}={start} is another model now: {error}") from error
+def _start(settings: TrainSettings, checkpoint: Mapping[str, Any]) -> Source | None:
+    """Return what the run started from, as it was then."""
+    start, key = settings.start, f"artifacts.{settings.spec.starts_from}"
+    if start is None:
+        return None
+    return Source(start, str(checkpoint.get(KEY, "")), key, settings.model.revision)
 
 
 def _untrained(settings: TrainSettings) -> Model:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks
 from rlhf_lightning.runs.resume import CONFIG_HASH
+from rlhf_lightning.runs.source import Source
 
 
 class SameConfiguration(Callback):
@@ -58,11 +60,14 @@ class SameSources(Callback):
         self.found = {self.MODELS: dict(fingerprints), self.FUNCTIONS: dict(functions)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the ranks.
+        """Compare the ranks, and the models with those that were loaded since.
 
         Raises:
             RuntimeError: on every rank, if they differ.
         """
+        for name, fingerprint in self.found[self.MODELS].items():
+            if Path(name).is_dir():
+                Source(name, fingerprint, "the scorer's model").check()
         check_same_on_all_ranks("reward model", str(self.found[self.MODELS]))
         check_same_on_all_ranks("reward function", str(self.found[self.FUNCTIONS]))
 

@@ -22,6 +22,7 @@ from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.pretrained import as_scorer
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 
 
@@ -169,11 +170,14 @@ class _Side:
     precision: AbstractContextManager[Any]
 
 
+@reads_one_model
+def _load(source: str | Path) -> tuple[PolicyModel, PreTrainedTokenizerBase]:
+    return frozen(load_policy(source)), load_tokenizer(source)
+
+
 def _side(policy: Any) -> _Side:
     if isinstance(policy, str | Path):
-        return _Side(
-            frozen(load_policy(policy)), load_tokenizer(policy), str(policy), nullcontext()
-        )
+        return _Side(*_load(policy), str(policy), nullcontext())
     model = getattr(policy, "policy", None)
     if not isinstance(model, PolicyModel):
         raise TypeError(

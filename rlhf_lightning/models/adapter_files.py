@@ -25,6 +25,7 @@ from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalar
 from rlhf_lightning.models.whole_weights import check_artifact
 from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG, check_model_folder
+from rlhf_lightning.runs.source import reads_one_model
 
 CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_lightning.json"
 _PREFIX = "base_model.model."
@@ -106,6 +107,7 @@ def save_adapter(
     (folder / EXTRA).write_text(json.dumps(extra, indent=2) + "\n", encoding="utf-8")
 
 
+@reads_one_model
 def read_adapter(folder: Path) -> AdapterFiles:
     """Return what an adapter folder holds.
 

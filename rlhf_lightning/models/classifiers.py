@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from rlhf_lightning.functional.sequences import last_token_index
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.whole_weights import listed, load_whole
+from rlhf_lightning.runs.source import reads_one_model
 
 DTYPES = ("float32", "bfloat16", "auto")
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
@@ -92,6 +93,7 @@ class SequenceClassifier(nn.Module):
         return logits.float() + self.offset
 
 
+@reads_one_model
 def load_classifier(
     source: str | Path, *, revision: str | None = None, dtype: str = "float32"
 ) -> SequenceClassifier:

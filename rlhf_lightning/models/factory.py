@@ -28,6 +28,7 @@ from rlhf_lightning.models.loading import load_config, loading_options, reward_n
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.models.whole_weights import load_whole, outside_trunk
+from rlhf_lightning.runs.source import reads_one_model
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -40,6 +41,7 @@ def set_dropout(config: PretrainedConfig, probability: float) -> PretrainedConfi
     return config
 
 
+@reads_one_model
 def load_policy(
     source: str | Path | None = None,
     *,
@@ -99,6 +101,7 @@ def load_policy(
     return PolicyModel(model.train())
 
 
+@reads_one_model
 def load_base(
     source: str | Path,
     lora: LoraHparams,
@@ -146,6 +149,7 @@ def _four_bit() -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
 
 
+@reads_one_model
 def load_scalar_model(
     source: str | Path,
     *,

@@ -19,6 +19,7 @@ from rlhf_lightning.modules.trainer_flags import check_steps
 from rlhf_lightning.rollout.generators.base import CachedGenerator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_answers
+from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.tokenizers import stop_ids
 
 
@@ -31,7 +32,13 @@ class SameStart(Callback):
 
 
 class RLHFModule(L.LightningModule):
-    """Base of the modules."""
+    """Base of the modules.
+
+    Attributes:
+        source: the model that it starts from, as it was when the module was made.
+    """
+
+    source: Source | None = None
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse the flags that a Trainer refuses by itself, and name the setting to use."""

@@ -46,6 +46,7 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
     Raises:
         FolderTakenError: if something else stands in the folder.
         ValueError: if nothing is loaded yet, or the module was not built by `from_pretrained`.
+        ManifestError: if another model than the adapter's base is in its place by now.
     """
     model = getattr(module, "model", None) or getattr(module, "policy", None)
     source = module.hparams.get("policy") or module.hparams.get("source")
@@ -61,6 +62,7 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
     options = {k: module.hparams[k] for k in ("revision", "trust_remote_code")}
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         model = merge_adapter(model, state, load_policy(source, **options))
+        module.source.check()  # behind the load: it may take minutes
         state = model.state_dict()
     assert isinstance(model, PolicyModel | ScalarHeadModel)
     with replacing_folder(folder) as staging:

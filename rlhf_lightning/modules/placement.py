@@ -30,6 +30,7 @@ def sharing_models(module: Any) -> Iterator[None]:
     """
     if module.device_mesh is None:
         yield
+        _check_source(module)
         release_freed_memory()  # what loading left
         return
     place = module.trainer.strategy
@@ -38,9 +39,17 @@ def sharing_models(module: Any) -> Iterator[None]:
     try:
         with building_for(builders):
             yield
+        _check_source(module)
     except Exception as error:
         builders.fail(error)
         raise
+
+
+def _check_source(module: Any) -> None:
+    """Check that the weights that were read are those of the module's tokenizer and fingerprint."""
+    source = getattr(module, "source", None)
+    if source is not None:
+        source.check()
 
 
 class _Builders:

@@ -38,8 +38,8 @@ from rlhf_lightning.rollout.scorers.base import (
     WeightedScorer,
 )
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
-from rlhf_lightning.runs.manifest import source_fingerprint
 from rlhf_lightning.runs.resume import read_data
+from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.tokenizers import (
     as_saved,
     check_same_tokenizer,
@@ -200,34 +200,34 @@ def on_policy_module(
         raise ValueError(f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out")
     policy = str(policy)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    tokenizer = load_tokenizer(policy, chat_template=chat_template, **options)
+    start = _start(policy, "policy", options)
+    tokenizer: Any = load_tokenizer(policy, chat_template=chat_template, **options)
+    stops = stop_ids(tokenizer, policy, revision=revision)
     scorer = as_scorer(reward, policy, tokenizer, reward_weights)
     built: list[ModuleT] = []
     given = {"activation_checkpointing": activation_checkpointing, "seed": seed, **options}
-    pad: Any = tokenizer.pad_token_id
     module = cls(
         models=lambda: models(policy, scorer, **of_trainer(built[0], lora), **given),
         scorer=scorer,
-        generator=CachedGenerator(stop_ids(tokenizer, policy, revision=revision), int(pad)),
+        generator=CachedGenerator(stops, int(tokenizer.pad_token_id)),
         tokenizer=tokenizer,
         seed=seed,
         **hparams,
-        **common_arguments(policy, optimizer=optimizer, schedule=schedule, revision=revision),
+        **common_arguments(start, optimizer=optimizer, schedule=schedule),
     )
     built.append(module)
-    keep_hyper_parameters(
+    return keep_hyper_parameters(
         module,
+        start,
         policy=policy,
         reward=str(reward) if isinstance(reward, str | Path) else reward,
         reward_weights=None if reward_weights is None else list(reward_weights),
         **hparams,
-        **kept,
         lora=lora,
         schedule=module.schedule,
         chat_template=chat_template and read_template(chat_template),
-        **given,
+        **(kept | given),
     )
-    return module
 
 
 def restored_on_policy(
@@ -290,6 +290,7 @@ def one_model_module(
         trust_remote_code: run the code beside the weights.
     """
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    start = _start(source, "source", options)
     built: list[ModuleT] = []
 
     def build() -> Any:
@@ -304,13 +305,14 @@ def one_model_module(
     module = cls(
         **{argument: build},
         **hparams,
-        **common_arguments(str(source), optimizer=optimizer, schedule=schedule, revision=revision),
+        **common_arguments(start, optimizer=optimizer, schedule=schedule),
     )
     built.append(module)
     tokenizer: Any = load_tokenizer(source, chat_template=chat_template, **options)  # type: ignore[arg-type]
     module.tokenizer = tokenizer
-    keep_hyper_parameters(
+    return keep_hyper_parameters(
         module,
+        start,
         source=str(source),
         **hparams,
         lora=lora,
@@ -320,26 +322,27 @@ def one_model_module(
         chat_template=chat_template and read_template(chat_template),
         **options,
     )
-    return module
+
+
+def _start(name: str | Path, key: str, options: dict[str, Any]) -> Source:
+    """Return the model that a module starts from, as it is now."""
+    loading_options(name, **options)  # which says what else than a model it is
+    return Source.of(name, key, options["revision"])
 
 
 def common_arguments(
-    source: str,
-    *,
-    optimizer: Optimizer | None,
-    schedule: Schedule | None,
-    revision: str | None,
+    start: Source, *, optimizer: Optimizer | None, schedule: Schedule | None
 ) -> dict[str, Any]:
     """Return what all modules are given alike."""
     return {
         "optimizer": adamw if optimizer is None else optimizer,
         "schedule": Schedule() if schedule is None else schedule,
-        "fingerprint": source_fingerprint(source, revision),
+        "fingerprint": start.fingerprint,
     }
 
 
-def keep_hyper_parameters(module: L.LightningModule, **given: Any) -> None:
-    """Keep what a module was built from as plain values, in `module.hparams` and checkpoints.
+def keep_hyper_parameters(module: Any, start: Source, **given: Any) -> Any:
+    """Return a module that keeps what it was built from, in `hparams` and in checkpoints.
 
     What has no plain form, a reward function or an optimizer of one's own, is left out and has to
     be given again.
@@ -352,6 +355,8 @@ def keep_hyper_parameters(module: L.LightningModule, **given: Any) -> None:
         elif hasattr(value, "__dataclass_fields__"):
             plain[name] = asdict(value)
     module.save_hyperparameters(plain)
+    module.source = start
+    return module
 
 
 def revived(given: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:

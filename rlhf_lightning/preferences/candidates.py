@@ -30,6 +30,7 @@ from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_answers
+from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.control_tokens import control_tokens
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
@@ -49,6 +50,7 @@ class LoadedPolicy(NamedTuple):
     stop_ids: Sequence[int]
 
 
+@reads_one_model
 def load_candidate_policy(
     source: str,
     *,

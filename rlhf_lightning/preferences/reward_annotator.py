@@ -20,7 +20,14 @@ from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.preferences.annotators import by_gap, now
 from rlhf_lightning.preferences.records import AnnotatorKind, Label, Pair, completion_of
+from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.tokenizers import load_tokenizer
+
+
+@reads_one_model
+def _load(source: str | Path, revision: str | None, precision: str | None) -> tuple[Any, Any]:
+    model = load_scalar_model(source, revision=revision, precision=precision)
+    return load_tokenizer(source, revision=revision), model
 
 
 @dataclass(eq=False)
@@ -65,8 +72,7 @@ class RewardModelAnnotator:
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
         """Tokenizer and model."""
-        tokenizer = load_tokenizer(self.source, revision=self.revision)
-        model = load_scalar_model(self.source, revision=self.revision, precision=self.precision)
+        tokenizer, model = _load(self.source, self.revision, self.precision)
         frozen(model)
         return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -16,7 +16,6 @@ from lightning.pytorch import Callback
 from safetensors.torch import load_file, save_file
 
 from rlhf_lightning.app.build import function_digests
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.train import run
 from rlhf_lightning.callbacks.same_configuration import SameConfiguration, SameSources
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
@@ -25,6 +24,7 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.modules.base import SameStart
 from rlhf_lightning.rollout.scorers.functions import load_function
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import ManifestError
 from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.ranks import SimulatedRanks
 from tests.builders.runs import completed, settings_for
@@ -153,7 +153,7 @@ def test_a_start_that_was_replaced_meanwhile_is_refused_by_name(lora, start, tmp
     mine = tmp_path / "start"
     shutil.copytree(start, mine)
     swap = f"+callbacks.extra.swap._target_={__name__}.Swap"
-    with pytest.raises(ConfigError, match=r"artifacts\.base=.*is another model now"):
+    with pytest.raises(ManifestError, match=r"artifacts\.base=.*is another model now"):
         completed(
             tmp_path / "run", "sft", mine, *lora, swap, f"+callbacks.extra.swap.folder={mine}"
         )

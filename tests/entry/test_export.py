@@ -256,7 +256,7 @@ def test_an_adapter_is_not_merged_into_another_base(reward_lora, start, tmp_path
     shutil.copytree(reward_lora.path, moved, symlinks=True)
     config = moved / ".hydra/config.yaml"
     config.write_text(config.read_text().replace(str(start), str(other)))
-    with pytest.raises(ConfigError, match=r"trained against reference .* source is now"):
+    with pytest.raises(ConfigError, match="is another model now"):
         export(moved, tmp_path)
 
 

@@ -30,6 +30,7 @@ from rlhf_lightning.models.forward import bucket_width, by_micro_batch
 from rlhf_lightning.models.loading import loading_options, reward_normalization
 from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
 from rlhf_lightning.rollout.scorers.hparams import TextRewardModelHparams
+from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.reward_texts import (
     ClassifierInputs,
     LastTokenInputs,
@@ -40,6 +41,13 @@ from rlhf_lightning.text.tokenizers import as_saved
 
 logger = logging.getLogger(__name__)
 NO_LIMIT = 10**9  # tokenizers without a limit say 10**30
+
+
+@reads_one_model
+def _load(source: str, scorer: TextRewardModelScorer) -> tuple[Any, SequenceClassifier]:
+    revision = scorer.revision if scorer.tokenizer_source == source else None
+    tokenizer = load_fast_tokenizer(scorer.tokenizer_source, revision=revision)
+    return tokenizer, load_classifier(source, revision=scorer.revision, dtype=scorer.hparams.dtype)
 
 
 class TextRewardModelScorer:
@@ -86,9 +94,7 @@ class TextRewardModelScorer:
             ValueError: if settings, tokenizer and model do not fit together.
         """
         if self.model is None:
-            revision = self.revision if self.tokenizer_source == self.source else None
-            self.tokenizer = load_fast_tokenizer(self.tokenizer_source, revision=revision)
-            model = load_classifier(self.source, revision=self.revision, dtype=self.hparams.dtype)
+            self.tokenizer, model = _load(self.source, self)
             self.label = label_index(model, self.hparams.label)
             self._take_over_normalization(model)
             limit = longest_input(self.tokenizer, model, self.hparams.max_length)
