@@ -307,12 +307,16 @@ def beside_other_answers(
     """
     parts = [np.split(row.input_ids, [int(np.argmax(row.loss_mask))]) for row in others]
     prompts = [prompt.tobytes() for prompt, _ in parts]
+    # The row before with another prompt; the second pass knows what is before the first row.
+    before: list[int | None] = [None] * len(others)
+    for n in (*range(len(others)), *range(len(others))):
+        before[n] = n - 1 if prompts[n - 1] != prompts[n] else before[n - 1]
     paired = []
     for number, row in enumerate(rows):
         length = int(np.argmax(row.loss_mask))
         prompt = row.input_ids[:length]
-        before = ((number - back) % len(others) for back in range(1, len(others) + 1))
-        other = next((n for n in before if prompts[n] != prompt.tobytes()), None)
+        last = (number - 1) % len(others)
+        other = last if prompts[last] != prompt.tobytes() else before[last]
         if other is None:
             raise ValueError(
                 "all unpaired rows have one prompt: KTO estimates its KL from answers to other "

@@ -343,7 +343,7 @@ def judge_measures(
     )
     for domain in sorted(set(mine.domains) - {""}):
         part = [one for one in drawn if mine.domains[one.row] == domain]
-        if any(one.row in shares or one.pair is None for one in part):
+        if any(one.row in shares for one in part) or all(one.pair is None for one in part):
             rates = _judge_rates(part, shares)
             names = [name for name in rates if name.startswith("val/judge_win_rate")]
             found |= {f"{name}/domain/{domain}": rates[name] for name in names}

@@ -82,7 +82,10 @@ class JudgePrompt:
         lines = {part.splitlines()[-1].strip() for part in parts[:-1] if part}
         lines |= {part.splitlines()[0].strip() for part in parts[1:] if part}
         longest_first = sorted(lines, key=len, reverse=True)
-        fixed = [r"\s+".join(map(re.escape, line.split())) for line in longest_first]
+        fixed = [
+            r"\b" * line[0].isalnum() + r"\s+".join(map(re.escape, line.split()))
+            for line in longest_first
+        ]
         self._spelled = re.compile("|".join([_CONTROL, *(f"(?i:{each})" for each in fixed)]))
 
     def question(self, pair: Pair, order: Side) -> Question:

@@ -39,7 +39,7 @@ _FORM = re.compile(
     r"|\bnvapi-[\w-]{20,}|(?<=[Bb]earer )[\w\-.+/=]{8,}"
 )
 _ASSIGNED = re.compile(
-    r"(?<![\w.])(?P<key>[\w.\-@/]+)(?=(?P<is>['\"]?[ \t]*[=:][ \t]*)"
+    r"(?<![\w.\-@/])(?P<key>[\w.\-@/]++)(?=(?P<is>['\"]?[ \t]*[=:][ \t]*)"
     r"(?P<value>\$\{[^}]*\}|\{[^}]*\}|\[[^\]]*\]|'[^']*'|\"[^\"]*\"|[^\s'\",}\]]+))"
 )
 _PROSE = re.compile(r"\w ")  # `the stop token: 2`: a sentence, no assignment
@@ -139,6 +139,7 @@ def _redacted_yaml(text: str) -> str:
         return redacted(text)
     for node, clean in sorted(places, key=lambda place: -place[0].start_mark.index):
         content = REMOVED if clean == REMOVED else json.dumps(clean, ensure_ascii=False)
+        content += "\n" * (node.style in ("|", ">"))  # such a text ends behind its line
         text = text[: node.start_mark.index] + content + text[node.end_mark.index :]
     return text
 

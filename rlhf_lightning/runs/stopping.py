@@ -38,10 +38,14 @@ class RunStoppedError(BaseException):
 
 def stop_behind(error: BaseException) -> BaseException | None:
     """Return the Control-C or the request to stop that `error` is, or came from; None without."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, KeyboardInterrupt | RunStoppedError):
-        seen = seen.__cause__ or seen.__context__
-    return seen
+    seen: set[int] = set()  # `raise error from error` makes a circle
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        if isinstance(found, KeyboardInterrupt | RunStoppedError):
+            return found
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
+    return None
 
 
 def deadline(text: str, *, started: float, environment: Mapping[str, str] = os.environ) -> float:

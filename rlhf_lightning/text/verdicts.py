@@ -65,7 +65,7 @@ _KEYWORD = (
     + ")"
 )
 _SEPARATOR = (
-    rf"(?:\s*(?:[:=|→>-]+|\s{_any('is was are goes_to would_be must_be es_la est ist')}\b"
+    rf"(?:\s*(?:[:=|→>-]++|\s{_any('is was are goes_to would_be must_be es_la est ist')}\b"
     r"|为|是)"
     r"|\s*\n|(?<=\])|(?<=结论))+\s*"
 )

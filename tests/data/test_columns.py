@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from rlhf_lightning import FileSource, PromptDataModule
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.data.identity import rows_digest
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from rlhf_lightning.rollout.scorers.verifiable import NumberReward
@@ -136,3 +137,18 @@ def test_the_built_in_rewards_read_numbers_of_any_type():
     reward = NumberReward()
     columns = {"answer": [72, 72.0, Decimal("72"), "#### 72", "72"]}
     assert reward(["p"] * 5, ["#### 72"] * 5, **columns) == [1.0] * 5
+
+
+def test_values_that_show_their_place_in_memory_are_the_same_data(tokenizer):
+    """An image of a hub set is read anew by each rank and by a resumed run."""
+
+    class Image:
+        def __init__(self, width):
+            self.width = width
+
+    def digest(text, image):
+        rows = [{"prompt": f"{text} {i}", "image": image, "size": 4} for i in range(2)]
+        data = PromptDataModule(rows, tokenizer, batch_size=1)
+        return rows_digest(data.rows("train"))
+
+    assert digest("a", Image(1)) == digest("a", Image(1)) != digest("b", Image(1))

@@ -112,6 +112,25 @@ def test_a_judge_and_people_who_say_the_same_have_the_same_rate(tmp_path):
     assert judged["val/judge_win_rate_length_controlled"] == pytest.approx(13.5 / 17, abs=1e-3)
 
 
+def test_a_domain_without_a_verdict_has_no_rate(tmp_path):
+    """One of its pairs was skipped, and the other one is the same text twice."""
+
+    class Picky(RuleAnnotator):
+        def label(self, pairs):
+            odd = ("odd", "other")
+            return [label(p.pair_id, "skip" if p.first in odd else "first") for p in pairs]
+
+    domains = ["sums", "sums", "colours"]
+    mine = answers(["odd", "same", "a"], domains=domains)
+    theirs = answers(["other", "same", "b"], domains=domains)
+
+    judge = Picky([lambda prompt, text: 0.0], name="ann")
+    found = judge_measures(judge, mine, theirs, tmp_path, seed=1)
+    assert found["val/judge_skipped"] == 1
+    assert "val/judge_win_rate/domain/colours" in found
+    assert "val/judge_win_rate/domain/sums" not in found
+
+
 def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
     mine = answers([f"a{i}" if i < 60 else "same" for i in range(100)])
     theirs = answers([f"b{i}" if i < 60 else "same" for i in range(100)])

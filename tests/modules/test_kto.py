@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
+from rlhf_lightning.data.encode import EncodedSequence, beside_other_answers
 from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs
@@ -214,3 +217,13 @@ def test_rows_of_another_objective_are_refused_with_the_kind_that_fits(
     trainer = L.Trainer(**trainer_arguments(tmp_path, max_iterations=1, accelerator="cpu"))
     with pytest.raises(TypeError, match=f"kind={module.record_kinds[0]}"):
         trainer.fit(module, data)
+
+
+def test_rows_of_one_prompt_that_follow_each_other_cost_no_search_each():
+    ids, learnt = np.array([[5, 6, 9], [7, 8, 4]], dtype=np.int32), np.array([False, False, True])
+    rows = [EncodedSequence(ids[0], learnt, label=True)] * 20_000
+    rows += [EncodedSequence(ids[1], learnt, label=False)]
+    started = time.perf_counter()
+    paired = beside_other_answers(rows, rows, max_length=8)
+    assert time.perf_counter() - started < 5
+    assert {tuple(row.rejected_input_ids) for row in paired} == {(5, 6, 4), (7, 8, 9)}

@@ -300,3 +300,18 @@ def test_threads_run_on():
     done = threading.Event()
     assert scored(lambda p, c: [threading.Thread(target=done.set).start(), 1, 2][1:]) == [1, 2]
     assert done.wait(5)
+
+
+@pytest.mark.parametrize("waits_for_it", [True, False])
+def test_a_timer_that_a_function_leaves_running_is_no_limit(waits_for_it):
+    """It may ring within the function, or while what it returned is taken."""
+
+    def leaves(prompts, completions):
+        signal.setitimer(signal.ITIMER_REAL, next(delays))
+        time.sleep(0.01 * waits_for_it)
+        return [1.0, 2.0]
+
+    delays = iter([number * 1e-6 for number in range(1, 400)])
+    for _ in range(5 if waits_for_it else 200):
+        assert scored(leaves, timeout_seconds=5) == [1.0, 2.0]
+        assert signal.getitimer(signal.ITIMER_REAL)[1] == 0.0  # none that rings again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 import yaml
@@ -192,3 +193,18 @@ def test_log_records_lose_their_secrets(caplog):
     caplog.handler.addFilter(RedactingFilter())
     logging.getLogger("d3").warning("the hub said no to %s after %d tries", HF, 3)
     assert caplog.messages == [f"the hub said no to {REMOVED} after 3 tries"]
+
+
+@pytest.mark.parametrize("style", ["|", ">-", "|2+"])
+def test_a_text_of_several_lines_is_removed_and_what_follows_stays(style, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"a:\n  api_key: {style}\n    one\n    two\n\n  next: 2\nlast: 3\n")
+    redact_files(file)
+    assert yaml.safe_load(file.read_text()) == {"a": {"api_key": REMOVED, "next": 2}, "last": 3}
+
+
+@pytest.mark.parametrize("unit", ["a-", "/", "x.y@"])
+def test_a_long_text_is_searched_in_a_moment(unit):
+    started = time.perf_counter()
+    assert redacted(unit * 20_000) == unit * 20_000
+    assert time.perf_counter() - started < 2

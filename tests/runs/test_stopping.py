@@ -11,6 +11,7 @@ from rlhf_lightning.runs.stopping import (
     SaveClock,
     SignalWatch,
     deadline,
+    stop_behind,
     stopping_on_signals,
 )
 
@@ -113,3 +114,11 @@ def test_outside_of_training_a_signal_stops_at_once():
     with pytest.raises(RunStoppedError, match="SIGUSR1"), stopping_on_signals():
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_an_error_that_is_its_own_cause_came_from_no_stop():
+    error, other = ValueError("a"), ValueError("b")
+    error.__cause__, other.__context__ = error, error
+    assert stop_behind(other) is None
+    error.__context__, error.__cause__ = KeyboardInterrupt(), None
+    assert isinstance(stop_behind(other), KeyboardInterrupt)

@@ -136,14 +136,21 @@ def _interrupted_by_alarm(
     call: Callable[[], Result], seconds: float, say: Callable[[], None]
 ) -> Result:
     """Call in the main thread; SIGALRM interrupts even a regular expression that never ends."""
-    rung, quiet = False, seconds > _STILL_SECONDS
+    rung, quiet, ended = False, seconds > _STILL_SECONDS, False
 
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal rung, quiet
-        if quiet and (left := began + seconds - time.monotonic()) > 0:
-            quiet = False
-            signal.setitimer(signal.ITIMER_REAL, left, _AGAIN_SECONDS)
-            return say()
+        passed = time.monotonic() - began
+        if ended:
+            return
+        if passed < seconds:  # a timer that the function has set may ring here, too
+            due = quiet and passed >= _STILL_SECONDS
+            quiet = quiet and not due
+            left = (_STILL_SECONDS if quiet else seconds) - passed
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3), _AGAIN_SECONDS)
+            if due:
+                say()
+            return
         rung = True
         # It rings again, as a function may catch everything.
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
@@ -160,6 +167,7 @@ def _interrupted_by_alarm(
     try:
         found = call()
     finally:
+        ended = True
         second.cancel()
         second.join()
         left = max(delay - (time.monotonic() - began), 1e-3) if delay else 0.0
