@@ -41,6 +41,7 @@ from rlhf_lightning.app.config.groups import (
 )
 from rlhf_lightning.app.config.settings import (
     CommandSettings,
+    FiguresSettings,
     PlanSettings,
     RunSettings,
     TrainSettings,
@@ -89,7 +90,7 @@ class PrecisionSettings(Settings):
     matmul_precision: MatmulPrecision = "high"
 
 
-class EvaluateSettings(RunSettings):
+class EvaluateSettings(FiguresSettings):
     """Settings of `rlhf-evaluate`: a policy against a baseline."""
 
     model: ModelSettings
@@ -202,7 +203,7 @@ class AnnotatorSettings(Settings):
     ) = None
 
 
-class CollectSettings(RunSettings):
+class CollectSettings(FiguresSettings):
     """Settings of `rlhf-collect`: from prompts to preference records, or to demonstrations."""
 
     model: ModelSettings

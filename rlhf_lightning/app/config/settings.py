@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from omegaconf import OmegaConf
 from pydantic import (
+    AfterValidator,
     Field,
     PrivateAttr,
     model_validator,
@@ -194,6 +195,26 @@ class RunSettings(CommandSettings):
     stage: str
     name: FolderName
     seed: Seed = 1
+
+    @property
+    def only_runs(self) -> bool:
+        """True if it shows that it runs and nothing is judged, as with `debug=fast`."""
+        return self.paths.apart is not None
+
+
+def _check_not_logged(logger: LoggerSettings) -> LoggerSettings:
+    if logger.kind not in ("none", "csv"):
+        raise ValueError(
+            f"={logger.kind} shows training, and this command has figures alone, which stand in "
+            "summary.json: use logger=none"
+        )
+    return logger
+
+
+class FiguresSettings(RunSettings):
+    """Settings of a command that trains nothing but models of the built-in world that it needs."""
+
+    logger: Annotated[LoggerSettings, AfterValidator(_check_not_logged)] = LoggerSettings()
 
 
 class TrainSettings(RunSettings):
