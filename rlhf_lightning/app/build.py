@@ -40,6 +40,7 @@ from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_content import WandbContent
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
 from rlhf_lightning.data.batch_size import BatchSizeError, batch_that_fits
+from rlhf_lightning.data.first_screen import warn_of_cut_responses
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.strategy import make_strategy
@@ -56,13 +57,13 @@ from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, with_templa
 
 
 def make_doctor(settings: TrainSettings, folder: RunFolder) -> list[Doctor]:
-    """Return the doctor of a PPO run; none with `doctor=none`.
+    """Return the doctor of a PPO run; none with `doctor=none`, or where nothing is judged.
 
     Raises:
         ConfigError: for gold as the second scorer, or a rollback without a best checkpoint.
     """
     doctor = settings.doctor
-    if doctor is None:
+    if doctor is None or (settings.only_runs and not doctor.preflight):
         return []
     _refuse_gold(settings.evaluation.gold, doctor.second_scorer)
     actions = doctor.actions
@@ -86,6 +87,7 @@ def make_doctor(settings: TrainSettings, folder: RunFolder) -> list[Doctor]:
                     tuple(doctor.harmful_domains or ()), tuple(doctor.refusals or ())
                 ),
                 preflight=doctor.preflight,
+                watches=not settings.only_runs,
             )
         ]
     except ValueError as error:
@@ -167,6 +169,9 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     generator = settings.rollout.build()(stops, tokenizer.pad_token_id)
     data = settings.data.build(tokenizer=tokenizer)
     read_records(settings, data)
+    if not stage.rolls_out and stage.num_answered(settings):
+        longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
+        warn_of_cut_responses(data.source, "train", tokenizer, longest, key=key)
     compute_dtype = settings.strategy.compute_dtype
     extras: dict[str, Any] = {
         "optimizer": settings.optimizer.build(),
@@ -229,13 +234,18 @@ def with_vocabulary(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase)
     """Return the settings in which a model from scratch has the vocabulary of its tokenizer."""
     if settings.start is not None:
         return settings
-    special = {
+    fields = vocabulary_of(tokenizer)
+    return settings.updated({f"model.from_scratch.{k}": v for k, v in fields.items()})
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the fields of a model's config that its tokenizer decides."""
+    return {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    return settings.updated({f"model.from_scratch.{k}": v for k, v in special.items()})
 
 
 def choose_rates(settings: TrainSettings) -> tuple[dict[str, float], tuple[str, ...]]:

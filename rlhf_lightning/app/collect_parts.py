@@ -105,7 +105,9 @@ def read_prompts(settings: CollectSettings) -> list[PromptRecord]:
     Raises:
         ConfigError: if there is none.
     """
+    from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
     from rlhf_lightning.data.records import prompt_key
+    from rlhf_lightning.text.tokenizers import load_tokenizer
 
     source = settings.dataset.source.build()
     records = source.records("prompts", settings.candidates.split)
@@ -117,6 +119,12 @@ def read_prompts(settings: CollectSettings) -> list[PromptRecord]:
         prompts = [prompts[index] for index in sorted(drawn)]
     if not prompts:
         raise ConfigError(f"dataset={settings.dataset.name} has no prompts in candidates.split")
+    first = next(filter(None, settings.candidates.policies.values()), None)
+    if first is not None:
+        tokenizer = load_tokenizer(first, **settings.model.template, **settings.model.origin)
+        longest, key = settings.candidates.max_new_tokens, "candidates.max_new_tokens"
+        warn_of_plain_prompts(prompts, tokenizer)
+        warn_of_cut_responses(source, settings.candidates.split, tokenizer, longest, key=key)
     return prompts
 
 

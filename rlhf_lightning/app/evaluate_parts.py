@@ -76,6 +76,7 @@ def build_sides(settings: EvaluateSettings) -> Sides:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
+    from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
     from rlhf_lightning.evaluation.held_out import HeldOutComparison
 
     source, judges, scorer = _judges(settings)
@@ -97,6 +98,9 @@ def build_sides(settings: EvaluateSettings) -> Sides:
             f"none of {len(held_out)} prompts has at most prompts.max_length="
             f"{settings.prompts.max_length} tokens: raise it"
         )
+    longest, key = settings.evaluation.max_new_tokens, "evaluation.max_new_tokens"
+    warn_of_plain_prompts(records, policy.tokenizer)
+    warn_of_cut_responses(source, settings.prompts.split, policy.tokenizer, longest, key=key)
     mine, theirs = _questions(settings, records, (policy, baseline), judges)
     return Sides(
         policy,

@@ -14,6 +14,7 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.records import Record
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import Sampling, side_by_side
 from rlhf_lightning.evaluation.held_out import (
@@ -83,6 +84,9 @@ class EvaluationPrompts(PromptDataModule):
     """Prompts that are answered and not trained on: of few, each is asked several times."""
 
     _may_repeat = True
+
+    def _warn(self, records: Sequence[Record]) -> None:
+        """Leave it to the data that is trained on, whose prompts these are."""
 
 
 def prompt_data(

@@ -119,8 +119,7 @@ class EncodingReport:
     """Counts of the encoding.
 
     `num_spelled` records spell special tokens, kept as text; in `num_merged` a token holds the end
-    of the prompt and the start of an answer; `num_untemplated` are plain beside a chat template.
-    `skipped` names the bad records that were left out,
+    of the prompt and the start of an answer. `skipped` names the bad records that were left out,
     `lost` what the chat template did not write of a record, by its place. `unread` counts the keys
     of messages and of `chat_template_kwargs` that the template does not read, `unread_columns` the
     columns that nothing reads.
@@ -131,7 +130,6 @@ class EncodingReport:
     num_truncated: int = 0
     num_spelled: int = 0
     num_merged: int = 0
-    num_untemplated: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
     lost: dict[str, list[str]] = field(default_factory=dict)
@@ -162,7 +160,6 @@ def encode_all(
     encoded = []
     everything = list(records)
     encoder = TextEncoder(tokenizer)
-    has_template = bool(tokenizer.chat_template)
     for number, record in enumerate(everything, start=1):
         if number % NUM_REMEMBERED == 1:
             encoder.remember(_plain_texts(everything[number - 1 : number - 1 + NUM_REMEMBERED]))
@@ -180,8 +177,6 @@ def encode_all(
                 report.unread_columns.update(record.origin.unread)
             spelled = encoder.control.spelled_in(*_texts(record))
             report.num_spelled += spelled and not record.rendered
-            of_prompt = not isinstance(record, TextRecord) and isinstance(record.prompt, str)
-            report.num_untemplated += of_prompt and not record.rendered and has_template
     return _same_columns(encoded), report
 
 

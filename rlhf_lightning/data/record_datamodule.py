@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import Above0, Count, CountOrZero, checked
 from rlhf_lightning.data.batch_size import check_batch_size
 from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
+from rlhf_lightning.data.first_screen import warn_of_plain_prompts
 from rlhf_lightning.data.identity import FILES, check_same_data, data_digests, rows_digest
 from rlhf_lightning.data.records import Record, RecordKind, Split, kind_of
 from rlhf_lightning.data.sampler import (
@@ -199,10 +200,10 @@ class RecordDataModule(LightningDataModule):
             return
         _check_tokenizer(self.tokenizer)  # not before: settings are checked without one
         rows: dict[Split, list[Any]] = {"train": [], "validation": []}
+        records = {split: self._records(split) for split in rows}
         for split in rows:
-            records = self._records(split)
             rows[split], report = encode_all(
-                records, self.tokenizer, max_length=self.max_length, over_long=self.over_long
+                records[split], self.tokenizer, max_length=self.max_length, over_long=self.over_long
             )
             if hasattr(self.source, "left_out"):
                 report.dropped.update(self.source.left_out(self.kind, split))
@@ -226,10 +227,11 @@ class RecordDataModule(LightningDataModule):
         self._digests = data_digests(self.source, self.kind)
         self._rows = rows | {"validation": part}
         rank_zero_info(self.render_summary())
-        self._warn()
+        self._warn(records["train"])
 
-    def _warn(self) -> None:
+    def _warn(self, records: Sequence[Record]) -> None:
         """Say once what is odd in the training rows."""
+        warn_of_plain_prompts(records, self.tokenizer)
         summary = self.summaries["train"]
         if summary.lost:
             place, lost = next(iter(summary.lost.items()))
@@ -237,12 +239,6 @@ class RecordDataModule(LightningDataModule):
                 f"the chat template does not write all of {len(summary.lost)} training records, "
                 f"for instance of {place}: {', '.join(lost)}: set another one "
                 "with model.chat_template=FILE or NAME"
-            )
-        if summary.num_untemplated:
-            rank_zero_warn(
-                f"{summary.num_untemplated} of {summary.num_rows} training rows are plain text, "
-                "written without the chat template that the tokenizer has: give messages "
-                '([{"role": "user", "content": ...}]) where the model is to chat'
             )
         if summary.num_spelled and summary.num_spelled == summary.num_rows:
             rank_zero_warn(
@@ -282,7 +278,13 @@ class RecordDataModule(LightningDataModule):
     def render_summary(self) -> str:
         """Return the tables of both splits, and the first examples if they are asked for."""
         self.setup()
-        parts = [s.render() for s in self.summaries.values() if s.num_rows or s.dropped]
+        train = self.summaries["train"]
+        said = {*train.unread, *train.unread_columns}
+        parts = [
+            one.render(but=() if one is train else said)
+            for one in self.summaries.values()
+            if one.num_rows or one.dropped
+        ]
         if self.show_examples:
             parts.append(render_examples(self._rows["train"], self.tokenizer, self.show_examples))
         return "\n".join(parts)

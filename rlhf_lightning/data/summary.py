@@ -6,7 +6,7 @@ import io
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +83,12 @@ class DataSummary:
     unread: Mapping[str, int]
     unread_columns: Mapping[str, int]
     num_merged: int
-    num_untemplated: int
     missing_columns: Mapping[str, int]
     dropped: Mapping[str, int]
     skipped: tuple[str, ...]
 
-    def render(self) -> str:
-        """Return a compact table as text."""
+    def render(self, but: Collection[str] = ()) -> str:
+        """Return a compact table as text, without the unread columns and keys in `but`."""
         table = Table(title=self.name, show_header=False, title_justify="left")
         table.add_row("rows", f"{self.num_rows}")
         if set(self.domains) - {""}:
@@ -116,8 +115,8 @@ class DataSummary:
             ("keys of messages that the chat template does not read", self.unread),
             ("columns that are not read (map them with columns=)", self.unread_columns),
         ):
-            if unread:
-                table.add_row(name, ", ".join(f"{key} {count}" for key, count in unread.items()))
+            if new := {key: count for key, count in unread.items() if key not in but}:
+                table.add_row(name, ", ".join(f"{key} {count}" for key, count in new.items()))
         for name, count in self.missing_columns.items():
             table.add_row(f'rows without {name!r}, which is "" to the reward', str(count))
         for reason, count in self.dropped.items():
@@ -147,7 +146,7 @@ def summarize(
     report = report or EncodingReport()
     lengths: dict[str, list[int]] = {}
     for row in encoded:
-        for part, length in _lengths(row).items():
+        for part, length in part_lengths(row).items():
             lengths.setdefault(part, []).append(length)
     identities = {_identity(row) for row in encoded}
     return DataSummary(
@@ -167,7 +166,6 @@ def summarize(
         unread=dict(report.unread.most_common()),
         unread_columns=dict(report.unread_columns.most_common()),
         num_merged=report.num_merged,
-        num_untemplated=report.num_untemplated,
         missing_columns=_missing_columns(encoded),
         dropped=dict(report.dropped),
         skipped=(*skipped, *report.skipped),
@@ -245,7 +243,8 @@ def _marked(ids: Any, mask: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     return text
 
 
-def _lengths(row: Encoded) -> dict[str, int]:
+def part_lengths(row: Encoded) -> dict[str, int]:
+    """Return the tokens of each part of a row: prompt, response, chosen, rejected."""
     if isinstance(row, EncodedPrompt):
         return {"prompt": len(row)}
     if isinstance(row, EncodedSequence):

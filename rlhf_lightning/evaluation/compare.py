@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Count, checked
+from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
@@ -104,12 +105,17 @@ def compare(
             f"no prompt of {prompts} is held out with at most {max_prompt_length} tokens: give a "
             "source with a validation part (validation_fraction=, validation_path=)"
         )
+    longest = max_new_tokens or sampled.max_new_tokens
+    if data is None:  # else it was said of the data that was trained on
+        warn_of_plain_prompts(records, mine.tokenizer)
+    if data is None or not hasattr(policy, "sampling"):
+        warn_of_cut_responses(source, "validation", mine.tokenizer, longest, key="max_new_tokens")
     pad: Any = mine.tokenizer.pad_token_id
     sampling = Sampling(
         CachedGenerator(stop_ids(mine.tokenizer, mine.source), int(pad)),
         mine.tokenizer,
         temperature=sampled.temperature if temperature is None else temperature,
-        max_new_tokens=max_new_tokens or sampled.max_new_tokens,
+        max_new_tokens=longest,
         skip_special_tokens=sampled.skip_special_tokens,
     )
     questions = Questions(batches, answers_per_prompt=answers_per_prompt)

@@ -16,6 +16,7 @@ from rlhf_lightning.data.datamodules import (
     PreferenceDataModule,
     PromptDataModule,
 )
+from rlhf_lightning.data.first_screen import warn_of_cut_responses
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.collectives import whole
 from rlhf_lightning.models.classifiers import max_positions
@@ -57,6 +58,9 @@ def check_data(module: Any, data: Any) -> None:
         )
     _check_tokenizer(module, data)
     _check_context(module, data)
+    if isinstance(data, PromptDataModule):
+        longest = module.sampling.max_new_tokens
+        warn_of_cut_responses(data.source, "train", data.tokenizer, longest, key="max_new_tokens")
     for model in _models(module):
         check_token_rows(model, data.tokenizer, data.token_ids())
         break  # policy, value and reward model read the same ids

@@ -1,0 +1,84 @@
+"""What is said once, before models answer: plain prompts, and a length that cuts responses off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.data.encode import encode_all
+from rlhf_lightning.data.records import (
+    DemonstrationRecord,
+    PreferenceRecord,
+    Record,
+    RecordKind,
+    Split,
+    TextRecord,
+)
+from rlhf_lightning.data.sources.base import RecordSource
+from rlhf_lightning.data.summary import part_lengths
+
+MOST_CUT = 0.1
+NUM_LOOKED_AT = 500
+_UNLIMITED = 1 << 30
+_WITH_RESPONSES: tuple[RecordKind, ...] = ("demonstrations", "preferences")
+
+
+def warn_of_plain_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn where prompts are plain text and the tokenizer has a chat template."""
+    has_template = bool(tokenizer.chat_template)
+    asked = [record for record in records if not isinstance(record, TextRecord)]
+    plain = sum(isinstance(record.prompt, str) and not record.rendered for record in asked)
+    if plain and has_template:
+        rank_zero_warn(
+            f"{plain} of {len(asked)} rows are plain text, written without the chat template that "
+            'the tokenizer has: give messages ([{"role": "user", "content": ...}]) where the model '
+            "is to chat"
+        )
+
+
+@rank_zero_only
+def warn_of_cut_responses(
+    source: RecordSource,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    *,
+    key: str,
+) -> None:
+    """Warn where more than a tenth of the data's own responses are longer than sampled ones may be.
+
+    Looks at the first 500 demonstrations, or preferred responses; a set of prompts has none.
+
+    Args:
+        source: of the prompts.
+        split: of the records.
+        tokenizer: of the policy.
+        max_new_tokens: most tokens of a sampled response.
+        key: how the user sets it.
+    """
+    lengths = sorted(_response_lengths(source, split, tokenizer))
+    cut = sum(length > max_new_tokens for length in lengths)
+    if cut > MOST_CUT * len(lengths):
+        enough = lengths[int(0.95 * len(lengths))]
+        rank_zero_warn(
+            f"{key}={max_new_tokens} is less than {cut} of {len(lengths)} responses of the data "
+            f"have: a policy that answers like them is cut off; {enough} holds 95 % of them"
+        )
+
+
+def _response_lengths(
+    source: RecordSource, split: Split, tokenizer: PreTrainedTokenizerBase
+) -> Sequence[int]:
+    for kind in _WITH_RESPONSES:
+        try:
+            found = source.records(kind, split)
+            records = [r for r in found if isinstance(r, DemonstrationRecord | PreferenceRecord)]
+            rows, _ = encode_all(records[:NUM_LOOKED_AT], tokenizer, max_length=_UNLIMITED)
+        except (ValueError, TypeError, LookupError, NotImplementedError):  # it has none
+            continue
+        if rows:
+            part = "chosen" if kind == "preferences" else "response"
+            return [part_lengths(row)[part] for row in rows]
+    return ()
