@@ -68,7 +68,11 @@ def finish(
     required = required_measures(
         None if settings.safety is None else settings.safety.get("prompts")
     )
-    gates = check_gates(settings.gates, findings.metrics, required=required)
+    gates = (
+        ()
+        if settings.only_runs
+        else check_gates(settings.gates, findings.metrics, required=required)
+    )
     model = getattr(parts.module, stage.trained)
     state = full_state(model)  # every rank takes part in gathering it
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):

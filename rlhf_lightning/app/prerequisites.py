@@ -1,5 +1,7 @@
 """The models a stage starts from: found, or trained first where they are built-in ones.
 
+Where a run only shows that it runs, what is missing is made of random weights.
+
 Must not import torch: it runs in a process that will train later.
 """
 
@@ -8,8 +10,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rlhf_lightning.app.config.compose import ConfigError, choices
 from rlhf_lightning.app.config.settings import RunSettings
@@ -17,33 +20,38 @@ from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.model_folder import is_adapter
 
+SettingsT = TypeVar("SettingsT", bound=RunSettings)
 KINDS = ("base", "sft", "reward", "ppo")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Other ways to debug are about the stage itself: what it starts from is trained in full.
-_PASSED_ON = (
-    "paths.outputs",
-    "paths.artifacts",
-    "debug=fast",
-    "logger",
-    "trainer.accelerator",
-    "model.from_scratch",
-    "dataset.",
+# Words of a command line that all stages share, and those that go to no process of one device.
+_SHARED = (
+    *(
+        "model=",
+        "model.",
+        "dataset=",
+        "dataset.",
+        "lora=",
+        "lora.",
+        "logger",
+        "trainer.accelerator",
+    ),
+    *("paths.outputs", "paths.artifacts", "paths.suffix"),
 )
-# Overrides that the stages of a pretrained model share.
-_SHARED = ("model=", "dataset=", "dataset.name=", "dataset.family=", "lora=", "strategy=")
+_OF_DEVICES = ("strategy", "trainer.")
+_RECORDS = {"base": "texts", "sft": "demonstrations", "reward": "preferences"}
 
 
 def prepare_inputs(
-    settings: RunSettings,
+    settings: SettingsT,
     overrides: list[str],
     say: Callable[[str], None] = print,
     *,
     kinds: Sequence[str] = KINDS,
-) -> None:
+) -> SettingsT:
     """Make sure that the models in `artifacts` exist; train the built-in ones that do not.
 
     A missing default of the built-in world is trained by a child process, one device, under a
-    file lock on its folder.
+    file lock on its folder. With `debug=fast` a missing default of any model is not trained.
 
     Args:
         settings: of the command.
@@ -51,20 +59,27 @@ def prepare_inputs(
         say: prints a line.
         kinds: keys of `artifacts` that are looked at.
 
+    Returns:
+        The settings, with what a run that only shows that it runs starts from.
+
     Raises:
         ConfigError: for a missing path that the user gave, naming the command that makes it.
         RuntimeError: if a child fails.
     """
     for kind in kinds:
         source = settings.select(f"artifacts.{kind}")
-        if source is None or is_available(source):
+        if source is None or is_available(source) or not _is_read(settings, source):
             continue
         folder = Path(source)
+        if settings.only_runs and source == f"{settings.select('model.folder')}/{kind}":
+            changed = _untrained(kind, settings, say)
+            settings = settings.updated(changed) if changed else settings
+            continue
         if not _is_built_in(settings, kind):
-            maker = _maker(settings, kind, overrides)
             raise ConfigError(
-                f"artifacts.{kind}={source} does not exist: give a folder or hub name, or make it "
-                f"with  python -m rlhf_lightning.train +experiment={maker}"
+                f"artifacts.{kind}={source} does not exist: give a folder or hub name"
+                f"{_way_without(settings, source)}, or make it with  "
+                f"python -m rlhf_lightning.train +experiment={_maker(settings, kind, overrides)}"
             )
         with artifact_lock(folder, report=say):
             if not is_available(source):
@@ -72,6 +87,7 @@ def prepare_inputs(
                     f"The {kind} model of the built-in world is not in {folder}: training it first."
                 )
                 _train(kind, settings, overrides)
+    return settings
 
 
 def is_available(source: str) -> bool:
@@ -89,24 +105,84 @@ def _is_built_in(settings: RunSettings, kind: str) -> bool:
     return name.startswith("demo_") and Path(settings.select(f"artifacts.{kind}")) == default
 
 
+def _is_read(settings: RunSettings, source: str) -> bool:
+    """Return whether anything but `artifacts` names a model."""
+
+    def named(node: Any) -> bool:
+        if isinstance(node, Mapping):
+            return any(map(named, node.values()))
+        return any(map(named, node)) if isinstance(node, list) else node == source
+
+    return named({key: node for key, node in settings.resolved.items() if key != "artifacts"})
+
+
+def _way_without(settings: RunSettings, source: str) -> str:
+    """Return how PPO does without a reward model that starts its value model alone."""
+    if settings.select("module.models.value") != source:
+        return ""
+    if _is_read(settings.updated({"module.models.value": None}), source):
+        return ""
+    return " (module.models.value=null module.models.value_head=zero does without)"
+
+
 def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     """Return the words by which an experiment makes a `kind` model for these settings."""
     sibling = "_".join([kind, *settings.name.split("_")[1:]])
-    if sibling in choices("experiment"):
-        return sibling
-    words = [word for word in overrides if word.startswith(_SHARED)]
+    experiment = sibling if sibling in choices("experiment") else kind
+    start = {"sft": "base", "reward": "sft"}.get(kind, "")
+    kept = (*_SHARED, *_OF_DEVICES, "seed=", f"artifacts.{start}=")
+    words = [word for word in overrides if word.lstrip("+").startswith(kept)]
+    if experiment == "sft" and not any(map(settings.select, ("artifacts.base", "model.base"))):
+        words.append("artifacts.base=NAME")
     other = settings.select("dataset.sft_dataset") if kind == "sft" else None
     if other is not None and not any(word.startswith("dataset.family=") for word in words):
         words = [f"dataset={other}" if word.startswith("dataset=") else word for word in words]
-    return " ".join([kind, *words])
+    elif not _holds(settings, kind):
+        file = f"dataset.path={_RECORDS[kind].upper()}"
+        words = [file if word.startswith("dataset.path=") else word for word in words]
+    return " ".join([experiment, *words])
+
+
+def _holds(settings: Any, kind: str) -> bool:
+    """Return whether the files of the data set hold the records that a `kind` model learns from."""
+    path = settings.select("dataset.path")
+    if path is None or not Path(path).exists() or kind not in _RECORDS:
+        return True
+    try:
+        return bool(settings.dataset.source.build().records(_RECORDS[kind], "train"))
+    except ValueError:
+        return False
+
+
+def _untrained(
+    kind: str, settings: RunSettings, say: Callable[[str], None]
+) -> dict[str, str | None]:
+    """Make a model of random weights; a pretrained model takes the place of its missing policy."""
+    from rlhf_lightning.app.untrained import write_untrained
+
+    source = str(settings.select(f"artifacts.{kind}"))
+    if kind != "reward" and not settings.select("model.from_scratch"):
+        base = settings.select("model.base")
+        say(f"There is no {kind} model in {source}: this run starts from {base}.")
+        return {f"artifacts.{kind}": base}
+    with artifact_lock(Path(source), report=say):
+        if not is_available(source):
+            say(f"There is no {kind} model in {source}: one of random weights is made.")
+            write_untrained(kind, Path(source), settings)
+    return {}
+
+
+def training_words(settings: RunSettings, overrides: Sequence[str]) -> list[str]:
+    """Return the words of a command line that also concern the stages it trains first."""
+    return [
+        f"seed={settings.seed}",
+        *(word for word in overrides if word.lstrip("+").startswith(_SHARED)),
+    ]
 
 
 def _train(kind: str, settings: RunSettings, overrides: list[str]) -> None:
-    kept = [o for o in overrides if o.lstrip("+").startswith(_PASSED_ON)]
     command = [sys.executable, "-m", "rlhf_lightning.train", f"+experiment={kind}"]
-    command += [f"seed={settings.seed}", *kept]
-    if settings.paths.apart is not None:  # whatever set it: a file, a preset or the command line
-        command.append(f"paths.apart={settings.paths.apart}")
+    command += training_words(settings, overrides)
     code = subprocess.run(command, check=False, env=own_environment()).returncode
     if code or not is_available(str(settings.select(f"artifacts.{kind}"))):
         made = "" if code else " and made no model"

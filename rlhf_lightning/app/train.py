@@ -87,13 +87,19 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     keep_secrets(settings, folder if first else None)
 
     def prepared() -> str:
-        prepare_inputs(settings, overrides)
-        return "ready"
+        return json.dumps(prepare_inputs(settings, overrides).artifacts.models())
 
-    agree_on("inputs", prepared, patience=timedelta(days=1))
+    starts = json.loads(agree_on("inputs", prepared, patience=timedelta(days=1)))
+    if starts != settings.artifacts.models():
+        settings = settings.updated({f"artifacts.{kind}": one for kind, one in starts.items()})
     folder, checkpoint = _agreed_start(settings, folder)
     summary = new_summary(settings.spec.name, seed=settings.seed, config_hash=settings.config_hash)
-    summary = replace(summary, seconds=_spent(folder, checkpoint), about=_about(settings))
+    summary = replace(
+        summary,
+        seconds=_spent(folder, checkpoint),
+        about=_about(settings),
+        judged=not settings.only_runs,
+    )
     begun = time.perf_counter()
     # The first rank alone writes.
     mine = (

@@ -8,6 +8,9 @@ from rlhf_lightning.functional.statistics import EQUAL_SCORES
 from rlhf_lightning.modules.step_0 import RATIO_CAUSES, REFERENCE_CAUSES
 
 MOST_PADDED = 0.02  # a policy may sample the pad token by itself, rarely
+# An untrained policy chooses nearly evenly among all tokens. A language model at temperature 1 has
+# less than a third of that entropy.
+UNTRAINED = 0.5
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class FirstRollout:
             token.
         tolerance: nats a token that rounding may make.
         same_source: whether policy and reference start from one source.
+        entropy_share: mean entropy over that of an even choice among all tokens.
+        vocabulary: tokens to choose among; 0 where it is not known.
     """
 
     ratio_error: float
@@ -49,6 +54,18 @@ class FirstRollout:
     sampler_error: float
     tolerance: float
     same_source: bool = True
+    entropy_share: float = 0.0
+    vocabulary: int = 0
+
+    @property
+    def untrained(self) -> bool:
+        """True of a policy that chooses nearly evenly: it ends and pads by chance."""
+        return self.entropy_share > UNTRAINED
+
+    @property
+    def padded_by_chance(self) -> float:
+        """Share of responses that an even choice pads, with room for chance: three times that."""
+        return 3 * self.length_mean / self.vocabulary if self.untrained and self.vocabulary else 0.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,8 @@ def _reference(first: FirstRollout) -> Check:
 
 
 def _stops(first: FirstRollout) -> Check:
-    passed = first.finished >= 0.5 and first.stop_errors == 0 and first.eos_known
+    ends = first.finished >= 0.5 or first.untrained
+    passed = ends and first.stop_errors == 0 and first.eos_known
     known = "is" if first.eos_known else "is not"
     return Check(
         "responses end",
@@ -108,7 +126,7 @@ def _stops(first: FirstRollout) -> Check:
 def _pads(first: FirstRollout) -> Check:
     return Check(
         "padding",
-        first.padded <= MOST_PADDED,
+        first.padded <= max(MOST_PADDED, first.padded_by_chance),
         f"{100 * first.padded:.1f} % of responses hold the pad token before their end",
         "the pad token must be one that no response holds, EOS or one of its own: set pad_token of "
         "the tokenizer in artifacts.sft",
@@ -128,7 +146,8 @@ def _scores(first: FirstRollout) -> Check:
 
 
 def _lengths(first: FirstRollout) -> Check:
-    passed = first.length_mean >= 2 and first.shortest < first.max_new_tokens
+    ends = first.shortest < first.max_new_tokens or first.untrained
+    passed = first.length_mean >= 2 and ends
     return Check(
         "lengths",
         passed,

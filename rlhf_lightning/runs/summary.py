@@ -66,6 +66,7 @@ class Summary:
         alerts: of the doctor, one a time that a detector raised one, with cause and remedy.
         actions: of the doctor: changes of controls, stops and rollbacks.
         about: what was trained from what, on what and against what, in words.
+        judged: False where the run only shows that it runs, as with `debug=fast`.
     """
 
     stage: str
@@ -81,6 +82,7 @@ class Summary:
     alerts: tuple[Mapping[str, Any], ...] = ()
     actions: tuple[Mapping[str, Any], ...] = ()
     about: Mapping[str, str] = field(default_factory=dict)
+    judged: bool = True
 
     def __post_init__(self) -> None:
         """Check the two words."""

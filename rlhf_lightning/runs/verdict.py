@@ -265,11 +265,12 @@ STAGES = {
 def verdict(summary: Summary) -> Verdict:
     """Return the verdict on a run from what its summary says.
 
-    It reads the fixed keys of `metrics` and, where they are there, the same ones of the policy
-    it started from: `val/baseline_score`, `val/baseline_response_length`,
-    `val/baseline_distinct_2` and `val/baseline_loss`.
+    It reads the fixed keys of `metrics` and, where they are there, the same ones of the policy it
+    started from: `val/baseline_score`, `_response_length`, `_distinct_2` and `_loss`.
     """
     result = _BY_STAGE.get(summary.stage, _other)(summary.metrics)
+    if not summary.judged:
+        result = Verdict(sentence="It runs; nothing was judged. Leave out debug=fast to train.")
     facts = result.facts
     if "total" in summary.seconds:
         facts = (*facts, Fact("time", duration(summary.seconds["total"])))
@@ -335,9 +336,9 @@ def _evaluate(metrics: Metrics) -> Verdict:
         if judge != headline
         for fact in _win_rate_fact(metrics, judge, label)
     ]
-    rate = _get(metrics, "val/human_reward_accuracy")
-    if rate is not None:
-        note = "of people's choices" + interval(metrics, "val/human_reward_accuracy")
+    key = "val/human_reward_accuracy"
+    if (rate := _get(metrics, key)) is not None:
+        note = "of people's choices" + interval(metrics, key)
         others.append(Fact("reward model agrees with", percent(rate), note))
     return replace(result, facts=(*others, *result.facts))
 

@@ -16,8 +16,14 @@ from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.app.config.inherit import command_settings
 
 ROOT = Path(__file__).resolve().parents[2]
+FEW = [  # iterations of everything
+    "trainer.limit_train_batches=3",
+    "trainer.limit_val_batches=2",
+    "trainer.validations=1",
+    "evaluation.num_samples=4",
+]
 SMALL = [
-    "debug=fast",
+    *FEW,
     "logger=none",
     "data.batch_size=4",
     "callbacks.checkpoint.every_n_iterations=1",

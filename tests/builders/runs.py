@@ -19,7 +19,7 @@ from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import new_summary, write_summary
-from tests.builders.command_lines import overrides_of, settings_of
+from tests.builders.command_lines import FEW, overrides_of, settings_of
 
 TRACKED_ITERATIONS = 11  # one more than W&B's tables of samples wait
 
@@ -54,7 +54,7 @@ def make_start(folder: Path, *, eos_scale: float = 1.0, **changes: Any) -> Path:
 
 def settings_for(stage: str, start: Path, *overrides: str) -> TrainSettings:
     other_mode = any(o.startswith("debug=") for o in overrides)
-    own = [o for o in overrides_of(stage, start) if not (other_mode and o == "debug=fast")]
+    own = [o for o in overrides_of(stage, start) if not (other_mode and o in FEW)]
     settings: TrainSettings = settings_of(*own, *overrides)
     return settings
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.callbacks.doctor.preflight import PreflightError
+from rlhf_lightning.doctor.preflight_checks import FirstRollout, check_first_rollout
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.runs.doctor_log import read_events
@@ -77,8 +78,74 @@ def refused(folder: Path, **changes: Any) -> str:
     return ", ".join(failed)
 
 
+class MorePads(CachedGenerator):
+    def _truncated(self, logits: Tensor, temperature: float) -> Tensor:
+        logits = logits.clone()
+        logits[:, PAD] += 4
+        return logits
+
+
 def test_a_pad_token_that_answers_hold_is_refused(tmp_path):
-    assert refused(tmp_path, pad=PAD) == "padding"
+    assert "padding" in refused(tmp_path, pad=PAD, generator=MorePads(STOPS, PAD))
+
+
+def test_an_untrained_policy_is_not_blamed_for_what_it_does_by_chance(tmp_path, caplog):
+    fit(
+        tmp_path,
+        doctor_of(tmp_path, preflight=True),
+        pad=PAD,
+        generator=CachedGenerator((EOS,), PAD),
+    )
+    checks = {e.name: e for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "check"}
+    assert {c.level for c in checks.values()} == {"healthy"}, checks
+    assert " 0.0 % of responses hold the pad" not in checks["padding"].message
+    assert "untrained" in caplog.text
+
+
+def test_an_untrained_policy_is_blamed_for_what_chance_does_not_explain():
+    even = {"entropy_share": 0.97, "vocabulary": 50_000, "finished": 0.0, "shortest": 40}
+    found = {
+        "responses end": {"stop_errors": 1},
+        "padding": {"padded": 0.1},
+        "lengths": {"length_mean": 1.0},
+        "scores differ": {"score_std": 0.0},
+    }
+    for name, fault in found.items():
+        failed = [c.name for c in check_first_rollout(first(**even, **fault)) if not c.passed]
+        assert failed == [name]
+    no_eos = [c.name for c in check_first_rollout(first(**even, eos_known=False)) if not c.passed]
+    assert no_eos == ["responses end"]
+
+
+def test_a_trained_policy_that_does_not_end_or_pads_is_blamed():
+    trained = {"entropy_share": 0.2, "vocabulary": 400}
+    never = {"finished": 0.0, "shortest": 40}
+    failed = [c.name for c in check_first_rollout(first(**trained, **never)) if not c.passed]
+    assert failed == ["responses end", "lengths"]
+    failed = [c.name for c in check_first_rollout(first(**trained, padded=0.06)) if not c.passed]
+    assert failed == ["padding"]
+
+
+def first(**changes: Any) -> FirstRollout:
+    sound = {
+        "ratio_error": 0.0,
+        "reference_error": 0.0,
+        "finished": 0.9,
+        "stop_errors": 0,
+        "padded": 0.0,
+        "eos_known": True,
+        "score_mean": 0.0,
+        "score_std": 1.0,
+        "finite": True,
+        "length_mean": 20.0,
+        "shortest": 3,
+        "longest": 40,
+        "max_new_tokens": 40,
+        "sampler_bias": 0.0,
+        "sampler_error": 0.01,
+        "tolerance": 0.0,
+    }
+    return FirstRollout(**(sound | changes))
 
 
 def test_a_scorer_that_gives_all_answers_the_same_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""`debug=overfit|one_batch|profile`: what they run, write and leave alone."""
+"""`debug=fast|overfit|one_batch|profile`: what they run, write and leave alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.runs.summary import new_summary, write_summary
+from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
+from rlhf_lightning.runs.verdict import verdict
 from tests.builders.command_lines import settings_of
 from tests.builders.runs import settings_for
 
@@ -64,6 +65,28 @@ def test_overfit_learns_one_batch_by_heart_and_publishes_nothing(start, tmp_path
     said = words(capsys.readouterr().out)
     assert "nothing: the model stays in the run folder" in said
     assert "60 iterations of 4 rows" in said
+
+
+@pytest.mark.parametrize("stage", ["grpo", "kto"])
+def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, capsys, stage):
+    few = ["+dataset.source.num_demonstrations=64", "+dataset.source.num_preferences=64"]
+    few += ["data.batch_size=8", "evaluation.num_prompts=4", "logger=none"]
+    few += {"grpo": ["data.num_generations=2", "doctor=preflight"], "kto": []}[stage]
+    own = [f"paths.artifacts={tmp_path}/models", f"paths.outputs={tmp_path}/runs"]
+    settings = settings_of(f"+experiment={stage}", "debug=fast", *few, *own)
+    folder = RunFolder(tmp_path / "run")
+    summary = run(settings, folder, [])
+    assert (summary.status, summary.judged, summary.gates) == ("completed", False, ())
+    assert len(read_metrics(folder.metrics)) == 3
+    found = verdict(read_summary(folder))
+    assert (found.tone, found.number) == ("neutral", "")
+    assert not read_summary(folder).alerts
+    made = sorted(path.name for path in (tmp_path / "models/debug_fast/demo_seed1").iterdir())
+    assert [name for name in made if "." not in name] == sorted(
+        {"sft", stage} | ({"reward"} if stage == "grpo" else set())
+    )
+    assert "NOT PASSED" not in capsys.readouterr().out
+    assert len(list((tmp_path / "models").iterdir())) == 1, "no artifact is replaced"
 
 
 def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys):

@@ -122,8 +122,6 @@ OFFLINE = [
     if c.module == "train"
     and {f"+experiment={name}" for name in BUILT_IN} & set(c.overrides)
     and not any(o.startswith(("dataset", "artifacts", "data.path", "logger")) for o in c.overrides)
-    # It rightly refuses the SFT policy that debug=fast makes in two iterations.
-    and "doctor=preflight" not in c.overrides
     # vLLM has an environment of its own, and tests of its own: tests/rollout/test_generate_vllm.py.
     and not any(o.startswith("rollout=vllm") for o in c.overrides)
     and "launcher=slurm" not in c.arguments  # needs a cluster: tests/multiprocess/test_tasks.py

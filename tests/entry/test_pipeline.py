@@ -299,7 +299,7 @@ def test_every_stage_runs_and_a_changed_one_runs_anew_with_all_behind_it(tmp_pat
         assert f"round_1/{name}" in found["metrics"]
     last = summary(made / "round_1/evaluate")["metrics"]
     assert found["metrics"]["val/gold_win_rate"] == last["val/gold_win_rate"]
-    models = made / "round_1/artifacts/debug_fast/demo_seed1"
+    models = made / "round_1/artifacts/demo_seed1"
     assert sorted(path.name for path in models.iterdir() if path.is_dir()) == [
         "base",
         "ppo",

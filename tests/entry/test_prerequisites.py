@@ -1,9 +1,16 @@
 """Models that a stage starts from: found, trained first, or asked for by name."""
 
+import json
+import shlex
+from pathlib import Path
+
 import pytest
 
 from rlhf_lightning.app import prerequisites
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
+from rlhf_lightning.runs.manifest import read_manifest
+from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import settings_of
 
 
@@ -72,26 +79,136 @@ def test_a_child_that_fails_stops_the_run_with_its_command(compose_ppo, monkeypa
     monkeypatch.setattr(
         prerequisites.subprocess, "run", lambda command, **_: commands.append(command) or Failed()
     )
-    overrides = ["+experiment=ppo", "module.ppo.kl_coef=0.1", "debug=fast", "paths.outputs=o"]
+    overrides = ["+experiment=ppo", "module.ppo.kl_coef=0.1", "logger=none", "paths.outputs=o"]
     with pytest.raises(RuntimeError, match="training the sft model failed with exit status 3"):
         prerequisites.prepare_inputs(compose_ppo(), overrides, say=lambda _: None)
-    assert commands[0][-4:] == ["+experiment=sft", "seed=1", "debug=fast", "paths.outputs=o"]
+    assert commands[0][-4:] == ["+experiment=sft", "seed=1", "logger=none", "paths.outputs=o"]
 
 
-def test_models_that_are_kept_apart_are_made_apart_too(compose_ppo, monkeypatch):
-    class Failed:
-        returncode = 3
+@pytest.mark.parametrize("lora", ["none", "lora"])
+def test_a_run_that_only_shows_that_it_runs_makes_what_is_missing_of_random_weights(
+    tmp_path, monkeypatch, lora
+):
+    monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("nothing is trained"))
+    real = tmp_path / "demo_seed1" / "sft"
+    real.mkdir(parents=True)
+    (real / "config.json").write_text("{}")
+    words = ["+experiment=ppo", "debug=fast", f"lora={lora}", f"paths.artifacts={tmp_path}"]
+    settings = settings_of(*words)
+    assert prerequisites.prepare_inputs(settings, [], say=lambda _: None) is settings
+    sft, reward = (Path(str(settings.artifacts.of(kind))) for kind in ("sft", "reward"))
+    assert sft == tmp_path / "debug_fast/demo_seed1/sft"
+    assert len(load_tokenizer(sft)) == load_policy(sft).model.config.vocab_size
+    assert load_scalar_model(reward).head.weight.abs().sum() > 0
+    assert (reward / "adapter").is_dir() == (lora == "lora")
+    assert [path.name for path in real.iterdir()] == ["config.json"]
+    before = read_manifest(sft)
+    prerequisites.prepare_inputs(settings, [], say=lambda _: None)
+    assert read_manifest(sft) == before
 
-    commands = []
-    monkeypatch.setattr(
-        prerequisites.subprocess, "run", lambda command, **_: commands.append(command) or Failed()
-    )
-    with pytest.raises(RuntimeError, match="training the sft model failed"):
-        prerequisites.prepare_inputs(compose_ppo("paths.apart=trial"), [], say=lambda _: None)
-    assert commands[0][-3:] == ["+experiment=sft", "seed=1", "paths.apart=trial"]
+
+def test_a_pretrained_model_takes_the_place_of_its_missing_policy(tmp_path):
+    words = ["+experiment=dpo", "debug=fast", "model=smollm2_135m", "dataset=tldr"]
+    settings = settings_of(*words, f"paths.artifacts={tmp_path}")
+    made = prerequisites.prepare_inputs(settings, words, say=lambda _: None)
+    assert made.start == settings.model.source
+    assert made.module.arguments["policy"]["source"] == made.start
+    assert made.artifacts.publish == settings.artifacts.publish
+
+
+def test_a_folder_that_the_user_names_is_never_made_up(compose_ppo, tmp_path):
+    settings = compose_ppo("debug=fast", f"artifacts.sft={tmp_path}/mine")
+    with pytest.raises(ConfigError, match=r"mine does not exist"):
+        prerequisites.prepare_inputs(settings, [])
 
 
 def test_a_hub_name_is_left_to_transformers(compose_ppo, monkeypatch):
     monkeypatch.setattr(prerequisites, "_train", lambda *_: pytest.fail("hub names are not ours"))
     settings = compose_ppo("artifacts.sft=Some-Org/model-1B", "artifacts.reward=Some-Org/reward-1B")
     prerequisites.prepare_inputs(settings, [])
+
+
+OWN = ["model=pretrained", "dataset=files", "dataset.path=pairs.jsonl", "dataset.name=mine"]
+PROMPTS = ["model=smollm2_135m", "dataset=files", "dataset.path=prompts.jsonl", "dataset.name=mine"]
+
+
+def made_in_order(words):
+    """Do what the errors say until the command starts; return the experiments that were run."""
+    done = []
+    while len(done) < 6:
+        asked = list(words)
+        while True:
+            settings = settings_of(*asked)
+            try:
+                prerequisites.prepare_inputs(settings, asked, say=lambda _: None)
+            except ConfigError as error:
+                said = str(error).replace("artifacts.base=NAME", "artifacts.base=org/base")
+                asked = shlex.split(said.rpartition("python -m rlhf_lightning.train ")[2])
+            else:
+                break
+        if asked == words:
+            return done
+        done.append(" ".join(asked))
+        folder = Path(str(settings.artifacts.publish))
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    return done
+
+
+@pytest.mark.parametrize(
+    ("words", "experiments"),
+    [
+        (["+experiment=ppo", *OWN], ["sft", "reward"]),
+        (["+experiment=grpo", *OWN, "lora=lora"], ["sft", "reward"]),
+        (["+experiment=dpo", *OWN], ["sft"]),
+        (["+experiment=ppo", *OWN, "artifacts.sft=org/instruct"], ["reward"]),
+        (["+experiment=dpo", *OWN, "artifacts.sft=org/instruct"], []),
+        (
+            [
+                "+experiment=grpo",
+                *OWN,
+                "artifacts.sft=org/chat",
+                "scorer=function",
+                "scorer.function=a.py:b",
+            ],
+            [],
+        ),
+        (["+experiment=ppo", *PROMPTS, "paths.artifacts=elsewhere"], ["sft", "reward"]),
+        (["+experiment=ppo_smollm2_sentiment", "dataset.positive=a", "dataset.negative=b"], 2),
+        (["+experiment=ppo_smollm2_sentiment_lora", "dataset.positive=a", "dataset.negative=b"], 2),
+        (["+experiment=ppo_smollm2_gsm8k", "dataset.path=a"], 1),
+    ],
+)
+@pytest.mark.usefixtures("working_folder")
+def test_what_an_error_says_leads_in_order_to_a_run_that_starts(words, experiments):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    Path("pairs.jsonl").write_text(
+        "\n".join(json.dumps(pair | {"prompt": str(i)}) for i in range(9))
+    )
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "a"}))
+    done = made_in_order(words)
+    if isinstance(experiments, int):
+        assert len(done) == experiments
+        assert all(
+            "dataset.path=a" in d or "dataset.positive=a dataset.negative=b" in d for d in done
+        )
+        return
+    assert [one.partition(" ")[0] for one in done] == [f"+experiment={e}" for e in experiments]
+    for one, records in zip(done, ("DEMONSTRATIONS", "PREFERENCES"), strict=False):
+        if "prompts.jsonl" in words[2:][1]:
+            assert f"dataset.path={records}" in one
+            assert "paths.artifacts=elsewhere" in one
+    if "artifacts.sft=org/instruct" in words and done:
+        assert "artifacts.sft=org/instruct" in done[0]
+
+
+def test_a_reward_model_that_only_the_value_model_would_start_from_is_said_to_be_needless(tmp_path):
+    words = ["+experiment=ppo", *OWN, "artifacts.sft=org/chat", "scorer=function"]
+    words += ["scorer.function=a.py:b", f"paths.artifacts={tmp_path}"]
+    with pytest.raises(
+        ConfigError, match=r"module.models.value=null module.models.value_head=zero"
+    ):
+        prerequisites.prepare_inputs(settings_of(*words), words)
+    prerequisites.prepare_inputs(
+        settings_of(*words, "module.models.value=null", "module.models.value_head=zero"), words
+    )

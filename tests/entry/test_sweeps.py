@@ -26,12 +26,12 @@ from rlhf_lightning.app.train import _where_to_start
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import RunStoppedError
 from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
-from tests.builders.command_lines import settings_of
+from tests.builders.command_lines import FEW, settings_of
 from tests.reports.test_compare import sweep as finished_sweep
 
 SWEEPS = conf_dir().parent / "sweeps"
 SMALL = [
-    "debug=fast",
+    *FEW,
     "data.batch_size=4",
     "logger=none",
     "trainer.accelerator=cpu",

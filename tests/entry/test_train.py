@@ -11,10 +11,11 @@ import torch
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.folder import read_metrics
 from tests.builders import command_lines
+from tests.builders.command_lines import FEW
 from tests.builders.processes import run_python
 
 SMALL = [
-    "debug=fast",
+    *FEW,
     "logger=none",
     "evaluation.num_prompts=16",
     "+dataset.source.num_texts=96",
@@ -56,7 +57,7 @@ def test_a_fresh_folder_trains_what_is_missing_first_and_says_so(chain):
     folder, done = chain
     for kind in ("base", "sft", "reward"):
         assert f"The {kind} model of the built-in world is not in" in done.stdout
-    artifacts = folder / "artifacts/debug_fast/demo_seed1"
+    artifacts = folder / "artifacts/demo_seed1"
     for kind in ("base", "sft", "reward", "ppo"):
         manifest = json.loads((artifacts / kind / "manifest.json").read_text())
         assert len(manifest["fingerprint"]) == 64
@@ -115,7 +116,7 @@ def test_exports_reload_to_the_models_that_were_trained(chain):
     card = (run / "export/README.md").read_text()
     assert "| val/gold_win_rate |" in card
     assert "gate | outcome" in card
-    reward = load_scalar_model(folder / "artifacts/debug_fast/demo_seed1/reward")
+    reward = load_scalar_model(folder / "artifacts/demo_seed1/reward")
     assert reward.head.weight.abs().sum() > 0
 
 
@@ -138,7 +139,7 @@ def test_report_and_samples_show_both_answers(chain):
 )
 def test_a_run_that_is_killed_resumes_to_the_same_bits(chain, tmp_path, monkeypatch, stage):
     folder, _ = chain
-    artifacts = f"paths.artifacts={folder}/artifacts/debug_fast"
+    artifacts = f"paths.artifacts={folder}/artifacts"
     common = [f"+experiment={stage}", *SMALL, BATCH, artifacts]
     common += ["artifacts.publish=null"]
     if stage == "reward":  # dropout draws from the global generator, which must come back too

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders.command_lines import FEW
 from tests.builders.ranks import ROOT, run_ranks
 
 TRAIN = ["-m", "rlhf_lightning.train"]
 SETTINGS = [
-    "debug=fast",
+    *FEW,
     "logger=none",
     "trainer.accelerator=cpu",
     "trainer.devices=2",
@@ -84,7 +85,7 @@ def test_ranks_of_a_plain_environment_wait_for_what_rank_0_trains_first(tmp_path
     ).check()
     base, sft = runs_below(folder / "outputs")
     assert check_run(base)["stage"] == check_run(sft)["stage"] == "sft"
-    assert (folder / "artifacts/debug_fast/demo_seed1/sft/manifest.json").is_file()
+    assert (folder / "artifacts/demo_seed1/sft/manifest.json").is_file()
     assert stray_folders(folder / "outputs") == []
 
 

@@ -36,6 +36,7 @@ KEYS = [
     "alerts",
     "actions",
     "about",
+    "judged",
 ]
 
 

@@ -147,6 +147,7 @@ class Doctor(Callback):
         second_every_n_iterations: how often.
         refusals: which answers refuse, on which domains.
         preflight: look at one rollout before iteration 1, and refuse to start an insane run.
+        watches: look at every iteration; False leaves the preflight alone.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Doctor(Callback):
         second_every_n_iterations: int = 1,
         refusals: Refusals | None = None,
         preflight: bool = False,
+        watches: bool = True,
     ) -> None:
         if second_every_n_iterations < 1:
             raise ValueError(
@@ -170,6 +172,7 @@ class Doctor(Callback):
         self.second_every_n_iterations = second_every_n_iterations
         self.refusals = refusals or Refusals()
         self.preflight = preflight
+        self.watches = watches
         self.folder = folder
         self.alert_log = AlertLog(folder)
         self.detectors = Detectors(thresholds, 0)
@@ -197,8 +200,10 @@ class Doctor(Callback):
             self.alert_log.events = list(handover.events)
         elif self.request is not None:  # a kill came before the rollback
             trainer.should_stop = True
-        watched = list(self.detectors.levels)
-        self.alert_log.open(trainer.is_global_zero, start, watched, self.detectors.idle)
+        watched, idle = (
+            (list(self.detectors.levels), self.detectors.idle) if self.watches else ([], {})
+        )
+        self.alert_log.open(trainer.is_global_zero, start, watched, idle)
         if handover is not None:
             for change in self.policy.after_rollback(knobs_of(pl_module)):
                 self._change(pl_module, change, start)
@@ -219,6 +224,13 @@ class Doctor(Callback):
         checks = check_first_rollout(first)
         for check in checks:
             self.alert_log.note_check(check)
+        if first.untrained and trainer.is_global_zero:
+            logger.warning(
+                "preflight: the policy is untrained, with %.0f %% of the entropy of an even choice "
+                "among its tokens. Responses that do not end or hold the pad token by chance are "
+                "no fault here; if it should be trained, artifacts.sft has other weights",
+                100 * first.entropy_share,
+            )
         failed = [check for check in checks if not check.passed]
         if failed:
             told = "; ".join(f"{check.name}: {check.found}. {check.fix}" for check in failed)
@@ -232,7 +244,7 @@ class Doctor(Callback):
     ) -> None:
         """Measure, log, raise alerts, intervene."""
         rollout = outputs.get("rollout") if isinstance(outputs, Mapping) else None
-        if rollout is None:
+        if rollout is None or not self.watches:
             return
         module: Any = pl_module
         iteration = current_iteration(trainer)

@@ -5,6 +5,7 @@ Legend: B rows, R response.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
     stops = set(getattr(module.generator, "stop_ids", ()))
     finished = [row for row in rows if row["finished"]]
     lengths = [row["length"] for row in rows]
+    vocabulary = len(module.tokenizer)
     return FirstRollout(
         ratio_error=sum(row["ratio_error"] for row in rows) / tokens,
         reference_error=sum(row["reference_error"] for row in rows) / tokens,
@@ -60,6 +62,8 @@ def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
         sampler_error=measured["sampler_error"],
         tolerance=rounding_tolerance(module),
         same_source=module.step_0.same_source,
+        entropy_share=sum(row["entropy"] for row in rows) / tokens / math.log(vocabulary),
+        vocabulary=vocabulary,
     )
 
 
@@ -69,6 +73,7 @@ def _rows(module: Any, rollout: RolloutBatch) -> list[dict[str, Any]]:
     again = _logprobs(module, rollout)
     ratio = _sum_on(mask, (again - rollout.logprobs).abs())
     reference = _sum_on(mask, (rollout.logprobs - rollout.ref_logprobs).abs())
+    entropy = _sum_on(mask, rollout.entropy)
     pad = module.tokenizer.pad_token_id
     rows = []
     for i, kept in enumerate(mask.cpu()):
@@ -80,6 +85,7 @@ def _rows(module: Any, rollout: RolloutBatch) -> list[dict[str, Any]]:
                 "padded": pad in ids[:-1],
                 "finished": rollout.finish_reason[i].item() == FINISHED_BY_STOP,
                 "score": rollout.scores[i].item() if rollout.scored[i] else None,
+                "entropy": entropy[i].item(),
                 "ratio_error": ratio[i].item(),
                 "reference_error": reference[i].item(),
             }

@@ -1,0 +1,59 @@
+"""Models of random weights, for runs that only show that they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_lightning.app.build import vocabulary_of
+from rlhf_lightning.app.command_line import quieten
+from rlhf_lightning.app.config.compose import named_model
+from rlhf_lightning.models.adapter_files import save_adapter
+from rlhf_lightning.models.factory import head_std, load_base, load_policy
+from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
+from rlhf_lightning.models.lora import add_scalar_model
+from rlhf_lightning.models.ppo_models import ADAPTER
+from rlhf_lightning.modules.export import save_hf_model
+from rlhf_lightning.runs.manifest import source_fingerprint, write_manifest
+from rlhf_lightning.runs.replaced import replacing_folder
+from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, with_template
+
+
+def write_untrained(kind: str, folder: Path, settings: Any) -> None:
+    """Write a model folder of random weights, with a manifest.
+
+    Args:
+        kind: key of `artifacts`: `reward` is a reward model for the policy in `artifacts.sft`, with
+            its tokenizer; others are policies with the tokenizer of `model`.
+        folder: a new one.
+        settings: of a command that has a model.
+    """
+    quieten()
+    model = settings.model
+    policy = settings.artifacts.sft if kind == "reward" else None
+    if policy is None:
+        tokenizer = with_template(model.tokenizer.build(), model.chat_template)
+    else:
+        tokenizer = load_tokenizer(policy, **model.template, **model.origin)
+    shape = model.from_scratch or named_model("demo")["from_scratch"]
+    fields = {**shape, **vocabulary_of(tokenizer)}
+    drawn: Any = load_policy(from_scratch=fields, seed=settings.seed)
+    stops = stop_ids(tokenizer, policy, revision=model.revision)
+    with replacing_folder(folder) as staging:
+        if kind == "reward":
+            size = drawn.model.get_output_embeddings().in_features
+            head = scalar_head(size, init_std=head_std(size, "reward"))
+            drawn = ScalarHeadModel(drawn.model.base_model, head)
+        save_hf_model(drawn, tokenizer, staging, drawn.state_dict(), stop_ids=stops)
+        if kind == "reward" and settings.lora is not None and policy is not None:
+            _save_adapter(policy, staging / ADAPTER, settings)
+        write_manifest(staging, stage=kind, run="none")
+
+
+def _save_adapter(policy: str, folder: Path, settings: Any) -> None:
+    model = settings.model
+    base = load_base(policy, settings.lora, **model.origin)
+    std = head_std(base.hidden_size, "reward")
+    adapted = add_scalar_model(base, "reward", init_std=std, seed=settings.seed)
+    print_ = source_fingerprint(policy, model.revision)
+    save_adapter(adapted, folder, adapted.state_dict(), base=policy, base_fingerprint=print_)

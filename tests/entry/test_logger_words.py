@@ -1,0 +1,50 @@
+"""`logger=` is a word of every command: taken where something is logged, else refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_lightning.app.config.commands import COMMANDS
+from rlhf_lightning.app.config.compose import ConfigError, choices, register
+from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.pipeline.steps import as_overrides
+from rlhf_lightning.app.prerequisites import training_words
+from tests.builders.command_lines import settings_of
+
+NEEDED = {"report": ["run=a"], "export": ["run=a"], "study": ["study=objectives"]}
+
+
+@pytest.mark.parametrize("kind", choices("logger"))
+def test_training_and_its_plan_take_every_logger(kind):
+    for entry in ("train", "plan"):
+        words = ["+experiment=ppo", f"logger={kind}"]
+        assert load_settings(COMMANDS[entry], "train", words).logger.kind == kind
+
+
+@pytest.mark.parametrize("kind", choices("logger"))
+@pytest.mark.parametrize("entry", ["pipeline", "study"])
+def test_a_pipeline_and_a_study_give_it_to_training(entry, kind):
+    words = as_overrides([*NEEDED.get(entry, []), f"logger={kind}", "train:seed=3"])
+    settings = settings_of(*words, entry=entry)
+    found = settings.overrides if entry == "pipeline" else settings.overrides.model_dump()
+    assert list(found["train"]) == [f"logger={kind}", "seed=3"]
+
+
+@pytest.mark.parametrize("entry", ["evaluate", "collect"])
+def test_a_command_that_trains_missing_models_takes_it_for_those_and_refuses_to_show_itself(entry):
+    for kind in ("none", "csv"):
+        words = [f"logger={kind}"]
+        assert settings_of(*words, entry=entry).logger.kind == kind
+        assert training_words(settings_of(*words, entry=entry), words)[-1] == words[0]
+    for kind in ("wandb", "tensorboard"):
+        with pytest.raises(ConfigError, match=rf"^logger={kind} .*logger=none"):
+            settings_of(f"logger={kind}", entry=entry)
+
+
+@pytest.mark.parametrize("word", ["logger=none", "logger=wandb", "logger.project=mine"])
+@pytest.mark.parametrize("entry", ["report", "export", "annotate", "dashboard"])
+def test_a_command_that_trains_nothing_refuses_it_by_name(entry, word):
+    register()
+    with pytest.raises(ConfigError) as error:
+        load_settings(COMMANDS[entry], entry, [*NEEDED.get(entry, []), word])
+    assert str(error.value).startswith(f"{word}: rlhf-{entry} ")
