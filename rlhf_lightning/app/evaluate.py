@@ -90,7 +90,7 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
 @exits_are_failures()
 def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     started = time.perf_counter()
-    from rlhf_lightning.evaluation.generate import side_by_side
+    from rlhf_lightning.evaluation.generate import side_by_side, values_of
     from rlhf_lightning.evaluation.human import labelling_command
     from rlhf_lightning.models.precision import in_precision, set_matmul_precision
 
@@ -104,7 +104,7 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     precision = in_precision(settings.trainer.precision, sides.policy.model.device)
     with precision:
         mine, theirs = _answers(sides)
-        best_of = measured_best_of(settings, sides, theirs)
+        best_of, pool = measured_best_of(settings, sides, theirs)
     metrics = sides.comparison.measure(mine, theirs) | best_of
     if not sides.same_tokenizer:
         for name in ("val/kl_per_token", "val/kl_per_response"):
@@ -119,6 +119,7 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     SamplesAppender(folder.samples).append(
         0, side_by_side(mine.main, theirs.main, len(mine.main.prompts))
     )
+    SamplesAppender(folder.distributions).append(0, [values_of(mine.main, theirs.main) | pool])
     now = time.perf_counter()
     seconds = {"setup": built - started, "answers": answered - built, "judges": now - answered}
     summary = replace(
@@ -336,6 +337,8 @@ def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, obje
     scorer = settings.scorer
     if scorer is not None:
         lines["score"] = scorer.get("source") or scorer.path
+    if settings.judge is not None:
+        lines["judge"] = settings.judge.get("model") or settings.judge.class_name
     return lines
 
 

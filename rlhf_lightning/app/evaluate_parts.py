@@ -224,8 +224,10 @@ def _same_vocabulary(first: LoadedPolicy, second: LoadedPolicy) -> bool:
 
 def measured_best_of(
     settings: EvaluateSettings, sides: Sides, theirs: SideAnswers
-) -> dict[str, float]:
-    """Return `best_of/<n>/...` of the policy against the baseline's answers; {} if not asked for.
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return `best_of/<n>/...` of the policy against the baseline's answers, and the pool's scores.
+
+    Both are empty if the best of n is not asked for.
 
     Args:
         settings: of the command.
@@ -233,7 +235,7 @@ def measured_best_of(
         theirs: the baseline's answers.
     """
     if not settings.best_of.n:
-        return {}
+        return {}, {}
     from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
     from rlhf_lightning.evaluation.generate import gold_scores
     from rlhf_lightning.evaluation.held_out import encode_questions
@@ -258,11 +260,12 @@ def measured_best_of(
         gold=gold,
     )
     rival = None if gold is None else gold_scores(gold, theirs.main)
-    return measure_best_of(
+    found = measure_best_of(
         pool,
         sorted(set(settings.best_of.n)),
         baseline_gold=None if rival is None else by_prompt(rival, len(sides.records)),
     )
+    return found, {"pool": pool.scores.tolist()}
 
 
 def reward_spread(settings: EvaluateSettings) -> dict[str, float]:

@@ -16,7 +16,7 @@ from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.records import Record
 from rlhf_lightning.evaluation.final_metrics import Findings
-from rlhf_lightning.evaluation.generate import Sampling, side_by_side
+from rlhf_lightning.evaluation.generate import Sampling, side_by_side, values_of
 from rlhf_lightning.evaluation.held_out import (
     HeldOutComparison,
     Questions,
@@ -236,4 +236,5 @@ def compare(
     mine = comparison.ask_policy(placed(parts, parts.module.policy), placed(parts, baseline))
     theirs = comparison.ask_baseline(baseline)
     samples = side_by_side(mine.main, theirs.main, settings.evaluation.num_samples)
-    return Findings(metrics | comparison.measure(mine, theirs), samples)
+    metrics = metrics | comparison.measure(mine, theirs)
+    return Findings(metrics, samples, values_of(mine.main, theirs.main))

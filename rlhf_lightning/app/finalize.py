@@ -98,8 +98,12 @@ def _let_go(parts: TrainingComponents) -> None:
 def _write_samples(folder: RunFolder, iteration: int, findings: Findings) -> None:
     samples = SamplesAppender(folder.samples)
     samples.drop("baseline_response")  # of a run that was killed after this and resumed
+    values = SamplesAppender(folder.distributions)
+    values.drop("held_out")
     if findings.samples:
         samples.append(iteration, findings.samples)
+    if findings.values:
+        values.append(iteration, [findings.values])
 
 
 def _export(

@@ -1,10 +1,11 @@
-"""`samples.jsonl`: what the policy says, every few iterations."""
+"""`samples.jsonl` and `distributions.jsonl`: what the policy says, every few iterations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,8 @@ from rlhf_lightning.text.decoding import decoded, response_texts
 
 class SampleLog(Callback):
     """Write the first rows of a rollout, at the first and last iteration and every few between.
+
+    Beside them the scores and lengths of all its rows, of the first process.
 
     Args:
         folder: the run folder.
@@ -49,6 +52,7 @@ class SampleLog(Callback):
         self.every_n_iterations = every_n_iterations
         self.num_samples = num_samples
         self._appender = SamplesAppender(folder.samples)
+        self._values = SamplesAppender(folder.distributions)
         self._cut_at: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,6 +69,7 @@ class SampleLog(Callback):
             return
         if self._cut_at is not None:
             self._appender.truncate(self._cut_at)
+            self._values.truncate(self._cut_at)
             self._cut_at = None
         ends = iteration in (1, last_iteration(trainer))
         if ends or iteration % self.every_n_iterations == 0:
@@ -77,6 +82,19 @@ class SampleLog(Callback):
                 skip_special_tokens=skips_special_tokens(module),
             )
             self._appender.append(iteration, rows)
+            self._values.append(iteration, [rollout_values(rollout)])
+
+
+def rollout_values(rollout: RolloutBatch) -> dict[str, list[float]]:
+    """Return what `distributions.jsonl` has of a rollout, a number a response.
+
+    `score` (unshaped, NaN where the scorer does not apply), `length` (response tokens) and, where a
+    prompt has several responses, `groups`: how many each prompt has, in order.
+    """
+    scores = torch.where(rollout.scored, rollout.scores.float(), torch.nan)
+    values = {"score": scores.tolist(), "length": rollout.response_mask.sum(1).tolist()}
+    groups = rollout.group_ids.unique_consecutive(return_counts=True)[1].tolist()
+    return values if len(groups) == len(rollout) else values | {"groups": groups}
 
 
 def describe_rollout(

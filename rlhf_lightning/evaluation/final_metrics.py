@@ -30,11 +30,13 @@ class Findings:
     Args:
         metrics: flat, final.
         samples: rows for samples.jsonl.
+        values: that lie behind the metrics, for distributions.jsonl.
         seconds: wall-clock seconds by phase: `measure`, `export`.
     """
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 

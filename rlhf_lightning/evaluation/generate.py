@@ -227,6 +227,15 @@ def _or_none(score: float) -> float | None:
     return None if math.isnan(score) else score
 
 
+def values_of(policy: PolicyAnswers, baseline: PolicyAnswers) -> dict[str, Any]:
+    """Return score and length of every answer of both sides, for distributions.jsonl."""
+    return {
+        "held_out": "answers",
+        **{"score": policy.scores, "length": policy.lengths},
+        **{"baseline_score": baseline.scores, "baseline_length": baseline.lengths},
+    }
+
+
 def side_by_side(
     policy: PolicyAnswers, baseline: PolicyAnswers, count: int
 ) -> list[dict[str, object]]:

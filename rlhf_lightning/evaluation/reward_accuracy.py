@@ -6,11 +6,12 @@ Legend: B answers, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
@@ -19,8 +20,10 @@ from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.runs.metric_catalog import part_key
+from rlhf_lightning.text.decoding import decoded, response_texts
 
 MATCHED = 0.1
+MOST_WRONG = 6  # pairs whose texts a page shows
 
 
 class ScoredPair(NamedTuple):
@@ -121,6 +124,47 @@ def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
         rows = [pair for pair in pairs if pair.domain == domain]
         measures |= _accuracy(rows, "", ("domain", domain), interval=True)
     return measures
+
+
+def pair_values(
+    pairs: Sequence[ScoredPair],
+    rows: Sequence[EncodedPreference],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Return what distributions.jsonl has of held-out pairs.
+
+    `margin` of each; `reliability`, a part for each tenth of the stated probability that the
+    preferred answer by the model is the better one: the mean that is stated, the share that is
+    right, its Wilson 95 % interval and the number of pairs; and `wrong`, the texts of the pairs
+    that are ranked wrong most surely.
+
+    Args:
+        pairs: the scores of `rows`.
+        rows: the encoded pairs.
+        tokenizer: of the model.
+    """
+    margins = np.array([pair.chosen - pair.rejected for pair in pairs])
+    stated = 1 / (1 + np.exp(-np.minimum(np.abs(margins), 700)))
+    tenths = np.minimum((stated * BINS).astype(int), BINS - 1)
+    parts = []
+    for tenth in np.unique(tenths):
+        inside = tenths == tenth
+        right = share("right", int((margins[inside] > 0).sum()), int(inside.sum()))
+        parts.append([float(stated[inside].mean()), *right.values(), int(inside.sum())])
+    surest = [int(i) for i in margins.argsort(kind="stable")[:MOST_WRONG] if margins[i] < 0]
+    wrong = [_as_text(rows[i], tokenizer) | {"margin": float(margins[i])} for i in surest]
+    found = {"margin": margins.tolist(), "reliability": parts, "wrong": wrong}
+    return {"held_out": "pairs"} | found
+
+
+def _as_text(row: EncodedPreference, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    prompt = row.chosen_input_ids[: row.prompt_length].tolist()
+    answers = [
+        ids[row.prompt_length :].tolist() for ids in (row.chosen_input_ids, row.rejected_input_ids)
+    ]
+    texts = response_texts([prompt, prompt], answers, tokenizer, skip_special_tokens=True)
+    shown = decoded(prompt, tokenizer, skip_special_tokens=True)
+    return {"prompt": shown, "chosen": texts[0], "rejected": texts[1]}
 
 
 def comparable_rows(

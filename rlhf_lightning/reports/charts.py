@@ -1,9 +1,10 @@
-"""Line charts as inline SVG: no script, no font, no network; colours come from the page's CSS."""
+"""Charts as inline SVG: no script, no font, no network; colours come from the page's CSS."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -46,7 +47,7 @@ class Figure:
         now: the last value, as text.
         code: the name of its metric.
         legends: of the lines, in the order of their colours.
-        usual: where a healthy run keeps it, as text.
+        note: what else is to know, such as where a healthy run keeps it.
     """
 
     title: str
@@ -54,7 +55,7 @@ class Figure:
     now: str = ""
     code: str = ""
     legends: Sequence[str] = ()
-    usual: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,54 @@ def line_chart(
     ticks = nice_ticks(low, high, 4)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     frame = _Frame(min(p[0] for p in finite), max(p[0] for p in finite), low, high)
-    parts = [_band(frame, band), _grid(frame, ticks, unit, whole=whole)]
+    parts = [_band(frame, band), _grid(frame, ticks, unit, over=None if whole else "")]
+    parts += [_curve(frame, one, index) for index, one in enumerate(series)]
     parts += [_reference(frame, reference) for reference in references]
-    for index, one in enumerate(series):
-        parts.append(_curve(frame, one, index))
     return svg(title, WIDTH, HEIGHT, "".join(parts))
+
+
+def histogram(
+    title: str, parts: Mapping[str, Sequence[float]], *, bins: int | None = None
+) -> Markup | str:
+    """Return an `<svg>` of how often values occur, the parts over each other in the same bins.
+
+    Args:
+        title: read out by screen readers.
+        parts: label -> finite values; without any the result is "".
+        bins: of shares, over 0 to 1; None for about 20 of a round width, with an edge at 0.
+    """
+    values = [value for part in parts.values() for value in part]
+    if not values:
+        return ""
+    # Whole numbers stand in the middle of their bins.
+    shift = 0.5 if bins is None and all(value == int(value) for value in values) else 0.0
+    step = 1 / bins if bins else _bin_width(values, least=2 * shift)
+    low, high = 0, bins or 1 + math.floor((max(values) + shift) / step + 1e-9)
+    if not bins:
+        low = math.floor((min(values) + shift) / step + 1e-9)
+    counted = [
+        Counter(min(math.floor((value + shift) / step + 1e-9), high - 1) for value in part)
+        for part in parts.values()
+    ]
+    most = max(count for counts in counted for count in counts.values())
+    ticks = [tick for tick in nice_ticks(0, most, 4) if tick == int(tick)]
+    frame = _Frame(low * step - shift, high * step - shift, 0, most * 1.04)
+    drawn = [_grid(frame, ticks, "", over="share" if bins else "")]
+    for index, counts in enumerate(counted):
+        tops = [(edge, counts[place]) for place in range(low, high) for edge in (place, place + 1)]
+        corners = " ".join(
+            f"{frame.x(edge * step - shift)},{frame.y(count)}"
+            for edge, count in [(low, 0), *tops, (high, 0)]
+        )
+        drawn.append(f'<polygon class="s{index % NUM_COLOURS}" points="{corners}"/>')
+    return svg(title, WIDTH, HEIGHT, "".join(drawn))
+
+
+def _bin_width(values: Sequence[float], *, least: float) -> float:
+    low, high = min(values), max(values)
+    spread = high - low or abs(low) * 0.1 or 1.0
+    ticks = nice_ticks(0, spread, 20)
+    return max(ticks[1] - ticks[0], least)
 
 
 def svg(title: str, width: int, height: int, body: str, *, wide: bool = False) -> Markup:
@@ -192,7 +236,8 @@ def _band(frame: _Frame, band: tuple[float, float] | None) -> str:
     )
 
 
-def _grid(frame: _Frame, ticks: Sequence[float], unit: str, *, whole: bool) -> str:
+def _grid(frame: _Frame, ticks: Sequence[float], unit: str, *, over: str | None) -> str:
+    """Return lines and labels; `over` is the unit of the horizontal axis, None where it counts."""
     parts = []
     for tick in ticks:
         y = frame.y(tick)
@@ -200,14 +245,14 @@ def _grid(frame: _Frame, ticks: Sequence[float], unit: str, *, whole: bool) -> s
         label = text(_tick_label(tick, ticks, unit))
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5}">{label}</text>')
     x_ticks = nice_ticks(frame.first, frame.last, 4)
-    if whole:
+    if over is None:
         x_ticks = [t for t in x_ticks if t == int(t)] or [frame.first]
     for tick in x_ticks:
         x = frame.x(tick)
         anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"
         parts.append(
             f'<text class="tick" style="text-anchor:{anchor}" x="{x}" y="{HEIGHT - 7}">'
-            f"{number_of(tick) if whole else _tick_label(tick, x_ticks, '')}</text>"
+            f"{number_of(tick) if over is None else _tick_label(tick, x_ticks, over)}</text>"
         )
     return "".join(parts)
 

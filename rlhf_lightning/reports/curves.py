@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rlhf_lightning.reports.charts import Figure, Reference, Series, line_chart
-from rlhf_lightning.reports.html import render
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import (
     QUANTITIES,
@@ -33,10 +32,10 @@ FIRST = (
     "rollout/eos_fraction",
     "rollout/distinct_2",
     "sft/loss",
-    "reward/loss",
     "reward/accuracy",
-    "dpo/loss",
+    "reward/loss",
     "dpo/accuracy",
+    "dpo/loss",
     "dpo/chosen_reward",
     "dpo/rejected_reward",
     "dpo/margin",
@@ -69,8 +68,8 @@ _REFERENCES = {
 _ELSEWHERE = ("time/", "throughput/")
 
 
-def curves_section(rows: Rows) -> str:
-    """Return the section with a small chart a metric, "" if nothing was recorded."""
+def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
+    """Return a small chart a metric: those that one looks at first, and the others."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != ITERATION))
     inside = {held for name, held in _TOGETHER.items() if name in names and held in names}
     inside |= {n for name in names for n, _ in _REFERENCES.get(name, ())}
@@ -82,10 +81,7 @@ def curves_section(rows: Rows) -> str:
     if not first:
         first, rest = rest, []
     figures, more = ([f for n in part if (f := _figure(n, rows, names))] for part in (first, rest))
-    if not figures:
-        return ""
-    iterations = int(rows[-1][ITERATION])
-    return render("curves.html", first=figures, rest=more, iterations=iterations)
+    return figures, more
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -117,7 +113,7 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
         now=show(name, finite[-1]) if finite else "",
         code="" if together else name,
         legends=list(lines) if together else (),
-        usual=" to ".join(map(_trim, usual)),
+        note=f"usual {' to '.join(map(_trim, usual))}" if usual else "",
     )
 
 

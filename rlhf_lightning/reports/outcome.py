@@ -148,15 +148,12 @@ def overoptimization_section(rows: Rows, metrics: Metrics) -> str:
     return render("overoptimization.html", figure=figure, gold="gold reward, held-out" in labels)
 
 
-def best_of_section(metrics: Metrics) -> str:
-    """Return a table and curves of best-of-n over the root of its KL; "" where none was measured.
+def best_of_figures(metrics: Metrics) -> list[Figure]:
+    """Return the curves of best-of-n over the root of its KL, from `best_of/<n>/<name>`.
 
-    Reads `best_of/<n>/<name>`; the root of the KL is the axis of `overoptimization_section`, so
-    that the two can be held against each other.
+    The axis is that of `overoptimization_section`, so that the two can be compared.
     """
     counts = best_of_counts(metrics)
-    if not counts:
-        return ""
 
     def curve(name: str) -> list[Point]:
         points = (
@@ -164,12 +161,7 @@ def best_of_section(metrics: Metrics) -> str:
         )
         return [(_root(kl), value) for kl, value in points if kl is not None and value is not None]
 
-    columns = {
-        name: label
-        for name, label in _BEST_OF_COLUMNS.items()
-        if f"best_of/{counts[0]}/{name}" in metrics
-    }
-    charts = [
+    return [
         Figure(
             f"{capitalized(label)} over √KL",
             line_chart(
@@ -179,9 +171,21 @@ def best_of_section(metrics: Metrics) -> str:
                 whole=False,
             ),
         )
-        for name, label in columns.items()
-        if name in _BEST_OF_CURVES
+        for name, label in _BEST_OF_COLUMNS.items()
+        if name in _BEST_OF_CURVES and curve(name)
     ]
+
+
+def best_of_section(metrics: Metrics, charts: Sequence[Figure]) -> str:
+    """Return the charts of best-of-n and a table; "" where none was measured."""
+    counts = best_of_counts(metrics)
+    if not counts:
+        return ""
+    columns = {
+        name: label
+        for name, label in _BEST_OF_COLUMNS.items()
+        if f"best_of/{counts[0]}/{name}" in metrics
+    }
     rows = {n: [_with_bounds(metrics, f"best_of/{n}/{name}") for name in columns] for n in counts}
     return render("best_of.html", columns=columns.values(), rows=rows, charts=charts)
 

@@ -6,12 +6,15 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from markupsafe import Markup
 
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.reports.curves import curves_section
+from rlhf_lightning.evaluation.root_cause import find_blame
+from rlhf_lightning.reports.chain import chain_section
+from rlhf_lightning.reports.distributions import pairs_section
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.outcome import (
     best_of_section,
@@ -19,6 +22,7 @@ from rlhf_lightning.reports.outcome import (
     overoptimization_section,
     rounds_section,
 )
+from rlhf_lightning.reports.pictures import Pictures, pictures
 from rlhf_lightning.reports.samples import samples_section
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import read_changes
@@ -30,9 +34,9 @@ from rlhf_lightning.runs.doctor_log import (
     read_events,
 )
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import number, quantity
+from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
-from rlhf_lightning.runs.verdict import STAGES, verdict
+from rlhf_lightning.runs.verdict import STAGES, next_step, verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
 _GATE = {
@@ -79,41 +83,87 @@ def render_report(folder: RunFolder) -> str:
             "e.g. outputs/ppo/<date>_<time>"
         )
     metrics = {} if summary is None else summary.metrics
+    lines = read_samples(folder.distributions)
+    shown = pictures(rows, metrics, lines)
+    if summary is None and shown.headline:  # which has no number to stand beside
+        shown.curves.insert(0, shown.headline)
+    chain = chain_section(folder, summary)
+    own: tuple[str, ...]
+    # The page of a pipeline's last stage has the figures that the pipeline takes from it.
+    own = (chain, rounds_section(metrics))
+    if not chain:
+        own = (
+            render("gates.html", gates=_gates(summary)),
+            doctor_section(read_events(folder.doctor)),
+            render("figures.html", shown=shown),
+            pairs_section(lines),
+            render("curves.html", shown=shown, rows=rows),
+            overoptimization_section(rows, metrics),
+            best_of_section(metrics, shown.best_of),
+            domains_section(metrics),
+            samples_section(read_samples(folder.samples)),
+        )
     sections = (
-        _verdict(summary, folder),
+        _verdict(summary, folder, shown, stages=bool(chain)),
         _trained(summary),
-        rounds_section(metrics),
-        doctor_section(read_events(folder.doctor)),
-        curves_section(rows),
-        overoptimization_section(rows, metrics),
-        best_of_section(metrics),
-        domains_section(metrics),
-        samples_section(read_samples(folder.samples)),
+        *own,
         _times(rows, {} if summary is None else summary.seconds),
         _settings(summary, folder),
     )
     stage = "" if summary is None else STAGES.get(summary.stage, summary.stage)
-    # Not the whole path: a report is sent around, and the path names people and machines.
-    place = "/".join(folder.path.resolve().parts[-3:])
     body = Markup().join(sections)
     title = f"{stage} {folder.name}".strip()
-    return str(render("page.html", title=title, body=body, footer=f"rlhf_lightning · {place}"))
+    footer = f"rlhf_lightning · {_place(folder.path)}"
+    return str(render("page.html", title=title, body=body, footer=footer))
 
 
-def _verdict(summary: Summary | None, folder: RunFolder) -> Markup:
+def _verdict(
+    summary: Summary | None, folder: RunFolder, shown: Pictures, *, stages: bool
+) -> Markup:
+    """Return the top of the page; with `stages` below it, these name the gates that failed."""
     if summary is None:
         return Markup("<header><h1>{}</h1></header>").format(folder.name)
+    short = replace(summary, gates=(), cause=None) if stages else summary
     return render(
         "verdict.html",
         summary=summary,
-        result=verdict(summary),
+        result=verdict(short),
         stage=STAGES.get(summary.stage, summary.stage),
         name=folder.name,
         tone=_STATUS_TONE[summary.status],
         failed=sum(not gate.passed for gate in summary.gates),
         passed=sum(gate.word == "passed" for gate in summary.gates),
-        gates=[(*_GATE[gate.word], gate.name, [_reason(gate)]) for gate in summary.gates],
+        picture=shown.headline,
+        next=summary.cause if stages and summary.cause else _next(summary, folder),
     )
+
+
+def _next(summary: Summary, folder: RunFolder) -> str:
+    """Return what to do next; "" of a run that goes on, whose verdict says it."""
+    if summary.status == "running":
+        return ""
+    if summary.status != "completed":
+        if not folder.last_checkpoint.exists():
+            return "It left no checkpoint: mend the cause and run it again."
+        by_command = folder.config.is_file()
+        way = "the same command with resume=auto" if by_command else 'fit(..., ckpt_path="last")'
+        return f"Mend the cause; {way} goes on from the last checkpoint."
+    own = {summary.stage: summary.metrics}
+    blame = find_blame(summary.stage, summary.gates, own, policy_stage=summary.stage)
+    if blame is not None:
+        return f"{blame.why}. Try: {blame.attempt}."
+    made = folder.export if folder.export.is_dir() else folder.path
+    return next_step(summary.stage, verdict(summary).number_tone, _place(made))
+
+
+def _place(path: Path) -> str:
+    """Return the end of a path: a report is sent around, and the rest names people and machines."""
+    return "/".join(path.resolve().parts[-3:])
+
+
+def _gates(summary: Summary | None) -> list[tuple[str, str, str, list[str]]]:
+    gates = () if summary is None else summary.gates
+    return [(*_GATE[gate.word], gate.name, [_reason(gate)]) for gate in gates]
 
 
 def _trained(summary: Summary | None) -> Markup:
@@ -182,6 +232,7 @@ def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) ->
             if name.startswith("time/") and math.isfinite(value):
                 times[quantity(name).label] += value
     times |= {label: seconds[key] for key, label in _PHASES.items() if key in seconds}
+    times |= {key: value for key, value in seconds.items() if "/" in key}  # stages of a pipeline
     known = sum(times.values())
     if known <= 0:
         return ""
@@ -194,7 +245,11 @@ def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) ->
     if rest > _LEAST_SHARE * whole:
         label = "reading data, checkpoints, logs" if "fit" in seconds else "everything else"
         parts.append(("rest", label, rest))
-    return render("times.html", whole=whole, parts=parts)
+    told = [
+        (css, label, value / whole, f"{duration(value)} · {percent(value / whole)}")
+        for css, label, value in parts
+    ]
+    return render("times.html", whole=whole, parts=told)
 
 
 def _settings(summary: Summary | None, folder: RunFolder) -> str:

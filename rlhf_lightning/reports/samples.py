@@ -65,12 +65,13 @@ def samples_section(samples: Sequence[dict[str, Any]]) -> str:
         return ""
     last = max(s["iteration"] for s in compared or samples)
     latest = [s for s in compared or samples if s["iteration"] == last]
-    cards, css = [_card(s) for s in latest[:_MAX_PAIRS]], ""
+    sides = ("before", "after") if last else ("baseline", "policy")  # of an evaluation
+    cards, css = [_card(s, sides=sides) for s in latest[:_MAX_PAIRS]], ""
     scored = sorted((s for s in latest if _is_number(s.get("score"))), key=lambda s: -s["score"])
     if compared:
         lead = (
-            "The same held-out prompts, answered before and after the training, not selected. "
-            "Words that went are red, words that came are green, where the two are comparable."
+            "The same held-out prompts, answered by both, not selected. Words that went are red, "
+            "words that came are green, where the two are comparable."
         )
     elif len(scored) < 2:
         lead = f"From iteration {last}."
@@ -83,13 +84,15 @@ def samples_section(samples: Sequence[dict[str, Any]]) -> str:
     return render("samples.html", lead=lead, cards=cards, css=css)
 
 
-def _card(sample: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+def _card(
+    sample: Mapping[str, Any], place: str = "", sides: tuple[str, str] = ("", "")
+) -> dict[str, Any]:
     now = text(sample.get("response", ""))
     answers: list[tuple[str, ...]] = []
     if sample.get("baseline_response") is not None:
         was, now = marked(str(sample["baseline_response"]), str(sample.get("response", "")))
-        answers = [("before", figures(sample, "baseline_"), was)]
-    answers.append(("after" if answers else "", figures(sample, ""), now, "now"))
+        answers = [(sides[0], figures(sample, "baseline_"), was)]
+    answers.append((sides[1] if answers else "", figures(sample, ""), now, "now"))
     return {
         "prompt": sample.get("prompt", ""),
         "tag": " · ".join(filter(None, (place, str(sample.get("domain") or "")))),

@@ -51,6 +51,8 @@ class RunFolder:
     metrics = _Below("metrics.csv")
     #: `samples.jsonl`: prompts and responses.
     samples = _Below("samples.jsonl")
+    #: `distributions.jsonl`: the values behind the means, a rollout or an evaluation a line.
+    distributions = _Below("distributions.jsonl")
     #: `doctor.jsonl`: alerts and interventions, an event a line.
     doctor = _Below("doctor.jsonl")
     #: `checkpoints/`: for resume; `last.ckpt` and, with something monitored, `best.ckpt`.

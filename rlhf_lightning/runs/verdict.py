@@ -209,18 +209,18 @@ def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
 
 
 # Whose win rate is the headline, the one that counts most first.
-_JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "score"}
+JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "score"}
 
 
 def _first_judge(metrics: Metrics) -> str:
     """Return the judge that counts most of those with a win rate, "" where none has one."""
-    return next((by for by in _JUDGES if _get(metrics, f"val/{by}_win_rate") is not None), "")
+    return next((by for by in JUDGES if _get(metrics, f"val/{by}_win_rate") is not None), "")
 
 
 def _win_rate(metrics: Metrics, judge: str, rival: str, name: str, facts: list[Fact]) -> Verdict:
     """Return the verdict by a judge that training did not see."""
     better, worse = (
-        f"{capitalized(name)} answers {word} than {rival}, by {_JUDGES[judge]}."
+        f"{capitalized(name)} answers {word} than {rival}, by {JUDGES[judge]}."
         for word in ("better", "worse")
     )
     undecided = (
@@ -260,6 +260,40 @@ STAGES = {
     "evaluate": "Evaluation",
     "pipeline": "Pipeline",
 }
+
+
+_NEXT = {
+    "base": "rlhf-train +experiment=sft artifacts.base={} fine-tunes it on demonstrations.",
+    "sft": "rlhf-train +experiment=reward artifacts.sft={0} trains a reward model from it, "
+    "+experiment=dpo artifacts.sft={0} a policy on pairs.",
+    "reward": "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it.",
+    "evaluate": "Read the samples. People judge with human=export, a language model with judge=.",
+    "pipeline": "Read the samples on the page of the last stage. rounds=2 labels its responses and "
+    "trains again.",
+    "collect": "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs.",
+}
+_COMPARE = (
+    "Read the samples. rlhf-evaluate policy={} baseline=FOLDER compares it on more prompts; with "
+    "judge= a language model judges, with human=export people do."
+)
+
+
+def next_step(stage: str, tone: Tone, made: str) -> str:
+    """Return what to do next after a run that completed and failed no gate.
+
+    Args:
+        stage: of the run.
+        tone: of its figure.
+        made: the folder of what it made.
+    """
+    if tone == "bad":
+        return (
+            "Do not build on it: read the samples and the doctor's findings, change one setting "
+            "and run it again."
+        )
+    step = _NEXT.get(stage, _COMPARE).format(made)
+    undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
+    return undecided + step
 
 
 def verdict(summary: Summary) -> Verdict:
@@ -332,7 +366,7 @@ def _evaluate(metrics: Metrics) -> Verdict:
     headline = _first_judge(metrics) if result.caption == plain.caption else ""
     others = [
         fact
-        for judge, label in (*_JUDGES.items(), ("gold_reference", "gold, against references"))
+        for judge, label in (*JUDGES.items(), ("gold_reference", "gold, against references"))
         if judge != headline
         for fact in _win_rate_fact(metrics, judge, label)
     ]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import Logger
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, RolloutBatch
-from rlhf_lightning.callbacks.samples import SampleLog, describe_rollout
+from rlhf_lightning.callbacks.samples import SampleLog, describe_rollout, rollout_values
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics, read_samples
 from tests.builders.models import tiny_tokenizer
 from tests.builders.runs import killed
@@ -83,9 +85,23 @@ def test_samples_are_written_at_the_first_last_and_every_nth_iteration_and_cut_o
     folder = tmp_path / "killed"
     with pytest.raises(KilledError):
         run(folder, num_iterations=7, die_at=("train", 4), callbacks=callbacks(folder))
-    SamplesAppender(folder / "samples.jsonl").append(5, [{"response": "of the dead run"}])
+    for name in ("samples.jsonl", "distributions.jsonl"):
+        SamplesAppender(folder / name).append(5, [{"response": "of the dead run"}])
     run(folder, num_iterations=7, resume=True, callbacks=callbacks(folder))
-    assert (folder / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    for name in ("samples.jsonl", "distributions.jsonl"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_all_rows_of_a_rollout_have_score_and_length_and_those_of_a_prompt_are_counted(tmp_path):
+    rollout = make_rollout()
+    values = rollout_values(rollout)
+    assert values["score"] == rollout.scores.tolist()
+    assert values["length"] == rollout.response_mask.sum(1).tolist()
+    assert "groups" not in values  # a prompt has one response
+    scored, groups = torch.tensor([True, False]), torch.tensor([7, 7])
+    values = rollout_values(replace(rollout, group_ids=groups, scored=scored))
+    assert values["groups"] == [2]
+    assert [math.isnan(score) for score in values["score"]] == [False, True]
 
 
 def test_a_step_without_a_rollout_writes_no_samples(tmp_path):

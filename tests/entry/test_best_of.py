@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, read_samples
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import verdict
 from tests.builders.command_lines import LENGTH_REWARD, settings_of
@@ -77,6 +77,12 @@ def test_the_verdict_is_on_the_best_of_the_most_and_the_report_has_the_curve(
     page = measured.report.read_text()
     assert "<h2>Best of n</h2>" in page
     assert "Learnt score over √KL" in page
+    assert "Share solved of each prompt" in page
+    (line,) = read_samples(measured.distributions)
+    assert {len(group) for group in line["pool"]} == {4}
+    best = [max(group) for group in line["pool"]]
+    score = read_summary(measured).metrics["best_of/4/score"]
+    assert sum(best) / len(best) == pytest.approx(score)
     rate = json.loads(measured.summary.read_text())["metrics"]["best_of/4/gold_win_rate"]
     assert f"{100 * rate:.1f} %" in page
 

@@ -99,6 +99,11 @@ def test_an_evaluation_leaves_a_run_folder_with_every_measure(evaluated: RunFold
     samples = read_samples(evaluated.samples)
     assert len(samples) == 24
     assert {"prompt", "response", "baseline_response", "score", "domain"} <= set(samples[0])
+    (line,) = read_samples(evaluated.distributions)
+    # Two responses a prompt, of which samples.jsonl has the first.
+    assert line["score"][::2] == [sample["score"] for sample in samples]
+    assert line["baseline_length"][::2] == [sample["baseline_length"] for sample in samples]
+    assert sum(line["score"]) / 48 == pytest.approx(found["val/score"])
 
 
 def test_the_prompts_are_those_that_a_stage_asks_at_its_end(

@@ -30,11 +30,14 @@ def test_models_are_measured_on_the_device_they_were_trained_on():
 def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(tmp_path):
     folder = RunFolder(tmp_path)
     SamplesAppender(folder.samples).append(3, [{"prompt": "a", "response": "b"}])
-    findings = Findings({}, [{"prompt": "a", "response": "b", "baseline_response": "c"}])
+    SamplesAppender(folder.distributions).append(3, [{"score": [1.0]}])
+    values = {"held_out": "answers", "score": [2.0]}
+    findings = Findings({}, [{"prompt": "a", "response": "b", "baseline_response": "c"}], values)
     finish._write_samples(folder, 3, findings)
-    once = folder.samples.read_text()
+    once = folder.samples.read_text(), folder.distributions.read_text()
     finish._write_samples(folder, 3, findings)
-    assert folder.samples.read_text() == once
+    assert (folder.samples.read_text(), folder.distributions.read_text()) == once
+    assert [line["score"] for line in read_samples(folder.distributions)] == [[1.0], [2.0]]
     assert ["baseline_response" in sample for sample in read_samples(folder.samples)] == [
         False,
         True,

@@ -207,7 +207,8 @@ def test_a_failed_gate_stops_it_again_and_again_until_it_is_accepted(
         assert found.status == "stopped"
         assert "To blame: base. val/loss is 4.000" in found.cause
         assert found.gates[0].name == "round_1/base loss"
-        assert folder.report.is_file()
+        assert "accept=[base]" in folder.report.read_text()
+        assert found.about["stages"] == "round_1/base"
     later = RunFolder(working_folder / "outputs/pipeline/2026-11-03_09-30-00")
     found = run(composed(*ALONE, "accept=[base]"), later)
     assert found.status == "completed"
@@ -253,6 +254,19 @@ def test_a_pipeline_does_not_say_that_gates_passed_which_were_not_measured(
     folder = ended_base(cfg, working_folder, status, *gates)
     assert run(cfg, folder).status == "completed"
     assert f"\n{outcome} (" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_stage_that_fails_leaves_a_page_that_names_it_and_those_that_wait(tmp_path: Path) -> None:
+    alone = ["experiments.reward=null", "experiments.ppo=null", "evaluate=false", *TINY]
+    told = pipeline(tmp_path, *alone, "sft:data.max_length=2", code=1)
+    assert "round_1/sft ended with status 1" in told
+    made = only(tmp_path)
+    page = (made / "report.html").read_text()
+    assert 'href="round_1/base/report.html"' in page
+    assert summary(made)["metrics"]["round_1/base/loss"] is not None  # what was known is kept
+    assert summary(made)["status"] == "failed"
+    assert "calling the pipeline again goes on from there" in page
 
 
 @pytest.mark.slow

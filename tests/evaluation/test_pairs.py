@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from rlhf_lightning.data.collate import PreferenceCollator
 from rlhf_lightning.data.encode import EncodedPreference
-from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, pair_measures, score_pairs
+from rlhf_lightning.evaluation.reward_accuracy import (
+    ScoredPair,
+    pair_measures,
+    pair_values,
+    score_pairs,
+)
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
-from tests.builders.models import EOS, PAD, VOCABULARY, tiny_scalar_model
+from tests.builders.models import EOS, PAD, VOCABULARY, tiny_scalar_model, tiny_tokenizer
 
 
 def encoded_pairs(count=12, prompt_length=3):
@@ -52,6 +59,30 @@ def test_scores_are_those_of_each_pair_alone_in_the_order_of_the_rows(batch_size
         assert pair.chosen_length == int(batch.chosen_length)
         assert pair.rejected_length == int(batch.rejected_length)
         assert (pair.subsets, pair.domain) == (row.subsets, row.domain)
+
+
+def test_the_surest_mistakes_come_first_with_their_texts_and_what_is_stated_adds_up():
+    tokenizer, rows = tiny_tokenizer(), encoded_pairs(4)
+    gaps = (0.1, -3.0, 2.5, -0.2)
+    values = pair_values([ScoredPair(gap, 0.0, 1, 1) for gap in gaps], rows, tokenizer)
+    assert values["margin"] == list(gaps)
+    assert [wrong["margin"] for wrong in values["wrong"]] == [-3.0, -0.2]
+    text = tokenizer.decode(rows[1].rejected_input_ids[3:-1].tolist())
+    assert values["wrong"][0]["rejected"].strip() == text.strip()
+    assert tokenizer.decode(rows[1].chosen_input_ids[:3].tolist()) == values["wrong"][0]["prompt"]
+    # Two pairs are stated below 60 %, of which one is right; two above 90 %, likewise.
+    for (stated, right, low, high, count), odds in zip(
+        values["reliability"], ((0.1, 0.2), (2.5, 3.0)), strict=True
+    ):
+        assert stated == pytest.approx(sum(1 / (1 + math.exp(-gap)) for gap in odds) / 2)
+        assert (right, count) == (0.5, 2)
+        assert (low, high) == pytest.approx(wilson_interval(1, 2, confidence=0.95))
+
+
+def test_equal_scores_are_no_sure_mistake():
+    values = pair_values([ScoredPair(1.0, 1.0, 1, 1)] * 3, encoded_pairs(3), tiny_tokenizer())
+    assert values["wrong"] == []
+    assert values["reliability"][0][1] == 0  # and not right either
 
 
 def test_an_answer_of_many_pairs_goes_through_the_model_once():

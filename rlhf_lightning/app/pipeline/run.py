@@ -100,7 +100,8 @@ def run(settings: PipelineSettings, folder: RunFolder) -> Summary:
             cause = str(error) or "it was interrupted"
             waits = isinstance(error, KeyboardInterrupt) or error.code in PASSED_ON
             status: Status = "stopped" if waits else "failed"
-            write_summary(folder, replace(summary, status=status, cause=cause))
+            known = read_summary(folder)  # with what the stages before have come to
+            _write_page(folder, replace(known, status=status, cause=cause))
             raise
     _tell(folder, summary)
     return summary
@@ -122,6 +123,8 @@ def _where(settings: PipelineSettings, folder: RunFolder) -> Path:
 def _run_steps(settings: PipelineSettings, folder: RunFolder, summary: Summary) -> Summary:
     done = read_state(folder.path)
     steps = plan(settings, folder.path)
+    summary = replace(summary, about={"stages": ", ".join(step.name for step in steps)})
+    write_summary(folder, summary)
     judged: dict[str, Summary] = {}
     for number, step in enumerate(steps, start=1):
         before = done.get(step.name)
@@ -145,7 +148,7 @@ def _run_steps(settings: PipelineSettings, folder: RunFolder, summary: Summary) 
         summary = _joined(summary, judged)
         if status == FAILED_GATE and not accepted(settings, step):
             return replace(summary, status="stopped", cause=_cause(step, judged))
-        write_summary(folder, summary)
+        _write_page(folder, summary)
     return replace(summary, status="completed", cause=None)
 
 
@@ -190,6 +193,7 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
     )
     return replace(
         summary,
+        about={**last.about, "stages": summary.about["stages"]},
         metrics=dict(last.metrics) | dict(sorted(metrics.items())),
         gates=gates,
         seconds=seconds | {"total": sum(seconds.values())},
@@ -234,12 +238,20 @@ def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
     )
 
 
-def _tell(folder: RunFolder, summary: Summary) -> None:
-    from rlhf_lightning.callbacks.console import print_verdict
+def _write_page(folder: RunFolder, summary: Summary) -> None:
     from rlhf_lightning.reports.page import write_report
 
     write_summary(folder, summary)
-    write_report(folder)
+    try:
+        write_report(folder)
+    except (OSError, ValueError) as error:
+        say(f"the page of the pipeline was not written: {error}")
+
+
+def _tell(folder: RunFolder, summary: Summary) -> None:
+    from rlhf_lightning.callbacks.console import print_verdict
+
+    _write_page(folder, summary)
     print_verdict(summary, folder)
     total = duration(summary.seconds.get("total", 0.0))
     say(f"{summary.cause or _gates_in_words(summary.gates)} ({total} in the stages)")

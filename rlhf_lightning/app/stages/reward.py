@@ -23,15 +23,17 @@ def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     """Validate, add what the data knows of its own noise, and normalize."""
     from rlhf_lightning.app.evaluation import placed, prompt_data, start_policy, validate
     from rlhf_lightning.evaluation.final_metrics import Findings, normalize_reward_model
-    from rlhf_lightning.evaluation.reward_accuracy import pair_measures
+    from rlhf_lightning.evaluation.reward_accuracy import pair_measures, pair_values
 
     del folder
-    metrics = validate(parts)
+    metrics, values = validate(parts), {}
     ceiling = getattr(parts.data.source, "label_ceiling", None)
     if ceiling is not None:
         metrics["val/label_ceiling"] = float(ceiling())
     if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
-        metrics |= pair_measures(_scored(settings, parts, parts.module.model, rows))
+        pairs = _scored(settings, parts, parts.module.model, rows)
+        metrics |= pair_measures(pairs)
+        values = pair_values(pairs, rows, parts.tokenizer)
         metrics |= _evidence(settings, parts, rows)
     count = num_answered(settings)
     if count:
@@ -44,7 +46,7 @@ def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
             parts.sampling,
             seed=settings.seed,
         )
-    return Findings(metrics)
+    return Findings(metrics, values=values)
 
 
 def _evidence(

@@ -1,0 +1,162 @@
+"""Wins, histograms before and after, the share solved, and the pairs of a reward model."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_lightning.reports.charts import histogram
+from rlhf_lightning.reports.distributions import answers_figures, pairs_section, wins_figures
+from rlhf_lightning.reports.page import render_report
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
+from tests.builders.run_folders import fake_ppo_run, fake_reward_run
+from tests.reports.test_page import HOSTILE, Outline
+
+
+def counted(svg: str) -> list[list[float]]:
+    """Return the heights of the bins of each part, as shares of the largest."""
+    found = []
+    for shape in ET.fromstring(svg).iter("polygon"):
+        points = [tuple(map(float, p.split(","))) for p in str(shape.get("points")).split()]
+        floor = points[0][1]
+        found.append([floor - y for _, y in points[1:-1:2]])
+    most = max(map(max, found))
+    return [[round(height / most, 2) for height in part] for part in found]
+
+
+def test_a_histogram_counts_both_parts_in_the_same_bins() -> None:
+    drawn = histogram("score", {"before": [0, 0, 1], "after": [1, 1, 1, 3]})
+    assert counted(drawn) == [[0.67, 0.33, 0, 0], [0, 1, 0, 0.33]]
+
+
+def test_a_margin_of_0_is_an_edge_so_that_wrong_and_right_share_no_bin() -> None:
+    right, wrong = counted(histogram("margin", {"right": [0.01, 0.9], "wrong": [-0.01, -0.7]}))
+    assert not any(a and b for a, b in zip(right, wrong, strict=True))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [2.5],
+        [0.0117] * 9,
+        [1e9, 1e9 + 1e-6],
+        [-3, 900],
+        [1e-12, 2e-12],
+        [0.1 + 0.2, 0.3],
+        [-1e14, 1e14],
+    ],
+)
+def test_any_values_have_a_histogram_of_at_most_fifty_bins_that_holds_all(values) -> None:
+    (heights,) = counted(histogram("x", {"": values}))
+    assert 1 <= len(heights) <= 50
+    assert max(heights) == 1
+
+
+def test_shares_stand_in_one_bin_each_and_the_whole_is_in_the_last() -> None:
+    assert counted(histogram("x", {"": [0, 0.5, 1, 1]}, bins=3)) == [[0.5, 0.5, 1]]
+
+
+def test_without_values_there_is_no_histogram() -> None:
+    assert histogram("x", {"before": []}) == ""
+
+
+def test_wins_ties_and_losses_are_one_bar_that_adds_up_for_each_judge() -> None:
+    metrics = {"val/judge_win_rate": 0.6, "val/judge_tie_rate": 0.3, "val/human_win_rate": 0.5}
+    metrics |= {"val/judge_win_rate_low": 0.5, "val/judge_win_rate_high": 0.7}
+    (figure,) = wins_figures(metrics)  # nobody knows how many ties people saw
+    assert re.findall(r'class="(\w+)" style="width:([\d.]+)%', figure.chart) == [
+        ("won", "45.00"),
+        ("tied", "30.00"),
+        ("lost", "25.00"),
+    ]
+    assert "50.0 to 70.0 %" in figure.chart
+    assert "judge" in figure.title
+
+
+ROLLOUTS: list[dict[str, Any]] = [
+    {"iteration": 1, "score": [0, 0, 1, 0], "length": [5, 5, 5, 9], "groups": [2, 2]},
+    {"iteration": 5, "score": [1, 1, 1, 1], "length": [5, 5, 5, 9], "groups": [2, 2]},
+    {"iteration": 9, "score": [1, 1, 1, 0], "length": [5, 5, 5, 1], "groups": [2, 2]},
+]
+HELD_OUT: dict[str, Any] = {
+    "iteration": 9, "held_out": "answers", "score": [1.5, 2.5], "length": [4, 6],
+    "baseline_score": [0.5, None], "baseline_length": [2, 2],
+}  # fmt: skip
+
+
+def test_the_first_and_the_last_rollout_are_before_and_after_where_nothing_was_held_out() -> None:
+    (score, length, solved), of = answers_figures(ROLLOUTS)
+    assert list(score.legends) == ["iteration 1, mean 0.25", "iteration 9, mean 0.75"]
+    assert list(length.legends) == ["iteration 1, mean 6.00", "iteration 9, mean 4.00"]
+    assert list(solved.legends) == ["iteration 1, mean 25.0 %", "iteration 9, mean 75.0 %"]
+    assert counted(solved.chart) == [[1, 1, 0], [0, 1, 1]]
+    assert of.startswith("4 responses")
+
+
+def test_held_out_responses_go_first_and_a_score_that_is_missing_is_no_score() -> None:
+    (score, length, _), of = answers_figures([*ROLLOUTS, HELD_OUT])
+    assert list(score.legends) == ["before, mean 0.50", "after, mean 2.00"]
+    assert list(length.legends) == ["before, mean 2.00", "after, mean 5.00"]
+    assert of.startswith("2 held-out responses")
+
+
+def test_an_evaluation_has_a_baseline_and_a_policy_and_its_pool_is_compared_with_the_baseline() -> (
+    None
+):
+    line = HELD_OUT | {"iteration": 0, "pool": [[0.1, 0.2, 3], [4, 5, 6]]}
+    (score, _, solved), _ = answers_figures([line])
+    assert [legend.partition(",")[0] for legend in score.legends] == ["baseline", "policy"]
+    assert list(solved.legends) == ["policy, mean 66.7 %"]
+    assert "above 0.5" in solved.note
+
+
+def test_one_rollout_is_drawn_once_and_equal_scores_solve_nothing() -> None:
+    line = {"iteration": 1, "score": [1, 1], "length": [3, 4], "groups": [2]}
+    (score, _), _ = answers_figures([line])
+    assert list(score.legends) == ["iteration 1, mean 1.00"]
+
+
+PAIRS: dict[str, Any] = {
+    "iteration": 3, "held_out": "pairs", "margin": [1.0, 0.5, -0.25, 0.0],
+    "reliability": [[0.55, 0.4, 0.1, 0.5, 3], [0.73, 1.0, 0.2, 1.0, 1]],
+    "wrong": [{"margin": -0.25, "prompt": "p?", "chosen": "good", "rejected": "bad"}],
+}  # fmt: skip
+
+
+def test_a_reward_model_shows_its_margins_its_reliability_and_its_surest_mistakes() -> None:
+    section = pairs_section([PAIRS])
+    outline = Outline(section)
+    assert "Margins of 4 pairs" in outline.text
+    assert "margin -0.25" in outline.text
+    assert outline.text.index("p?") < outline.text.index("good") < outline.text.index("bad")
+    # Red where the interval leaves out what the model states, which the mark shows.
+    bars = re.findall(
+        r"states (\d+) %, (\d+) pairs?</dt>.*?<i( class='\w+')?.*?<b style=\"left:([\d.]+)",
+        section,
+        re.S,
+    )
+    assert bars == [("55", "3", " class='bad'", "55.0"), ("73", "1", " class='undecided'", "73.0")]
+
+
+@pytest.mark.parametrize("value", [None, 7, "x", {}, [None], [[1]], [True, "x"], [1e400, -1e300]])
+def test_a_damaged_file_of_distributions_leaves_a_part_out_and_stops_no_page(
+    tmp_path: Path, value: object
+) -> None:
+    folder = fake_ppo_run(tmp_path, 3)
+    for whole in (*ROLLOUTS, HELD_OUT | {"pool": [[1, 2]]}, PAIRS):
+        for key in whole.keys() - {"iteration"}:
+            SamplesAppender(folder.distributions).append(1, [whole | {key: value}])
+            Outline(render_report(folder))
+
+
+def test_texts_of_pairs_are_escaped(tmp_path: Path) -> None:
+    folder = RunFolder(fake_reward_run(tmp_path, 20).path)
+    wrong = {"margin": -1, "prompt": HOSTILE, "chosen": HOSTILE, "rejected": HOSTILE}
+    SamplesAppender(folder.distributions).append(20, [PAIRS | {"wrong": [wrong]}])
+    outline = Outline(render_report(folder))
+    assert outline.text.count("<script>alert('x')</script>") == 3
+    assert not outline.tags & {"script", "img"}
