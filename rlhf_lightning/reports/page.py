@@ -12,10 +12,10 @@ from pathlib import Path
 from markupsafe import Markup
 
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.evaluation.root_cause import find_blame
 from rlhf_lightning.reports.chain import chain_section
 from rlhf_lightning.reports.distributions import pairs_section
 from rlhf_lightning.reports.html import render
+from rlhf_lightning.reports.next_step import next_step, place_of
 from rlhf_lightning.reports.outcome import (
     best_of_section,
     domains_section,
@@ -36,7 +36,7 @@ from rlhf_lightning.runs.doctor_log import (
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
-from rlhf_lightning.runs.verdict import STAGES, next_step, verdict
+from rlhf_lightning.runs.verdict import STAGES, verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
 _GATE = {
@@ -113,7 +113,7 @@ def render_report(folder: RunFolder) -> str:
     stage = "" if summary is None else STAGES.get(summary.stage, summary.stage)
     body = Markup().join(sections)
     title = f"{stage} {folder.name}".strip()
-    footer = f"rlhf_lightning · {_place(folder.path)}"
+    footer = f"rlhf_lightning · {place_of(folder.path)}"
     return str(render("page.html", title=title, body=body, footer=footer))
 
 
@@ -134,31 +134,8 @@ def _verdict(
         failed=sum(not gate.passed for gate in summary.gates),
         passed=sum(gate.word == "passed" for gate in summary.gates),
         picture=shown.headline,
-        next=summary.cause if stages and summary.cause else _next(summary, folder),
+        next=summary.cause if stages and summary.cause else next_step(summary, folder),
     )
-
-
-def _next(summary: Summary, folder: RunFolder) -> str:
-    """Return what to do next; "" of a run that goes on, whose verdict says it."""
-    if summary.status == "running":
-        return ""
-    if summary.status != "completed":
-        if not folder.last_checkpoint.exists():
-            return "It left no checkpoint: mend the cause and run it again."
-        by_command = folder.config.is_file()
-        way = "the same command with resume=auto" if by_command else 'fit(..., ckpt_path="last")'
-        return f"Mend the cause; {way} goes on from the last checkpoint."
-    own = {summary.stage: summary.metrics}
-    blame = find_blame(summary.stage, summary.gates, own, policy_stage=summary.stage)
-    if blame is not None:
-        return f"{blame.why}. Try: {blame.attempt}."
-    made = folder.export if folder.export.is_dir() else folder.path
-    return next_step(summary.stage, verdict(summary).number_tone, _place(made))
-
-
-def _place(path: Path) -> str:
-    """Return the end of a path: a report is sent around, and the rest names people and machines."""
-    return "/".join(path.resolve().parts[-3:])
 
 
 def _gates(summary: Summary | None) -> list[tuple[str, str, str, list[str]]]:

@@ -262,40 +262,6 @@ STAGES = {
 }
 
 
-_NEXT = {
-    "base": "rlhf-train +experiment=sft artifacts.base={} fine-tunes it on demonstrations.",
-    "sft": "rlhf-train +experiment=reward artifacts.sft={0} trains a reward model from it, "
-    "+experiment=dpo artifacts.sft={0} a policy on pairs.",
-    "reward": "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it.",
-    "evaluate": "Read the samples. People judge with human=export, a language model with judge=.",
-    "pipeline": "Read the samples on the page of the last stage. rounds=2 labels its responses and "
-    "trains again.",
-    "collect": "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs.",
-}
-_COMPARE = (
-    "Read the samples. rlhf-evaluate policy={} baseline=FOLDER compares it on more prompts; with "
-    "judge= a language model judges, with human=export people do."
-)
-
-
-def next_step(stage: str, tone: Tone, made: str) -> str:
-    """Return what to do next after a run that completed and failed no gate.
-
-    Args:
-        stage: of the run.
-        tone: of its figure.
-        made: the folder of what it made.
-    """
-    if tone == "bad":
-        return (
-            "Do not build on it: read the samples and the doctor's findings, change one setting "
-            "and run it again."
-        )
-    step = _NEXT.get(stage, _COMPARE).format(made)
-    undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
-    return undecided + step
-
-
 def verdict(summary: Summary) -> Verdict:
     """Return the verdict on a run from what its summary says.
 

@@ -1,0 +1,55 @@
+"""What to do next after a run, in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_lightning.evaluation.root_cause import find_blame
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import Summary
+from rlhf_lightning.runs.verdict import verdict
+
+_NEXT = {
+    "base": "rlhf-train +experiment=sft artifacts.base={} fine-tunes it on demonstrations.",
+    "sft": "rlhf-train +experiment=reward artifacts.sft={0} trains a reward model from it, "
+    "+experiment=dpo artifacts.sft={0} a policy on pairs.",
+    "reward": "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it.",
+    "evaluate": "Read the samples. People judge with human=export, a language model with judge=.",
+    "pipeline": "Read the samples on the page of the last stage. rounds=2 labels its responses and "
+    "trains again.",
+    "collect": "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs.",
+}
+_COMPARE = (
+    "Read the samples. rlhf-evaluate policy={} baseline=FOLDER compares it on more prompts; with "
+    "judge= a language model judges, with human=export people do."
+)
+
+
+def next_step(summary: Summary, folder: RunFolder) -> str:
+    """Return what to do next; "" of a run that goes on, whose verdict says it."""
+    if summary.status == "running":
+        return ""
+    if summary.status != "completed":
+        if not folder.last_checkpoint.exists():
+            return "It left no checkpoint: mend the cause and run it again."
+        by_command = folder.config.is_file()
+        way = "the same command with resume=auto" if by_command else 'fit(..., ckpt_path="last")'
+        return f"Mend the cause; {way} goes on from the last checkpoint."
+    own = {summary.stage: summary.metrics}
+    blame = find_blame(summary.stage, summary.gates, own, policy_stage=summary.stage)
+    if blame is not None:
+        return f"{blame.why}. Try: {blame.attempt}."
+    tone = verdict(summary).number_tone
+    if tone == "bad":
+        return (
+            "Do not build on it: read the samples and the doctor's findings, change one setting "
+            "and run it again."
+        )
+    made = folder.export if folder.export.is_dir() else folder.path
+    undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
+    return undecided + _NEXT.get(summary.stage, _COMPARE).format(place_of(made))
+
+
+def place_of(path: Path) -> str:
+    """Return the end of a path: a report is sent around, and the rest names people and machines."""
+    return "/".join(path.resolve().parts[-3:])
