@@ -38,6 +38,7 @@ _SHARED = (
     *("paths.outputs", "paths.artifacts", "paths.suffix"),
 )
 _OF_DEVICES = ("strategy", "trainer.")
+_STARTS = {"sft": ("base",), "reward": ("sft",), "ppo": ("sft", "reward")}
 _RECORDS = {"base": "texts", "sft": "demonstrations", "reward": "preferences"}
 
 
@@ -129,8 +130,8 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     """Return the words by which an experiment makes a `kind` model for these settings."""
     sibling = "_".join([kind, *settings.name.split("_")[1:]])
     experiment = sibling if sibling in choices("experiment") else kind
-    start = {"sft": "base", "reward": "sft"}.get(kind, "")
-    kept = (*_SHARED, *_OF_DEVICES, "seed=", f"artifacts.{start}=")
+    starts = (f"artifacts.{start}=" for start in _STARTS.get(kind, ()))
+    kept = (*_SHARED, *_OF_DEVICES, "seed=", *starts)
     words = [word for word in overrides if word.lstrip("+").startswith(kept)]
     if experiment == "sft" and not any(map(settings.select, ("artifacts.base", "model.base"))):
         words.append("artifacts.base=NAME")

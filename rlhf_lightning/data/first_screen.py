@@ -63,8 +63,9 @@ def warn_of_cut_responses(
     if cut > MOST_CUT * len(lengths):
         enough = lengths[int(0.95 * len(lengths))]
         rank_zero_warn(
-            f"{key}={max_new_tokens} is less than {cut} of {len(lengths)} responses of the data "
-            f"have: a policy that answers like them is cut off; {enough} holds 95 % of them"
+            f"{cut} of {len(lengths)} responses of the data have more tokens than "
+            f"{key}={max_new_tokens}, so a policy that writes like them is cut off: "
+            f"{key}={enough} holds 95 % of them"
         )
 
 

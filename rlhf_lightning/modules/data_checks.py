@@ -59,8 +59,8 @@ def check_data(module: Any, data: Any) -> None:
     _check_tokenizer(module, data)
     _check_context(module, data)
     if isinstance(data, PromptDataModule):
-        longest = module.sampling.max_new_tokens
-        warn_of_cut_responses(data.source, "train", data.tokenizer, longest, key="max_new_tokens")
+        longest, key = module.sampling.max_new_tokens, "sampling.max_new_tokens"
+        warn_of_cut_responses(data.source, "train", data.tokenizer, longest, key=key)
     for model in _models(module):
         check_token_rows(model, data.tokenizer, data.token_ids())
         break  # policy, value and reward model read the same ids

@@ -48,8 +48,9 @@ def test_a_length_that_cuts_more_than_a_tenth_of_the_responses_is_named_with_one
     rows,
 ):
     (line,) = said(rows(6))
-    assert line.startswith("max_new_tokens=10 ")
-    assert "21 holds 95 %" in line  # with EOS
+    assert line.startswith("5 of 18 ")
+    assert "max_new_tokens=10," in line
+    assert "max_new_tokens=21 " in line  # with EOS
     assert not said(rows(6), 21)
     assert not said(rows(1))
 

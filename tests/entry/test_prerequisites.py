@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_lightning.app import prerequisites
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.evaluate_parts import prepare_sides
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -132,15 +133,18 @@ OWN = ["model=pretrained", "dataset=files", "dataset.path=pairs.jsonl", "dataset
 PROMPTS = ["model=smollm2_135m", "dataset=files", "dataset.path=prompts.jsonl", "dataset.name=mine"]
 
 
-def made_in_order(words):
+def made_in_order(words, entry="train"):
     """Do what the errors say until the command starts; return the experiments that were run."""
     done = []
     while len(done) < 6:
         asked = list(words)
         while True:
-            settings = settings_of(*asked)
+            settings = settings_of(*asked, entry=entry if asked == words else "train")
+            prepare = prerequisites.prepare_inputs
+            if entry == "evaluate" and asked == words:
+                prepare = prepare_sides
             try:
-                prerequisites.prepare_inputs(settings, asked, say=lambda _: None)
+                prepare(settings, asked)
             except ConfigError as error:
                 said = str(error).replace("artifacts.base=NAME", "artifacts.base=org/base")
                 asked = shlex.split(said.rpartition("python -m rlhf_lightning.train ")[2])
@@ -212,3 +216,20 @@ def test_a_reward_model_that_only_the_value_model_would_start_from_is_said_to_be
     prerequisites.prepare_inputs(
         settings_of(*words, "module.models.value=null", "module.models.value_head=zero"), words
     )
+
+
+@pytest.mark.parametrize(
+    ("entry", "words", "experiments"),
+    [
+        ("evaluate", OWN, ["sft", "reward", "ppo"]),
+        ("evaluate", [*OWN, "scorer=none", "artifacts.sft=org/chat"], ["reward", "ppo"]),
+        ("collect", OWN, ["sft"]),
+    ],
+)
+@pytest.mark.usefixtures("working_folder")
+def test_what_an_error_of_another_command_says_leads_to_its_start(entry, words, experiments):
+    pair = {"chosen": "b", "rejected": "c"}
+    rows = [json.dumps(pair | {"prompt": str(number)}) for number in range(9)]
+    Path("pairs.jsonl").write_text("\n".join(rows))
+    done = made_in_order(words, entry)
+    assert [one.partition(" ")[0] for one in done] == [f"+experiment={e}" for e in experiments]
