@@ -33,7 +33,8 @@ class FirstRollout:
             token.
         tolerance: nats a token that rounding may make.
         same_source: whether policy and reference start from one source.
-        entropy_share: mean entropy over that of an even choice among all tokens.
+        entropy_share: mean entropy over that of an even choice among all tokens; 0 above
+            temperature 1, where it says nothing of the weights.
         vocabulary: tokens to choose among; 0 where it is not known.
     """
 

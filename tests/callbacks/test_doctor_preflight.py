@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_lightning.callbacks.doctor.preflight import PreflightError
 from rlhf_lightning.doctor.preflight_checks import FirstRollout, check_first_rollout
+from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.runs.doctor_log import read_events
@@ -100,6 +101,12 @@ def test_an_untrained_policy_is_not_blamed_for_what_it_does_by_chance(tmp_path, 
     assert {c.level for c in checks.values()} == {"healthy"}, checks
     assert " 0.0 % of responses hold the pad" not in checks["padding"].message
     assert "untrained" in caplog.text
+
+
+def test_a_temperature_above_1_is_blamed_for_responses_that_do_not_end(tmp_path):
+    hot = SamplingHparams(max_new_tokens=9, temperature=2.0)
+    named = refused(tmp_path, sampling=hot, generator=CachedGenerator((EOS,), EOS))
+    assert "responses end" in named
 
 
 def test_an_untrained_policy_is_blamed_for_what_chance_does_not_explain():

@@ -41,10 +41,12 @@ def test_a_command_that_trains_missing_models_takes_it_for_those_and_refuses_to_
             settings_of(f"logger={kind}", entry=entry)
 
 
-@pytest.mark.parametrize("word", ["logger=none", "logger=wandb", "logger.project=mine"])
+@pytest.mark.parametrize(
+    "word", ["logger=none", "logger=wandb", "logger.project=mine", "debug=fast"]
+)
 @pytest.mark.parametrize("entry", ["report", "export", "annotate", "dashboard"])
 def test_a_command_that_trains_nothing_refuses_it_by_name(entry, word):
     register()
     with pytest.raises(ConfigError) as error:
         load_settings(COMMANDS[entry], entry, [*NEEDED.get(entry, []), word])
-    assert str(error.value).startswith(f"{word}: rlhf-{entry} ")
+    assert str(error.value).startswith(f"{word} is for training, and rlhf-{entry} ")

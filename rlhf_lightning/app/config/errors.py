@@ -19,7 +19,7 @@ from rlhf_lightning.app.config.targets import did_you_mean, listed
 from rlhf_lightning.arguments import is_number
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
-LOGGER = ("logger=", "logger.")  # how its words begin
+OF_TRAINING = ("logger=", "logger.", "debug=")  # how words begin that training alone takes
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
 
 
@@ -115,8 +115,8 @@ def _unknown(path: str, overrides: list[str], config_name: str) -> str:
     given = next((o for o in overrides if o.split("=")[0].lstrip("+~") == path), path)
     if path in ADDED:
         return f"{given} would replace a choice that is not there: add it with +{given}"
-    if given.startswith(LOGGER):
-        return f"{given}: rlhf-{config_name} trains nothing, so it has nothing to log: leave it out"
+    if given.startswith(OF_TRAINING):
+        return f"{given} is for training, and rlhf-{config_name} does not train: leave it out"
     kept = [o for o in overrides if o != given]
     try:
         keys = list(_paths(composed(config_name, kept)))

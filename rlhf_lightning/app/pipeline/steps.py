@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_lightning.app.config.commands import COMMANDS, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, choices, composed, primary
-from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, LOGGER, explain
+from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, OF_TRAINING, explain
 from rlhf_lightning.app.config.inherit import named_again, take_over
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import did_you_mean
@@ -82,13 +82,13 @@ def as_overrides(words: Sequence[str]) -> list[str]:
     """Return the command line with its words for one stage as Hydra reads them.
 
     `ppo:module.ppo.kl_coef=0.1` becomes `overrides.ppo=['module.ppo.kl_coef=0.1']`; `train:` is for
-    every training stage, `round_2/ppo:` for one round alone. `logger=` is for training, which alone
-    logs. Other words stay as they are.
+    every training stage, `round_2/ppo:` for one round alone. `logger=` and `debug=` are
+    for training. Other words stay as they are.
     """
     own: dict[str, list[str]] = {}
     others = []
     for word in words:
-        place, colon, rest = f"{'train:' * word.startswith(LOGGER)}{word}".partition(":")
+        place, colon, rest = f"{'train:' * word.startswith(OF_TRAINING)}{word}".partition(":")
         at, _, stage = place.rpartition("/")
         if colon and stage in ADDRESSED and (not at or _ROUND.fullmatch(at)):
             key = f"+overrides.{at}.{stage}" if at else f"overrides.{stage}"

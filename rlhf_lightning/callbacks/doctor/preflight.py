@@ -44,6 +44,8 @@ def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
     finished = [row for row in rows if row["finished"]]
     lengths = [row["length"] for row in rows]
     vocabulary = len(module.tokenizer)
+    entropy = sum(row["entropy"] for row in rows) / tokens
+    warmer = module.controls.temperature > 1  # which makes a trained policy's choices even, too
     return FirstRollout(
         ratio_error=sum(row["ratio_error"] for row in rows) / tokens,
         reference_error=sum(row["reference_error"] for row in rows) / tokens,
@@ -62,7 +64,7 @@ def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
         sampler_error=measured["sampler_error"],
         tolerance=rounding_tolerance(module),
         same_source=module.step_0.same_source,
-        entropy_share=sum(row["entropy"] for row in rows) / tokens / math.log(vocabulary),
+        entropy_share=0.0 if warmer else entropy / math.log(vocabulary),
         vocabulary=vocabulary,
     )
 
