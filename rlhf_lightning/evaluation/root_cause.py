@@ -147,10 +147,16 @@ def _not_won(stage: str, rates: Sequence[float], proxy: float | None, *, ends_al
             f"It wins {_show(min(rates))} of comparisons, enough, but the interval is wide",
             "a larger evaluation.num_prompts, then more iterations",
         )
+    if proxy is None:
+        why = f"The policy wins {_show(min(rates, default=None))} of comparisons"
+    else:
+        why = (
+            f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
+            "comparisons are won: the policy has not gone far enough"
+        )
     return Blame(
         stage,
-        f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
-        "comparisons are won: the policy has not gone far enough",
+        why,
         f"more iterations or a larger learning rate{_ALSO.get(stage, '')}",
     )
 

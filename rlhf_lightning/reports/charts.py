@@ -28,6 +28,8 @@ class Series:
     Args:
         label: its name, shown when a chart has several.
         points: (iteration, value), sorted; values that are not finite are gaps.
+        bounds: low and high of each point, drawn as a line through it.
+        names: of the points, written below them.
         kind: `line` for a measurement every iteration, `marks` for one now and then, `dots` for
             points that no line joins.
     """
@@ -35,6 +37,8 @@ class Series:
     label: str
     points: Sequence[Point]
     kind: str = "line"
+    bounds: Sequence[Point] = ()
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Figure:
         title: what it shows.
         chart: the `<svg>`.
         now: the last value, as text.
+        start: the first one.
         code: the name of its metric.
         legends: of the lines, in the order of their colours.
         note: what else is to know, such as where a healthy run keeps it.
@@ -56,6 +61,7 @@ class Figure:
     code: str = ""
     legends: Sequence[str] = ()
     note: str = ""
+    start: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,9 @@ def line_chart(
     finite = [p for s in series for p in s.points if math.isfinite(p[1])]
     if not finite:
         return ""
-    low, high = _value_range([p[1] for p in finite] + [r.value for r in references], band, unit)
+    ends = [end for one in series for bounds in one.bounds for end in bounds]
+    ends += [r.value for r in references]
+    low, high = _value_range([p[1] for p in finite] + ends, band, unit)
     ticks = nice_ticks(low, high, 4)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     frame = _Frame(min(p[0] for p in finite), max(p[0] for p in finite), low, high)
@@ -296,13 +304,24 @@ def _curve(frame: _Frame, series: Series, index: int) -> str:
     if series.kind == "marks":
         marks = [p for run in runs for p in run]
         dots = "".join(_mark(frame, p, index) for p in marks if 1 < len(marks) <= 40)
-        return _path(frame, marks, "line", index) + dots
+        return _path(frame, marks, "line", index) + dots + _bounds(frame, series, colour)
     parts = []
     for run in runs:
         many = len(run) >= _SMOOTH_FROM
         parts.append(_path(frame, thin(run, _MAX_POINTS), "faint" if many else "line", index))
         if many:
             parts.append(_path(frame, thin(_running_mean(run), _MAX_POINTS), "line", index))
+    return "".join(parts)
+
+
+def _bounds(frame: _Frame, series: Series, colour: str) -> str:
+    parts = []
+    for (x, _), (low, high) in zip(series.points, series.bounds, strict=False):
+        ends = f"{frame.x(x)},{frame.y(low)} {frame.x(x)},{frame.y(high)}"
+        parts.append(f'<polyline class="faint {colour}" points="{ends}"/>')
+    for (x, _), name in zip(series.points, series.names, strict=False):
+        place = f'style="text-anchor:middle" x="{frame.x(x)}" y="{HEIGHT - BOTTOM - 5}"'
+        parts.append(f'<text class="dot-name" {place}>{text(name)}</text>')
     return "".join(parts)
 
 

@@ -111,6 +111,7 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
         capitalized(about.label.removeprefix("training ") if together else about.label),
         chart,
         now=show(name, finite[-1]) if finite else "",
+        start=show(name, finite[0]) if len(finite) > 1 else "",
         code="" if together else name,
         legends=list(lines) if together else (),
         note=f"usual {' to '.join(map(_trim, usual))}" if usual else "",

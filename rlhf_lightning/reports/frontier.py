@@ -102,7 +102,7 @@ def lines_chart(
         parts.append(f'<polyline class="faint {colour}" points="{x},{y} {edge},{below}"/>')
         name = text(lines[index].label)
         parts.append(f'<text class="dot-name" x="{edge + 5}" y="{below + 4:.1f}">{name}</text>')
-    return svg(title, plane.width, plane.height, "".join(parts))
+    return svg(title, plane.width, plane.height, "".join(parts), wide=True)
 
 
 class _Plane:

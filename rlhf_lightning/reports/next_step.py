@@ -19,6 +19,10 @@ _NEXT = {
     "trains again.",
     "collect": "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs.",
 }
+_IN_PYTHON = (
+    "Read the samples. compare(module, BASELINE, PROMPTS, reward=...) says whether its responses "
+    "are better, export_model(module, FOLDER) writes it for what comes next."
+)
 _COMPARE = (
     "Read the samples. rlhf-evaluate policy={} baseline=FOLDER compares it on more prompts; with "
     "judge= a language model judges, with human=export people do."
@@ -45,8 +49,10 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
             "Do not build on it: read the samples and the doctor's findings, change one setting "
             "and run it again."
         )
-    made = folder.export if folder.export.is_dir() else folder.path
     undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
+    if not folder.config.is_file():
+        return undecided + _IN_PYTHON
+    made = folder.export if folder.export.is_dir() else folder.path
     return undecided + _NEXT.get(summary.stage, _COMPARE).format(place_of(made))
 
 

@@ -16,7 +16,6 @@ from rlhf_lightning.runs.metric_catalog import (
     number,
     part_key,
     percent,
-    quantity,
 )
 
 Metrics = Mapping[str, float | None]
@@ -27,15 +26,12 @@ _DOMAIN_JUDGES = (
     ("val/score_win_rate", "learnt score"),
     ("val/accuracy", "held-out pairs"),
 )
-_BEST_OF_COLUMNS = {
+_BEST_OF = {
     "gold_win_rate": "gold win rate",
     "gold": "gold reward",
     "score": "learnt score",
     "response_length": "tokens a response",
-    "kl_per_response": "KL, nats a response, at most",
-    "kl_per_token": "KL, nats a token, at most",
 }
-_BEST_OF_CURVES = ("gold_win_rate", "gold", "score")
 _ROUND = re.compile(r"round_(\d+)/(\w+)/(.+)")
 # Judges of a win rate, the one that counts most first.
 _ROUND_JUDGES = {"gold": "gold reward", "human": "people", "judge": "a judge"}
@@ -153,49 +149,25 @@ def best_of_figures(metrics: Metrics) -> list[Figure]:
 
     The axis is that of `overoptimization_section`, so that the two can be compared.
     """
-    counts = best_of_counts(metrics)
-
-    def curve(name: str) -> list[Point]:
-        points = (
-            (metrics.get(f"best_of/{n}/{key}") for key in ("kl_per_response", name)) for n in counts
-        )
-        return [(_root(kl), value) for kl, value in points if kl is not None and value is not None]
-
-    return [
-        Figure(
-            f"{capitalized(label)} over √KL",
-            line_chart(
-                label,
-                [Series(label, curve(name), "marks")],
-                unit="share" if name == "gold_win_rate" else "",
-                whole=False,
-            ),
-        )
-        for name, label in _BEST_OF_COLUMNS.items()
-        if name in _BEST_OF_CURVES and curve(name)
-    ]
-
-
-def best_of_section(metrics: Metrics, charts: Sequence[Figure]) -> str:
-    """Return the charts of best-of-n and a table; "" where none was measured."""
-    counts = best_of_counts(metrics)
-    if not counts:
-        return ""
-    columns = {
-        name: label
-        for name, label in _BEST_OF_COLUMNS.items()
-        if f"best_of/{counts[0]}/{name}" in metrics
-    }
-    rows = {n: [_with_bounds(metrics, f"best_of/{n}/{name}") for name in columns] for n in counts}
-    return render("best_of.html", columns=columns.values(), rows=rows, charts=charts)
-
-
-def _with_bounds(metrics: Metrics, name: str) -> str:
-    value, low, high = (metrics.get(key) for key in (name, *bound_keys(name)))
-    show = quantity(name).show
-    if value is None or low is None or high is None:
-        return "" if value is None else show(value)
-    return f"{show(value)} ({show(low)} to {show(high)})"
+    figures = []
+    for name, label in _BEST_OF.items():
+        points: list[Point] = []
+        bounds: list[Point] = []
+        names = []
+        for n in best_of_counts(metrics):
+            key = f"best_of/{n}/{name}"
+            kl, value = metrics.get(f"best_of/{n}/kl_per_response"), metrics.get(key)
+            if kl is None or value is None:
+                continue
+            low, high = (metrics.get(bound) for bound in bound_keys(key))
+            points.append((_root(kl), value))
+            bounds.append((value if low is None else low, value if high is None else high))
+            names.append(f"n={n}")
+        unit = "share" if name == "gold_win_rate" else ""
+        series = [Series(label, points, "marks", bounds, names)]
+        if chart := line_chart(label, series, unit=unit, whole=False):
+            figures.append(Figure(f"{capitalized(label)} over √KL", chart))
+    return figures
 
 
 def _against_kl(rows: Rows, kl: str, value: str) -> list[Point]:

@@ -17,7 +17,6 @@ from rlhf_lightning.reports.distributions import pairs_section
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.next_step import next_step, place_of
 from rlhf_lightning.reports.outcome import (
-    best_of_section,
     domains_section,
     overoptimization_section,
     rounds_section,
@@ -99,7 +98,7 @@ def render_report(folder: RunFolder) -> str:
             pairs_section(lines),
             render("curves.html", shown=shown, rows=rows),
             overoptimization_section(rows, metrics),
-            best_of_section(metrics, shown.best_of),
+            render("best_of.html", charts=shown.best_of),
             domains_section(metrics),
             samples_section(read_samples(folder.samples)),
         )

@@ -40,6 +40,7 @@ from rlhf_lightning.runs.metric_catalog import (
 )
 
 GAIN = "val/gold_win_rate"
+UNDECIDED = "The evidence does not separate the objectives."
 
 
 def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
@@ -55,6 +56,12 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     failed = {r.run: r for r in study.results if not r.completed}
     missing = [replace(r, setting=setting) for (_, setting, _), r in failed.items()]
     head = f"{len(runs) - len(missing)} of {len(runs)} runs have ended."
+    if missing:
+        head += " Next: call the study again, which runs the others."
+    elif UNDECIDED in verdicts:
+        head += " Next: more seeds (seeds=[1, 2, 3, 4]) narrow the intervals."
+    elif verdicts and not told and not compared.rows:
+        head += " Next: settings (vary) by which the rows reach the same KL."
     body = render(
         "study.html",
         study=study,
@@ -63,14 +70,31 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
         missing=missing,
         tables=shown,
         charts=law_charts or _charts(study),
+        about=about_table(study),
     )
     page, text = folder / "study.html", folder / "study.md"
     title = f"study {study.name}"
     write_text(page, str(render("page.html", title=title, body=body, footer="rlhf_lightning")))
     lines = [f"# {capitalized(title)}", "", *filter(None, [study.about]), head, *verdicts, ""]
     lines += [f"- {r.name}: {r.status}{f', {r.cause}' if r.cause else ''}" for r in missing]
-    write_text(text, "\n".join([*lines, "", *(table.markdown() for table in shown)]))
+    tables = [about_table(study), *shown]
+    write_text(text, "\n".join([*lines, "", *(table.markdown() for table in tables)]))
     return page, text
+
+
+def about_table(study: Study) -> Table:
+    """Return from what, on what and against what each row was run, as its first run says."""
+    rows = by(study.results, lambda r: r.row)
+    about = {row: next((r.about for r in of if r.about), {}) for row, of in rows.items()}
+    keys = list(dict.fromkeys(key for told in about.values() for key in told))
+    counts = {
+        row: f"{len({r.setting for r in of})}, {len({r.seed for r in of})} seeds"
+        for row, of in rows.items()
+    }
+    cells = [
+        [row, counts[row], *(told.get(key, "") for key in keys)] for row, told in about.items()
+    ]
+    return Table("What was run", "By the first run of each row.", ["row", "settings", *keys], cells)
 
 
 def published_table(study: Study) -> Table:
@@ -207,7 +231,7 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
     only = "" if len({r.seed for r in study.results}) > 1 else ", in the one seed that was run"
     verdicts = [f"{what} {', '.join(wheres)}{only}." for what, wheres in shows.items()]
     if not verdicts and curves:
-        verdicts = ["The evidence does not separate the objectives."]
+        verdicts = [UNDECIDED]
         if not count:
             why = "and another row reach no KL in all seeds" if theirs else "has no curve"
             verdicts = [f"{first} {why}: nothing is compared with it."]

@@ -26,6 +26,7 @@ class Result:
         peak_mib: largest resident memory of one of its processes, MiB.
         times_are_whole: False where an attempt was not seen to end: they are lower bounds then.
         kl_is_bound: True of the best of n, whose KL is its upper bound.
+        about: of its summary: from what, on what and against what.
     """
 
     row: str
@@ -42,6 +43,7 @@ class Result:
     peak_mib: float
     times_are_whole: bool
     kl_is_bound: bool = False
+    about: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -191,6 +191,14 @@ def test_the_stage_to_blame_is_the_one_the_evidence_points_at(stage, gates, metr
     assert blame.attempt
 
 
+def test_a_policy_without_a_learnt_reward_is_not_said_to_follow_one():
+    own = {"val/kl_per_token": 0.03, "val/gold_win_rate": 0.41}
+    blame = find_blame("dpo", failed(gold_win_rate=0.41), {"dpo": own})
+    assert "0.41" in blame.why
+    assert "learnt reward" not in blame.why
+    assert "unknown" not in blame.why
+
+
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])
 def test_the_remedy_is_of_the_objective_that_trained_the_policy(stage):
     own = {"val/score_win_rate": 0.6, "val/kl_per_token": 3.0}

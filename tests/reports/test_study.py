@@ -312,3 +312,17 @@ def test_intervals_and_ticks_of_shares_are_drawn_within_0_and_100_percent(tmp_pa
         assert max(ticks) <= 100
         heights = [float(y) for y in re.findall(r"[0-9.]+,(-?[0-9.]+)[ \"]", drawn)]
         assert min(heights) >= 16, "the top of the plane"
+
+
+def test_what_was_run_stands_above_the_tables_and_what_to_do_next_at_the_top(tmp_path):
+    one = study()
+    told = {"trained from": "<sft>", "data": "hh, 64 rows an iteration"}
+    results = [replace(r, about=told if r.row == "b" else {}) for r in one.results]
+    page, text = (path.read_text() for path in write_study(replace(one, results=results), tmp_path))
+    assert "| b | 2, 3 seeds | <sft> | hh, 64 rows an iteration |" in text
+    assert page.index("What was run") < page.index("&lt;sft&gt;") < page.index("<h2>Settings</h2>")
+    undecided, _ = (path.read_text() for path in write_study(study(0.0, (1, 2)), tmp_path))
+    for content, step in ((page, "Next:"), (undecided, "Next: more seeds")):
+        assert (step in content) is (content is undecided)
+    unfinished, _ = (path.read_text() for path in write_study(failed(one), tmp_path))
+    assert unfinished.index("Next: call the study again") < unfinished.index("What was run")

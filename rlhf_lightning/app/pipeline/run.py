@@ -193,7 +193,7 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
     )
     return replace(
         summary,
-        about={**last.about, "stages": summary.about["stages"]},
+        about={"stages": summary.about["stages"], **last.about},
         metrics=dict(last.metrics) | dict(sorted(metrics.items())),
         gates=gates,
         seconds=seconds | {"total": sum(seconds.values())},

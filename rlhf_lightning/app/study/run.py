@@ -291,6 +291,7 @@ def _result(planned: PlannedRun) -> Any:
     status, cause = outcome(planned)
     ended = [row for row in tries if "code" in row]
     done = folder is not None and status == "completed"
+    summary = None if folder is None else read_summary(folder)
     return Result(
         planned.row,
         planned.setting,
@@ -299,12 +300,13 @@ def _result(planned: PlannedRun) -> Any:
         cause=cause,
         data_set=planned.settings.dataset.name,
         answers=planned.answers,
-        metrics=read_summary(folder).metrics if done and folder is not None else {},
+        metrics=summary.metrics if done and summary is not None else {},
         rows=read_metrics(folder.metrics) if done and folder is not None else (),
         seconds=sum(row["seconds"] for row in ended),
         cpu_seconds=sum(row["cpu_seconds"] for row in ended),
         peak_mib=max((row["peak_mib"] for row in ended), default=0.0),
         times_are_whole=2 * len(ended) == len(tries),
+        about={} if summary is None else summary.about,
     )
 
 
