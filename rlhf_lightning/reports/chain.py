@@ -24,32 +24,12 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
         if not (step := _STEP.fullmatch(name)):
             continue
         own = RunFolder(folder.path / name)
-        card = {"word": "not run", "tone": "undecided", "picture": None, "waits": begun}
+        card: dict[str, Any] = {"name": name, "title": STAGES.get(step[1], step[1])}
+        card |= {"waits": begun, "picture": None, "linked": own.report.is_file()}
         if own.summary.is_file():
-            begun, card = name, _card(own)
-        cards.append(card | {"name": name, "title": STAGES.get(step[1], step[1])})
+            begun, found = name, read_summary(own)
+            lines = read_samples(own.distributions)
+            shown = pictures(read_metrics(own.metrics), found.metrics, lines)
+            card |= {"summary": found, "result": verdict(found), "picture": shown.headline}
+        cards.append(card)
     return render("chain.html", cards=cards) if cards else ""
-
-
-def _card(folder: RunFolder) -> dict[str, Any]:
-    summary = read_summary(folder)
-    result = verdict(summary)
-    failed = [gate for gate in summary.gates if not gate.passed]
-    tone = {"failed": "bad", "completed": ""}.get(summary.status, "neutral")
-    word: str = summary.status
-    if summary.status == "completed" and summary.gates:
-        word, tone = ("✗ gates failed", "bad") if failed else ("✓ gates passed", "good")
-    shown = pictures(
-        read_metrics(folder.metrics), summary.metrics, read_samples(folder.distributions)
-    )
-    return {
-        "word": word,
-        "tone": tone,
-        "result": result,
-        "picture": shown.headline,
-        "failed": failed,
-        "passed": sum(gate.word == "passed" for gate in summary.gates),
-        "about": summary.about,
-        "seconds": summary.seconds.get("total"),
-        "link": folder.report.is_file(),
-    }

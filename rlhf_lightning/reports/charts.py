@@ -161,7 +161,7 @@ def svg(title: str, width: int, height: int, body: str, *, wide: bool = False) -
     """Return an `<svg>`; a wide one keeps its size, and its place is scrolled on a phone."""
     size = f' style="width:{width}px"' if wide else ""
     return Markup(
-        f'<svg class="chart{" parallel" * wide}" viewBox="0 0 {width} {height}"{size} role="img">'
+        f'<svg class="chart" viewBox="0 0 {width} {height}"{size} role="img">'
         f"<title>{text(title)}</title>{body}</svg>"
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_lightning.reports.charts import Figure, Series, line_chart
 from rlhf_lightning.reports.choice import choose
 from rlhf_lightning.reports.curves import FIRST
-from rlhf_lightning.reports.frontier import frontier_chart, parallel_chart
+from rlhf_lightning.reports.frontier import frontier_chart
 from rlhf_lightning.reports.html import render, text
 from rlhf_lightning.reports.samples import figures
 from rlhf_lightning.reports.several import Run, read_runs
@@ -74,7 +74,6 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
             for name in rates
             if (chart := frontier_chart(runs, name))
         ],
-        parallel=parallel_chart(runs),
         curves=curves,
         more_curves=more,
         samples=_samples(runs),

@@ -1,4 +1,4 @@
-"""Charts of several runs: the frontier of win rate against KL, and parallel coordinates."""
+"""Charts of several runs: win rate against KL, its frontier, and lines of objectives."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from dataclasses import dataclass
 
 from rlhf_lightning.reports.charts import NUM_COLOURS, Point, dash, hollow, nice_ticks, svg
 from rlhf_lightning.reports.html import text
-from rlhf_lightning.reports.several import COST, Run, with_effect
+from rlhf_lightning.reports.several import COST, Run
 from rlhf_lightning.runs.metric_catalog import number, percent, quantity
 
 _WIDTH, _HEIGHT = 400, 250
 _LINES = 760, 400, 130  # width, height and room for names at the right
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 16, 40
-_AXIS_STEP, _AXES_TOP, _AXES_BOTTOM, _MARGIN = 190, 34, 250, 90
 KL_LABEL = "KL from SFT, nats a token"
-_OUTCOMES = (COST, "val/score_win_rate", "val/gold_win_rate", "val/accuracy", "val/loss")
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
@@ -153,76 +151,6 @@ def _dot_name(x: float, y: float, label: str, index: int) -> str:
         f'<text class="dot-name" style="text-anchor:{anchor}" x="{x + shift}" y="{up:.1f}">'
         f"{text(label)}</text>"
     )
-
-
-def parallel_chart(runs: Sequence[Run]) -> str:
-    """Return parallel coordinates as an `<svg>`: settings that differ at the left, outcomes right.
-
-    "" where fewer than two axes have a spread.
-    """
-    axes = [_setting_axis(runs, key) for key in with_effect(runs[0].settings)][:5]
-    axes += [_outcome_axis(runs, name) for name in _OUTCOMES]
-    drawn = [axis for axis in axes if axis is not None]
-    if len(drawn) < 2:
-        return ""
-    width = 2 * _MARGIN + _AXIS_STEP * (len(drawn) - 1)
-    parts, lines = [], []
-    for position, (title, _, labels) in enumerate(drawn):
-        x = _MARGIN + _AXIS_STEP * position
-        lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{_AXES_TOP}" y2="{_AXES_BOTTOM}"/>')
-        parts.append(_label(x, 14, title))
-        for height, label in labels:
-            y = _AXES_BOTTOM - height * (_AXES_BOTTOM - _AXES_TOP)
-            y += {0.0: 12, 1.0: -5}.get(height, 4)  # lines end at the ends of an axis
-            parts.append(
-                f'<text class="tick on-axis" style="text-anchor:start" x="{x + 6}" y="{y:.1f}">'
-                f"{text(label)}</text>"
-            )
-    for index, _ in enumerate(runs):
-        points = [
-            f"{_MARGIN + _AXIS_STEP * position},"
-            f"{_AXES_BOTTOM - share * (_AXES_BOTTOM - _AXES_TOP):.1f}"
-            for position, (_, places, _) in enumerate(drawn)
-            if (share := places[index]) is not None
-        ]
-        colour, steps = f"s{index % NUM_COLOURS}", " ".join(points)
-        lines.append(f'<polyline class="line {colour}"{dash(index)} points="{steps}"/>')
-    body = "".join(lines + parts)  # labels over lines
-    return svg("parallel coordinates", width, _AXES_BOTTOM + 16, body, wide=True)
-
-
-# Title, share of the axis by run (None: not measured), and labels at shares.
-_Axis = tuple[str, list[float | None], list[tuple[float, str]]]
-
-
-def _setting_axis(runs: Sequence[Run], key: str) -> _Axis | None:
-    shown = [run.settings[key] for run in runs]
-    distinct = sorted(set(shown), key=_sort_key)
-    if len(distinct) < 2:
-        return None
-    # Equal steps: the values of a grid are often powers, which a linear axis would pile up.
-    places = {value: i / (len(distinct) - 1) for i, value in enumerate(distinct)}
-    labels = [(places[value], value[:18]) for value in distinct[:12]]
-    return key.rpartition(".")[2], [places[value] for value in shown], labels
-
-
-def _outcome_axis(runs: Sequence[Run], name: str) -> _Axis | None:
-    values = [run.metrics.get(name) for run in runs]
-    known = [v for v in values if v is not None]
-    if not known:
-        return None
-    about, low, high = quantity(name), min(known), max(known)
-    if about.show(low) == about.show(high):
-        return None
-    shares = [None if v is None else (v - low) / (high - low) for v in values]
-    return about.label, shares, [(0.0, about.show(low)), (1.0, about.show(high))]
-
-
-def _sort_key(value: str) -> tuple[int, float, str]:
-    try:
-        return 0, float(value), value
-    except ValueError:
-        return 1, 0.0, value
 
 
 def _label(x: float, y: float, label: str) -> str:

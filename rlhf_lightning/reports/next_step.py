@@ -11,21 +11,23 @@ from rlhf_lightning.runs.verdict import verdict
 
 _NEXT = {
     "base": "rlhf-train +experiment=sft artifacts.base={} fine-tunes it on demonstrations.",
-    "sft": "rlhf-train +experiment=reward artifacts.sft={0} trains a reward model from it, "
-    "+experiment=dpo artifacts.sft={0} a policy on pairs.",
+    "sft": "rlhf-train +experiment=reward artifacts.sft={} trains a reward model from it.",
     "reward": "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it.",
-    "evaluate": "Read the samples. People judge with human=export, a language model with judge=.",
-    "pipeline": "Read the samples on the page of the last stage. rounds=2 labels its responses and "
-    "trains again.",
+    "evaluate": "Read the samples. human=export asks people, judge= a language model.",
+    "pipeline": "Read the samples on the page of the last stage. rounds=2 trains once more.",
     "collect": "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs.",
 }
+_COMPARE = (
+    "Read the samples. rlhf-evaluate policy={} baseline=FOLDER compares it on more prompts, also "
+    "by a language model (judge=) or by people (human=export)."
+)
 _IN_PYTHON = (
     "Read the samples. compare(module, BASELINE, PROMPTS, reward=...) says whether its responses "
     "are better, export_model(module, FOLDER) writes it for what comes next."
 )
-_COMPARE = (
-    "Read the samples. rlhf-evaluate policy={} baseline=FOLDER compares it on more prompts; with "
-    "judge= a language model judges, with human=export people do."
+_BAD = (
+    "Do not build on it: read the samples and the doctor's findings, change one setting and run it "
+    "again."
 )
 
 
@@ -45,10 +47,7 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         return f"{blame.why}. Try: {blame.attempt}."
     tone = verdict(summary).number_tone
     if tone == "bad":
-        return (
-            "Do not build on it: read the samples and the doctor's findings, change one setting "
-            "and run it again."
-        )
+        return _BAD
     undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
     if not folder.config.is_file():
         return undecided + _IN_PYTHON

@@ -15,7 +15,7 @@ from rlhf_lightning.runs.summary import Summary, read_summary
 Metrics = Mapping[str, float | None]
 
 COST = "val/kl_per_token"
-# Settings that change no figure of a run: they neither name it nor have an axis.
+# Settings that change no figure of a run: they do not name it.
 _WITHOUT_EFFECT = ("callbacks.checkpoint.", "callbacks.samples.", "logger.", "resume", "ckpt_path")
 
 

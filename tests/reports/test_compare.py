@@ -12,7 +12,6 @@ from rlhf_lightning.reports.compare import render_comparison, write_comparison
 from rlhf_lightning.reports.frontier import frontier
 from rlhf_lightning.reports.several import read_runs
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.metric_catalog import quantity
 from rlhf_lightning.runs.summary import Status, read_summary, write_summary
 from tests.builders.run_folders import fake_ppo_run, fake_reward_run
 
@@ -188,11 +187,10 @@ def test_of_more_runs_than_colours_the_later_have_dashed_lines_and_hollow_dots(t
     folders = [job(tmp_path / str(i), 0.01 * i, 0.5 + 0.01 * i, 0.2) for i in range(1, 9)]
     page = render_comparison(folders)
     charts = re.findall(r"<svg.*?</svg>", page, re.S)
-    for title in ("parallel coordinates", "<title>score</title>"):
-        chart = next(c for c in charts if title in c)
-        lines = re.findall(r"<polyline class=\"line (s\d)\"( style=[^ ]+ 3\")?", chart)
-        assert [bool(style) for _, style in lines] == [False] * 6 + [True] * 2
-        assert len(set(lines)) == 8, "each has a look of its own"
+    chart = next(c for c in charts if "<title>score</title>" in c)
+    lines = re.findall(r"<polyline class=\"line (s\d)\"( style=[^ ]+ 3\")?", chart)
+    assert [bool(style) for _, style in lines] == [False] * 6 + [True] * 2
+    assert len(set(lines)) == 8, "each has a look of its own"
     plane = next(c for c in charts if "learnt score over KL" in c)
     assert re.findall(r"<circle class=.s(\d).( style=.fill:var)?", plane) == [
         *((str(i), "") for i in range(6)), ("0", ' style="fill:var'), ("1", ' style="fill:var'),
@@ -208,15 +206,13 @@ def test_runs_of_different_stages_are_compared_and_none_is_recommended(tmp_path)
     assert "different stages" in page
 
 
-def test_a_setting_that_changes_no_figure_neither_names_a_run_nor_has_an_axis(tmp_path):
+def test_a_setting_that_changes_no_figure_names_no_run(tmp_path):
     folders = sweep(tmp_path)
     often = folders[0].config.read_text() + "callbacks: {checkpoint: {every_n_iterations: 2}}\n"
     folders[0].config.write_text(often)
     runs = read_runs(folders)
     assert [run.label for run in runs][:2] == ["kl_coef=0.01", "kl_coef=0.05"]
     page = render_comparison(folders)
-    parallel = next(c for c in re.findall(r"<svg.*?</svg>", page, re.S) if "parallel" in c)
-    assert "every_n_iterations" not in parallel
     assert "callbacks.checkpoint.every_n_iterations" in page, "it is told among what differs"
 
 
@@ -233,8 +229,6 @@ def test_the_page_has_what_differs_and_a_line_a_run_and_needs_no_network(tmp_pat
     assert "module.ppo.kl_coef" in page
     assert "/home/me" not in page
     charts = re.findall(r"<svg.*?</svg>", page, re.S)
-    parallel = next(c for c in charts if "parallel coordinates" in c)
-    assert len(re.findall(r"<polyline class=\"line s\d\"", parallel)) == 4
     scores = next(c for c in charts if "<title>score</title>" in c)
     assert {f"line s{i}" for i in range(4)} == set(re.findall(r"line s\d", scores))
     assert "How do I cook rice?" in page
@@ -264,14 +258,3 @@ def test_a_page_of_somebody_else_is_no_place_for_a_comparison(tmp_path):
     assert "my thesis" in mine.read_text()
     for _ in range(2):
         write_comparison(runs, tmp_path / "both.html")
-
-
-def test_an_outcome_that_is_shown_alike_of_all_runs_has_no_axis(tmp_path):
-    drawn = []
-    for kl in (0.01171, 0.02):
-        folders = [job(tmp_path / f"{kl}_{i}", 0.1 * i, 0.8 + 0.1 * i, k) for i, k in
-                   enumerate((0.01170, kl))]  # fmt: skip
-        page = render_comparison(folders)
-        drawn.append(next(c for c in re.findall(r"<svg.*?</svg>", page, re.S) if "parallel" in c))
-    label = quantity("val/kl_per_token").label
-    assert [label in chart for chart in drawn] == [False, True]
