@@ -119,7 +119,7 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     SamplesAppender(folder.samples).append(
         0, side_by_side(mine.main, theirs.main, len(mine.main.prompts))
     )
-    SamplesAppender(folder.distributions).append(0, [values_of(mine.main, theirs.main) | pool])
+    SamplesAppender(folder.distributions).append(0, [values_of(mine.main, theirs.main), *pool])
     now = time.perf_counter()
     seconds = {"setup": built - started, "answers": answered - built, "judges": now - answered}
     summary = replace(

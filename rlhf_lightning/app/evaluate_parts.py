@@ -224,7 +224,7 @@ def _same_vocabulary(first: LoadedPolicy, second: LoadedPolicy) -> bool:
 
 def measured_best_of(
     settings: EvaluateSettings, sides: Sides, theirs: SideAnswers
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return `best_of/<n>/...` of the policy against the baseline's answers, and the pool's scores.
 
     Both are empty if the best of n is not asked for.
@@ -235,7 +235,7 @@ def measured_best_of(
         theirs: the baseline's answers.
     """
     if not settings.best_of.n:
-        return {}, {}
+        return {}, []
     from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
     from rlhf_lightning.evaluation.generate import gold_scores
     from rlhf_lightning.evaluation.held_out import encode_questions
@@ -265,7 +265,9 @@ def measured_best_of(
         sorted(set(settings.best_of.n)),
         baseline_gold=None if rival is None else by_prompt(rival, len(sides.records)),
     )
-    return found, {"pool": pool.scores.tolist()}
+    count, size = pool.scores.shape
+    scores = pool.scores.flatten().tolist()
+    return found, [{"held_out": "pool", "score": scores, "groups": [size] * count}]
 
 
 def reward_spread(settings: EvaluateSettings) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Series:
         label: its name, shown when a chart has several.
         points: (iteration, value), sorted; values that are not finite are gaps.
         bounds: low and high of each point, drawn as a line through it.
-        names: of the points, written below them.
+        names: of the points, written above their bounds.
         kind: `line` for a measurement every iteration, `marks` for one now and then, `dots` for
             points that no line joins.
     """
@@ -316,12 +316,13 @@ def _curve(frame: _Frame, series: Series, index: int) -> str:
 
 def _bounds(frame: _Frame, series: Series, colour: str) -> str:
     parts = []
-    for (x, _), (low, high) in zip(series.points, series.bounds, strict=False):
-        ends = f"{frame.x(x)},{frame.y(low)} {frame.x(x)},{frame.y(high)}"
-        parts.append(f'<polyline class="faint {colour}" points="{ends}"/>')
-    for (x, _), name in zip(series.points, series.names, strict=False):
-        place = f'style="text-anchor:middle" x="{frame.x(x)}" y="{HEIGHT - BOTTOM - 5}"'
-        parts.append(f'<text class="dot-name" {place}>{text(name)}</text>')
+    for (x, _), (low, high), name in zip(series.points, series.bounds, series.names, strict=False):
+        place, top = frame.x(x), frame.y(high)
+        parts.append(
+            f'<polyline class="faint {colour}" points="{place},{frame.y(low)} {place},{top}"/>'
+            f'<text class="dot-name" style="text-anchor:middle" x="{place}" y="{top - 6:.1f}">'
+            f"{text(name)}</text>"
+        )
     return "".join(parts)
 
 

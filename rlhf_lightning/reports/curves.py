@@ -44,21 +44,6 @@ FIRST = (
     "val/calibration_error",
     "val/margin",
 )
-# The held-out curve is drawn into the chart of the training curve.
-_TOGETHER = {
-    "sft/loss": "val/loss",
-    "reward/loss": "val/loss",
-    "reward/accuracy": "val/accuracy",
-    "reward/margin": "val/margin",
-    "dpo/loss": "val/loss",
-    "dpo/accuracy": "val/accuracy",
-    "dpo/margin": "val/margin",
-    "dpo/chosen_reward": "val/chosen_reward",
-    "dpo/rejected_reward": "val/rejected_reward",
-    "dpo/chosen_logprob": "val/chosen_logprob",
-    "dpo/rejected_logprob": "val/rejected_logprob",
-    "rollout/score": "val/score",
-}
 _REFERENCES = {
     "val/accuracy": (
         ("val/label_ceiling", "ceiling of the labels"),
@@ -71,7 +56,7 @@ _ELSEWHERE = ("time/", "throughput/")
 def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
     """Return a small chart a metric: those that one looks at first, and the others."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != ITERATION))
-    inside = {held for name, held in _TOGETHER.items() if name in names and held in names}
+    inside = {held for name in names if (held := _held_out(name)) in names}
     inside |= {n for name in names for n, _ in _REFERENCES.get(name, ())}
     # An interval without its value says nothing.
     inside |= {bound for name in names for bound in bound_keys(name)}
@@ -84,6 +69,12 @@ def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
     return figures, more
 
 
+def _held_out(name: str) -> str:
+    """Return the held-out metric that is drawn into the chart of one of the training, or ""."""
+    phase, _, of = name.partition("/")
+    return "" if phase == "val" else f"val/{of}"
+
+
 def _order(name: str) -> tuple[int, str]:
     known = list(QUANTITIES)
     return (known.index(name) if name in QUANTITIES else len(known), name)
@@ -91,9 +82,8 @@ def _order(name: str) -> tuple[int, str]:
 
 def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
     about = quantity(name)
-    held_out = _TOGETHER.get(name)
-    together = held_out is not None and held_out in names
-    lines = {"training": name, "held-out": str(held_out)} if together else {name: name}
+    together = _held_out(name) in names
+    lines = {"training": name, "held-out": _held_out(name)} if together else {name: name}
     series = [_series(metric, rows, label) for label, metric in lines.items()]
     references = []
     for key, label in (pair for n in lines.values() for pair in _REFERENCES.get(n, ())):

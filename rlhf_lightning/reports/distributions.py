@@ -51,12 +51,10 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
     figures = []
     for name, title in (("score", "Score of a response"), ("length", "Tokens a response")):
         figures += _compared(title, {k: _numbers(side.get(name)) for k, side in sides.items()})
-    groups = {label: _groups(line) for label, line in ends.items()}
-    first: Lines = list(ends.values())
-    for line in held_out:
-        if pool := _listed(line.get("pool")):
-            groups, first = {"policy": [_numbers(group) for group in pool]}, list(sides.values())
-    figures += _solved(groups, _numbers(first[0].get("score")) if first else [])
+    pools = [line for line in lines if line.get("held_out") == "pool"]
+    grouped = {"policy": pools[-1]} if pools else ends
+    before = next(iter((sides if pools else ends).values()), {}).get("score")
+    figures += _solved({k: _groups(line) for k, line in grouped.items()}, _numbers(before))
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
     what = "held-out responses a side" if held_out else "responses of a rollout"
     return figures, f"{count} {what}." * (count > 0)
@@ -116,20 +114,8 @@ def pairs_section(lines: Lines) -> str:
     mean = f"mean {number(fmean(margins))}"
     figure = Figure("Margin", histogram("margin", parts), now=mean, legends=list(parts))
     rows = [row for row in map(_numbers, _listed(pairs[-1].get("reliability"))) if len(row) == 5]
-    cards = [
-        {
-            "prompt": wrong.get("prompt", ""),
-            "tag": f"margin {number(margin)}",
-            "answers": [
-                ("preferred by the label", "", str(wrong.get("chosen", "")), "now"),
-                ("preferred by the model", "", str(wrong.get("rejected", ""))),
-            ],
-        }
-        for wrong in _listed(pairs[-1].get("wrong"))
-        if isinstance(wrong, dict)
-        for margin in _numbers([wrong.get("margin")])
-    ]
-    return render("pairs.html", figure=figure, rows=rows, cards=cards, count=len(margins))
+    wrong = [row for row in _listed(pairs[-1].get("wrong")) if isinstance(row, dict)]
+    return render("pairs.html", figure=figure, rows=rows, wrong=wrong, count=len(margins))
 
 
 def _numbers(values: object) -> list[float]:

@@ -32,7 +32,7 @@ from rlhf_lightning.runs.doctor_log import (
     coverage_of,
     read_events,
 )
-from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
+from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
 from rlhf_lightning.runs.verdict import STAGES, verdict
@@ -104,7 +104,7 @@ def render_report(folder: RunFolder) -> str:
         )
     sections = (
         _verdict(summary, folder, shown, stages=bool(chain)),
-        _trained(summary),
+        _trained(summary, rows),
         *own,
         _times(rows, {} if summary is None else summary.seconds),
         _settings(summary, folder),
@@ -142,11 +142,13 @@ def _gates(summary: Summary | None) -> list[tuple[str, str, str, list[str]]]:
     return [(*_GATE[gate.word], gate.name, [_reason(gate)]) for gate in gates]
 
 
-def _trained(summary: Summary | None) -> Markup:
+def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Markup:
     """Return from what, on what, against what and on how many prompts; "" where nobody said it."""
     if summary is None or not summary.about:
         return Markup()
     facts = dict(summary.about)
+    if rows:
+        facts["trained for"] = f"{rows[-1][ITERATION]:.0f} iterations"
     prompts = summary.metrics.get("val/num_prompts")
     if prompts is not None and "prompts" not in facts:
         facts["measured on"] = f"{prompts:.0f} held-out prompts"

@@ -193,7 +193,7 @@ def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
     if score is None:
         skipped = _get(metrics, "val/judge_skipped") or 0.0
         if "val/score" in metrics or not (facts or skipped):
-            return _without(metrics, "val/score", "evaluation", facts)
+            return _without(metrics, "val/score", "held-out evaluation", facts)
         sentence = "Nothing scored or judged the responses: the figures tell how they look."
         if skipped:
             sentence = f"The judge gave no verdict: it skipped all {skipped:.0f} pairs."

@@ -78,9 +78,9 @@ def test_the_verdict_is_on_the_best_of_the_most_and_the_report_has_the_curve(
     assert "<h2>Best of n</h2>" in page
     assert "Learnt score over √KL" in page
     assert "Share solved of each prompt" in page
-    (line,) = read_samples(measured.distributions)
-    assert {len(group) for group in line["pool"]} == {4}
-    best = [max(group) for group in line["pool"]]
+    _, pool = read_samples(measured.distributions)
+    assert set(pool["groups"]) == {4}
+    best = [max(pool["score"][start : start + 4]) for start in range(0, len(pool["score"]), 4)]
     score = read_summary(measured).metrics["best_of/4/score"]
     assert sum(best) / len(best) == pytest.approx(score)
     rate = json.loads(measured.summary.read_text())["metrics"]["best_of/4/gold_win_rate"]

@@ -107,8 +107,8 @@ def test_held_out_responses_go_first_and_a_score_that_is_missing_is_no_score() -
 def test_an_evaluation_has_a_baseline_and_a_policy_and_its_pool_is_compared_with_the_baseline() -> (
     None
 ):
-    line = HELD_OUT | {"iteration": 0, "pool": [[0.1, 0.2, 3], [4, 5, 6]]}
-    (score, _, solved), _ = answers_figures([line])
+    pool = {"iteration": 0, "held_out": "pool", "score": [0.1, 0.2, 3, 4, 5, 6], "groups": [3, 3]}
+    (score, _, solved), _ = answers_figures([HELD_OUT | {"iteration": 0}, pool])
     assert [legend.partition(",")[0] for legend in score.legends] == ["baseline", "policy"]
     assert list(solved.legends) == ["policy, mean 66.7 %"]
     assert "above 0.5" in solved.note
@@ -147,7 +147,7 @@ def test_a_damaged_file_of_distributions_leaves_a_part_out_and_stops_no_page(
     tmp_path: Path, value: object
 ) -> None:
     folder = fake_ppo_run(tmp_path, 3)
-    for whole in (*ROLLOUTS, HELD_OUT | {"pool": [[1, 2]]}, PAIRS):
+    for whole in (*ROLLOUTS, HELD_OUT, HELD_OUT | {"held_out": "pool", "groups": [2]}, PAIRS):
         for key in whole.keys() - {"iteration"}:
             SamplesAppender(folder.distributions).append(1, [whole | {key: value}])
             Outline(render_report(folder))
