@@ -72,7 +72,8 @@ def prepare_inputs(
         if source is None or is_available(source) or not _is_read(settings, source):
             continue
         folder = Path(source)
-        if settings.only_runs and source == f"{settings.select('model.folder')}/{kind}":
+        usual = source == f"{settings.select('model.folder')}/{kind}"
+        if settings.only_runs and usual and (kind == "reward" or settings.select("model.base")):
             changed = _untrained(kind, settings, say)
             settings = settings.updated(changed) if changed else settings
             continue
@@ -131,7 +132,7 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     sibling = "_".join([kind, *settings.name.split("_")[1:]])
     experiment = sibling if sibling in choices("experiment") else kind
     starts = (f"artifacts.{start}=" for start in _STARTS.get(kind, ()))
-    kept = (*_SHARED, *_OF_DEVICES, "seed=", *starts)
+    kept = (*_SHARED, *_OF_DEVICES, "seed=", "debug=fast", "paths.apart=", *starts)
     words = [word for word in overrides if word.lstrip("+").startswith(kept)]
     if experiment == "sft" and not any(map(settings.select, ("artifacts.base", "model.base"))):
         words.append("artifacts.base=NAME")

@@ -165,6 +165,7 @@ def made_in_order(words, entry="train"):
         (["+experiment=ppo", *OWN], ["sft", "reward"]),
         (["+experiment=grpo", *OWN, "lora=lora"], ["sft", "reward"]),
         (["+experiment=dpo", *OWN], ["sft"]),
+        (["+experiment=dpo", *OWN, "debug=fast"], ["sft"]),
         (["+experiment=ppo", *OWN, "artifacts.sft=org/instruct"], ["reward"]),
         (["+experiment=dpo", *OWN, "artifacts.sft=org/instruct"], []),
         (
