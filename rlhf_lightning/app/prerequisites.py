@@ -8,6 +8,7 @@ Must not import torch: it runs in a process that will train later.
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,17 +26,8 @@ KINDS = ("base", "sft", "reward", "ppo")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Words of a command line that all stages share, and those that go to no process of one device.
 _SHARED = (
-    *(
-        "model=",
-        "model.",
-        "dataset=",
-        "dataset.",
-        "lora=",
-        "lora.",
-        "logger",
-        "trainer.accelerator",
-    ),
-    *("paths.outputs", "paths.artifacts", "paths.suffix"),
+    *("model=", "model.", "dataset=", "dataset.", "lora=", "lora.", "logger"),
+    *("trainer.accelerator", "paths.outputs", "paths.artifacts", "paths.suffix"),
 )
 _OF_DEVICES = ("strategy", "trainer.")
 _STARTS = {"sft": ("base",), "reward": ("sft",), "ppo": ("sft", "reward")}
@@ -77,7 +69,7 @@ def prepare_inputs(
             changed = _untrained(kind, settings, say)
             settings = settings.updated(changed) if changed else settings
             continue
-        if not _is_built_in(settings, kind):
+        if not (usual and str(settings.select("dataset.name")).startswith("demo_")):
             raise ConfigError(
                 f"artifacts.{kind}={source} does not exist: give a folder or hub name"
                 f"{_way_without(settings, source)}, or make it with  "
@@ -99,12 +91,6 @@ def is_available(source: str) -> bool:
         return (folder / "config.json").is_file() or is_adapter(folder)  # named when it is loaded
     # A hub name: transformers looks for it, in its cache first.
     return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
-
-
-def _is_built_in(settings: RunSettings, kind: str) -> bool:
-    name = str(settings.select("dataset.name") or "")
-    default = Path(settings.paths.artifacts) / name / kind
-    return name.startswith("demo_") and Path(settings.select(f"artifacts.{kind}")) == default
 
 
 def _is_read(settings: RunSettings, source: str) -> bool:
@@ -142,7 +128,7 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     elif not _holds(settings, kind):
         file = f"dataset.path={_RECORDS[kind].upper()}"
         words = [file if word.startswith("dataset.path=") else word for word in words]
-    return " ".join([experiment, *words])
+    return shlex.join([experiment, *words])
 
 
 def _holds(settings: Any, kind: str) -> bool:

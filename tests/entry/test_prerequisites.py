@@ -166,6 +166,7 @@ def made_in_order(words, entry="train"):
         (["+experiment=grpo", *OWN, "lora=lora"], ["sft", "reward"]),
         (["+experiment=dpo", *OWN], ["sft"]),
         (["+experiment=dpo", *OWN, "debug=fast"], ["sft"]),
+        (["+experiment=dpo", *OWN, "dataset.source.columns={prompt: prompt}"], ["sft"]),
         (["+experiment=ppo", *OWN, "artifacts.sft=org/instruct"], ["reward"]),
         (["+experiment=dpo", *OWN, "artifacts.sft=org/instruct"], []),
         (
