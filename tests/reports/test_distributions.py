@@ -135,7 +135,7 @@ def test_a_reward_model_shows_its_margins_its_reliability_and_its_surest_mistake
     assert outline.text.index("p?") < outline.text.index("good") < outline.text.index("bad")
     # Red where the interval leaves out what the model states, which the mark shows.
     bars = re.findall(
-        r"states (\d+) %, (\d+) pairs?</dt>.*?<i( class='\w+')?.*?<b style=\"left:([\d.]+)",
+        r"states (\d+)\s%, (\d+) pairs?</dt>.*?<i( class='\w+')?.*?<b style=\"left:([\d.]+)",
         section,
         re.S,
     )
