@@ -323,9 +323,9 @@ def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, obje
     lines: dict[str, object] = {
         "policy": settings.policy,
         "baseline": settings.baseline,
-        "prompts": f"{num_prompts} of {settings.dataset.name}, "
-        f"{settings.evaluation.answers_per_prompt} responses of up to "
-        f"{settings.evaluation.max_new_tokens} tokens a side to each",
+        "prompts": f"{num_prompts} of {settings.dataset.name}, responses a side to each: "
+        f"{settings.evaluation.answers_per_prompt} of up to {settings.evaluation.max_new_tokens} "
+        "tokens",
         "temperature": settings.evaluation.temperature,
         "seed": settings.seed,
     }

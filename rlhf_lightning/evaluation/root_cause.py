@@ -147,9 +147,15 @@ def _not_won(stage: str, rates: Sequence[float], proxy: float | None, *, ends_al
             f"It wins {_show(min(rates))} of comparisons, enough, but the interval is wide",
             "a larger evaluation.num_prompts, then more iterations",
         )
-    if proxy is None:
-        why = f"The policy wins {_show(min(rates, default=None))} of comparisons"
-    else:
+    if proxy is None and rates and min(rates) < 0.5:
+        return Blame(
+            stage,
+            f"The policy wins {_show(min(rates))} of comparisons, less than the one that it is "
+            "compared with",
+            f"reading the samples, then a larger {_LEVERS.get(stage, _LEVER)} or other data",
+        )
+    why = f"The policy wins {_show(min(rates, default=None))} of comparisons"
+    if proxy is not None:
         why = (
             f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
             "comparisons are won: the policy has not gone far enough"

@@ -128,10 +128,12 @@ def histogram(
         return ""
     # Whole numbers stand in the middle of their bins.
     shift = 0.5 if bins is None and all(value == int(value) for value in values) else 0.0
-    step = 1 / bins if bins else _bin_width(values, least=2 * shift)
-    low, high = 0, bins or 1 + math.floor((max(values) + shift) / step + 1e-9)
+    step, low, high = 1 / (bins or 1), 0, bins or 0
     if not bins:
-        low = math.floor((min(values) + shift) / step + 1e-9)
+        spread = max(values) - min(values) or abs(values[0]) * 0.1 or 1.0
+        step = max(nice_ticks(0, spread, 20)[1], 2 * shift)
+        ends = (math.floor((end(values) + shift) / step + 1e-9) for end in (min, max))
+        low, high = next(ends), next(ends) + 1
     counted = [
         Counter(min(math.floor((value + shift) / step + 1e-9), high - 1) for value in part)
         for part in parts.values()
@@ -148,13 +150,6 @@ def histogram(
         )
         drawn.append(f'<polygon class="s{index % NUM_COLOURS}" points="{corners}"/>')
     return svg(title, WIDTH, HEIGHT, "".join(drawn))
-
-
-def _bin_width(values: Sequence[float], *, least: float) -> float:
-    low, high = min(values), max(values)
-    spread = high - low or abs(low) * 0.1 or 1.0
-    ticks = nice_ticks(0, spread, 20)
-    return max(ticks[1] - ticks[0], least)
 
 
 def svg(title: str, width: int, height: int, body: str, *, wide: bool = False) -> Markup:

@@ -106,7 +106,8 @@ def figures(sample: Mapping[str, Any], prefix: str) -> str:
     for key, pattern in (("score", "score {}"), ("kl", "KL {} a token"), ("length", "{} tokens")):
         value: Any = sample.get(f"{prefix}{key}")
         if _is_number(value):
-            parts.append(pattern.format(value if key == "length" else number(value)))
+            shown = pattern.format(value if key == "length" else number(value))
+            parts.append("1 token" if shown == "1 tokens" else shown)
     if sample.get(f"{prefix}finished") is False:
         parts.append("cut off")
     return " · ".join(parts)

@@ -87,13 +87,11 @@ def about_table(study: Study) -> Table:
     rows = by(study.results, lambda r: r.row)
     about = {row: next((r.about for r in of if r.about), {}) for row, of in rows.items()}
     keys = list(dict.fromkeys(key for told in about.values() for key in told))
-    counts = {
-        row: f"{len({r.setting for r in of})}, {len({r.seed for r in of})} seeds"
-        for row, of in rows.items()
-    }
-    cells = [
-        [row, counts[row], *(told.get(key, "") for key in keys)] for row, told in about.items()
-    ]
+    cells = []
+    for row, told in about.items():
+        settings, seeds = (len({getattr(r, of) for r in rows[row]}) for of in ("setting", "seed"))
+        counts = f"{settings} with {seeds} seed{'s' * (seeds != 1)}"
+        cells.append([row, counts, *(told.get(key, "") for key in keys)])
     return Table("What was run", "By the first run of each row.", ["row", "settings", *keys], cells)
 
 

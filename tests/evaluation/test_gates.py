@@ -197,6 +197,7 @@ def test_a_policy_without_a_learnt_reward_is_not_said_to_follow_one():
     assert "0.41" in blame.why
     assert "learnt reward" not in blame.why
     assert "unknown" not in blame.why
+    assert "more iterations" not in blame.attempt  # it is worse than its start
 
 
 @pytest.mark.parametrize("stage", ["grpo", "dpo"])

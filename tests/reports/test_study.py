@@ -319,7 +319,7 @@ def test_what_was_run_stands_above_the_tables_and_what_to_do_next_at_the_top(tmp
     told = {"trained from": "<sft>", "data": "hh, 64 rows an iteration"}
     results = [replace(r, about=told if r.row == "b" else {}) for r in one.results]
     page, text = (path.read_text() for path in write_study(replace(one, results=results), tmp_path))
-    assert "| b | 2, 3 seeds | <sft> | hh, 64 rows an iteration |" in text
+    assert "| b | 2 with 3 seeds | <sft> | hh, 64 rows an iteration |" in text
     assert page.index("What was run") < page.index("&lt;sft&gt;") < page.index("<h2>Settings</h2>")
     undecided, _ = (path.read_text() for path in write_study(study(0.0, (1, 2)), tmp_path))
     for content, step in ((page, "Next:"), (undecided, "Next: more seeds")):
