@@ -77,6 +77,7 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     keep_secrets(settings, folder)
     settings = prepare_sides(settings, overrides)
     summary = new_summary("evaluate", seed=settings.seed, config_hash=settings.config_hash)
+    summary = replace(summary, judged=not settings.only_runs)
     claimed = claim_run(folder.path, lambda: check_folder(settings, folder))
     with claimed, computing(**settings.model.computing):
         try:

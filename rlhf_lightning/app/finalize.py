@@ -68,11 +68,7 @@ def finish(
     required = required_measures(
         None if settings.safety is None else settings.safety.get("prompts")
     )
-    gates = (
-        ()
-        if settings.only_runs
-        else check_gates(settings.gates, findings.metrics, required=required)
-    )
+    gates = check_gates(settings.gates, findings.metrics, required=required)
     model = getattr(parts.module, stage.trained)
     state = full_state(model)  # every rank takes part in gathering it
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):

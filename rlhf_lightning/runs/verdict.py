@@ -270,7 +270,7 @@ def verdict(summary: Summary) -> Verdict:
     """
     result = _BY_STAGE.get(summary.stage, _other)(summary.metrics)
     if not summary.judged:
-        result = Verdict(sentence="It runs; nothing was judged. Leave out debug=fast to train.")
+        result = Verdict(sentence="It runs, and nothing was judged.")
     facts = result.facts
     if "total" in summary.seconds:
         facts = (*facts, Fact("time", duration(summary.seconds["total"])))

@@ -18,6 +18,7 @@ from rlhf_lightning.app.train import run
 from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
+from rlhf_lightning.reports.next_step import next_step
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 from rlhf_lightning.runs.verdict import verdict
@@ -80,6 +81,7 @@ def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, capsys, stage):
     assert len(read_metrics(folder.metrics)) == 3
     found = verdict(read_summary(folder))
     assert (found.tone, found.number) == ("neutral", "")
+    assert "without debug=fast" in next_step(read_summary(folder), folder)
     assert not read_summary(folder).alerts
     made = sorted(path.name for path in (tmp_path / "models/debug_fast/demo_seed1").iterdir())
     assert [name for name in made if "." not in name] == sorted(
@@ -87,6 +89,23 @@ def test_fast_shows_that_it_runs_and_judges_nothing(tmp_path, capsys, stage):
     )
     assert "NOT PASSED" not in capsys.readouterr().out
     assert len(list((tmp_path / "models").iterdir())) == 1, "no artifact is replaced"
+
+
+def test_an_evaluation_of_a_run_that_only_shows_that_it_runs_judges_nothing_either(tmp_path):
+    trained = settings_of("+experiment=ppo", "debug=fast")
+    folder = RunFolder(tmp_path / "run")
+    folder.config.parent.mkdir(parents=True)
+    write_settings(folder.config, trained)
+    words = [f"run={folder.path}", "gates=by_dataset/ppo"]
+    settings = settings_of(*words, entry="evaluate")
+    assert settings.only_runs
+    assert settings.gates == {}
+    assert settings.policy == str(folder.export)
+    assert settings.baseline == trained.artifacts.sft
+    write_settings(folder.config, settings_of("+experiment=ppo"))
+    settings = settings_of(*words, entry="evaluate")
+    assert not settings.only_runs
+    assert settings.gates
 
 
 def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys):

@@ -181,6 +181,8 @@ def take_over(
     for kind in kinds:
         if models.get(kind) is not None or kind == "base":
             OmegaConf.update(changed, f"artifacts.{kind}", models.get(kind))
+    if entry == "evaluate" and trained.only_runs:
+        OmegaConf.update(changed, "paths.apart", trained.paths.apart)
     if entry == "evaluate" and trained.spec.name != "ppo":
         start = trained.spec.starts_from
         changed.policy = models[trained.spec.name]

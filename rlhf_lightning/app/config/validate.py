@@ -109,13 +109,16 @@ def read_settings(
 
 
 def _with_models_apart(written: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with `paths.apart` in the folder of models, wherever that is."""
+    """Return the configuration with `paths.apart` in the folder of models, and then no gates."""
     paths = written.get("paths")
     paths = paths if isinstance(paths, dict) else {}
     folder, apart = paths.get("artifacts"), paths.get("apart")
-    if not isinstance(folder, str) or apart is None or apart in Path(folder).parts:
+    if not isinstance(folder, str) or apart is None:
         return written
-    return written | {"paths": paths | {"artifacts": f"{folder}/{apart}"}}
+    ungated = written | ({"gates": {}} if "gates" in written else {})
+    if apart in Path(folder).parts:
+        return ungated
+    return ungated | {"paths": paths | {"artifacts": f"{folder}/{apart}"}}
 
 
 def _top_level_hint(settings: type[CommandSettings], key: str) -> str:

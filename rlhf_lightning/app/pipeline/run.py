@@ -194,6 +194,7 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
     return replace(
         summary,
         about={"stages": summary.about["stages"], **last.about},
+        judged=all(one.judged for one in judged.values()),
         metrics=dict(last.metrics) | dict(sorted(metrics.items())),
         gates=gates,
         seconds=seconds | {"total": sum(seconds.values())},
