@@ -7,7 +7,6 @@ from typing import Any
 
 from rlhf_lightning.app.build import vocabulary_of
 from rlhf_lightning.app.command_line import quieten
-from rlhf_lightning.app.config.compose import named_model
 from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.factory import head_std, load_base, load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
@@ -17,6 +16,15 @@ from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.runs.manifest import source_fingerprint, write_manifest
 from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, with_template
+
+_TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1 << 17,  # more than any policy reads
+}
 
 
 def write_untrained(kind: str, folder: Path, settings: Any) -> None:
@@ -35,8 +43,7 @@ def write_untrained(kind: str, folder: Path, settings: Any) -> None:
         tokenizer = with_template(model.tokenizer.build(), model.chat_template)
     else:
         tokenizer = load_tokenizer(policy, **model.template, **model.origin)
-    shape = model.from_scratch or named_model("demo")["from_scratch"]
-    fields = {**shape, **vocabulary_of(tokenizer)}
+    fields = (model.from_scratch or _TINY) | vocabulary_of(tokenizer)
     drawn: Any = load_policy(from_scratch=fields, seed=settings.seed)
     stops = stop_ids(tokenizer, policy, revision=model.revision)
     with replacing_folder(folder) as staging:
@@ -45,7 +52,7 @@ def write_untrained(kind: str, folder: Path, settings: Any) -> None:
             head = scalar_head(size, init_std=head_std(size, "reward"))
             drawn = ScalarHeadModel(drawn.model.base_model, head)
         save_hf_model(drawn, tokenizer, staging, drawn.state_dict(), stop_ids=stops)
-        if kind == "reward" and settings.lora is not None and policy is not None:
+        if policy is not None and settings.select("lora") is not None:
             _save_adapter(policy, staging / ADAPTER, settings)
         write_manifest(staging, stage=kind, run="none")
 

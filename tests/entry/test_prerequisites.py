@@ -13,6 +13,7 @@ from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.runs.manifest import read_manifest
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.command_lines import settings_of
+from tests.builders.runs import make_start
 
 
 @pytest.fixture
@@ -106,6 +107,23 @@ def test_a_run_that_only_shows_that_it_runs_makes_what_is_missing_of_random_weig
     before = read_manifest(sft)
     prerequisites.prepare_inputs(settings, [], say=lambda _: None)
     assert read_manifest(sft) == before
+
+
+def test_an_evaluation_apart_makes_both_sides_and_the_reward_model_of_random_weights(tmp_path):
+    words = ["paths.apart=trial", f"paths.artifacts={tmp_path}"]
+    prepare_sides(settings_of(*words, entry="evaluate"), words)
+    made = [path for path in (tmp_path / "trial/demo_seed1").iterdir() if path.is_dir()]
+    assert sorted(path.name for path in made) == ["ppo", "reward", "sft"]
+
+
+def test_a_reward_model_for_another_policy_reads_its_tokens_and_lengths(tmp_path):
+    make_start(tmp_path / "chat", max_position_embeddings=4096)
+    words = [*OWN, f"artifacts.sft={tmp_path}/chat", f"paths.artifacts={tmp_path}/made"]
+    settings = settings_of("+experiment=ppo", "debug=fast", *words)
+    prerequisites.prepare_inputs(settings, words, say=lambda _: None)
+    reward = load_scalar_model(settings.artifacts.reward)
+    assert reward.trunk.config.vocab_size == len(load_tokenizer(tmp_path / "chat"))
+    assert reward.trunk.config.max_position_embeddings >= 4096
 
 
 def test_a_pretrained_model_takes_the_place_of_its_missing_policy(tmp_path):
