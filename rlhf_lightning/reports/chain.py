@@ -29,7 +29,8 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
         if own.summary.is_file():
             begun, found = name, read_summary(own)
             lines = read_samples(own.distributions)
-            shown = pictures(read_metrics(own.metrics), found.metrics, lines)
+            metrics = found.metrics if found.judged else {}
+            shown = pictures(read_metrics(own.metrics), metrics, lines)
             card |= {"summary": found, "result": verdict(found), "picture": shown.headline}
         cards.append(card)
     return render("chain.html", cards=cards) if cards else ""

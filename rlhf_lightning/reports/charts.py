@@ -141,7 +141,7 @@ def histogram(
     most = max(count for counts in counted for count in counts.values())
     ticks = [tick for tick in nice_ticks(0, most, 4) if tick == int(tick)]
     frame = _Frame(low * step - shift, high * step - shift, 0, most * 1.04)
-    drawn = [_grid(frame, ticks, "", over="share" if bins else "")]
+    drawn = [_grid(frame, ticks, "", over="share" if bins else None if shift else "")]
     for index, counts in enumerate(counted):
         tops = [(edge, counts[place]) for place in range(low, high) for edge in (place, place + 1)]
         corners = " ".join(

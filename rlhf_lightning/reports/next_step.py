@@ -32,8 +32,8 @@ _BAD = (
 
 
 def next_step(summary: Summary, folder: RunFolder) -> str:
-    """Return what to do next; "" of a run that goes on, whose verdict says it."""
-    if summary.status == "running":
+    """Return what to do next; "" where the verdict says it."""
+    if summary.status == "running" or not summary.judged:
         return ""
     if summary.status != "completed":
         if not folder.last_checkpoint.exists():

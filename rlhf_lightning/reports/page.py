@@ -81,7 +81,7 @@ def render_report(folder: RunFolder) -> str:
             f"{folder.path} has neither summary.json nor metrics.csv: give the folder of a run, "
             "e.g. outputs/ppo/<date>_<time>"
         )
-    metrics = {} if summary is None else summary.metrics
+    metrics = summary.metrics if summary is not None and summary.judged else {}
     lines = read_samples(folder.distributions)
     shown = pictures(rows, metrics, lines)
     if summary is None and shown.headline:  # which has no number to stand beside

@@ -214,3 +214,38 @@ def test_the_page_says_from_what_on_what_and_on_how_many_prompts(tmp_path):
     told = page.text[page.text.index("What was run") : page.text.index("Curves")]
     assert told.index("org/base") < told.index("alert") < told.index("512 held-out prompts")
     assert not page.tags & {"script", "img"}
+
+
+def test_a_run_that_was_not_judged_shows_no_wins_and_does_not_name_a_next_stage(tmp_path):
+    folder = fake_ppo_run(tmp_path, 5)
+    summary = read_summary(folder)
+    metrics = {**summary.metrics, "val/gold_tie_rate": 0.1}
+    write_summary(folder, replace(summary, metrics=metrics, gates=()))
+    judged = Outline(render_report(folder)).text
+    assert "Comparisons, by the gold reward" in judged
+    assert "Next:" in judged
+    write_summary(folder, replace(summary, metrics=metrics, gates=(), judged=False))
+    text = Outline(render_report(folder)).text
+    assert "Comparisons, by" not in text
+    assert "Next:" not in text
+
+
+def test_each_run_that_ended_says_what_to_do_next(tmp_path):
+    def top(folder: RunFolder, **changes) -> str:
+        write_summary(folder, replace(read_summary(folder), **changes))
+        return Outline(render_report(folder)).text.partition("What was run")[0]
+
+    sft = fake_sft_run(tmp_path / "sft")
+    assert "artifacts.sft=" in top(sft)
+    sft.export.mkdir()
+    assert f"artifacts.sft={tmp_path.name}/sft/export" in top(sft)
+    assert "It left no checkpoint" in top(sft, status="failed", cause="disk full")
+    sft.last_checkpoint.mkdir(parents=True)
+    assert "resume=auto" in top(sft, status="failed", cause="disk full")
+    ppo = fake_ppo_run(tmp_path / "ppo", 5)
+    assert "Try: " in top(ppo)  # a gate failed
+    assert "baseline=FOLDER" in top(ppo, gates=())
+    lost = {"val/gold_win_rate": 0.2, "val/gold_win_rate_low": 0.1, "val/gold_win_rate_high": 0.3}
+    assert "Do not build on it" in top(ppo, gates=(), metrics=lost)
+    ppo.config.unlink()
+    assert "export_model(module" in top(ppo, gates=(), metrics={"val/score": 1.0})
