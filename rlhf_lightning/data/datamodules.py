@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Above0, Count, CountOrZero, checked
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
-from rlhf_lightning.data.encode import EncodedPreference, OverLong, beside_other_answers
+from rlhf_lightning.data.encode import EncodedPreference, OverLong
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.records import RecordKind
 from rlhf_lightning.data.sampler import stream_generator
@@ -27,6 +27,7 @@ from rlhf_lightning.data.sources.base import (
     RowSource,
 )
 from rlhf_lightning.data.sources.given import Rows, as_source
+from rlhf_lightning.data.unpaired import beside_other_answers
 
 
 class DemonstrationDataModule(RecordDataModule):

@@ -10,7 +10,10 @@ r"""Records to token ids: the one place where prompts, answers and EOS meet.
   conversation it is what the chat template writes: `<|im_end|>` of ChatML (and not its line
   break), `<end_of_turn>` of Gemma, `<|end|>` of Phi 3 (and not the EOS behind it).
 * The loss counts on the answer and the token that ends it; for `text` records on every token but
-  the first, which has nothing before it.
+  the first, which has nothing before it. With `loss_on="all"` each turn of the assistant is such
+  an answer, behind the prompt that a policy is given there. Turns whose tokens are the start of a
+  later row are learnt in it. A turn that the template writes in another way later (many drop its
+  thoughts) is a row of its own.
 * What a text spells is text: `<|im_end|>` in a message ends no turn. A template's own markers are
   tokens, and so is what a record spells that says `rendered`.
 * Over-long records are dropped, or their prompt is cut from the left. An answer is never cut: a
@@ -40,6 +43,7 @@ from rlhf_lightning.data.records import (
     TextRecord,
     UnpairedRecord,
 )
+from rlhf_lightning.text.forms import WEIGHT
 from rlhf_lightning.text.messages import Text
 from rlhf_lightning.text.templates import ChatTemplateError, unread_keys, write_chat
 from rlhf_lightning.text.tokens import (
@@ -51,6 +55,7 @@ from rlhf_lightning.text.tokens import (
 )
 
 OverLong = Literal["drop", "truncate_left"]
+LossOn = Literal["last", "all"]
 Tokenizes = PreTrainedTokenizerBase | TextEncoder
 OVER_LONG = "over-long"
 ANSWER_TOO_LONG = "response alone over-long"
@@ -125,8 +130,6 @@ class EncodingReport:
     columns that nothing reads.
     """
 
-    num_records: int = 0
-    num_encoded: int = 0
     num_truncated: int = 0
     num_spelled: int = 0
     num_merged: int = 0
@@ -143,8 +146,16 @@ def encode_all(
     *,
     max_length: int,
     over_long: OverLong = "drop",
+    loss_on: LossOn = "last",
 ) -> tuple[list[Any], EncodingReport]:
     """Return the encoded records in their order, without the dropped ones, and the report.
+
+    Args:
+        records: of one kind.
+        tokenizer: makes ids of them.
+        max_length: most tokens of a row.
+        over_long: what becomes of longer ones.
+        loss_on: `"last"` response of a demonstration, or `"all"` turns of the assistant.
 
     Raises:
         ValueError: if a record cannot be encoded, naming its number.
@@ -153,7 +164,7 @@ def encode_all(
     encoders: dict[type, Any] = {
         TextRecord: encode_text,
         PromptRecord: encode_prompt,
-        DemonstrationRecord: encode_demonstration,
+        DemonstrationRecord: encode_turns if loss_on == "all" else encode_demonstration,
         UnpairedRecord: encode_demonstration,
         PreferenceRecord: encode_preference,
     }
@@ -170,8 +181,8 @@ def encode_all(
             if isinstance(error, BadRecordError) and record.origin.where is not None:
                 raise
             raise ValueError(f"record {number}: {error}") from error
-        if row is not None:
-            encoded.append(row)
+        if row:
+            encoded += row if isinstance(row, list) else [row]
             report.unread.update(unread_keys(_messages(record), record.variables, tokenizer))
             if not isinstance(record, PromptRecord | TextRecord):  # rewards are given those
                 report.unread_columns.update(record.origin.unread)
@@ -240,7 +251,7 @@ def encode_text(
     report: EncodingReport | None = None,
 ) -> EncodedSequence | None:
     """Return BOS (where the tokenizer has one at the front), the text and EOS; None if dropped."""
-    report = _count(report)
+    report = report or EncodingReport()
     encoder = text_encoder(tokenizer)
     ids = end_with_eos(prompt_ids(record.text, encoder, rendered=record.rendered), encoder.eos)
     if len(ids) > max_length:
@@ -249,7 +260,6 @@ def encode_text(
             return None
         ids = _cut_left(ids, max_length, encoder.bos)
         report.num_truncated += 1
-    report.num_encoded += 1
     return _sequence(ids, num_given=1, domain=record.domain)
 
 
@@ -269,59 +279,77 @@ def encode_demonstration(
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
         BadRecordError: if it refuses the record, or does not write all of it.
     """
-    report = _count(report)
-    encoder = text_encoder(tokenizer)
+    report = report or EncodingReport()
     with _placed(record, report) as options:
-        found = prompt_and_answers(record.prompt, [record.completion], encoder, **options)
-        answer = found.answers[0]
-        fitted = _fit(found.prompt, len(answer), max_length, over_long, encoder.bos, report)
-        if fitted is not None:
-            report.num_encoded += 1
-            report.num_merged += found.is_merged
-            given = max(len(fitted), 1)
-            row = _sequence([*fitted, *answer], num_given=given, domain=record.domain)
-            return replace(row, label=record.label) if isinstance(record, UnpairedRecord) else row
+        row = _demonstration(record, tokenizer, max_length, over_long, report, options)
+        return (
+            replace(row, label=record.label) if row and isinstance(record, UnpairedRecord) else row
+        )
     return None
 
 
-def beside_other_answers(
-    rows: Sequence[EncodedSequence], others: Sequence[EncodedSequence], *, max_length: int
-) -> list[EncodedPreference]:
-    """Return unpaired rows, each beside its prompt with an answer to another prompt.
+def encode_turns(
+    record: DemonstrationRecord,
+    tokenizer: Tokenizes,
+    *,
+    max_length: int,
+    over_long: OverLong = "drop",
+    report: EncodingReport | None = None,
+) -> list[EncodedSequence]:
+    """Return rows in which every turn of the assistant is learnt once, but those of weight 0.
 
-    It is the answer of the row before among `others`, without those of the same prompt; before the
-    first row comes the last one. It only estimates a KL, and is cut where it does not fit.
-
-    Args:
-        rows: of one split, with labels.
-        others: the training rows.
-        max_length: most tokens of prompt and other answer.
+    Most templates need one row; see the top of this module.
 
     Raises:
-        ValueError: if all `others` have the prompt of a row.
+        ValueError: as `encode_demonstration`, and if the record is plain or a turn is empty.
     """
-    parts = [np.split(row.input_ids, [int(np.argmax(row.loss_mask))]) for row in others]
-    prompts = [prompt.tobytes() for prompt, _ in parts]
-    # The row before with another prompt; the second pass knows what is before the first row.
-    before: list[int | None] = [None] * len(others)
-    for n in (*range(len(others)), *range(len(others))):
-        before[n] = n - 1 if prompts[n - 1] != prompts[n] else before[n - 1]
-    paired = []
-    for number, row in enumerate(rows):
-        length = int(np.argmax(row.loss_mask))
-        prompt = row.input_ids[:length]
-        last = (number - 1) % len(others)
-        other = last if prompts[last] != prompt.tobytes() else before[last]
-        if other is None:
-            raise ValueError(
-                "all unpaired rows have one prompt: KTO estimates its KL from answers to other "
-                "prompts, give it rows of several"
-            )
-        joined = np.concatenate([prompt, parts[other][1]])[:max_length]
-        paired.append(
-            EncodedPreference(row.input_ids, joined, length, domain=row.domain, label=row.label)
-        )
-    return paired
+    report = report or EncodingReport()
+    rows: list[EncodedSequence] = []
+    with _placed(record, report) as options:
+        for turn in _turns(record):
+            row = _demonstration(turn, tokenizer, max_length, over_long, report, options)
+            shared = [
+                r for r in rows if row and np.array_equal(r.input_ids[: len(row)], row.input_ids)
+            ]
+            for other in shared[:1]:
+                other.loss_mask[: len(row)] |= row.loss_mask
+            rows += [row] if row and not shared else []
+        return rows[::-1]
+    return []
+
+
+def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
+    """Yield each learnt turn of the assistant with the messages before it, the last one first."""
+    if isinstance(record.prompt, str):
+        fix = "give messages, or learn the response alone with data.loss_on=last"
+        raise ChatTemplateError("data.loss_on=all is of conversations, and this is plain text", fix)
+    messages = (*record.prompt, *record.completion)
+    for at in reversed(range(len(messages))):
+        if messages[at]["role"] != "assistant" or messages[at].get(WEIGHT) == 0:
+            continue
+        if not messages[at]["content"].strip() and "tool_calls" not in messages[at]:
+            found = f"message {at + 1} (assistant) is empty: it would teach to say nothing"
+            raise ChatTemplateError(found, "fill it, or give it weight: 0")
+        yield replace(record, prompt=messages[:at], completion=messages[at : at + 1])
+
+
+def _demonstration(
+    record: DemonstrationRecord,
+    tokenizer: Tokenizes,
+    max_length: int,
+    over_long: OverLong,
+    report: EncodingReport,
+    options: dict[str, Any],
+) -> EncodedSequence | None:
+    encoder = text_encoder(tokenizer)
+    found = prompt_and_answers(record.prompt, [record.completion], encoder, **options)
+    answer = found.answers[0]
+    fitted = _fit(found.prompt, len(answer), max_length, over_long, encoder.bos, report)
+    if fitted is None:
+        return None
+    report.num_merged += found.is_merged
+    given = max(len(fitted), 1)
+    return _sequence([*fitted, *answer], num_given=given, domain=record.domain)
 
 
 def encode_preference(
@@ -338,7 +366,7 @@ def encode_preference(
         ValueError: if the chat template does not keep the prompt as a prefix, or is missing.
         BadRecordError: if it refuses the record, or does not write all of it.
     """
-    report = _count(report)
+    report = report or EncodingReport()
     encoder = text_encoder(tokenizer)
     fitted = None
     with _placed(record, report) as options:
@@ -352,7 +380,6 @@ def encode_preference(
         fitted = _fit(found.prompt, longer, max_length, over_long, encoder.bos, report)
     if fitted is None:
         return None
-    report.num_encoded += 1
     report.num_merged += found.is_merged
     return EncodedPreference(
         _ids([*fitted, *chosen]),
@@ -379,7 +406,7 @@ def encode_prompt(
     Raises:
         BadRecordError: if the chat template refuses the record, or does not write all of it.
     """
-    report = _count(report)
+    report = report or EncodingReport()
     encoder = text_encoder(tokenizer)
     fitted = None
     with _placed(record, report) as options:
@@ -390,7 +417,6 @@ def encode_prompt(
         fitted = _fit(prompt, 0, max_length, over_long, encoder.bos, report)
     if fitted is None:
         return None
-    report.num_encoded += 1
     return EncodedPrompt(_ids(fitted), prompt_columns(record, encoder.tokenizer), record.domain)
 
 
@@ -443,12 +469,6 @@ def _may_cut(over_long: OverLong) -> bool:
     if over_long not in ("drop", "truncate_left"):
         raise ValueError(f"over_long={over_long!r} is unknown: use 'drop' or 'truncate_left'")
     return over_long == "truncate_left"
-
-
-def _count(report: EncodingReport | None) -> EncodingReport:
-    report = EncodingReport() if report is None else report
-    report.num_records += 1
-    return report
 
 
 def _sequence(ids: Sequence[int], *, num_given: int, domain: str) -> EncodedSequence:

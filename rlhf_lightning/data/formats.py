@@ -51,6 +51,7 @@ from rlhf_lightning.data.records import (
 )
 from rlhf_lightning.data.row_keys import ROW_KEYS, with_row_keys
 from rlhf_lightning.data.turns import check_characters
+from rlhf_lightning.text.forms import WEIGHT
 
 
 def _parse_text_row(row: Row, where: Location) -> TextRecord:
@@ -92,8 +93,11 @@ def _parse_messages_row(row: Row, where: Location) -> DemonstrationRecord:
     if all(message["role"] != "user" for message in messages):
         found = "'messages' has no message from 'user'"
         raise BadRecordError(where, found, "put the question before the response")
-    check_answer(messages[:-1], messages[-1:], "messages", where)
-    return DemonstrationRecord(messages[:-1], messages[-1:])
+    roles = [m["role"] if m.get(WEIGHT) != 0 else "" for m in messages]
+    last = max((i for i, role in enumerate(roles) if role == "assistant"), default=len(roles) - 1)
+    prompt, answer = messages[:last], messages[last : last + 1]  # what is behind is not learnt
+    check_answer(prompt, answer, "messages", where)
+    return DemonstrationRecord(prompt, answer)
 
 
 def _parse_preference_row(row: Row, where: Location) -> PreferenceRecord:

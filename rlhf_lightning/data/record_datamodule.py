@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Above0, Count, CountOrZero, checked
 from rlhf_lightning.data.batch_size import check_batch_size
-from rlhf_lightning.data.encode import Encoded, OverLong, encode_all
+from rlhf_lightning.data.encode import Encoded, LossOn, OverLong, encode_all
 from rlhf_lightning.data.first_screen import warn_of_plain_prompts
 from rlhf_lightning.data.identity import FILES, check_same_data, data_digests, rows_digest
 from rlhf_lightning.data.records import Record, RecordKind, Split, kind_of
@@ -79,6 +79,8 @@ class RecordDataModule(LightningDataModule):
         validation_batch_size: rows of a rank's validation batch; None for twice its share of
             `batch_size`.
         num_workers: processes that collate; 0 is right unless rows are very long.
+        loss_on: what is learnt of a demonstration: the `"last"` response, or `"all"` turns of the
+            assistant but those with `weight: 0`.
 
     Raises:
         ValueError: if a number is out of range, or both `num_iterations` and `num_epochs` are
@@ -106,6 +108,7 @@ class RecordDataModule(LightningDataModule):
         max_validation_rows: Count | None = None,
         validation_batch_size: Count | None = None,
         num_workers: CountOrZero = 0,
+        loss_on: LossOn = "last",
     ) -> None:
         """Check the numbers; nothing is read yet."""
         super().__init__()
@@ -114,11 +117,15 @@ class RecordDataModule(LightningDataModule):
         self.kind: RecordKind = kind or self.kinds[0]
         _check_known("kind", self.kind, self.kinds)
         _check_known("over_long", over_long, get_args(OverLong))
+        _check_known("loss_on", loss_on, get_args(LossOn))
+        if loss_on == "all" and self.kind != "demonstrations":
+            raise ValueError(f"loss_on=all is of demonstrations alone: use last with {self.kind}")
         self.source = as_source(source)
         self.tokenizer = cast(PreTrainedTokenizerBase, tokenizer)  # None where settings are checked
         self.batch_size = batch_size
         self.max_length = max_length
         self.over_long = over_long
+        self.loss_on = loss_on
         self._seed = seed
         self.group_by_length = group_by_length
         self.show_examples = show_examples
@@ -203,7 +210,11 @@ class RecordDataModule(LightningDataModule):
         records = {split: self._records(split) for split in rows}
         for split in rows:
             rows[split], report = encode_all(
-                records[split], self.tokenizer, max_length=self.max_length, over_long=self.over_long
+                records[split],
+                self.tokenizer,
+                max_length=self.max_length,
+                over_long=self.over_long,
+                loss_on=self.loss_on,
             )
             if hasattr(self.source, "left_out"):
                 report.dropped.update(self.source.left_out(self.kind, split))

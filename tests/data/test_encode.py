@@ -196,7 +196,6 @@ def test_a_record_may_be_as_long_as_max_length_and_no_longer(tokenizer, slack):
     encoded = encode_demonstration(record, tokenizer, max_length=max_length, report=report)
     assert (encoded is None) == (slack < 0)
     assert report.dropped == ({OVER_LONG: 1} if slack < 0 else {})
-    assert (report.num_records, report.num_encoded) == (1, 1 + slack)
 
 
 def test_truncation_cuts_the_prompt_from_the_left_and_never_the_answer(make_tokenizer):
@@ -255,11 +254,11 @@ def test_encode_all_keeps_the_order_and_counts_everything(tokenizer):
     records = [DemonstrationRecord("p" * n, "c") for n in (1, 9, 2, 8, 3)]
     rows, report = encode_all(records, tokenizer, max_length=6)
     assert [len(row) for row in rows] == [3, 4, 5]
-    assert (report.num_records, report.num_encoded, report.num_truncated) == (5, 3, 0)
+    assert report.num_truncated == 0
     assert report.dropped == {OVER_LONG: 2}
     rows, report = encode_all(records, tokenizer, max_length=6, over_long="truncate_left")
     assert [len(row) for row in rows] == [3, 6, 4, 6, 5]
-    assert (report.num_encoded, report.num_truncated) == (5, 2)
+    assert report.num_truncated == 2
 
 
 def test_labels_sum_to_the_response_lengths_with_eos(tokenizer):

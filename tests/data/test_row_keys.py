@@ -110,6 +110,8 @@ def test_an_answer_that_is_not_to_be_learnt_is_no_demonstration(said):
         parse(row)
     earlier = parse(conversation({**assistant("?"), **said}, user("and?"))).record.prompt
     assert earlier[1]["weight"] == 0
+    record = parse(conversation(assistant("?"), user("and?"), **said)).record
+    assert (record.prompt, record.completion) == ((ASK,), (assistant("?"),))
 
 
 @pytest.mark.parametrize("said", [{"weight": 0.5}, {"train": "some"}, {"weight": 1, "train": 0}])

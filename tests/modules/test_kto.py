@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
-from rlhf_lightning.data.encode import EncodedSequence, beside_other_answers
+from rlhf_lightning.data.encode import EncodedSequence
+from rlhf_lightning.data.unpaired import beside_other_answers
 from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs

@@ -1,0 +1,49 @@
+"""Unpaired rows for KTO: each beside its prompt with an answer to another prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
+
+
+def beside_other_answers(
+    rows: Sequence[EncodedSequence], others: Sequence[EncodedSequence], *, max_length: int
+) -> list[EncodedPreference]:
+    """Return unpaired rows, each beside its prompt with an answer to another prompt.
+
+    It is the answer of the row before among `others`, without those of the same prompt; before the
+    first row comes the last one. It only estimates a KL, and is cut where it does not fit.
+
+    Args:
+        rows: of one split, with labels.
+        others: the training rows.
+        max_length: most tokens of prompt and other answer.
+
+    Raises:
+        ValueError: if all `others` have the prompt of a row.
+    """
+    parts = [np.split(row.input_ids, [int(np.argmax(row.loss_mask))]) for row in others]
+    prompts = [prompt.tobytes() for prompt, _ in parts]
+    # The row before with another prompt; the second pass knows what is before the first row.
+    before: list[int | None] = [None] * len(others)
+    for n in (*range(len(others)), *range(len(others))):
+        before[n] = n - 1 if prompts[n - 1] != prompts[n] else before[n - 1]
+    paired = []
+    for number, row in enumerate(rows):
+        length = int(np.argmax(row.loss_mask))
+        prompt = row.input_ids[:length]
+        last = (number - 1) % len(others)
+        other = last if prompts[last] != prompt.tobytes() else before[last]
+        if other is None:
+            raise ValueError(
+                "all unpaired rows have one prompt: KTO estimates its KL from answers to other "
+                "prompts, give it rows of several"
+            )
+        joined = np.concatenate([prompt, parts[other][1]])[:max_length]
+        paired.append(
+            EncodedPreference(row.input_ids, joined, length, domain=row.domain, label=row.label)
+        )
+    return paired
