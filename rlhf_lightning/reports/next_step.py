@@ -18,8 +18,8 @@ _NEXT = {
     "collect": "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs.",
 }
 _COMPARE = (
-    "Read the samples. rlhf-evaluate policy={} baseline=FOLDER compares it on more prompts, also "
-    "by a language model (judge=) or by people (human=export)."
+    "Read the samples. rlhf-evaluate run={run} compares it on other prompts, also by a language "
+    "model (judge=) or by people (human=export)."
 )
 _IN_PYTHON = (
     "Read the samples. compare(module, BASELINE, PROMPTS, reward=...) says whether its responses "
@@ -33,7 +33,7 @@ _BAD = (
 
 def next_step(summary: Summary, folder: RunFolder) -> str:
     """Return what to do next; "" where the verdict says it."""
-    if summary.status == "running" or not summary.judged:
+    if summary.status == "running":
         return ""
     if summary.status != "completed":
         if not folder.last_checkpoint.exists():
@@ -41,6 +41,8 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         by_command = folder.config.is_file()
         way = "the same command with resume=auto" if by_command else 'fit(..., ckpt_path="last")'
         return f"Mend the cause; {way} goes on from the last checkpoint."
+    if not summary.judged:
+        return ""
     if not summary.judged:
         return "The same command without debug=fast trains."
     own = {summary.stage: summary.metrics}
@@ -54,7 +56,9 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
     if not folder.config.is_file():
         return undecided + _IN_PYTHON
     made = folder.export if folder.export.is_dir() else folder.path
-    return undecided + _NEXT.get(summary.stage, _COMPARE).format(place_of(made))
+    return undecided + _NEXT.get(summary.stage, _COMPARE).format(
+        place_of(made), run=place_of(folder.path)
+    )
 
 
 def place_of(path: Path) -> str:

@@ -244,7 +244,9 @@ def test_each_run_that_ended_says_what_to_do_next(tmp_path):
     assert "resume=auto" in top(sft, status="failed", cause="disk full")
     ppo = fake_ppo_run(tmp_path / "ppo", 5)
     assert "Try: " in top(ppo)  # a gate failed
-    assert "baseline=FOLDER" in top(ppo, gates=())
+    assert f"rlhf-evaluate run={tmp_path.parent.name}/{tmp_path.name}/ppo" in top(ppo, gates=())
+    assert "It left no checkpoint" in top(ppo, status="failed", cause="disk full", judged=False)
+    assert "Next:" in top(ppo, status="completed", cause=None, judged=True)
     lost = {"val/gold_win_rate": 0.2, "val/gold_win_rate_low": 0.1, "val/gold_win_rate_high": 0.3}
     assert "Do not build on it" in top(ppo, gates=(), metrics=lost)
     ppo.config.unlink()
