@@ -337,7 +337,7 @@ def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, obje
         )
     scorer = settings.scorer
     if scorer is not None:
-        lines["score"] = scorer.get("source") or scorer.path
+        lines["score"] = scorer.get("source") or scorer.get("function") or scorer.path
     if settings.judge is not None:
         lines["judge"] = settings.judge.get("model") or settings.judge.class_name
     return lines

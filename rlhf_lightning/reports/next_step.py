@@ -55,7 +55,7 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
     undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
     if not folder.config.is_file():
         return undecided + _IN_PYTHON
-    made = folder.export if folder.export.is_dir() else folder.path
+    made = next((p for p in (folder.export, folder.path / "data") if p.is_dir()), folder.path)
     return undecided + _NEXT.get(summary.stage, _COMPARE).format(
         place_of(made), run=place_of(folder.path)
     )

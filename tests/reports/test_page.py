@@ -249,5 +249,8 @@ def test_each_run_that_ended_says_what_to_do_next(tmp_path):
     assert "Next:" in top(ppo, status="completed", cause=None, judged=True)
     lost = {"val/gold_win_rate": 0.2, "val/gold_win_rate_low": 0.1, "val/gold_win_rate_high": 0.3}
     assert "Do not build on it" in top(ppo, gates=(), metrics=lost)
+    collection = fake_sft_run(tmp_path / "collect")
+    (collection.path / "data").mkdir()
+    assert f"data.path={tmp_path.name}/collect/data" in top(collection, stage="collect")
     ppo.config.unlink()
     assert "export_model(module" in top(ppo, gates=(), metrics={"val/score": 1.0})
