@@ -308,12 +308,14 @@ def encode_turns(
     with _placed(record, report) as options:
         for turn in _turns(record):
             row = _demonstration(turn, tokenizer, max_length, over_long, report, options)
-            shared = [
-                r for r in rows if row and np.array_equal(r.input_ids[: len(row)], row.input_ids)
-            ]
-            for other in shared[:1]:
-                other.loss_mask[: len(row)] |= row.loss_mask
-            rows += [row] if row and not shared else []
+            if row is None:
+                continue
+            size = len(row)
+            same = (r for r in rows if np.array_equal(r.input_ids[:size], row.input_ids))
+            if (later := next(same, None)) is None:
+                rows.append(row)
+            else:
+                later.loss_mask[:size] |= row.loss_mask
         return rows[::-1]
     return []
 
@@ -424,15 +426,16 @@ def prompt_columns(record: PromptRecord, tokenizer: PreTrainedTokenizerBase) -> 
     """Return the record's columns and its prompt.
 
     `prompt` is the plain prompt, or the conversation as the template writes it; then `CONVERSATION`
-    holds the conversation itself as JSON, for models that have another template; of a `rendered`
-    prompt it holds true.
+    holds the conversation itself as JSON, for models that have another template, and in front of it
+    the further variables of the template, if any; of a `rendered` prompt it holds true.
     """
     columns = {k: v for k, v in record.columns.items() if k != CONVERSATION}
     if isinstance(record.prompt, str):
         rendered = {CONVERSATION: "true"} if record.rendered else {}
         return columns | rendered | {"prompt": record.prompt}
     messages = [dict(message) for message in record.prompt]
-    columns[CONVERSATION] = json.dumps(messages, ensure_ascii=False, default=str)
+    written = [dict(record.variables), messages] if record.variables else messages
+    columns[CONVERSATION] = json.dumps(written, ensure_ascii=False, default=str)
     return columns | {"prompt": write_chat(record.prompt, tokenizer, variables=record.variables)}
 
 

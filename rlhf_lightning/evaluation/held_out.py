@@ -255,7 +255,12 @@ def written_answers(
         row = encode_prompt(record, encoder, max_length=max_prompt_length)
         if row is not None:
             found = prompt_and_answers(
-                record.prompt, [completion], encoder, rendered=record.rendered
+                record.prompt,
+                [completion],
+                encoder,
+                rendered=record.rendered,
+                variables=record.variables,
+                losses=[] if record.origin.lossy else None,
             )
             given = np.asarray(found.prompt or row.input_ids, dtype=np.int32)
             rows.append((replace(row, input_ids=given), found.answers[0]))

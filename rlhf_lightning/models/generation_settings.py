@@ -23,8 +23,8 @@ _MODES = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
 def mended_settings(settings: GenerationConfig, source: object) -> GenerationConfig:
     """Return the settings without those that have no effect, or cannot have one.
 
-    A model that decodes greedily, which is one at temperature 0 too, goes on doing so. One that
-    names a temperature and does not say whether to sample, as older checkpoints do, samples.
+    A model that decodes greedily stays greedy. It does so at temperature 0, and without
+    `do_sample: true`, whatever temperature or top_k it names.
 
     Args:
         settings: of a checkpoint, left as they are.
@@ -34,13 +34,6 @@ def mended_settings(settings: GenerationConfig, source: object) -> GenerationCon
     if found.temperature == 0:
         found.do_sample = False
     wrong = _without_effect(found)
-    if found.do_sample is None:
-        found.do_sample = True
-        needless = _without_effect(found)
-        if len(needless) < len(wrong):
-            wrong = needless
-        else:
-            found.do_sample = None
     for name in wrong:
         setattr(found, name, getattr(GenerationConfig(), name))
     if wrong:

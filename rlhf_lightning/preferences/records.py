@@ -261,7 +261,7 @@ def _checked_prompt(owner: str, prompt: Any) -> Text:
             )
     if not messages:
         raise LabError(f"{owner}.prompt is {describe(prompt)}, expected text or messages")
-    return tuple({"role": m["role"], "content": m["content"]} for m in messages)
+    return tuple(dict(message) for message in messages)
 
 
 def _check_texts(record: LabRecord, *keys: str, filled: bool = False) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -35,13 +36,15 @@ class AnswerText(NamedTuple):
         completion: what the policy wrote.
         finished: it ended by itself.
         rendered: special tokens that a plain prompt spells are tokens.
+        variables: further ones of a chat template, such as `tools`.
     """
 
     prompt: str
-    messages: list[dict[str, str]] | None
+    messages: list[dict[str, Any]] | None
     completion: str
     finished: bool
     rendered: bool = False
+    variables: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,9 @@ class Renderer:
             return Parts(self.question(row), completion, "")
         if self.plain:
             return Parts(self.question(row) + BETWEEN_TURNS, completion, "")
-        before, _, after = self._render([*row.messages, _turn(_PLACEHOLDER)]).partition(
-            _PLACEHOLDER
-        )
-        full = self._render([*row.messages, _turn(row.completion)])
+        asked = self._render(row, _turn(_PLACEHOLDER))
+        before, _, after = asked.partition(_PLACEHOLDER)
+        full = self._render(row, _turn(row.completion))
         if not full.startswith(before) and full.startswith(self.question(row)):
             # What a template writes in front of an answer may depend on the answer.
             before = self.question(row)
@@ -113,27 +115,30 @@ class Renderer:
             return row.prompt if row.rendered else self._text(row.prompt)
         if self.plain:
             return BETWEEN_TURNS.join(self._text(message["content"]) for message in row.messages)
-        return self._render(row.messages)
+        return self._render(row)
 
     def answer(self, row: AnswerText) -> str:
         """Return the answer by itself."""
         return self._text(row.completion)
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _render(self, row: AnswerText, *answer: Mapping[str, str]) -> str:
         if self.template is None and not self.tokenizer.chat_template:
             raise ValueError(
                 "the prompts are conversations but the reward model's tokenizer has no chat "
                 "template: give one with scorer.chat_template=FILE, or scorer.chat_template=plain "
                 "to write the turns with an empty line between them"
             )
-        conversation = [dict(message) for message in messages]
+        conversation = [dict(self._control.hidden(m)) for m in (*(row.messages or ()), *answer)]
         for message in conversation:
             if message["content"] != _PLACEHOLDER:
-                message["content"] = self._text(message["content"])
+                message["content"] = message["content"].replace(_PLACEHOLDER, "")
         try:
             with limited():
                 text = self.tokenizer.apply_chat_template(
-                    conversation, chat_template=self.template, tokenize=False
+                    conversation,
+                    chat_template=self.template,
+                    tokenize=False,
+                    **self._control.hidden(row.variables),
                 )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in conversation)

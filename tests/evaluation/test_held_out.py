@@ -30,6 +30,7 @@ from tests.builders.models import (
     tiny_scalar_model,
 )
 from tests.builders.models import tiny_tokenizer as tokenizer
+from tests.builders.tokenizers import build_tokenizer
 
 RECORDS = [PromptRecord("w2 w3"), PromptRecord("w4 " * 9), PromptRecord("w5", domain="d")]
 
@@ -114,3 +115,24 @@ def test_a_written_answer_has_the_score_of_its_tokens():
         with torch.no_grad():
             alone = sequence_scores(model, row, torch.ones_like(row, dtype=torch.bool))
         assert score == pytest.approx(float(alone), abs=1e-4)
+
+
+def test_a_written_answer_is_rendered_with_the_variables_of_its_record():
+    needs_tools = (
+        "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools | tojson }}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    asked = ({"role": "user", "content": "why?"},)
+    record = PromptRecord(asked, variables={"tools": [{"name": "f"}]})
+    said = written_answers(
+        [record],
+        [({"role": "assistant", "content": "so"},)],
+        build_tokenizer(template=needs_tools),
+        max_prompt_length=100,
+        batch_size=1,
+        device=torch.device("cpu"),
+        scorer=None,
+    )
+    assert said.completions == ["so"]
+    assert said.lengths == [3]  # EOS included

@@ -29,7 +29,11 @@ MENDED = {
         {"num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
         {"num_beams": 3, "early_stopping": True, "length_penalty": 2.0},
     ),
-    "samples": ({"temperature": 0.6, "min_p": 0.1}, {"temperature": 0.6, "min_p": 0.1}),
+    "does not say whether to sample": ({"temperature": 0.6, "min_p": 0.1, "top_k": 7}, {}),
+    "samples": (
+        {"do_sample": True, "temperature": 0.6, "min_p": 0.1},
+        {"temperature": 0.6, "min_p": 0.1},
+    ),
 }
 
 

@@ -139,3 +139,15 @@ def test_a_candidate_says_who_wrote_it_and_a_prompt_can_be_read() -> None:
     assert made.source == "sft temperature=0.7 top_p=1 seed=1"
     assert readable(CHAT) == "system: Be brief.\n\nuser: 2 + 2?"
     assert readable("plain") == "plain"
+
+
+def test_a_prompt_keeps_all_keys_of_its_messages(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    prompt = (
+        {"role": "user", "content": "why?", "name": "Ann"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "look"},
+        {"role": "tool", "content": "12", "tool_call_id": "c1"},
+    )
+    pair = Pair.make(prompt, "a", "b")
+    assert pair.prompt == prompt
+    assert from_row(Pair, json.loads(json.dumps(to_row(pair))), Location("f", 1)) == pair

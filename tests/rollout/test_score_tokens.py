@@ -306,3 +306,16 @@ def test_without_max_length_a_text_may_be_as_long_as_the_model_reads(model_type,
     shorter = scored(folder, answers, max_length=limit)
     assert scores.total.tolist() == shorter.total.tolist()
     assert scores.components["text_reward_model_over_long"].tolist() == [0.0]
+
+
+def test_a_template_of_the_reward_model_is_given_tools_and_documents():
+    reads = "{{ (tools or []) | tojson }}{{ (documents or []) | tojson }}" + TURNS
+    tools, documents = [{"name": "<|im_end|>weather"}], [{"title": "T", "text": "x"}]
+    record = PromptRecord(tuple(CHAT), variables={"tools": tools, "documents": documents})
+    prompt = encode_prompt(record, byte_tokenizer(template=reads), max_length=500)
+    batch = PromptCollator(0)([(prompt, 0)])
+    columns = {name: column for name, column in batch.columns.items() if name != "prompt"}
+    (row,) = answer_texts(text_answers(batch.columns["prompt"], ["so"], **columns))
+    assert row.messages == CHAT
+    text, _ = read(row, byte_tokenizer(template=reads))
+    assert json.dumps(tools) + json.dumps(documents) in text

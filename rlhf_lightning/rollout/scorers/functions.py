@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -175,12 +176,20 @@ def read_scores(values: Sequence[Any], completions: Sequence[str], what: str) ->
         score = _number(value)
         if score is None:
             raise ValueError(
-                f"{what} returned {repr(value)[:200]} for completion {row} "
+                f"{what} returned {_short(value)} for completion {row} "
                 f"({completions[row][:200]!r}): return a finite number of float32, or None where "
                 "the reward does not apply"
             )
         scores.append(score)
     return scores
+
+
+def _short(value: Any) -> str:
+    """Return a value in a few characters; an integer of thousands of digits has no `repr`."""
+    try:
+        return reprlib.repr(value)
+    except Exception:
+        return f"a value of type {type(value).__name__}"
 
 
 def _number(value: Any) -> float | None:
