@@ -23,7 +23,7 @@ _COMPARE = (
 )
 _IN_PYTHON = (
     "Read the samples. compare(module, BASELINE, PROMPTS, reward=...) says whether its responses "
-    "are better, export_model(module, FOLDER) writes it for what comes next."
+    "are better. "
 )
 _BAD = (
     "Do not build on it: read the samples and the doctor's findings, change one setting and run it "
@@ -54,7 +54,8 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         return _BAD
     undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
     if not folder.config.is_file():
-        return undecided + _IN_PYTHON
+        told = "" if summary.stage in _NEXT else _IN_PYTHON
+        return f"{undecided}{told}export_model(module, FOLDER) writes it for what comes next."
     made = next((p for p in (folder.export, folder.path / "data") if p.is_dir()), folder.path)
     return undecided + _NEXT.get(summary.stage, _COMPARE).format(
         place_of(made), run=place_of(folder.path)

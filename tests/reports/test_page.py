@@ -253,4 +253,11 @@ def test_each_run_that_ended_says_what_to_do_next(tmp_path):
     (collection.path / "data").mkdir()
     assert f"data.path={tmp_path.name}/collect/data" in top(collection, stage="collect")
     ppo.config.unlink()
-    assert "export_model(module" in top(ppo, gates=(), metrics={"val/score": 1.0})
+    told = top(ppo, gates=(), metrics={"val/score": 1.0})
+    assert "compare(module" in told
+    assert "export_model(module" in told
+    reward = fake_reward_run(tmp_path / "reward", 20)
+    reward.config.unlink()
+    told = top(reward)
+    assert "export_model(module" in told
+    assert "compare(module" not in told  # which compares policies
