@@ -65,8 +65,9 @@ def prepare_inputs(
             continue
         folder = Path(source)
         usual = source == f"{settings.select('model.folder')}/{kind}"
-        if settings.only_runs and usual and (kind == "reward" or settings.select("model.base")):
-            changed = _untrained(kind, settings, say)
+        base = settings.select("artifacts.base") or settings.select("model.base")
+        if settings.only_runs and usual and (kind == "reward" or base):
+            changed = _untrained(kind, settings, base, say)
             settings = settings.updated(changed) if changed else settings
             continue
         if not (usual and str(settings.select("dataset.name")).startswith("demo_")):
@@ -143,14 +144,13 @@ def _holds(settings: Any, kind: str) -> bool:
 
 
 def _untrained(
-    kind: str, settings: RunSettings, say: Callable[[str], None]
+    kind: str, settings: RunSettings, base: str | None, say: Callable[[str], None]
 ) -> dict[str, str | None]:
-    """Make a model of random weights; a pretrained model takes the place of its missing policy."""
+    """Make a model of random weights; a pretrained base takes the place of a missing policy."""
     from rlhf_lightning.app.untrained import write_untrained
 
     source = str(settings.select(f"artifacts.{kind}"))
     if kind != "reward" and not settings.select("model.from_scratch"):
-        base = settings.select("model.base")
         say(f"There is no {kind} model in {source}: this run starts from {base}.")
         return {f"artifacts.{kind}": base}
     with artifact_lock(Path(source), report=say):

@@ -133,6 +133,8 @@ def test_a_pretrained_model_takes_the_place_of_its_missing_policy(tmp_path):
     assert made.start == settings.model.source
     assert made.module.arguments["policy"]["source"] == made.start
     assert made.artifacts.publish == settings.artifacts.publish
+    own = ["+experiment=dpo", "debug=fast", *OWN, "artifacts.base=org/mine"]
+    assert prerequisites.prepare_inputs(settings_of(*own), own).start == "org/mine"
 
 
 def test_a_folder_that_the_user_names_is_never_made_up(compose_ppo, tmp_path):
