@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.report import run
+from rlhf_lightning.runs.folder import SamplesAppender
 from tests.browser import console, set_scheme, set_viewport
-from tests.builders.run_folders import fake_reward_run
+from tests.builders.run_folders import fake_ppo_run, fake_reward_run
+from tests.reports.test_chain import pipeline
 from tests.reports.test_compare import sweep
+from tests.reports.test_distributions import HELD_OUT, PAIRS, ROLLOUTS
 
 PHONE = 390
 
@@ -18,7 +21,12 @@ PHONE = 390
 def pages(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("pages")
     sweep(folder)
-    return [*run([folder])[-2:], *run([fake_reward_run(folder.parent / "reward_run", 60).path])]
+    reward = fake_reward_run(folder.parent / "reward_run", 60)
+    SamplesAppender(reward.distributions).append(60, [PAIRS])
+    grpo = fake_ppo_run(folder.parent / "grpo_run", 9)
+    SamplesAppender(grpo.distributions).append(9, [*ROLLOUTS, HELD_OUT])
+    others = [reward, grpo, pipeline(folder.parent / "pipeline_run")]
+    return [*run([folder])[-2:], *(page for one in others for page in run([one.path]))]
 
 
 @pytest.mark.timeout(120)
