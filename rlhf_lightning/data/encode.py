@@ -329,9 +329,11 @@ def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
     for at in reversed(range(len(messages))):
         if messages[at]["role"] != "assistant" or messages[at].get(WEIGHT) == 0:
             continue
-        if not messages[at]["content"].strip() and "tool_calls" not in messages[at]:
-            found = f"message {at + 1} (assistant) is empty: it would teach to say nothing"
-            raise ChatTemplateError(found, "fill it, or give it weight: 0")
+        said = messages[at]["content"].strip() or "tool_calls" in messages[at]
+        if not at or not said:
+            why = "is empty: it would teach to say nothing" if at else "answers no message"
+            fix = "fill it, or give it weight: 0" if at else "give it weight: 0"
+            raise ChatTemplateError(f"message {at + 1} (assistant) {why}", fix)
         yield replace(record, prompt=messages[:at], completion=messages[at : at + 1])
 
 

@@ -72,7 +72,8 @@ class Fidelity:
         if thought := message.get(THOUGHT, "").strip():
             yield _Piece((index, THOUGHT), thought, earlier and self.form.thought is not None)
         content = message["content"].strip()
-        if _THOUGHT_END in content and text.find(content, begin) < 0:
+        is_rewritten = _THOUGHT_END in content and text.find(content, begin) < 0
+        if is_rewritten and (_THOUGHT_END in text[begin:] or self._knows_thoughts(index)):
             thought, _, content = map(str.strip, content.rpartition(_THOUGHT_END))
             thought = thought.removeprefix(_THINK).strip()
             yield from [_Piece((index, "content"), thought, earlier)] * bool(thought)
@@ -83,6 +84,11 @@ class Fidelity:
             for name in ("name", "arguments"):
                 for leaf, value in _leaves(call["function"][name], (*path, name)):
                     yield _Piece(leaf, value)
+
+    def _knows_thoughts(self, index: int) -> bool:
+        """Return True if the template rewrites `<think>` alone, and not all that it is given."""
+        plain = self.messages[index]["content"].strip().replace("think>", "zq>")
+        return plain in self._with({(index, "content"): plain})
 
     def _ignores(self, name: str, text: str) -> bool:
         if not (value := self.variables.get(name)):

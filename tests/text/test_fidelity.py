@@ -92,7 +92,7 @@ FAMILIES = {
     ),
     "upper case": (TURNS.replace("BODY", "{{ m.content | upper }}"), "L" * 22),
     "cut": (TURNS.replace("BODY", "{{ m.content[:9] }}"), "L.....LLLLLLLLLLLLLL.L"),
-    "escaped": (TURNS.replace("BODY", "{{ m.content | e }}"), "......L.L....LLLLL...L"),
+    "escaped": (TURNS.replace("BODY", "{{ m.content | e }}"), "......L.LLLLLLLLLL...L"),
     "the last two": (
         TURNS.replace("messages", "messages[-2:]").replace("BODY", "{{ m.content }}"),
         ".LL.L......LLLLLLLLLLL",
@@ -145,10 +145,13 @@ def test_what_a_family_of_templates_does_not_write_is_known(family):
     template, expected = FAMILIES[family]
     tokenizer = build_tokenizer(template=template)
     assert row(tokenizer) == expected
-    found = list(independent_row(tokenizer))
-    if family == "upper case":  # its texts are digits, which upper case leaves as they are
-        found[list(CONVERSATIONS).index("old_thought")] = "L"
-    assert "".join(found) == expected
+    rewritten = {  # texts of digits stay in upper case; &lt;think&gt; is no tag
+        "upper case": ("old_thought",),
+        "escaped": ("think", "think_tight", "thoughts", "old_thought"),
+    }
+    found = zip(CONVERSATIONS, independent_row(tokenizer), strict=True)
+    named = ("L" if name in rewritten.get(family, ()) else each for name, each in found)
+    assert "".join(named) == expected
 
 
 DROPS_TOOLS = "{% for m in messages if m.role != 'tool' %}{{ m.content }}</s>{% endfor %}"
