@@ -42,8 +42,6 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         way = "the same command with resume=auto" if by_command else 'fit(..., ckpt_path="last")'
         return f"Mend the cause; {way} goes on from the last checkpoint."
     if not summary.judged:
-        return ""
-    if not summary.judged:
         return "The same command without debug=fast trains."
     own = {summary.stage: summary.metrics}
     blame = find_blame(summary.stage, summary.gates, own, policy_stage=summary.stage)

@@ -216,7 +216,7 @@ def test_the_page_says_from_what_on_what_and_on_how_many_prompts(tmp_path):
     assert not page.tags & {"script", "img"}
 
 
-def test_a_run_that_was_not_judged_shows_no_wins_and_does_not_name_a_next_stage(tmp_path):
+def test_a_run_that_was_not_judged_shows_no_wins_and_names_no_next_stage(tmp_path):
     folder = fake_ppo_run(tmp_path, 5)
     summary = read_summary(folder)
     metrics = {**summary.metrics, "val/gold_tie_rate": 0.1}
@@ -227,7 +227,7 @@ def test_a_run_that_was_not_judged_shows_no_wins_and_does_not_name_a_next_stage(
     write_summary(folder, replace(summary, metrics=metrics, gates=(), judged=False))
     text = Outline(render_report(folder)).text
     assert "Comparisons, by" not in text
-    assert "Next:" not in text
+    assert "Next: The same command without debug=fast" in text
 
 
 def test_each_run_that_ended_says_what_to_do_next(tmp_path):
