@@ -32,7 +32,7 @@ _BAD = (
 
 
 def next_step(summary: Summary, folder: RunFolder) -> str:
-    """Return what to do next; "" where the verdict says it."""
+    """Return what to do next; "" while it is under way."""
     if summary.status == "running":
         return ""
     if summary.status != "completed":
