@@ -126,8 +126,9 @@ def answer_texts(answers: Answers) -> list[AnswerText]:
         messages = json.loads(written) if written else None
         rendered = messages is True  # of a plain prompt whose special tokens are tokens
         messages = None if rendered else messages
-        with_variables = messages and isinstance(messages[-1], list)
-        variables, messages = messages if with_variables else ({}, messages)
+        variables: dict[str, Any] = {}
+        if messages and isinstance(messages[-1], list):
+            variables, messages = messages
         found.append(AnswerText(prompt, messages, completion, finished, rendered, variables))
     return found
 
