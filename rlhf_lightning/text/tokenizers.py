@@ -241,10 +241,11 @@ def check_same_tokenizer(
         fix: what to do if they differ.
 
     Raises:
-        ValueError: if they differ, or nothing can be compared.
+        ValueError: if they differ, `source` is an adapter, or nothing can be compared.
     """
+    options = loading_options(source)  # which names an adapter
     try:
-        other = as_saved(str(source), loading_options(source))
+        other = as_saved(str(source), options)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{source} has no tokenizer to be compared with the policy's, whose ids it would read: "
