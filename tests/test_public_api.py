@@ -421,3 +421,19 @@ def test_a_function_in_a_file_is_a_reward_that_no_checkpoint_runs(material, tmp_
     assert PPOModule.load_from_checkpoint(last, reward=reward).ppo == PPO
     with pytest.raises(ValueError, match=r"'missing' is no callable there"):
         PPOModule.from_pretrained(material["policy"], f"{file}:missing")
+
+
+def test_a_trainer_that_fits_a_second_time_leaves_the_run_as_it_is(material, tmp_path):
+    module = ppo(material)
+    trainer = L.Trainer(**arguments(tmp_path / "run"))
+    data = prompts(material, module)
+    trainer.fit(module, data)
+    before = (tmp_path / "run/summary.json").read_text()
+    assert json.loads(before)["status"] == "completed"
+    with pytest.raises(FileExistsError, match="another folder"):
+        trainer.fit(module, data)
+    assert (tmp_path / "run/summary.json").read_text() == before
+    trainer.fit(module, data, ckpt_path="last", weights_only=True)
+    with pytest.raises(FileExistsError, match="another folder"):
+        trainer.fit(module, data)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
@@ -57,22 +58,23 @@ class RunRecord(Callback):
             FolderTakenError: on every rank, if it is not.
         """
         stage: Any = pl_module.stage
-        taken = self._take(stage) if trainer.is_global_zero else None
+        resumes, self._resumes, self._summary = self._resumes, False, None
+        taken = self._take(stage, resumes) if trainer.is_global_zero else None
         if (taken := trainer.strategy.broadcast(taken)) is not None:
             raise FolderTakenError(taken)
         self._started = time.perf_counter()
         seed = pl_module.hparams.get("seed")
         begun = new_summary(stage, seed=seed, config_hash=None)
-        spent = {"total": spent_seconds(self.folder)} if self._resumes else {}
+        spent = {"total": spent_seconds(self.folder)} if resumes else {}
         self._summary = replace(begun, seconds=spent, about=_about(trainer, pl_module))
         if trainer.is_global_zero:
             write_summary(self.folder, self._summary)
 
-    def _take(self, stage: str) -> str | None:
+    def _take(self, stage: str, resumes: bool) -> str | None:
         """Claim the folder until the fit has ended; return why that cannot be."""
         check = partial(check_free, self.folder, stage, way_on=LIBRARY)
         try:
-            claim = claim_run(self.folder.path, check if not self._resumes else lambda: None)
+            claim = claim_run(self.folder.path, lambda: None if resumes else check())
             self._claim.enter_context(claim)
         except FolderTakenError as error:
             return str(error)
@@ -97,8 +99,11 @@ class RunRecord(Callback):
         self._end(trainer, status=status, cause=cause.splitlines()[0])
 
     def _end(self, trainer: Trainer, **ended: Any) -> None:
-        if self._summary is None or not trainer.is_global_zero:
-            return
+        with self._claim:
+            if self._summary is not None and trainer.is_global_zero:
+                self._write(trainer, self._summary, ended)
+
+    def _write(self, trainer: Trainer, begun: Summary, ended: Mapping[str, Any]) -> None:
         rows = read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
         last: dict[str, float] = {}
         for row in rows:
@@ -109,13 +114,12 @@ class RunRecord(Callback):
         for name in sorted(broken):
             last[name] = float(latest[name])
             logger.warning("%s is %s at the end: the summary has no figure", name, last[name])
-        before = self._summary.seconds.get("total", 0.0)
+        before = begun.seconds.get("total", 0.0)
         seconds = {"total": before + time.perf_counter() - self._started}
-        summary = replace(self._summary, metrics=last, seconds=seconds, **ended)
+        summary = replace(begun, metrics=last, seconds=seconds, **ended)
         write_summary(self.folder, summary)
         if current_iteration(trainer):
             write_report(self.folder)
-        self._claim.close()
 
 
 def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:

@@ -84,7 +84,8 @@ def compare(
         seed: of sampling.
 
     Raises:
-        ValueError: if no prompt is held out, or the two tokenizers differ.
+        ValueError: if no prompt is held out, the two tokenizers differ, or the reward scores no
+            pair of responses.
     """
     mine, theirs = _side(policy), _side(baseline)
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
@@ -158,6 +159,11 @@ def _asked(
         second = comparison.ask_baseline(theirs.model)
     metrics = comparison.measure(first, second)
     key = "val/score_win_rate"
+    if key not in metrics:
+        raise ValueError(
+            "no score: the reward has none (None) for the two responses to any of the prompts; "
+            "compare by one that applies to them"
+        )
     return Comparison(
         metrics[key],
         metrics[f"{key}_low"],

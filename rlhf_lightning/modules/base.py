@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch import Callback
 
+from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
@@ -21,6 +22,7 @@ from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_answers
 from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.tokenizers import stop_ids
+from rlhf_lightning.text.tokens import TextEncoder
 
 
 class SameStart(Callback):
@@ -45,14 +47,15 @@ class RLHFModule(L.LightningModule):
         check_steps(self.trainer)
         return [SameStart()]
 
+    @checked(but=("prompts",))
     @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
         *,
-        max_new_tokens: int | None = None,
+        max_new_tokens: Count | None = None,
         temperature: float | None = None,
-        batch_size: int = 64,
+        batch_size: Count = 64,
         seed: int = 1,
     ) -> list[str]:
         """Return the policy's response to each prompt, as reward functions are given it.
@@ -65,11 +68,13 @@ class RLHFModule(L.LightningModule):
             seed: seeds the sampling noise.
 
         Raises:
-            TypeError: if the module has no policy.
+            TypeError: if the module has no policy, or `prompts` is one text.
             ValueError: if a prompt is not readable, or leaves no room for a response.
         """
         if not hasattr(self, "policy"):
             raise TypeError(f"{type(self).__name__} has no policy: it scores responses")
+        if isinstance(prompts, str):
+            raise TypeError(f"prompts={prompts[:100]!r} is str, expected a list: give [prompt]")
         if self.policy is None:
             self.configure_model()
         rows = [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
@@ -121,9 +126,9 @@ def _batches(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, room: int, batch_size: int
 ) -> Iterator[PromptBatch]:
     records: Any = GivenRows(rows, validation_fraction=0).records("prompts", "train")
-    encoded = []
+    encoded, encoder = [], TextEncoder(tokenizer)
     for number, record in enumerate(records):
-        row = encode_prompt(record, tokenizer, max_length=room)
+        row = encode_prompt(record, encoder, max_length=room)
         if row is None:
             raise ValueError(
                 f"prompt {number + 1} of {len(rows)} has no token, or more than the {room} that "

@@ -155,7 +155,9 @@ def _joined(parts: Sequence[Scores], rows: Tensor, device: torch.device | str) -
     components = {
         name: join([part.components[name] for part in parts]) for name in parts[0].components
     }
-    applies = [part.applies for part in parts if part.applies is not None]
-    return Scores(
-        join([part.total for part in parts]), components, join(applies) if applies else None
-    )
+    applies = None
+    if any(part.applies is not None for part in parts):
+        everywhere = [torch.ones_like(part.total, dtype=torch.bool) for part in parts]
+        found = zip(parts, everywhere, strict=True)
+        applies = join([every if part.applies is None else part.applies for part, every in found])
+    return Scores(join([part.total for part in parts]), components, applies)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ class ControlTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Note the control tokens; the twin is made when a text needs it."""
-        self._tokenizer: Any = tokenizer
+        self._tokenizer: Any = proxy(tokenizer)  # whose cache this is in
         self.contents = _contents(tokenizer)
         longest_first = sorted(self.contents, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -115,8 +115,8 @@ class ControlTokens:
         if not self._tokenizer.is_fast:
             raise ValueError(
                 f"a text spells one of {', '.join(self.contents[:4])}, ..., and "
-                f"{type(self._tokenizer).__name__}, which is no fast tokenizer, would take it for "
-                "a control token: take it out, or say rendered: true if it is meant as one"
+                f"{self._tokenizer.__class__.__name__}, which is no fast tokenizer, would take it "
+                "for a control token: take it out, or say rendered: true if it is meant as one"
             )
         form = json.loads(self._tokenizer.backend_tokenizer.to_str())
         return Tokenizer.from_str(json.dumps(_renamed(form, self._names)))

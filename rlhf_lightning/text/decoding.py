@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class _ResponseDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         added = tokenizer.added_tokens_decoder
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = proxy(tokenizer)  # whose cache this is in
         self.bos = tokenizer.bos_token_id
         self.special = {i for i, t in added.items() if t.special} | {*tokenizer.all_special_ids}
         core = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rlhf_lightning.text.forms import THOUGHT, Form
@@ -102,7 +103,7 @@ class Fidelity:
         return ignored or any(_end(leaf, text, 0, escaped=True) < 0 for leaf in said)
 
     def _is_marked(self, piece: _Piece) -> bool:
-        if piece.path in self._written():
+        if piece.path in self._written:
             return True
         leaf: Any = self.messages
         for key in piece.path:
@@ -111,8 +112,9 @@ class Fidelity:
         changes = (str(leaf).replace(piece.text, piece.text + mark, 1), f"{mark}{leaf}")
         return any(mark in self._with({piece.path: changed}) for changed in changes)
 
+    @cached_property
     def _written(self) -> frozenset[Path]:
-        """Return the places whose marks the template writes; known for plain conversations."""
+        """The places whose marks the template writes; known for plain conversations."""
         simple = not self.variables and all(len(message) == 2 for message in self.messages)
         key = tuple((m["role"], not m["content"].strip()) for m in self.messages)
         if not simple or key not in self.form.written:

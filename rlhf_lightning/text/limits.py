@@ -83,12 +83,13 @@ def limited() -> Iterator[None]:
     """
     _WATCH.begin()
     try:
-        yield
+        try:
+            yield
+        finally:
+            _WATCH.end()  # inside: what stops the rendering may arrive as it ends
     except (_Stop, MemoryError, OverflowError, RecursionError) as error:
         reason = "" if isinstance(error, _Stop) else f" ({type(error).__name__}: {error})"
         raise TemplateLimitError(
             f"the chat template did not end within {SECONDS:g} s and {GIBIBYTES:g} GiB{reason}: "
             "it may loop; take a model or a template that you know"
         ) from error
-    finally:
-        _WATCH.end()

@@ -385,3 +385,19 @@ def test_a_batch_without_spare_prompts_is_refused():
 def test_resampling_without_a_baseline_is_refused():
     with pytest.raises(ValueError, match="max_resampling_rounds=1 needs a group's baseline"):
         GRPOHparams(baseline="none", scale="none", max_resampling_rounds=1)
+
+
+def test_a_scorer_that_tells_of_unscored_rows_in_some_batches_alone_may_be_resampled():
+    """`applies` is None where every row has a score, as `Scores` says."""
+
+    def answered(prompts: PromptBatch) -> tuple[Answers, Scores]:
+        answers = texts_of(prompts, [[8, EOS]] * len(prompts))
+        total, components, _ = ScorerByNumber(DULL.__contains__)(answers)
+        lacks = answers.prompts.row_ids == 2  # of a dull group, which gives its place
+        total = total.where(~lacks, torch.nan)
+        return answers, Scores(total, components, ~lacks if lacks.any() else None)
+
+    _, scores, _ = resampled(answered, share(rounds=2), max_rounds=2, score_clip=None)
+    assert scores.applies is not None
+    assert scores.applies.tolist() == [True] * 8
+    assert scores.total.tolist() == [0, 1, 0, 1, 0, 1, 0, 0]

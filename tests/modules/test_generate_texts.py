@@ -136,3 +136,28 @@ def test_flags_of_a_trainer_name_the_setting_to_use(material, tmp_path, flag, se
     with pytest.raises(ValueError, match=setting) as error:
         L.Trainer(**arguments).fit(module, data)
     assert next(iter(flag)) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"prompts": "w2 w3"}, "prompts"),
+    ],
+)
+def test_what_a_module_cannot_be_asked_is_named(trained, given, name):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}"):
+        trained.generate(**{"prompts": ["w2 w3"]} | given)
+
+
+def test_a_comparison_by_a_reward_that_applies_nowhere_says_so(material, trained):
+    with pytest.raises(ValueError, match="no score"):
+        compare(
+            trained,
+            material["policy"],
+            [{"prompt": f"w{i} w{i + 1}"} for i in range(2, 30)],
+            reward=lambda prompts, completions: [None] * len(completions),
+            num_prompts=4,
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 
 from rlhf_lightning.callbacks.faults import describe_rows
 from rlhf_lightning.text.decoding import response_texts
-from rlhf_lightning.text.tokens import prompt_and_answers
+from rlhf_lightning.text.tokens import TextEncoder, prompt_and_answers
 from tests.builders.models import prompt_batch, tiny_tokenizer
 from tests.builders.stages import tiny_module
+from tests.builders.tokenizers import CHATML, build_tokenizer
 from tests.text.test_boundaries import ANSWERS, KINDS, PROMPTS, made
 
 
@@ -83,3 +86,13 @@ def test_the_saved_batch_of_a_fault_has_responses_with_their_first_space():
     sequences = torch.cat([torch.tensor([[*prompt, *four]]), rest], 1)
     [row] = describe_rows(replace(rollout, sequences=sequences, response_mask=mask), tokenizer)
     assert row["response"] == " 4"
+
+
+def test_what_is_known_of_a_tokenizer_goes_with_it():
+    tokenizer = build_tokenizer(template=CHATML)
+    response_texts([[5]], [[6]], tokenizer)
+    TextEncoder(tokenizer).control.twin  # noqa: B018
+    gone = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert gone() is None

@@ -11,6 +11,7 @@ from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.text.templates import ChatTemplateError, render_chat
+from rlhf_lightning.text.tokenizers import read_template
 from tests.builders.tokenizers import build_tokenizer
 from tests.text.conversations import CONVERSATIONS, TOOLS, said
 from tests.text.written import letter
@@ -195,3 +196,27 @@ def test_a_loss_may_be_counted_and_a_system_text_put_into_the_users_turn():
     ((row,), _) = encoded([bad], STRICT, system_into_user=True)
     text = build_tokenizer().decode(row.input_ids)
     assert text.startswith("<|user|>Be brief.\n\n2+2?<|assistant|>4")
+
+
+def test_a_conversation_with_tools_is_written_a_fixed_number_of_times():
+    tokenizer = build_tokenizer(template=read_template("thoughts_and_tools"))
+    written = []
+    apply = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *given, **options: (
+        written.append(1),
+        apply(*given, **options),
+    )[1]
+
+    def count(turns):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        exchange = (
+            {"role": "user", "content": "go on"},
+            {"role": "assistant", "content": "x y z", "tool_calls": [call]},
+            {"role": "tool", "content": "the result"},
+        )
+        written.clear()
+        render_chat(exchange * turns, tokenizer, variables={"tools": TOOLS})
+        return len(written)
+
+    count(1)
+    assert count(8) == count(2)
