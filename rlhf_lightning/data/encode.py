@@ -183,11 +183,15 @@ def encode_all(
             raise ValueError(f"record {number}: {error}") from error
         if row:
             encoded += row if isinstance(row, list) else [row]
-            report.unread.update(unread_keys(_messages(record), record.variables, tokenizer))
-            if not isinstance(record, PromptRecord | TextRecord):  # rewards are given those
-                report.unread_columns.update(record.origin.unread)
-            spelled = encoder.control.spelled_in(*_texts(record))
-            report.num_spelled += spelled and not record.rendered
+            texts = _texts(record)
+            messages = [m for text in texts if not isinstance(text, str) for m in text]
+            if messages or record.variables:
+                report.unread.update(unread_keys(messages, record.variables, tokenizer))
+            unread = record.origin.unread
+            if unread and not isinstance(record, PromptRecord | TextRecord):  # rewards get those
+                report.unread_columns.update(unread)
+            spelled = not record.rendered and encoder.control.spelled_in(*texts)
+            report.num_spelled += spelled
     return _same_columns(encoded), report
 
 
@@ -208,14 +212,11 @@ def _same_columns(encoded: list[Any]) -> list[Any]:
 
 def _texts(record: Record) -> tuple[Text, ...]:
     """Return the prompt of a record, or its text, and the answers to it."""
-    if isinstance(record, TextRecord):
-        return (record.text,)
-    names = ("prompt", "completion", "chosen", "rejected")
-    return tuple(getattr(record, name) for name in names if hasattr(record, name))
-
-
-def _messages(record: Record) -> Iterator[Mapping[str, Any]]:
-    return (message for text in _texts(record) if not isinstance(text, str) for message in text)
+    if isinstance(record, PreferenceRecord):
+        return record.prompt, record.chosen, record.rejected
+    if isinstance(record, DemonstrationRecord):
+        return record.prompt, record.completion
+    return (record.text if isinstance(record, TextRecord) else record.prompt,)
 
 
 @contextmanager
