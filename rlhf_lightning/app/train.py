@@ -131,6 +131,8 @@ def _about(settings: TrainSettings) -> dict[str, str]:
     start = "random weights" if settings.start is None else settings.start
     rows = f"{settings.data.batch_size} rows an iteration"
     about = {"trained from": start, "data": f"{settings.dataset.name}, {rows}"}
+    if (objective := getattr(settings.hparams, "kind", None)) is not None:
+        about["objective"] = objective
     if (scorer := settings.scorer) is not None:
         named = (scorer.get(key) for key in ("source", "sources", "function"))
         about["reward"] = str(next(filter(None, named), scorer.class_name))

@@ -128,6 +128,8 @@ def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     data, scorer = getattr(trainer, "datamodule", None), getattr(module, "scorer", None)
     about = {"trained from": given.get("policy") or given.get("source") or type(module).__name__}
     about["data"] = "batches of its own" if data is None else _data(data)
+    if (objective := getattr(module, "dpo", None)) is not None:
+        about["objective"] = objective.kind
     if scorer is not None:
         about["reward"] = given.get("reward") or _reward(scorer)
         about["baseline"] = "the policy that it was trained from"

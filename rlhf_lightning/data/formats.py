@@ -19,6 +19,7 @@ Source: https://huggingface.co/docs/trl/dataset_formats.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ from rlhf_lightning.data.records import (
 from rlhf_lightning.data.row_keys import ROW_KEYS, with_row_keys
 from rlhf_lightning.data.turns import check_characters
 from rlhf_lightning.text.forms import WEIGHT
+
+logger = logging.getLogger(__name__)
 
 
 def _parse_text_row(row: Row, where: Location) -> TextRecord:
@@ -307,6 +310,7 @@ class RowParser:
         self._columns = check_columns(columns)
         self._rendered = rendered
         self._began: tuple[str, str] | None = None  # format and style of the first good row
+        self._told = False
 
     def __call__(self, row: Row, where: Location) -> ParsedRow:
         """Return the record of a row.
@@ -347,7 +351,22 @@ class RowParser:
             for key, value in row.items()
             if key not in read and value not in (None, "") and all(value is not x for x in same)
         )
+        self._warn_of_part(name, row, unread, where)
         return ParsedRow(record, where, others, texts=texts, unread=unread)
+
+    def _warn_of_part(self, name: str, row: Row, unread: tuple[str, ...], where: Location) -> None:
+        """Warn once where a mapping leaves out a part of a published row's prompt."""
+        if self._told or name != "prompt+completion" or not self._columns:
+            return
+        whole = as_ours(row, where)
+        if parts := [key for key in unread if "completion" in whole and whole.get(key) is None]:
+            self._told = True
+            logger.warning(
+                "the column %r is not read: without columns= such rows are read as they are "
+                "published, with it below the %s",
+                parts[0],
+                self._columns.get("prompt"),
+            )
 
     def _rename(self, row: Row, where: Location) -> dict[str, Any]:
         """Return the row's values under our names, without the nulls that fill columnar files."""

@@ -55,7 +55,12 @@ class Label(NamedTuple):
 
 def verdict(value: Any) -> bool | None:
     """Return True for good, False for bad, None for what is neither."""
-    return _VERDICTS.get(_word(value))
+    return _VERDICTS.get(_word(_alone(value)))
+
+
+def _alone(value: Any) -> Any:
+    """Return the only value of a list, anything else as it is."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def _word(value: Any) -> str:
@@ -89,7 +94,7 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
             prompts.add(row.split_key)
             for name, value in row.columns.items():
                 if name == "label" or name not in {*KNOWN_KEYS, *texts}:
-                    values.setdefault(name, set()).add(str(value)[:40])
+                    values.setdefault(name, set()).add(str(_alone(value))[:40])
     if all(verdict(row.columns.get("label")) for row in rows):
         return Label("label")
     rated = 10 * len(prompts) <= 9 * len(rows)  # not by a few prompts that are there twice

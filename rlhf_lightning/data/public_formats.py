@@ -12,6 +12,7 @@ r"""Rows of public sets that have keys of their own, as rows with ours: one func
 | PKU-SafeRLHF                     | `prompt response_0 response_1 better_response_id`            |
 | Stack Exchange pairs             | `question response_j response_k`                             |
 | OpenAssistant trees              | `prompt` with `replies`                                      |
+| OpenAI's preferences             | `input preferred_output non_preferred_output`                |
 | Orca pairs and the like          | `chosen rejected`, with the prompt as `question`, ...        |
 | ShareGPT                         | `conversations`, with `chosen rejected` for pairs            |
 | Capybara; WildChat               | `conversation`, of `input output`; of messages               |
@@ -202,6 +203,11 @@ def _stack_exchange(row: Row, where: Location) -> dict[str, Any]:
     return _pair(row["question"], row["response_j"], row["response_k"], 1, where)
 
 
+def _openai(row: Row, where: Location) -> dict[str, Any]:
+    sides = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
+    return {"prompt": row["input"]["messages"], "tools": row["input"].get("tools"), **sides}
+
+
 def _oasst_tree(row: Row, where: Location) -> dict[str, Any]:
     root = row["prompt"]
     prompt = [{"role": "user", "content": root["text"]}]
@@ -264,6 +270,7 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("question", "answer_0", "answer_1", "score_0", "score_1"), _webgpt),
     (("prompt", "response_0", "response_1", "better_response_id"), _safe_rlhf),
     (("question", "response_j", "response_k"), _stack_exchange),
+    (("input", "preferred_output", "non_preferred_output"), _openai),
     (("prompt",), _oasst_tree),
     (("chosen", "rejected"), _pair_with_prompt),
     (("conversations",), _sharegpt),

@@ -17,7 +17,7 @@ from rlhf_lightning.reports.several import Run, read_runs
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import ITERATION, RunFolder
 from rlhf_lightning.runs.metric_catalog import capitalized, quantity, show
-from rlhf_lightning.runs.verdict import STAGES
+from rlhf_lightning.runs.verdict import run_title
 
 COLUMNS = (
     "val/gold_win_rate",
@@ -55,7 +55,8 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     if len(folders) < 2:
         raise ValueError(f"{len(folders)} run given, at least two are needed to compare")
     runs = read_runs(folders)
-    stages = ", ".join(sorted({STAGES.get(r.summary.stage, r.summary.stage) for r in runs}))
+    titles = {run_title(r.summary.stage, r.summary.about.get("objective")) for r in runs}
+    stages = ", ".join(sorted(titles))
     columns = [n for n in COLUMNS if any(run.metrics.get(n) is not None for run in runs)]
     logged = {name for run in runs for row in run.rows for name in row} - {ITERATION}
     first = [name for name in FIRST if name in logged]

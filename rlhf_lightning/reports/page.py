@@ -35,7 +35,7 @@ from rlhf_lightning.runs.doctor_log import (
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
-from rlhf_lightning.runs.verdict import STAGES, verdict
+from rlhf_lightning.runs.verdict import run_title, verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
 _GATE = {
@@ -109,7 +109,7 @@ def render_report(folder: RunFolder) -> str:
         _times(rows, {} if summary is None else summary.seconds),
         _settings(summary, folder),
     )
-    stage = "" if summary is None else STAGES.get(summary.stage, summary.stage)
+    stage = "" if summary is None else run_title(summary.stage, summary.about.get("objective"))
     body = Markup().join(sections)
     title = f"{stage} {folder.name}".strip()
     footer = f"rlhf_lightning · {place_of(folder.path)}"
@@ -127,7 +127,7 @@ def _verdict(
         "verdict.html",
         summary=summary,
         result=verdict(short),
-        stage=STAGES.get(summary.stage, summary.stage),
+        stage=run_title(summary.stage, summary.about.get("objective")),
         name=folder.name,
         tone=_STATUS_TONE[summary.status],
         failed=sum(not gate.passed for gate in summary.gates),

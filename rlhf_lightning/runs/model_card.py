@@ -17,7 +17,7 @@ from rlhf_lightning.runs.licence import UNKNOWN, Licence
 from rlhf_lightning.runs.metric_catalog import bound_keys
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import GateResult
-from rlhf_lightning.runs.verdict import prefers_longer
+from rlhf_lightning.runs.verdict import prefers_longer, run_title
 
 CONFIG = "training_config.yaml"
 OTHER_LICENCE = "license-of-the-base-model"  # its name beside `license: other`
@@ -33,7 +33,6 @@ class _Kind(NamedTuple):
 _KINDS = {
     "sft": _Kind("SFT policy"),
     "reward": _Kind("Reward model", is_reward=True),
-    "dpo": _Kind("DPO policy"),
     "ppo": _Kind("PPO policy"),
     "grpo": _Kind("GRPO policy"),
 }
@@ -87,6 +86,8 @@ class CardFacts:
 def write_model_card(folder: Path, facts: CardFacts) -> Path:
     """Write `README.md` beside the weights, with the front matter that the hub reads."""
     kind = _KINDS.get(facts.stage, _Kind(f"{facts.stage} model"))
+    if facts.stage == "dpo":
+        kind = _Kind(f"{run_title('dpo', facts.settings.get('dpo.kind'))} policy")
     text = _TEMPLATES.get_template("model_card.md").render(
         facts=facts,
         front_matter=_front_matter(facts, kind).to_yaml(),

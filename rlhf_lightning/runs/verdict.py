@@ -260,6 +260,12 @@ STAGES = {
     "evaluate": "Evaluation",
     "pipeline": "Pipeline",
 }
+_OBJECTIVES = {"ipo": "IPO", "kto": "KTO"}  # of the stage dpo
+
+
+def run_title(stage: str, objective: object = None) -> str:
+    """Return the title of a stage, of DPO by its objective."""
+    return _OBJECTIVES.get(str(objective)) or STAGES.get(stage, stage)
 
 
 def verdict(summary: Summary) -> Verdict:

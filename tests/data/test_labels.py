@@ -19,6 +19,8 @@ PAIRS += [
     ("TRUE", "FALSE"),
     ("1", "0"),
     ("desirable", "undesirable"),
+    ([True], [False]),
+    (["good"], ["bad"]),
 ]
 
 

@@ -70,6 +70,9 @@ PAIRS: dict[str, tuple[dict[str, Any], PreferenceRecord]] = {
             {"text": GOOD, "role": "assistant", "rank": 0, "replies": []},
             {"text": "?", "role": "assistant", "rank": None, "replies": []}]}}, CHAT),
     "Orca": ({"system": "", "question": Q, "chosen": GOOD, "rejected": BAD}, PLAIN),
+    "OpenAI": (
+        {"input": {"messages": [user(Q)], "tools": [], "parallel_tool_calls": True},
+         "preferred_output": [said(GOOD)], "non_preferred_output": [said(BAD)]}, CHAT),
     "Distilabel": ({"input": Q, "chosen": GOOD, "rejected": BAD}, PLAIN),
     "ShareGPT pairs": (
         {"conversations": [{"from": "human", "value": Q}], "chosen": {"from": "gpt", "value": GOOD},
@@ -200,3 +203,28 @@ def test_a_hint_names_no_column_that_is_merely_spelled_alike():
     assert "rename" not in str(error.value)
     with pytest.raises(BadRecordError, match="rename 'promts' to 'prompt'"):
         source({"promts": Q}).records("prompts", "train")
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "named"),
+    [
+        ({"instruction": "Sum up.", "input": Q, "output": GOOD},
+         {"prompt": "instruction", "completion": "output"}, "input"),
+        ({"instruction": "Sum up.", "context": Q, "response": GOOD, "category": "qa"},
+         {"prompt": "instruction", "completion": "response"}, "context"),
+        ({"instruction": "Sum up.", "input": "", "output": GOOD},
+         {"prompt": "instruction", "completion": "output"}, None),
+        ({"instruction": "Sum up.", "input": Q, "output": GOOD},
+         {"prompt": "input", "completion": "output"}, "instruction"),
+        ({"history": Q, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1},
+         {"prompt": "history", "completion": "human_ref_A"}, None),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_published_prompt_that_a_mapping_leaves_out_is_named_once(
+    row, columns, named, caplog
+):
+    given = [{**row, columns["completion"]: f"{GOOD} {i}"} for i in range(3)]
+    assert len(source(*given, columns=columns).records("demonstrations", "train")) == 3
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (named is not None)
+    assert all(f"'{named}' is not read: without columns=" in line for line in said)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import time
 from dataclasses import replace
@@ -11,13 +12,17 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
+from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import EncodedSequence
 from rlhf_lightning.data.unpaired import beside_other_answers
 from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import read_summary
 from tests.builders.models import EOS, flat_gradients, flat_parameters
 from tests.builders.record_files import row_text, write_material
 from tests.builders.stages import preference_batch, tiny_dpo, train_ranks, without_trainer
@@ -155,6 +160,12 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         ]
 
 
+def last_screen(folder: RunFolder) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    print_verdict(read_summary(folder), folder, console=console)
+    return console.file.getvalue()
+
+
 class Stop(L.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_idx == 2:
@@ -170,6 +181,8 @@ def test_a_run_starts_at_reward_0_learns_the_labels_and_resumes_to_the_bit(mater
     assert float(last["dpo/margin"]) > 0
     assert float(last["val/loss"]) < 0.5
     assert len(list((tmp_path / "whole" / FOLDER).iterdir())) == 1
+    assert "<strong>KTO</strong>" in (tmp_path / "whole/report.html").read_text()
+    assert last_screen(RunFolder(tmp_path / "whole")).startswith("╭─ KTO: completed")
     stopped = {"callbacks": Stop(), "checkpoint_every_n_iterations": 1}
     with pytest.raises(RuntimeError, match="the power went"):
         train(material, tmp_path / "cut", **stopped)

@@ -118,6 +118,8 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 def _parameters(function: RewardFunction) -> list[Parameter]:
     """Return a function's own parameters; of a wrapper that passes on everything, what it wraps."""
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
     for follow in (False, True):
         try:
             signature = inspect.signature(function, follow_wrapped=follow)
