@@ -24,8 +24,8 @@ from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration, quantity
-from rlhf_lightning.runs.summary import Summary
-from rlhf_lightning.runs.verdict import run_title, verdict
+from rlhf_lightning.runs.summary import Summary, run_title
+from rlhf_lightning.runs.verdict import verdict
 
 COURSE_LENGTH = 16  # characters, one a value or a mean of neighbours
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -17,7 +17,7 @@ from rlhf_lightning.reports.several import Run, read_runs
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import ITERATION, RunFolder
 from rlhf_lightning.runs.metric_catalog import capitalized, quantity, show
-from rlhf_lightning.runs.verdict import run_title
+from rlhf_lightning.runs.summary import run_title
 
 COLUMNS = (
     "val/gold_win_rate",

@@ -34,8 +34,8 @@ from rlhf_lightning.runs.doctor_log import (
 )
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
-from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
-from rlhf_lightning.runs.verdict import run_title, verdict
+from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, run_title
+from rlhf_lightning.runs.verdict import verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad", "stopped": "neutral", "running": "neutral"}
 _GATE = {

@@ -16,8 +16,8 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import UNKNOWN, Licence
 from rlhf_lightning.runs.metric_catalog import bound_keys
 from rlhf_lightning.runs.public_config import without_folders
-from rlhf_lightning.runs.summary import GateResult
-from rlhf_lightning.runs.verdict import prefers_longer, run_title
+from rlhf_lightning.runs.summary import GateResult, run_title
+from rlhf_lightning.runs.verdict import prefers_longer
 
 CONFIG = "training_config.yaml"
 OTHER_LICENCE = "license-of-the-base-model"  # its name beside `license: other`

@@ -21,6 +21,24 @@ _STAGE = re.compile(r"[a-z][a-z0-9_]*")  # ours, and those that other packages b
 
 _PACKAGES = ("rlhf_lightning", "torch", "lightning", "transformers", "hydra-core", "wandb")
 
+STAGES = {
+    "base": "Base model",
+    "sft": "Supervised fine-tuning",
+    "reward": "Reward model",
+    "dpo": "DPO",
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "collect": "Preference collection",
+    "evaluate": "Evaluation",
+    "pipeline": "Pipeline",
+}
+_OBJECTIVES = {"ipo": "IPO", "kto": "KTO"}  # of the stage dpo
+
+
+def run_title(stage: str, objective: object = None) -> str:
+    """Return the title of a stage, of DPO by its objective."""
+    return _OBJECTIVES.get(str(objective)) or STAGES.get(stage, stage)
+
 
 @dataclass(frozen=True)
 class GateResult:

@@ -249,25 +249,6 @@ def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) 
     return _judged(metrics, "val/score_win_rate", 0.5, caption, sentences, facts, best="neutral")
 
 
-STAGES = {
-    "base": "Base model",
-    "sft": "Supervised fine-tuning",
-    "reward": "Reward model",
-    "dpo": "DPO",
-    "ppo": "PPO",
-    "grpo": "GRPO",
-    "collect": "Preference collection",
-    "evaluate": "Evaluation",
-    "pipeline": "Pipeline",
-}
-_OBJECTIVES = {"ipo": "IPO", "kto": "KTO"}  # of the stage dpo
-
-
-def run_title(stage: str, objective: object = None) -> str:
-    """Return the title of a stage, of DPO by its objective."""
-    return _OBJECTIVES.get(str(objective)) or STAGES.get(stage, stage)
-
-
 def verdict(summary: Summary) -> Verdict:
     """Return the verdict on a run from what its summary says.
 
