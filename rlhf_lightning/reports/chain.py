@@ -8,8 +8,8 @@ from typing import Any
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.pictures import pictures
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.summary import Summary, read_summary
-from rlhf_lightning.runs.verdict import STAGES, verdict
+from rlhf_lightning.runs.summary import Summary, read_summary, run_title
+from rlhf_lightning.runs.verdict import verdict
 
 _STEP = re.compile(r"round_[1-9]\d*/([a-z][a-z0-9_]*)")
 
@@ -24,7 +24,7 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
         if not (step := _STEP.fullmatch(name)):
             continue
         own = RunFolder(folder.path / name)
-        card: dict[str, Any] = {"name": name, "title": STAGES.get(step[1], step[1])}
+        card: dict[str, Any] = {"name": name, "title": run_title(step[1])}
         card |= {"waits": begun, "picture": None, "linked": own.report.is_file()}
         if own.summary.is_file():
             begun, found = name, read_summary(own)

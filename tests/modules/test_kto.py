@@ -16,7 +16,6 @@ from rich.console import Console
 
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
 from rlhf_lightning.callbacks.console import print_verdict
-from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import EncodedSequence
 from rlhf_lightning.data.unpaired import beside_other_answers
 from rlhf_lightning.modules import dpo
