@@ -33,6 +33,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     "sft": _Kind("SFT policy"),
     "reward": _Kind("Reward model", is_reward=True),
+    "dpo": _Kind("DPO policy"),
     "ppo": _Kind("PPO policy"),
     "grpo": _Kind("GRPO policy"),
 }
@@ -86,8 +87,8 @@ class CardFacts:
 def write_model_card(folder: Path, facts: CardFacts) -> Path:
     """Write `README.md` beside the weights, with the front matter that the hub reads."""
     kind = _KINDS.get(facts.stage, _Kind(f"{facts.stage} model"))
-    if facts.stage == "dpo":
-        kind = _Kind(f"{run_title('dpo', facts.settings.get('dpo.kind'))} policy")
+    if (objective := facts.settings.get(f"{facts.stage}.kind")) is not None:
+        kind = _Kind(f"{run_title(facts.stage, objective)} policy")
     text = _TEMPLATES.get_template("model_card.md").render(
         facts=facts,
         front_matter=_front_matter(facts, kind).to_yaml(),
