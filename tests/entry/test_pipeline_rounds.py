@@ -176,6 +176,8 @@ def test_a_failed_gate_of_a_later_round_is_blamed_and_accepted_there(working_fol
         status = FAILED_GATE if gates else DONE
         outcomes[step.name] = Outcome(step.name, step.overrides, status)
     write_state(folder.path, outcomes)
+    begun = new_summary("pipeline", seed=1, config_hash="x")
+    write_summary(folder, replace(begun, status="failed"))
     found = run(composed(*words), folder)
     assert found.status == "stopped"
     assert "round_2/ppo failed its gates" in found.cause

@@ -40,7 +40,7 @@ def test_a_run_that_runs_out_of_memory_names_the_settings_that_need_less(tmp_pat
         "model.activation_checkpointing=true",
         "lora=lora",
         "data.max_length below 96",
-        "python -m rlhf_lightning.plan +experiment=base debug=fast",
+        "python -m rlhf_lightning.plan +experiment=base",
     ):
         assert part in errors[0]
     assert summary(tmp_path)["status"] == "failed"
