@@ -210,7 +210,9 @@ def test_a_temperature_without_do_sample_does_not_stop_the_export(tmp_path):
     policy = load_policy(tmp_path / "a")
     save_hf_model(policy, tokenizer, tmp_path / "b", policy.state_dict(), stop_ids=[EOS])
     written = GenerationConfig.from_pretrained(tmp_path / "b")
-    assert (written.temperature, written.do_sample, written.eos_token_id) == (0.6, True, EOS)
+    assert written.temperature in (None, 1.0)
+    assert not written.do_sample
+    assert written.eos_token_id == EOS
 
 
 @pytest.mark.parametrize("kind", ["policy", "reward"])
