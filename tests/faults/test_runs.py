@@ -41,22 +41,23 @@ def reward_file(folder: Path, body: str) -> str:
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
-        ("return {}['nothing']", "reward function score raised KeyError: 'nothing'; it was called"),
-        ("return [1.0]", "reward function score returned 1 scores for 4 completions"),
+        ("return {}['nothing']", "raised KeyError: 'nothing'; it was called"),
+        ("return [1.0]", "returned 1 scores for 4 completions"),
         (
             "return [math.nan for _ in prompts]",
-            "reward function score returned nan for completion 0",
+            "returned nan for completion 0",
         ),
-        ("raise SystemExit(0)", "reward function score raised SystemExit: 0; it was called"),
+        ("raise SystemExit(0)", "raised SystemExit: 0; it was called"),
         pytest.param(
             "return ['good' for _ in prompts]",
-            "reward function score returned 'good' for completion 0",
+            "returned 'good' for completion 0",
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_reward_function_that_fails_ends_the_run_and_is_named(start, tmp_path, body, cause):
     folder = RunFolder(tmp_path / "run")
+    cause = f"reward function my_reward.py:score {cause}"
     with pytest.raises((RuntimeError, ValueError), match=re.escape(cause)):
         ppo(folder.path, start, reward_file(tmp_path, body))
     summary = read_summary(folder)
@@ -65,7 +66,7 @@ def test_a_reward_function_that_fails_ends_the_run_and_is_named(start, tmp_path,
     assert summary.cause.startswith(cause)
     assert "\n" not in summary.cause
     report = folder.report.read_text()
-    assert "The run failed: reward function score" in report
+    assert "The run failed: reward function my_reward.py:score" in report
     assert "in score" in folder.traceback.read_text() or "returned" in cause
 
 

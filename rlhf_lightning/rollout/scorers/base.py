@@ -241,7 +241,8 @@ class FunctionScorer:
         named = getattr(self.function, "func", self.function)  # of functools.partial
         self.name = name or str(getattr(named, "__name__", type(named).__name__))
         self.timeout_seconds = FunctionScorerHparams(timeout_seconds).timeout_seconds
-        self._what = f"reward function {self.name}"
+        place = Path(function).name if isinstance(function, str) else self.name
+        self._what = f"reward function {place}"
         self._form = CallForm.of(self.function, self._what)
 
     def build(self, base: Any = None) -> list[nn.Module]:
