@@ -27,9 +27,10 @@ from rlhf_lightning.app.failures import (
     record_failure,
 )
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.resume import unfinished_runs
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import new_summary, read_summary
-from tests.builders.command_lines import settings_of
+from tests.builders.command_lines import overrides_of, settings_of, summary, train
 
 
 @pytest.mark.parametrize("code", [0, None, 3, "done"])
@@ -48,6 +49,19 @@ def test_leaving_the_process_is_a_failure_that_names_the_place(code):
         f"sys.exit({code!r}) was called in impatient_callback ({__file__}, line "
     )
     assert is_expected(caught.value)
+
+
+def test_a_process_that_ends_without_a_word_leaves_a_run_that_the_next_command_names(
+    start, tmp_path, caplog
+):
+    leaving = "import os\ndef score(completions, **_):\n    os._exit(0)\n"
+    (tmp_path / "reward.py").write_text(leaving)
+    words = ["scorer=function", f"scorer.function={tmp_path}/reward.py:score"]
+    done = train(tmp_path, *overrides_of("ppo", start), *words, "artifacts.reward=null")
+    found = summary(tmp_path)
+    assert (done.returncode, found["status"]) == (0, "running")
+    (left,) = unfinished_runs(tmp_path / "outputs/ppo", found["config_hash"])
+    assert f"{left.path} never ended" in caplog.text
 
 
 def test_an_interrupt_that_lightning_makes_an_exit_of_is_an_interrupt():
