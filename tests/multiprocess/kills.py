@@ -23,8 +23,8 @@ from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_che
 from tests.builders.command_lines import overrides_of
 from tests.builders.ranks import ROOT, Outcome, run_ranks
 
-ITERATIONS = 6
 SAVE_EVERY = 2
+MOST_AHEAD = 4  # iterations from where a run continues to its next kill
 PATIENCE = 500  # seconds for one start of a run
 WALL_CLOCK = ("time/", "throughput/")
 Moment = Literal["any", "save"]
@@ -51,8 +51,9 @@ class Ballast(Callback):
         checkpoint["ballast"] = torch.full((6 * 2**20,), float(self.batches))
 """
 STAGES = {
-    "sft": ["data.num_epochs=2", "trainer.validations=2", "callbacks.checkpoint.monitor=val/loss"],
-    "reward": ["data.num_epochs=2", "trainer.validations=2", "module.model.dropout=0.1"],
+    "sft": ["data.num_epochs=8", "trainer.validations=2", "callbacks.checkpoint.monitor=val/loss"],
+    "reward": ["data.num_epochs=8", "trainer.validations=2", "module.model.dropout=0.1"],
+    "dpo": ["data.num_epochs=8", "trainer.validations=2"],
     "ppo": [
         "module.ppo.num_minibatches=2",
         "module.ppo.num_ppo_epochs=2",
@@ -75,6 +76,11 @@ class Case(NamedTuple):
     stage: str
     strategy: str
     kills: tuple[Moment, ...]
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the run: room for its kills."""
+        return 24 if len(self.kills) > 3 else 6
 
     def __str__(self) -> str:
         return f"{self.stage}-{self.strategy}"
@@ -99,7 +105,7 @@ class Runs:
             *("-m", "rlhf_lightning.train", *overrides_of(case.stage, start)),
             *(*STAGES[case.stage], *STRATEGIES[case.strategy], *kind),
             f"data.batch_size={4 * self.world_size}",
-            f"trainer.limit_train_batches={ITERATIONS}",
+            f"trainer.limit_train_batches={case.iterations}",
             "trainer.accelerator=cpu",
             f"callbacks.checkpoint.every_n_iterations={SAVE_EVERY}",
             "callbacks.checkpoint.keep_last=2",
@@ -122,7 +128,6 @@ class Runs:
             environment={"PYTHONPATH": path, "RLHF_ALLOWED_TARGETS": "ballast."},
             working_folder=where,
             interfere=interfere,
-            fresh=True,
         )
 
 
@@ -132,22 +137,25 @@ class Killer:
     Args:
         outputs: of the run.
         moment: when.
+        iterations: of the run.
         seed: of the instant and of who is killed.
     """
 
-    def __init__(self, outputs: Path, moment: Moment, seed: str) -> None:
+    def __init__(self, outputs: Path, moment: Moment, iterations: int, seed: str) -> None:
         self.outputs = outputs
+        self.iterations = iterations
         self.random = random.Random(seed)
         self.done = resumes_at(outputs)
-        self.saving = moment == "save" and self.done < ITERATIONS
+        self.saving = moment == "save" and self.done < iterations
         self.struck = ""  # when, in words; empty if the run was faster
 
     def __call__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         """Wait for the instant, then kill."""
         started = time.time_ns()
-        rows = self.random.randrange(self.done, ITERATIONS + (not self.saving))
+        last = min(self.iterations + (not self.saving), self.done + MOST_AHEAD)
+        rows = self.random.randrange(self.done, last)
         # Near the end a rank other than the first may have nothing left to do.
-        several = range(len(processes) if rows < ITERATIONS - 1 else 1)
+        several = range(len(processes) if rows < self.iterations - 1 else 1)
         victim = self.random.choice([None, *several])
         deadline = time.monotonic() + PATIENCE
         while not self._come(rows, started):
@@ -155,7 +163,7 @@ class Killer:
                 return
             time.sleep(0.001)
         # An iteration takes some 0.1 s, a save 0.05 s, what follows training a second.
-        longest = 0.04 if self.saving else 0.25 if rows < ITERATIONS else 1.0
+        longest = 0.04 if self.saving else 0.25 if rows < self.iterations else 1.0
         time.sleep(self.random.uniform(0, longest))
         for rank, process in enumerate(processes):
             if victim in (None, rank) and process.poll() is None:
@@ -164,7 +172,7 @@ class Killer:
         if not self.struck:
             return
         halves = [path.name for path in self._unfinished(started)]
-        self.struck += f", after {self._rows(started)} of {ITERATIONS} iterations"
+        self.struck += f", after {self._rows(started)} of {self.iterations} iterations"
         self.struck += f", writing {halves[0]}" if halves else ""
 
     def _come(self, rows: int, started: int) -> bool:
@@ -206,10 +214,10 @@ def finished(where: Path) -> list[Path]:
     return done
 
 
-def differences(one: Path, other: Path) -> list[str]:
+def differences(one: Path, other: Path, iterations: int) -> list[str]:
     """Return what differs between two runs: weights, optimizer, loops, samples, metrics."""
-    found = list(_table_differences(one, other))
-    states = [read_checkpoint(_last(run)) for run in (one, other)]
+    found = list(_table_differences(one, other, iterations))
+    states = [read_checkpoint(_last(run, iterations)) for run in (one, other)]
     found += [path for path, a, b in _leaves(*states) if not _equal(a, b)]
     if any((run / "samples.jsonl").exists() for run in (one, other)):
         texts = [(run / "samples.jsonl").read_bytes() for run in (one, other)]
@@ -222,10 +230,10 @@ def differences(one: Path, other: Path) -> list[str]:
     return found + [str(a.name) for a, b in pairs if a.read_bytes() != b.read_bytes()]
 
 
-def _table_differences(one: Path, other: Path) -> Iterator[str]:
+def _table_differences(one: Path, other: Path, iterations: int) -> Iterator[str]:
     tables = [read_metrics(run / "metrics.csv") for run in (one, other)]
     for run, table in zip((one, other), tables, strict=True):
-        if [int(row["iteration"]) for row in table] != list(range(1, ITERATIONS + 1)):
+        if [int(row["iteration"]) for row in table] != list(range(1, iterations + 1)):
             yield f"{run.name}/metrics.csv: iterations {[int(row['iteration']) for row in table]}"
             return
     for a, b in zip(*tables, strict=True):
@@ -233,9 +241,9 @@ def _table_differences(one: Path, other: Path) -> Iterator[str]:
         yield from (f"{n} at {int(a['iteration'])}" for n in names if a.get(n) != b.get(n))
 
 
-def _last(run: Path) -> Path:
+def _last(run: Path, iterations: int) -> Path:
     path = (run / "checkpoints" / "last.ckpt").resolve()
-    assert checkpoint_iteration(path) == ITERATIONS, path
+    assert checkpoint_iteration(path) == iterations, path
     return path
 
 

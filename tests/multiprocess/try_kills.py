@@ -13,13 +13,25 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.multiprocess.kills import STAGES, STRATEGIES, Case, Killer, Runs, differences, finished
+from tests.multiprocess.kills import (
+    STAGES,
+    STRATEGIES,
+    Case,
+    Killer,
+    Moment,
+    Runs,
+    differences,
+    finished,
+)
 
-CASES = [
-    Case(stage, strategy, ("save", "any", "any") if several else ("save", "any"))
+TEN: tuple[Moment, ...] = ("save", "any", "save", "save", "any") * 2
+CASES = [Case(stage, "single", TEN) for stage in STAGES]
+CASES += [
+    Case(stage, strategy, ("save", "any", "any") if stage == "ppo" else ("save", "any"))
     for stage in STAGES
+    if stage != "dpo"
     for strategy in STRATEGIES
-    for several in [stage == "ppo" and strategy != "single"]
+    if strategy != "single"
 ]
 
 
@@ -43,7 +55,8 @@ def try_case(case: Case, folder: Path) -> tuple[list[str], list[str]]:
     notes = folder / "kills.json"
     kills: list[str] = json.loads(notes.read_text()) if notes.exists() else []
     for number in range(len(kills), len(case.kills)):
-        killer = Killer(killed / "outputs", case.kills[number], seed=f"{case}-{number}")
+        moment, seed = case.kills[number], f"{case}-{number}"
+        killer = Killer(killed / "outputs", moment, case.iterations, seed)
         outcome = runs.start("killed", killer)
         assert killer.struck, f"the run ended before it was killed: {outcome}"
         assert outcome.codes[0] != 0, outcome
@@ -52,7 +65,7 @@ def try_case(case: Case, folder: Path) -> tuple[list[str], list[str]]:
     if not finished(killed):
         runs.start("killed").check()
     (one,), (other,) = finished(whole), finished(killed)
-    return kills, differences(one, other)
+    return kills, differences(one, other, case.iterations)
 
 
 def main(folder: Path, *names: str) -> None:
