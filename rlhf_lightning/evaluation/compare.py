@@ -127,7 +127,7 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
     """Return the source whose held-out part is asked, and the DataModule that it is of."""
     if isinstance(prompts, RecordDataModule):
         return prompts.source, prompts
-    source = as_source(prompts)
+    source = as_source(prompts, "prompts")
     data = getattr(getattr(policy, "_trainer", None), "datamodule", None)
     if source is prompts or not isinstance(data, RecordDataModule):
         return source, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -68,13 +68,14 @@ class RLHFModule(L.LightningModule):
             seed: seeds the sampling noise.
 
         Raises:
-            TypeError: if the module has no policy, or `prompts` is one text.
+            TypeError: if the module has no policy, or `prompts` is no list.
             ValueError: if a prompt is not readable, or leaves no room for a response.
         """
         if not hasattr(self, "policy"):
             raise TypeError(f"{type(self).__name__} has no policy: it scores responses")
-        if isinstance(prompts, str):
-            raise TypeError(f"prompts={prompts[:100]!r} is str, expected a list: give [prompt]")
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            got = f"{repr(prompts)[:100]} is {type(prompts).__name__}"
+            raise TypeError(f"prompts={got}, expected a list: give [prompt]")
         if self.policy is None:
             self.configure_model()
         rows = [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]

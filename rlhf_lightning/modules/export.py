@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -31,8 +32,10 @@ from rlhf_lightning.text.classifier_tokenizer import classifier_tokenizer
 from rlhf_lightning.text.tokenizers import stop_ids
 
 
-@checked(but=("module",))
-def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+@checked
+def export_model(
+    module: L.LightningModule, folder: str | Path, *, dtype: torch.dtype | None = None
+) -> Path:
     """Write what a module has trained as a folder that plain transformers loads; return it.
 
     Adapters are merged into their base. With several ranks every one must call it, and the first
@@ -48,6 +51,7 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
         ValueError: if nothing is loaded yet, or the module was not built by `from_pretrained`.
         ManifestError: if another model than the adapter's base is in its place by now.
     """
+    made: Any = module
     model = getattr(module, "model", None) or getattr(module, "policy", None)
     source = module.hparams.get("policy") or module.hparams.get("source")
     if model is None or source is None:
@@ -62,16 +66,16 @@ def export_model(module: Any, folder: str | Path, *, dtype: torch.dtype | None =
     options = {k: module.hparams[k] for k in ("revision", "trust_remote_code")}
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         model = merge_adapter(model, state, load_policy(source, **options))
-        module.source.check()  # behind the load: it may take minutes
+        made.source.check()  # behind the load: it may take minutes
         state = model.state_dict()
     assert isinstance(model, PolicyModel | ScalarHeadModel)
     with replacing_folder(folder) as staging:
         save_hf_model(
             model,
-            module.tokenizer,
+            made.tokenizer,
             staging,
             state,
-            stop_ids=stop_ids(module.tokenizer, source, revision=options["revision"]),
+            stop_ids=stop_ids(made.tokenizer, source, revision=options["revision"]),
             dtype=dtype or torch.float32,
             base_dtype=base_dtype(load_config(source, loading_options(source, **options))),
         )

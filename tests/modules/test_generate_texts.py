@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from rlhf_lightning import (
@@ -20,6 +21,7 @@ from rlhf_lightning import (
     SamplingHparams,
     SFTModule,
     compare,
+    export_model,
     trainer_arguments,
 )
 from tests.builders.record_files import write_material
@@ -145,11 +147,28 @@ def test_flags_of_a_trainer_name_the_setting_to_use(material, tmp_path, flag, se
         ({"batch_size": 0}, "batch_size"),
         ({"temperature": -1.0}, "temperature"),
         ({"prompts": "w2 w3"}, "prompts"),
+        ({"prompts": 5}, "prompts"),
+        ({"prompts": None}, "prompts"),
+        ({"prompts": {"prompt": "w2 w3"}}, "prompts"),
     ],
 )
 def test_what_a_module_cannot_be_asked_is_named(trained, given, name):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}"):
         trained.generate(**{"prompts": ["w2 w3"]} | given)
+
+
+@pytest.mark.parametrize("rows", [[5], ["w2 w3"], [{"prompt": "w2"}, None]])
+def test_rows_that_are_no_mappings_are_named_where_they_are_given(trained, rows):
+    with pytest.raises(TypeError, match=r"^source\[\d\] is "):
+        PromptDataModule(rows, trained.tokenizer, batch_size=4)
+    with pytest.raises(TypeError, match=r"^prompts\[\d\] is "):
+        compare(trained, trained, rows, reward=len)
+
+
+@pytest.mark.parametrize("module", ["x", None, torch.nn.Linear(1, 1)])
+def test_what_is_no_module_is_not_exported(module, tmp_path):
+    with pytest.raises(TypeError, match=r"^module="):
+        export_model(module, tmp_path / "export")
 
 
 def test_a_comparison_by_a_reward_that_applies_nowhere_says_so(material, trained):

@@ -45,8 +45,12 @@ class GivenRows(RowSource):
                 yield where, BadRecordError(where, f"found {type(row).__name__}", fix)
 
 
-def as_source(source: RecordSource | Rows | str | Path) -> RecordSource:
+def as_source(source: RecordSource | Rows | str | Path, name: str = "source") -> RecordSource:
     """Return a source: itself, or the records of rows, a file, a folder, or a set of the hub.
+
+    Args:
+        source: what a user gave.
+        name: of the argument, for errors.
 
     Raises:
         FileNotFoundError: for a path, or a name with the ending of a file, that does not exist.
@@ -56,12 +60,19 @@ def as_source(source: RecordSource | Rows | str | Path) -> RecordSource:
         return _named(source)
     if callable(getattr(source, "records", None)):
         return source  # type: ignore[return-value]
+    if isinstance(source, list | tuple):
+        for number, row in enumerate(source):
+            if not isinstance(row, Mapping):
+                raise TypeError(
+                    f"{name}[{number}] is {type(row).__name__}, expected a mapping such as "
+                    "{'prompt': ...}"
+                )
     if _is_rows(source):
         return GivenRows(source)  # type: ignore[arg-type]
     splits = isinstance(source, Mapping) and source and all(map(_is_rows, source.values()))
     fix = f"give one of its values, {list(source)}" if splits else "for a stream, list(stream)"  # type: ignore[call-overload, arg-type]
     raise TypeError(
-        f"source is {type(source).__name__}, expected a file, a folder, the hub name of a data "
+        f"{name} is {type(source).__name__}, expected a file, a folder, the hub name of a data "
         f"set, a list of mappings, a datasets.Dataset, or an object with records(kind, split): "
         f"{fix}"
     )
