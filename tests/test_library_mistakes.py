@@ -84,7 +84,7 @@ class Dicts:
         (3, "source is int, expected a file"),
         (({"prompt": "w2"} for _ in range(3)), "source is generator.*list"),
         (Dicts(), "record 1 of Dicts.records.*is of dict, expected prompts"),
-        ([{"prompt": "w2"}, 3], "row 2: found int"),
+        ([{"prompt": "w2"}, 3], r"^source\[1\] is int, expected a mapping"),
     ],
 )
 def test_a_source_that_is_none_is_named(material, source, said):

@@ -8,6 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -69,6 +70,8 @@ def good(name: str, hint: Any) -> Any:
             return {str: "x", Path: "x"}.get(kind, 1)
     if name == "scorers":
         return {}
+    if name == "module":
+        return L.LightningModule()
     return list if name in ("load", "models", "model", "policy", "optimizer", "function") else None
 
 
