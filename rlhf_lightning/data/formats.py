@@ -358,7 +358,10 @@ class RowParser:
         """Warn once where a mapping leaves out a part of a published row's prompt."""
         if self._told or name != "prompt+completion" or not self._columns:
             return
-        whole = as_ours(row, where)
+        try:
+            whole = as_ours(row, where)
+        except BadRecordError:  # such as a tie, which the mapping does not ask for
+            return
         if parts := [key for key in unread if "completion" in whole and whole.get(key) is None]:
             self._told = True
             logger.warning(

@@ -228,3 +228,10 @@ def test_a_part_of_a_published_prompt_that_a_mapping_leaves_out_is_named_once(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (named is not None)
     assert all(f"'{named}' is not read: without columns=" in line for line in said)
+
+
+def test_a_mapping_reads_rows_that_would_be_no_records_as_they_are_published():
+    tie = {"context": "c", "response1": "a", "response2": "b", "overall_preference": 0}
+    rows = [tie | {"q": f"w{i}", "a": GOOD} for i in range(3)]
+    columns = {"prompt": "q", "completion": "a"}
+    assert len(source(*rows, columns=columns).records("demonstrations", "train")) == 3
