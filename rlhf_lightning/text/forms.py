@@ -70,9 +70,9 @@ def apply(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], **options: 
 
 
 def _found(tokenizer: Any) -> Form:
-    def tried(form: Form, **answer: Any) -> str:
+    def tried(form: Form, before: Any = (), **answer: Any) -> str:
         question = {"role": "user", "content": _QUESTION}
-        exchange = (question, {"role": "assistant", "content": _ANSWER, **answer})
+        exchange = (*before, question, {"role": "assistant", "content": _ANSWER, **answer})
         try:
             return apply(tokenizer, [form.shaped(message) for message in exchange])
         except REFUSALS:
@@ -96,10 +96,12 @@ def _found(tokenizer: Any) -> Form:
         tried(Form(parts, as_text), content="", tool_calls=[_CALL]) for as_text in (False, True)
     )
     as_text = bool(spelled) and (not plain or str(_ARGUMENTS) in plain)
-    thoughts = (
+    earlier = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "a"})
+    thoughts = (  # Kimi K2 Thinking writes none in the first answer
         key
         for key in THOUGHTS
-        if _ANSWER in tried(Form(parts, thought=key), content="a", **{THOUGHT: _ANSWER})
+        for before in ((), earlier)
+        if _ANSWER in tried(Form(parts, thought=key), before, content="a", **{THOUGHT: _ANSWER})
     )
     return Form(parts, as_text, next(thoughts, None))
 

@@ -76,6 +76,11 @@ CALLS = (
     "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>"
     "{{ c.function.arguments }}{% endfor %}"
 )
+SECOND = (  # as Kimi K2 Thinking: the first answer that calls no tool has no thought
+    "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content if loop.index > 2 }}</think>"
+    "{% endif %}{{ m.content }}"
+)
+NEEDS_TOOLS = "{% for t in tools %}{{ t.function | tojson }}{% endfor %}"  # as Hermes 2 Pro
 FAMILIES = {
     "ChatML, Zephyr, Yi": (TURNS.replace("BODY", "{{ m.content }}"), ".............LLLLL...L"),
     "SmolLM 2, Granite": (
@@ -87,6 +92,8 @@ FAMILIES = {
     "LLaVA": (TURNS.replace("BODY", PARTS), ".............LLLLL...L"),
     "Harmony": (TURNS.replace("BODY", THOUGHTS), "...............LLL...L"),
     "DeepSeek V3": (TURNS.replace("BODY", CALLS), ".............LL......L"),
+    "Kimi K2 Thinking": (TURNS.replace("BODY", SECOND), ".............L.LLL...L"),
+    "needs tools": (NEEDS_TOOLS + TURNS.replace("BODY", "{{ m.content }}"), "R" * 21 + "."),
     "Falcon": (
         TURNS.replace("BODY", "{{ m.content.replace('\n\n', '\n') }}"),
         "......L......LLLLL...L",
