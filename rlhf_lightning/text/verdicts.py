@@ -23,16 +23,20 @@ def _any(words: str) -> str:
 
 _NOUN = _any(
     "answer response assistant model option output candidate reply completion text version "
-    "回答 答案 回复 选项 助手 模型 antwort réponse respuesta risposta resposta ответ"
+    "回答 答案 回复 选项 助手 模型 antwort réponse respuesta risposta resposta ответ antwoord svar "
+    "odpowiedź"
 )
+_FIRST = _any("first former erste[nrs]? premi[èe]re? primer[ao]? prima")
+_SECOND = _any("second latter zweite[nrs]? deuxième seconde? segund[ao] seconda")
+_ARTICLE = rf"(?:{_any('the die der la el a o')}\s+)?"
 _OPEN, _CLOSE = r"[\"'(\[{]{0,3}", r"[\"')\]}]{0,3}+"
 _LABEL = (
     rf"(?:(?i:the\s+)?{_NOUN}[\s_\#-]*{_OPEN}(?:[ABC12]|(?<=\()[abc])(?![A-Za-z0-9]){_CLOSE}"
-    rf"|{_OPEN}(?<![A-Za-z0-9])[ABC](?![A-Za-z0-9]|'s(?!\s+{_NOUN}\b)){_CLOSE}"
-    rf"|\b(?i:the\s+)?{_any('first second former latter')}(?:\s+(?:one|{_NOUN}))?\b"
+    rf"|{_OPEN}(?<![A-Za-z0-9])[ABC](?![A-Za-z0-9]|'s(?!\s+{_NOUN}\b|\s*(?:[.!\n]|$))){_CLOSE}"
+    rf"|\b{_ARTICLE}(?:{_FIRST}|{_SECOND})(?:\s+(?:one|{_NOUN}))?\b"
     rf"|第[一二]个?(?:{_NOUN})?)"
 )
-_COMPARISON = r"\s*(>+|<+|=|≈|≻|≺)\s*"
+_COMPARISON = r"\s*(>+|<+|=|[≈≻≺≫≪])\s*"
 _TIE = (
     r"(?:(?i:it'?s\s+|it\s+is\s+)?(?i:an?\s+)?"
     + _any(
@@ -47,6 +51,7 @@ _JOINS = (
 )
 _AFTER = (
     r"(?!\s*(?:,\s*(?:or\s+|and\s+)?|/|\||or\s+)[ABC]\s*(?:,|or\b|and\b|[.)\]]*\s*(?:$|\n)))"
+    rf"(?!\s*[><=≈≻≺≫≪]+\s*{_LABEL})"
     r"(?!\+|\s*[:=(|\u2013\u2014-]*\s*\d)(?!\s+if\b|\s+for\s+an?\s+tie)"
     rf"(?! +(?!{_any(_JOINS + ' on in')}\b)[a-z])"
 )
@@ -54,7 +59,8 @@ _KEYWORD = (
     r"(?:\b"
     + _any(
         r"verdict winner winning_\w+ choice answer decision preference judge?ment result selection "
-        r"conclusion vote pick edge nod overall (?:better|best|superior|stronger|preferred)"
+        r"conclusion vote pick edge nod overall final "
+        r"(?:better|best|superior|stronger|preferred|selected|chosen)"
         rf"(?:_(?:one|of_the_two|choice|{_NOUN}))?"
     )
     + r"(?:\s+of\s+(?:\w+\s+){0,3}?\w+)?\]?\"?'?|"
@@ -65,19 +71,21 @@ _KEYWORD = (
     + ")"
 )
 _SEPARATOR = (
-    rf"(?:\s*(?:[:=|→>-]++|\s{_any('is was are goes_to would_be must_be es_la est ist')}\b"
+    rf"(?:\s*(?:[:=|→>-]++|\s{_any('is was are goes_to would_be must_be es_la est(?:_la)? ist')}\b"
+    r"(?:\s+(?:the\s+one|that)\s+(?:by|of|from)\b)?"
     r"|为|是)"
     r"|\s*\n|(?<=\])|(?<=结论))+\s*"
 )
 _CHOOSES = (
     rf"(?:\b{_any('prefer choose chose pick select vote_for go_with going_with favou?r')}\s+"
-    rf"|\b{_any('recommend opt_for side_with lean_to lean_towards? preference_for')}\s+"
-    rf"|\b{_any('gewinnt préfère bevorzuge prefiero лучше')}\s+(?:la\s+)?"
+    rf"|\b{_any('recommend opt_for side_with lean_to lean_towards? preference_(?:is_)?for')}\s+"
+    rf"|\b(?i:not)\s+{_LABEL}[,;]?\s+{_any('but it_is')}\s+"
+    rf"|\b{_any('gewinnt préfère bevorzuge prefiero choisis elijo wähle лучше')}\s+(?:la\s+)?"
     r"|(?:选择?|喜欢|偏好|倾向于?)\s*)"
 )
 _VERB = _any(
     "is was 's does did serves? answers? addresses responds? performs? follows? provides? offers? "
-    "gives? has better ist est es è é"
+    "gives? has better ist est es è é jest är er"
 )
 _FILLER = (
     rf"(?!{_any('not no never than but while whereas though although could would might may')}\b"
@@ -87,13 +95,13 @@ _FILLER = (
 )
 _GOOD = _any(
     "better best superior stronger strongest preferable preferred winner "
-    "besser meilleure? mejor migliore melhor"
+    "besser meilleure? mejor migliore melhor beter bättre bedre lepsz[aey]"
 )
 _IS_GOOD = rf"(?:'?s\s+{_NOUN})?\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
 _WINS = _any(
     r"wins? beats out(?:performs|shines|classes|does|ranks|scores|weighs) edges_out surpasses "
     r"gets_my_vote better_(?:answers|addresses|serves|follows|fits|meets) "
-    r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage)"
+    r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage) (?:deutlich_|etwas_)?besser wählen"
 )
 _SEEMS_GOOD = (
     rf"\s+{_any('is was does has provides gives seems appears looks sounds')}\s+"
@@ -103,7 +111,7 @@ _SEEMS_GOOD = (
 )
 _ELSEWHERE = (
     r"\s*(?:(?:(?!не )[^\n,.;ABC不]){0,8}?(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优"
-    r"|лучше|胜(?=[\s.,]|$))"
+    r"|лучше|daha\s+iyi|tốt\s+hơn|胜(?=[\s.,]|$))"
     r"|比[^\n,.;不]{1,8}?(?:好|优|佳|强)|の(?:方|ほう)が|(?:가|이)\s*더)"
 )
 # "Better written" and "better in tone" are praise; they count where nothing else is said.
@@ -121,26 +129,29 @@ _NEITHER = (
     rf"|\b{_any('its? it_is call_it call_this this_is ends?_in is declare')}"
     r"\s+an?\s+(?:\w+\s+)?(?i:tie|draw)(?![-\w])|平局|平手"
 )
+_WORSE = "(?:worse|weaker|inferior|lesser)"
 _EXPLICIT = re.compile(
     r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|for\s+an?\s+tie|means)\b)"
     r"(?<!\]\] or \[\[[ABC]\]\])"
     rf"|(?P<compared>{_LABEL}{_COMPARISON}{_LABEL})(?!\s*[<>=])"
     rf"|(?P<neither>{_NEITHER})"
-    rf"|(?P<loser>{_LABEL})\s+(?:loses\s+to\b|(?:is|was)\s+(?:{_FILLER}){{0,2}}?"
-    r"(?:(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b)"
+    rf"|(?P<loser>{_LABEL})\s+(?:loses(?:\s+to\b|(?=[.!]|\s*$))|(?:is|was)\s+"
+    rf"(?:{_FILLER}){{0,2}}?(?:the\s+{_WORSE}\b|(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b)"
     rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{_LABEL}|{_TIE}){_AFTER}"
     rf"|{_CHOOSES}(?P<chosen>{_LABEL}|(?i:neither|none)\b){_AFTER}"
-    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s+{_WINS}\b|{_ELSEWHERE})"
+    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+{_WINS}\b|{_ELSEWHERE})"
+    rf"|\b(?:(?i:ranking)\s*[:=-]\s*(?:1[.)]\s*)?|1st\W{{1,3}})(?P<ranked>{_LABEL})"
 )
 _ALIKE = (
-    r"identical equivalent (?:are|were)_tied gleich_gut igual_de_\w+ "
+    r"identical [eé]quivalent\w* gleichwertig se_valent (?:are|were)_tied they_tie gleich_gut "
+    r"igual_de_\w+ (?:the_same|equal|similar)_quality "
     r"equally_(?:good|bad|well|strong|weak|helpful|valid|correct|matched|accurate) "
-    r"no_(?:clear_)?(?:winner|preference|difference) (?:the_same|equal|similar)_quality"
+    r"(?:no|(?:n't|not)_(?:see|have|find)_an?)_(?:\w+_)?(?:winner|preference|difference)"
 )
 _PRAISE = re.compile(
     rf"(?P<loser>{_LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?"
     r"less\s+\w+\s+than\b"
-    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}|{_SEEMS_GOOD})"
+    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}|{_SEEMS_GOOD}|:?\s?[✅✔✓👍])"
     rf"|(?P<neither>{_any(_ALIKE)}|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
     r"(?![^.!?\n]*\b(?:but|however|yet|although)\b)"
 )
@@ -153,7 +164,13 @@ _UNSAID = re.compile(
         "(?:say|tell|contain|instruct|demand|claim|spell|ask|end)(?:s|ing) said told asked_me "
         "writ(?:es?|ing) wrote includ(?:es?|ing) quot(?:es?|ing|ed)"
     )
-    + r"\b[^,:]{0,40}:?\s*[\"'(]*$)"
+    + r"\b[^,:]{0,40}:?\s*[\"'(]*$"
+    r"|\b(?:answer|state|argue|conclude|respond|suggest|recommend)s:[^,]{0,40}$)"
+)
+# "Grammar: A is better." is said of a part.
+_OF_PART = re.compile(
+    rf"(?<![^\s*])(?!{_KEYWORD}|{_any('total summary correction edit update')}\b)"
+    rf"[A-Z][\w ]{{1,30}}:\s(?P<better>{_LABEL}){_IS_GOOD}"
 )
 _LOST = re.compile(rf"{_any('worse worst weaker weakest inferior losing')}\s+$")
 _ALONE = re.compile(
@@ -161,20 +178,22 @@ _ALONE = re.compile(
 )
 _COMPARED = re.compile(rf"({_LABEL}){_COMPARISON}({_LABEL})")
 _ENDING = re.compile(
-    r"(?:[.!?\n]\s*|[a-z]{3},\s|\b(?i:think|believe|say|so|thus|hence|therefore)\s|^\w+ly\s)"
+    r"(?:(?<!\d)[.!?\n]\s*|[a-z]{3},\s(?:but\s)?|\b(?i:think|believe|say|so|thus|hence|therefore)\s|^\w+ly\s)"
     rf"({_LABEL})[.!\s\"')]*$"
 )
 _LEADING = re.compile(
     rf"[\W_]*({_LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
-    r"(?=\s*(?:$|[\n.:,;)\](\"\u2013\u2014-])|\s+(?:because|since|as|for)\b)(?!\s*\?)"
+    r"(?=\s*(?:$|[\n.:,;)\](\"\u2013\u2014-])|\s+(?:because|since|as|for|by)\b)(?!\s*\?)"
 )
 _RATED = re.compile(
     rf"({_LABEL})(?:'s)?"
     rf"(?:\s+{_any('score rating gets receives scores deserves earns is rated an? of')}){{0,3}}"
-    r"[\s:=(\[\u2013-]*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?+"
+    r"[\s:=(\[\u2013\u2014-]*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?+"
     rf"(?!\s*(?!{_any('points? pts stars? and vs while whereas but versus')}\b)[a-z])"
 )
-_TWO_NUMBERS = re.compile(r"\W*(\d{1,3}(?:\.\d+)?)[\s,;]+(\d{1,3}(?:\.\d+)?)\W*")
+_SCORE = r"(\d{1,3}(?:\.\d+)?)(?:\s?/\s?\d+)?"
+_TWO_NUMBERS = re.compile(rf"(?i:scores?)?\W*{_SCORE}[\s,;]+(?:vs\.?\s+)?{_SCORE}\W*")
+_RATING_FIRST = re.compile(rf"(\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\s+(?:for|to)\s+({_LABEL})")
 _TOTAL = re.compile(r"(?i:overall|total|final|总)")
 
 _THOUGHTS = _any(
@@ -190,6 +209,7 @@ _FINAL = re.compile(
     r"<\|channel\|>\s*final\b.*?<\|message\|>|assistantfinal|(?i:here is my response:)", re.S
 )
 _UNFINISHED = re.compile(r"\s*analysis(?=[A-Z\"'])|(?i:here is my thought process)")
+_NUMBERED = str.maketrans("12", "AB")
 _LOOKALIKES = str.maketrans("АВСΑΒ🅰🅱", "ABCABAB")
 _MARKS = str.maketrans("【】「」『』《》。、“”\u2018\u2019", "[][][][].,\"\"''")
 
@@ -212,6 +232,8 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
         return None
     text = _plain(behind)
     lines = [line for line in text.splitlines() if line.strip()] or [""]
+    if len(set(_verdicts(_OF_PART, text))) > 1:
+        text = _OF_PART.sub("", text)
     explicit = list(_verdicts(_EXPLICIT, text))
     if cut_off:
         return _only({*explicit, _value(lines[0])} - {None})
@@ -255,7 +277,7 @@ def _plain(text: str) -> str:
     )
     text = re.sub(r"\\(?:text|math)\w*\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\?\bboxed\s*\{([^{}]*)\}", r" [[\1]] ", text)
-    text = re.sub(r"<(\w+)>\s*([^<>\n]{1,30}?)\s*</\1>", r" [[\2]] ", text)
+    text = re.sub(r"<(\w+)>\s*([^<>\n]{1,30}?)\s*</\1>", _tagged, text)
     if not re.search(r"(?<![A-Za-z0-9])[AB](?![A-Za-z0-9])", text):  # all in lower case
         text = re.sub(rf"(?<![\w'])(?:b(?![\w'])|a(?={_NO_ARTICLE}))", _upper, text)
     return _TABLE.sub(_without_table, text)
@@ -265,13 +287,20 @@ def _decimal(found: re.Match[str]) -> str:
     return f"{int(found.group(1) or 0) + unicodedata.numeric(found.group(2)):g}"
 
 
+def _tagged(found: re.Match[str]) -> str:
+    letter = _letter_of_key(found.group(1)) if found.group(2).isdigit() else None
+    return f" {letter}: {found.group(2)}, " if letter else f" [[{found.group(2)}]] "
+
+
 def _upper(found: re.Match[str]) -> str:
     return found.group().upper()
 
 
 def _without_table(table: re.Match[str]) -> str:
     """Return a table's rows as lines such as "Total: A: 14, B: 16" or "A: 14"."""
-    rows = [[c.strip() for c in line.strip(" |").split("|")] for line in table.group().split("\n")]
+    rows = [
+        [c.strip() for c in line.strip()[1:-1].split("|")] for line in table.group().split("\n")
+    ]
     head, lines = rows[0], []
     named = [(i, _value(cell)) for i, cell in enumerate(head) if _value(cell) in ("A", "B")]
     for row in (row for row in rows[1:] if any(re.search(r"\w", cell) for cell in row)):
@@ -281,6 +310,7 @@ def _without_table(table: re.Match[str]) -> str:
 
 
 def _without_json(text: str) -> str:
+    text = re.sub(r"(?<=[{\[,:])(\s*)'([^'\n]*)'(?=\s*[,:}\]])", r'\1"\2"', text)  # of Python
     kept, end = "", 0
     for start in (found.start() for found in re.finditer(r"\{|\[(?=\s*\{)", text)):
         if start < end:
@@ -309,6 +339,9 @@ def _of_json(node: Any) -> str | None:
             found := _value(str(value)) or (isinstance(value, str) and parse_verdict(value))
         ):
             return found
+    true = {_letter_of_key(key) for key, value in items if value is True and "better" in key}
+    if better := _only(true):
+        return better
     rated = [
         f"{_letter_of_key(key)}: {_rating(key, value)}"
         for key, value in items
@@ -357,8 +390,10 @@ def _rating(key: str, value: Any) -> Any:
 
 
 def _letter_of_key(key: str) -> str | None:
-    found = re.search(r"(?:^|[\s_])([ABab])(?:$|[\s_])|[a-z][\s_]?([12])$", key)
-    return found and _letter(found.group(1) or found.group(2))
+    found = re.search(
+        r"(?:^|[\s_])([ABab])(?:$|[\s_])|[a-z][\s_]?([12])(?:$|_)|^(first|second)\b", key
+    )
+    return found and _letter(found.group(found.lastindex or 0))
 
 
 def _is_number(value: Any) -> bool:
@@ -372,6 +407,8 @@ def _value(text: str) -> str | None:
         text = text[1:-1].strip(" \"'")
     if re.fullmatch(_TIE, text):
         return "C"
+    if re.fullmatch(r"[12]\s*[<>=]+\s*[12]", text):
+        text = text.translate(_NUMBERED)
     if found := _COMPARED.fullmatch(text):
         return _compared(found)
     found = _ALONE.fullmatch(text)
@@ -382,14 +419,14 @@ def _compared(found: re.Match[str]) -> str | None:
     first, second = _letter(found.group(1)), _letter(found.group(3))
     if first == second or "C" in (first, second):
         return None
-    return {">": first, "≻": first, "<": second, "≺": second}.get(found.group(2)[0], "C")
+    return first if found.group(2)[0] in ">≻≫" else second if found.group(2)[0] in "<≺≪" else "C"
 
 
 def _letter(label: str) -> str:
-    words = re.search(r"(?i:first|former|second|latter)|第[一二]", label)
+    words = re.search(rf"{_FIRST}|{_SECOND}|第[一二]", label)
     if words:
-        return "A" if words.group()[0] in "fF" or words.group() == "第一" else "B"
-    return label.strip(" \"'()[]{}")[-1].upper().translate(str.maketrans("12", "AB"))
+        return "A" if re.fullmatch(rf"{_FIRST}|第一", words.group()) else "B"
+    return label.strip(" \"'()[]{}")[-1].upper().translate(_NUMBERED)
 
 
 def _verdicts(grammar: re.Pattern[str], text: str) -> Iterator[str]:
@@ -425,7 +462,8 @@ def _by_ratings(lines: list[str]) -> str | None:
     else:
         rated = _ratings(lines)
         if max(map(len, rated.values())) > 1:
-            rated = _ratings([line for line in lines if _TOTAL.search(line)])
+            said = (part for line in lines for part in re.split(r"[.;] ", line))
+            rated = _ratings([part for part in said if _TOTAL.search(part)])
     if any(len(each) != 1 for each in rated.values()):
         return None
     first, second = (next(iter(rated[letter])) for letter in "AB")
@@ -434,6 +472,7 @@ def _by_ratings(lines: list[str]) -> str | None:
 
 def _ratings(lines: list[str]) -> dict[str, set[float]]:
     found: dict[str, set[float]] = {"A": set(), "B": set()}
+    lines = [_RATING_FIRST.sub(r"\2: \1", line) for line in lines]
     for label, number in (each for line in lines for each in _RATED.findall(line)):
         found.setdefault(_letter(label), set()).add(float(number))
     found.pop("C", None)
