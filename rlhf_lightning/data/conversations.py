@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.records import Origin, Record, TextRecord
 from rlhf_lightning.data.turns import CALLS, check_characters, parse_message
-from rlhf_lightning.text.forms import THOUGHT, WEIGHT
+from rlhf_lightning.text.forms import SYSTEM, THOUGHT, WEIGHT
 from rlhf_lightning.text.messages import Messages, Text
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -79,8 +79,8 @@ def with_system_in_user(prompt: Text) -> Text:
     messages: list[Mapping[str, Any]] = []
     for message in prompt:
         if message["role"] == "user":
-            waiting = [m["content"] for m in messages if m["role"] == "system"]
-            messages = [m for m in messages if m["role"] != "system"]
+            waiting = [m["content"] for m in messages if m["role"] in SYSTEM]
+            messages = [m for m in messages if m["role"] not in SYSTEM]
             message = {**message, "content": "\n\n".join([*waiting, message["content"]])}
         messages.append(message)
     return tuple(messages)

@@ -143,6 +143,8 @@ PARSERS: dict[str, Callable[[Row, Location], Record]] = {
 FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
 MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
 KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered", *ROW_KEYS)
+_PANDAS_NULLS = ("NAType", "NaTType")  # whose truth value is an error
+_EMPTY = ("None", "", "[]", "{}", "nan")
 _QUIET = ("domain", "margin", "label", "rendered", "score")
 
 
@@ -318,6 +320,7 @@ class RowParser:
         Raises:
             BadRecordError: if it has none, or is of another format than the first.
         """
+        row = {k: None if type(v).__name__ in _PANDAS_NULLS else v for k, v in row.items()}
         if not any(self._columns.get(key) for key in TEXT_KEYS):
             hidden = self._columns.keys() & set(TEXT_KEYS)
             row = as_ours({k: v for k, v in row.items() if k not in hidden}, where)
@@ -349,7 +352,7 @@ class RowParser:
         unread = tuple(
             str(key)
             for key, value in row.items()
-            if key not in read and value not in (None, "") and all(value is not x for x in same)
+            if key not in read and str(value) not in _EMPTY and all(value is not x for x in same)
         )
         self._warn_of_part(name, row, unread, where)
         return ParsedRow(record, where, others, texts=texts, unread=unread)

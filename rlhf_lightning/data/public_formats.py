@@ -35,17 +35,7 @@ from rlhf_lightning.data.files import Row
 
 PROMPTS = ("prompt", "instruction", "question", "input", "query")
 TEXT_KEYS = ("text", "prompt", "completion", "messages", "chosen", "rejected")
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "prompter": "user",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
+_NO_INPUT = ("", "<noinput>")  # the latter stands in the first Alpaca-like sets
 Reader = Callable[[Row, Location], dict[str, Any] | None]
 # Keys of sets that no row of which is a record alone -> what to do.
 HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -94,7 +84,6 @@ def with_roles(messages: Any) -> Any:
     for message in messages:
         if isinstance(message, Mapping) and renamed.keys() <= message.keys():
             message = {renamed.get(key, key): value for key, value in message.items()}
-            message["role"] = _ROLES.get(str(message["role"]).lower(), message["role"])
         found.append(message)
     return found
 
@@ -248,7 +237,8 @@ def _instruction(answer: str, *more: str) -> Reader:
         if not set(row).isdisjoint(TEXT_KEYS):
             return None
         given = [row["instruction"], *(row.get(key) for key in more)]
-        prompt = "\n\n".join(part for part in given if part)
+        parts = (part for part in given if part and part == part)  # NaN is no part
+        prompt = "\n\n".join(part for part in parts if part.strip() not in _NO_INPUT)
         return {"prompt": prompt, "completion": row[answer]} | dict.fromkeys(more)
 
     return read

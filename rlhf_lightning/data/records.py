@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhf_lightning.data.errors import Location
-from rlhf_lightning.text.forms import THOUGHT
+from rlhf_lightning.text.forms import SYSTEM, THOUGHT
 from rlhf_lightning.text.messages import Text, as_text
 
 RecordKind = Literal["texts", "prompts", "demonstrations", "preferences", "unpaired"]
 Split = Literal["train", "validation"]
 
 _SAID = (THOUGHT, "tool_calls")  # of a message, beside its content
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = (*SYSTEM, "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rlhf_lightning.data.conversations import parse_messages
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.records import Record, TextRecord
 from rlhf_lightning.data.turns import from_json, json_list
+from rlhf_lightning.text.forms import SYSTEM
 
 _LISTS = ("tools", "documents")
 _KWARGS = "chat_template_kwargs"
@@ -49,7 +50,7 @@ def with_row_keys(
     system = given.get("system")
     prompt = (*earlier, *record.prompt)
     if isinstance(system, str) and system.strip():
-        own = [m["content"] for m in prompt if m["role"] == "system"]
+        own = [m["content"] for m in prompt if m["role"] in SYSTEM]
         if own and own != [system]:
             found = "the column 'system' and the conversation have different system messages"
             raise BadRecordError(where, found, "hide the column with columns={system: null}")

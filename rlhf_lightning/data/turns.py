@@ -2,7 +2,8 @@
 
 | key                                          | what is made of it                               |
 |----------------------------------------------|--------------------------------------------------|
-| `role`, `content`                            | text; parts of text are joined                   |
+| `role`                                       | one of ours; ShareGPT's and Gemini's are renamed |
+| `content`                                    | text; parts of text are joined                   |
 | `reasoning_content`, `reasoning`, `thinking` | `reasoning_content`                              |
 | `tool_calls`                                 | a list of functions with arguments as an object  |
 | `weight: 0`, `train: false`                  | `weight`: the message is not learnt              |
@@ -23,6 +24,15 @@ from rlhf_lightning.data.records import ROLES
 from rlhf_lightning.text.forms import THOUGHT, THOUGHTS, WEIGHT
 
 CALLS = "tool_calls"
+_OTHER_ROLES = {
+    "human": "user",
+    "prompter": "user",
+    "observation": "tool",
+    "function_response": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "ai", "model", "bot", "function_call"), "assistant"),
+}
+_TEXT_PARTS = ("text", "input_text", "output_text", None)
+_NO_ARGUMENTS = {"name", "arguments", "type", "id", "index"}  # of a call that has none
 _LEARNT = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 
@@ -38,10 +48,12 @@ def parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
         found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
         raise BadRecordError(where, found, 'write {"role": "user", "content": "..."}')
     role = message["role"]
+    if isinstance(role, str) and role not in ROLES:  # of ShareGPT, Gemini, ...
+        role = _OTHER_ROLES.get(role.lower(), role.lower())
     if role not in ROLES:
         hint = closest(role, ROLES) if isinstance(role, str) else None
         fix = f"did you mean {hint!r}?" if hint else f"use one of {', '.join(ROLES)}"
-        raise BadRecordError(where, f"{name} has the unknown role {describe(role)}", fix)
+        raise BadRecordError(where, f"{name} has the unknown role {describe(message['role'])}", fix)
     if given.get("function_call"):
         fix = f"write it as {CALLS}, a list of functions with name and arguments"
         raise BadRecordError(where, f"{name} has the legacy key 'function_call'", fix)
@@ -53,9 +65,13 @@ def parse_message(message: Any, name: str, where: Location) -> dict[str, Any]:
     is_learnt = _is_learnt(given, name, where)
     used = {"role", "content", CALLS, "function_call", WEIGHT, "train", *THOUGHTS}
     content = message.get("content")
+    content = "" if content is None and calls else _content(content, name, where)
+    if thought and content.lstrip().startswith("<think>"):
+        found = f"{name} has a thought under {THOUGHT!r} and another as <think> in its content"
+        raise BadRecordError(where, found, "take one of them out")
     return {
         "role": role,
-        "content": "" if content is None and calls else _content(content, name, where),
+        "content": content,
         **({THOUGHT: thought} if thought else {}),
         **({CALLS: calls} if calls else {}),
         **({} if is_learnt else {WEIGHT: 0}),
@@ -93,7 +109,7 @@ def _content(content: Any, name: str, where: Location) -> str:
     if isinstance(content, list | tuple) and content:
         parts = [{"type": "text", "text": x} if isinstance(x, str) else x for x in content]
         for part in parts:
-            is_text = isinstance(part, Mapping) and part.get("type") in ("text", None)
+            is_text = isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
             if not is_text or not isinstance(part.get("text"), str):
                 found = f"the content of {name} has the part {describe(part)}, expected text"
                 raise BadRecordError(where, found, 'write {"type": "text", "text": "..."}')
@@ -123,11 +139,13 @@ def _call(call: Mapping[str, Any], name: str, where: Location) -> dict[str, Any]
     function = call.get("function", call)
     own = isinstance(function, Mapping) and isinstance(function.get("name"), str)
     arguments = from_json(function.get("arguments") or {}) if own else None
-    if not isinstance(arguments, Mapping):
+    elsewhere = own and "arguments" not in function and function.keys() - _NO_ARGUMENTS
+    if not isinstance(arguments, Mapping) or elsewhere:
         found = f"a call of {name} is {describe(call)}, expected a name and arguments as an object"
         raise BadRecordError(where, found, 'write {"name": "...", "arguments": {"key": "value"}}')
     outer = {key: call[key] for key in call if key not in ("name", "arguments", "function")}
-    named = {"name": function["name"], "arguments": arguments}
+    inner = {} if function is call else function
+    named = {**inner, "name": function["name"], "arguments": arguments}
     return {"type": "function", **outer, "function": named}
 
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from rlhf_lightning.text.forms import THOUGHT, Form
+from rlhf_lightning.text.forms import SYSTEM, THOUGHT, Form
 
 Path = tuple[str | int, ...]
 Write = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 _MARK = "zq{}qz"
 _THINK, _THOUGHT_END = "<think>", "</think>"
-_MOVED = ("system", "developer")
 _CALLS = "tool_calls"
 # A template says the types of a schema in words of its own.
 _TYPES = ("type", "format", "strict", "$schema", "additionalProperties")
@@ -55,7 +54,7 @@ class Fidelity:
         missing = [name for name in ("tools", "documents") if self._ignores(name, text)]
         start = 0
         for index, message in enumerate(self.messages):
-            begin = at = 0 if message["role"] in _MOVED else start
+            begin = at = 0 if message["role"] in SYSTEM else start  # templates move it
             for piece in self._pieces(index, message, text, begin):
                 end = _end(piece.text, text, at, escaped=message["role"] == "tool")
                 if end < 0 and _CALLS in piece.path:  # in any order
@@ -63,7 +62,7 @@ class Fidelity:
                 if end < 0 or not self._is_marked(piece):
                     missing += [] if piece.optional else [_named(piece, message["role"])]
                 at = max(at, end)
-            start = start if message["role"] in _MOVED else at
+            start = start if message["role"] in SYSTEM else at
         return missing
 
     def _pieces(

@@ -21,6 +21,7 @@ THOUGHTS = (THOUGHT, "reasoning", "thinking")
 # What a template raises at a conversation that it was not made for.
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 WEIGHT = "weight"  # 0 for an answer that is not learnt
+SYSTEM = ("system", "developer")
 READ_BY_US = frozenset(("role", "content", "tool_calls", THOUGHT, WEIGHT))
 _QUESTION, _ANSWER = "zq0mark0qz", "zq1mark1qz"
 _ARGUMENTS = {"a": 'say "x"'}
@@ -78,7 +79,7 @@ def _found(tokenizer: Any) -> Form:
         except REFUSALS:
             return ""
 
-    others = frozenset(("system", "developer", "user", "tool"))
+    others = frozenset((*SYSTEM, "user", "tool"))
     choices: tuple[frozenset[str], ...] = (
         frozenset(),
         others,

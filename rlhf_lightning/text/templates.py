@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.text.fidelity import Fidelity
-from rlhf_lightning.text.forms import READ_BY_US, REFUSALS, apply, form_of
+from rlhf_lightning.text.forms import READ_BY_US, REFUSALS, SYSTEM, apply, form_of
 from rlhf_lightning.text.messages import Messages
 from rlhf_lightning.text.template_date import leading_settings
 
@@ -57,7 +57,7 @@ def write_chat(
     try:
         return apply(tokenizer, [form.shaped(message) for message in messages], **options)
     except REFUSALS as error:
-        system = [_SYSTEM] * any(message["role"] == "system" for message in messages)
+        system = [_SYSTEM] * any(message["role"] in SYSTEM for message in messages)
         fix = ", ".join([*system, _SKIP]) + f", or {_OTHER}"
         raise ChatTemplateError(f"the chat template refuses the record: {error}", fix) from error
 

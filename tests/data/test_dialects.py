@@ -1,0 +1,107 @@
+"""Rows in dialects of files that people have: what is learnt of each, or what is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rlhf_lightning.data.encode import encode_all
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.text.tokenizers import read_template
+from tests.builders.tokenizers import build_tokenizer
+
+ASKED, SAID = {"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "A drink."}
+END, START = "<|im_end|>\n", "<|im_start|>"
+PROMPT = f"{START}user\nTea?{END}{START}assistant\n"
+
+
+def messages(*turns, **columns):
+    return {"messages": list(turns), **columns}
+
+
+def calls(call):
+    return messages(ASKED, {"role": "assistant", "content": None, "tool_calls": [call]})
+
+
+def alpaca(given, **columns):
+    return {"instruction": "Tea?", "input": given, "output": "A drink.", **columns}
+
+
+def encoded(row):
+    tokenizer = build_tokenizer(template=read_template("thoughts_and_tools"))
+    records = GivenRows([row], validation_fraction=0).records("demonstrations", "train")
+    ((one,), report) = encode_all(records, tokenizer, max_length=500)
+    start = int(one.loss_mask.argmax())
+    given, learnt = (tokenizer.decode(ids) for ids in np.split(one.input_ids, [start]))
+    return given, learnt.removesuffix("<|im_end|>"), report
+
+
+@pytest.mark.parametrize("user", ["User", "USER", "human", "Human", "prompter"])
+@pytest.mark.parametrize("assistant", ["Assistant", "gpt", "bing", "ai", "model", "bot"])
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_a_role_of_another_tool_is_the_role_that_it_means(user, assistant, keys):
+    turns = [dict(zip(keys, turn, strict=True)) for turn in ((user, "Tea?"), (assistant, "Yes."))]
+    assert encoded({"messages": turns})[:2] == (PROMPT, "Yes.")
+
+
+def test_the_developers_message_is_given_to_the_template():
+    row = messages({"role": "developer", "content": "Be brief."}, ASKED, SAID)
+    assert encoded(row)[0] == f"{START}developer\nBe brief.{END}{PROMPT}"
+    (record,) = GivenRows([row], validation_fraction=0, system_into_user=True).records(
+        "demonstrations", "train"
+    )
+    assert record.prompt == ({"role": "user", "content": "Be brief.\n\nTea?"},)
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", None])
+def test_parts_of_text_are_text_whatever_they_are_called(kind):
+    parts = [{"type": kind, "text": "A "}, {"type": kind, "text": "drink."}]
+    assert encoded(messages(ASKED, SAID | {"content": parts}))[1] == "A drink."
+
+
+@pytest.mark.parametrize("given", ["", " ", "\n", "<noinput>", None, float("nan"), pd.NA])
+def test_an_input_that_says_nothing_is_no_part_of_an_alpaca_prompt(given):
+    assert encoded(alpaca(given))[0] == "Tea?"
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("key", ["parameters", "input", "args"])
+def test_arguments_under_another_key_are_named(outer, key):
+    call = {"name": "f", key: {"town": "Ulm"}}
+    with pytest.raises(BadRecordError, match=r"messages\[1\].*'f|\"f"):
+        encoded(calls({"function": call} if outer else call))
+    assert '"arguments": {}' in encoded(calls({"id": "c1", "function": {"name": "f"}}))[1]
+
+
+def test_a_thought_that_a_message_has_twice_is_named():
+    twice = SAID | {"content": "<think>hot</think>A drink.", "reasoning_content": "hot"}
+    with pytest.raises(BadRecordError, match=r"messages\[1\] .*reasoning_content.*<think>"):
+        encoded(messages(ASKED, twice))
+
+
+@pytest.mark.parametrize(
+    ("value", "is_named"),
+    [
+        (np.arange(3), True),
+        (np.array([]), False),
+        (pd.Timestamp("2024-07-26"), True),
+        (pd.NA, False),
+        (pd.NaT, False),
+        (float("nan"), False),
+        ([], False),
+        ("[]", False),
+        (0, True),
+    ],
+)
+def test_a_column_of_any_type_is_named_as_unread_where_it_says_something(value, is_named):
+    report = encoded(messages(ASKED, SAID, vector=value))[2]
+    assert list(report.unread_columns) == ["vector"] * is_named
+
+
+@pytest.mark.parametrize("column", ["system", "tools", "history", "chat_template_kwargs"])
+@pytest.mark.parametrize("missing", [pd.NA, None])
+def test_a_missing_value_of_pandas_is_none(column, missing):
+    given, learnt, report = encoded(messages(ASKED, SAID, **{column: missing}))
+    assert (given, learnt, dict(report.unread_columns)) == (PROMPT, "A drink.", {})
