@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
+import gc
+import logging.config
 import math
 import os
 import random
 import re
+import resource
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,10 +189,39 @@ def state():
         sys.stdout,
         sys.stderr,
         sys.getrecursionlimit(),
+        torch.get_deterministic_debug_mode(),
+        torch.is_anomaly_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.mkldnn.enabled,
+        float(torch.tensor([1e-40]) * 1),
+        gc.isenabled(),
+        np.geterr(),
+        (os.umask(mask := os.umask(0o22)), mask)[1],
+        signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        [resource.getrlimit(getattr(resource, f"RLIMIT_{n}")) for n in ("AS", "NOFILE", "FSIZE")],
+        sorted(set(sys.path)),
+        list(warnings.filters),
+        logging.root.manager.disable,
+        [(each.level, each.disabled, list(each.handlers)) for each in OUR_LOGGERS],
+        [
+            os.unlink,
+            os.getcwd,
+            os.fchdir,
+            shutil.rmtree,
+            subprocess.Popen,
+            builtins.open,
+            torch.ones,
+        ],
     )
 
 
+OUR_LOGGERS = logging.root, logging.getLogger("rlhf_lightning"), logging.getLogger("lightning")
 KEPT = []
+
+
+def above(limit):
+    """Whether it can be lowered; on some machines it is low."""
+    return resource.getrlimit(limit) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 def enter(manager):
@@ -210,6 +247,27 @@ def enter(manager):
         lambda: os.environ.clear(),
         lambda: setattr(sys, "stdout", None),
         lambda: sys.setrecursionlimit(50_000),
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        lambda: torch.backends.mkldnn.set_flags(False),
+        lambda: torch.set_flush_denormal(True),
+        gc.disable,
+        lambda: np.seterr(all="raise"),
+        lambda: os.umask(0o777),
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT}),
+        lambda: [resource.setrlimit(n, (2**36, -1)) for n in (resource.RLIMIT_AS,) if above(n)],
+        lambda: resource.setrlimit(
+            resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        ),
+        sys.path.clear,
+        lambda: warnings.simplefilter("error"),
+        lambda: logging.disable(logging.CRITICAL),
+        lambda: logging.basicConfig(force=True, level=logging.CRITICAL),
+        lambda: logging.config.dictConfig({"version": 1, "disable_existing_loggers": True}),
+        lambda: [setattr(os, name, None) for name in ("unlink", "getcwd", "fchdir", "kill")],
+        lambda: [setattr(shutil, "rmtree", None), setattr(subprocess, "Popen", None)],
+        lambda: [setattr(builtins, "open", None), setattr(torch, "ones", None)],
     ],
 )
 @pytest.mark.parametrize("raises", [False, True])
@@ -248,6 +306,64 @@ def test_a_descriptor_that_it_closes_is_open_again_and_a_closed_stream_is_named(
             scored(closes)
     finally:
         sys.stderr = before
+
+
+def test_a_function_that_closes_the_files_of_others_is_named():
+    before = set(os.listdir("/proc/self/fd"))
+
+    def closes_all(prompts, completions):
+        for number in set(os.listdir("/proc/self/fd")) - before:
+            with contextlib.suppress(OSError):
+                os.close(int(number))
+        return [1, 2]
+
+    with pytest.raises(RuntimeError, match=r"^reward function closes_all closed files"):
+        scored(closes_all)
+
+
+class Strange:
+    """A value whose code runs when it is read as a number, or shown."""
+
+    def __init__(self, act, shown=False):
+        self.act, self.shown = act, shown
+
+    def __float__(self):
+        if self.shown:
+            raise TypeError
+        self.act()
+        return 1.0
+
+    def __repr__(self):
+        self.act()
+        return "strange"
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("leave", [lambda: sys.exit(0), lambda: next(iter(())), lambda: 1 / 0])
+def test_code_of_a_value_ends_in_an_error_of_the_function(leave, shown):
+    with pytest.raises((RuntimeError, ValueError), match=r"^reward function <lambda>"):
+        scored(lambda p, c: [Strange(leave, shown), 1.0])
+
+
+def test_code_of_a_value_can_neither_hang_nor_fork_nor_change_the_process(capfd):
+    began, mine = time.monotonic(), os.getpid()
+    with pytest.raises(TimeoutError, match=r"within 0\.3 sec"):
+        scored(lambda p, c: [Strange(lambda: time.sleep(60)), 1.0], timeout_seconds=0.3)
+    assert time.monotonic() - began < 10
+    assert scored(lambda p, c: [Strange(os.fork), 1.0]) == [1, 1]
+    assert os.getpid() == mine, "a child came back"
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+    before = state()
+    assert scored(lambda p, c: [Strange(lambda: os.chdir("/")), 1.0]) == [1, 1]
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    "value", [np.complex64(1 + 2j), np.str_("1.5"), np.bytes_(b"1.5"), np.datetime64(5, "s")]
+)
+def test_a_value_of_numpy_that_is_no_real_number_is_refused(value):
+    with pytest.raises(ValueError, match=r"for completion 0 .*finite number"):
+        scored(lambda p, c: [value, 1.0])
 
 
 def closes(prompts, completions):

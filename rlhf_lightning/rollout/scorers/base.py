@@ -278,8 +278,7 @@ class FunctionScorer:
                 f"{what} returned {kind}, which is no list of scores: return a list with one "
                 "number a completion"
             )
-        scores = read_scores(found, completions, what)
-        total = torch.tensor(scores, dtype=torch.float32, device=answers.sequences.device)
+        total = read_scores(found, completions, what).to(answers.sequences.device)
         return Scores(total, {self.name: total}, ~total.isnan())
 
     def _values(self, answers: Answers) -> dict[str, list[Any]]:

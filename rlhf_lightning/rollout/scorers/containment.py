@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import builtins
+import gc
 import inspect
 import logging
+import math
 import os
+import random
+import resource
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch.backends import cuda, cudnn, mkldnn
 
 from rlhf_lightning.rollout.concurrent_requests import run_async
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -31,12 +42,52 @@ _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         lambda device: torch.set_default_device(None if device == _CPU else device),
     ),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
-    (lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)),
+    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (lambda: not (torch.tensor([1e-40]) * 1).any(), torch.set_flush_denormal),
+    *(
+        (partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device))
+        for device in ("cpu", "cuda")
+    ),
+    *(  # the kernel of attention changes the bits
+        (getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"))
+        for name in ("flash", "math", "mem_efficient", "cudnn")
+    ),
+    *(
+        (partial(getattr, owner, name), partial(setattr, owner, name))
+        for owner, name in ((cudnn, "benchmark"), (cudnn, "deterministic"), (mkldnn, "enabled"))
+    ),
+    *(
+        (partial(resource.getrlimit, limit), partial(resource.setrlimit, limit))
+        for name in ("AS", "CPU", "DATA", "FSIZE", "NOFILE")
+        for limit in (getattr(resource, f"RLIMIT_{name}"),)
+    ),
     (sys.getrecursionlimit, sys.setrecursionlimit),
+    (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    (np.geterr, lambda kinds: np.seterr(**kinds)),
+    (lambda: (os.umask(mask := os.umask(0o077)), mask)[1], os.umask),
+    (
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+    ),
+    (
+        lambda: list(sys.path),
+        lambda paths: sys.path.extend(path for path in paths if path not in sys.path),
+    ),
 )
+# What a file may set once for all, and a call may not.
+_FOR_A_CALL: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (lambda: dict(os.environ), lambda kept: (os.environ.clear(), os.environ.update(kept))),
+    (
+        lambda: list(warnings.filters),
+        lambda filters: (warnings.resetwarnings(), warnings.filters.extend(filters)),  # type: ignore[attr-defined]
+    ),
+    (lambda: logging.root.manager.disable, logging.disable),
+    (lambda: _our_loggers(), lambda loggers: [_set_logger(*each) for each in loggers]),
+)
+# A guard around code that a function runs may take their functions away, and never give them back.
+_MODULES: tuple[Any, ...] = (builtins, os, shutil, subprocess, signal, time, math, random, torch)
 _AGAIN_SECONDS = 1.0
 _STILL_SECONDS = 20.0  # after which a call that runs is named
 
@@ -201,18 +252,20 @@ def _left_behind(call: Callable[[], Result], seconds: float, say: Callable[[], N
 
 
 @contextmanager
-def restoring_state(what: str, *, environment: bool = True) -> Iterator[None]:
+def restoring_state(what: str, *, settings: bool = True) -> Iterator[None]:
     """Put back what the code inside changes of the process.
 
     Args:
         what: names the code in errors.
-        environment: put the environment's variables back, too.
+        settings: put back the environment, warnings, loggers and functions of modules, too.
 
     Raises:
-        ClosedStreamError: if it closed standard output or error, which cannot be opened again.
+        ClosedStreamError: if it closed standard output or error, or files that are not its own,
+            which cannot be opened again.
     """
-    state = [read() for read, _ in _STATE]
-    variables = dict(os.environ)
+    table = (*_STATE, *_FOR_A_CALL) if settings else _STATE
+    state = [read() for read, _ in table]
+    names = [(module, dict(vars(module))) for module in _MODULES if settings]
     streams = sys.stdin, sys.stdout, sys.stderr
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     descriptors = {number: _duplicate(number) for number in (1, 2)}
@@ -222,26 +275,46 @@ def restoring_state(what: str, *, environment: bool = True) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
-        os.fchdir(folder)
-        os.close(folder)
-        for number, kept in descriptors.items():
-            if kept is not None:
-                os.dup2(kept, number)
-                os.close(kept)
+        for module, before in names:
+            now = vars(module)
+            now.update({name: old for name, old in before.items() if now.get(name) is not old})
+        try:
+            os.fchdir(folder)
+            os.close(folder)
+            for number, kept in descriptors.items():
+                if kept is not None:
+                    os.dup2(kept, number)
+                    os.close(kept)
+        except OSError as error:
+            raise ClosedStreamError(f"{what} closed files that it did not open: {error}") from error
         sys.stdin, sys.stdout, sys.stderr = streams
-        if environment and os.environ != variables:
-            for name in os.environ.keys() - variables.keys():
-                del os.environ[name]
-            os.environ.update(variables)
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not handler and handler is not None:
                     signal.signal(number, handler)
-        for (read, write), value in zip(_STATE, state, strict=True):
+        for (read, write), value in zip(table, state, strict=True):
             if read() != value:
                 write(value)
     if any(getattr(stream, "closed", False) for stream in streams[1:]):
         raise ClosedStreamError(f"{what} closed standard output or error: leave them open")
+
+
+def _our_loggers() -> list[tuple[logging.Logger, int, bool, list[logging.Handler]]]:
+    found = [logging.root, *logging.root.manager.loggerDict.values()]
+    return [
+        (each, each.level, each.disabled, list(each.handlers))
+        for each in found
+        if isinstance(each, logging.Logger)
+        and each.name.partition(".")[0] in ("root", "lightning", "rlhf_lightning")
+    ]
+
+
+def _set_logger(
+    each: logging.Logger, level: int, disabled: bool, handlers: list[logging.Handler]
+) -> None:
+    each.setLevel(level)
+    each.disabled = disabled
+    each.handlers[:] = handlers
 
 
 def _duplicate(descriptor: int) -> int | None:

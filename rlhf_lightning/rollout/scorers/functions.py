@@ -9,13 +9,16 @@ import math
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_lightning.arguments import CodeName
 from rlhf_lightning.rollout.scorers.containment import restoring_state, said
@@ -138,10 +141,12 @@ def _says_nothing(parameter: Parameter, place: int) -> bool:
     return parameter.default is parameter.empty and (letter or name.startswith("_"))
 
 
-def listed(returned: Any, count: int) -> list[Any] | None:
-    """Return what a function returned as a list, at most one more than `count`.
+def listed(returned: Any, count: int) -> list[float | str] | None:
+    """Return what a function returned as numbers, at most one more than `count`.
 
-    None if it is no sequence of values: a number, a text, or something without an order.
+    NaN where it is None, and a short text that shows it where it is no finite number of float32; a
+    list of one number counts as the number. None if it is no sequence of values: a number, a text,
+    or something without an order. This runs code of what was returned.
     """
     if hasattr(returned, "to_numpy"):  # a DataFrame iterates over the names of its columns
         returned = returned.to_numpy()
@@ -151,14 +156,14 @@ def listed(returned: Any, count: int) -> list[Any] | None:
         returned, Iterable
     ):
         return None
-    return list(islice(returned, count + 1))
+    return [_number(value) for value in islice(returned, count + 1)]
 
 
-def read_scores(values: Sequence[Any], completions: Sequence[str], what: str) -> list[float]:
+def read_scores(values: Sequence[float | str], completions: Sequence[str], what: str) -> Tensor:
     """Return one number a completion, NaN where the function returned None.
 
     Args:
-        values: what it returned; a list of one number counts as the number.
+        values: what `listed` returned.
         completions: that it scored.
         what: names it in errors.
 
@@ -173,39 +178,30 @@ def read_scores(values: Sequence[Any], completions: Sequence[str], what: str) ->
             f"{what} returned {found} scores for {count} completions: return one number a "
             "completion"
         )
-    scores = []
     for row, value in enumerate(values):
-        score = _number(value)
-        if score is None:
+        if isinstance(value, str):
             raise ValueError(
-                f"{what} returned {_short(value)} for completion {row} "
-                f"({completions[row][:200]!r}): return a finite number of float32, or None where "
-                "the reward does not apply"
+                f"{what} returned {value} for completion {row} ({completions[row][:200]!r}): "
+                "return a finite number of float32, or None where the reward does not apply"
             )
-        scores.append(score)
-    return scores
+    return torch.tensor(values, dtype=torch.float32)
 
 
-def _short(value: Any) -> str:
-    """Return a value in a few characters; an integer of thousands of digits has no `repr`."""
-    try:
-        return reprlib.repr(value)
-    except Exception:
-        return f"a value of type {type(value).__name__}"
-
-
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> float | str:
     if isinstance(value, list | tuple) and len(value) == 1:  # a row of [B, 1]
         (value,) = value
     if value is None:
         return math.nan
-    if not hasattr(value, "__float__"):
-        return None
+    # Texts and complex numbers of NumPy have a `__float__`, which loses what they say.
+    if hasattr(value, "__float__") and not isinstance(value, str | bytes | np.complexfloating):
+        with suppress(Exception):  # a tensor of several numbers, an integer beyond float64
+            number = float(value)
+            if abs(number) <= _LARGEST:
+                return number
     try:
-        number = float(value)
-    except Exception:  # a tensor of several numbers, an integer beyond float64
-        return None
-    return number if abs(number) <= _LARGEST else None
+        return reprlib.repr(value)
+    except Exception:  # an integer of thousands of digits
+        return f"a value of type {type(value).__name__}"
 
 
 def load_function(path: CodeName) -> RewardFunction:
@@ -240,7 +236,7 @@ def _load_file(file: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
-        with restoring_state(f"{file}", environment=False):
+        with restoring_state(f"{file}", settings=False):
             spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
