@@ -236,6 +236,10 @@ class DPOHparams(Checked):
                 f"use 0 with kind={self.kind}"
             )
         weights = (self.desirable_weight, self.undesirable_weight)
+        if not any(weights):
+            raise ValueError(
+                "DPOHparams.desirable_weight=0, undesirable_weight=0 learn from no row: use 1"
+            )
         if self.kind != "kto" and weights != (1, 1):
             raise ValueError(
                 f"DPOHparams.desirable_weight={weights[0]:g}, undesirable_weight={weights[1]:g} "

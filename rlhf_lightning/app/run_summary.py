@@ -82,8 +82,9 @@ def batch_arithmetic(settings: TrainSettings, iterations: int, world_size: int) 
     epochs, minibatches = settings.passes
     at_once = _at_once(settings, rows // world_size // minibatches)
     if stage.minibatches is None:
+        kind = "pairs" if stage.paired and settings.data.get("kind") != "unpaired" else "rows"
         return (
-            f"{iterations} iterations of {rows} {stage.rows}{share}{at_once} = "
+            f"{iterations} iterations of {rows} {kind}{share}{at_once} = "
             f"{count_steps(settings, iterations):,} optimizer steps"
         )
     prompts = f"{rows} prompts"

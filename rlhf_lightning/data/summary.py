@@ -57,6 +57,7 @@ class DataSummary:
         num_rows: encoded rows.
         domains: rows a domain; "" where a row has none.
         lengths: token lengths of `prompt`, `response`, or of `chosen` and `rejected`, EOS included.
+        labels: rows of each label, where rows have one.
         num_duplicates: rows whose tokens are those of an earlier row.
         num_contradictions: preferences that another row of the same prompt turns round.
         num_repeated_keys: rows of JSON with a key twice, of which the last one counts.
@@ -74,6 +75,7 @@ class DataSummary:
     num_rows: int
     domains: Mapping[str, int]
     lengths: Mapping[str, LengthSummary]
+    labels: Mapping[bool, int]
     num_duplicates: int
     num_contradictions: int
     num_repeated_keys: int
@@ -94,6 +96,9 @@ class DataSummary:
         if set(self.domains) - {""}:
             counts = (f"{name or '(none)'} {count}" for name, count in self.domains.items())
             table.add_row("domains", ", ".join(counts))
+        if self.labels:
+            counts = (f"{str(label).lower()} {count}" for label, count in self.labels.items())
+            table.add_row("labels", ", ".join(counts))
         for name, lengths in self.lengths.items():
             table.add_row(f"{name} tokens, min / median / 95 % / max", str(lengths))
         table.add_row("duplicate rows", str(self.num_duplicates))
@@ -154,6 +159,7 @@ def summarize(
         num_rows=len(encoded),
         domains=dict(Counter(row.domain for row in encoded).most_common()),
         lengths={part: LengthSummary.of(values) for part, values in lengths.items()},
+        labels=Counter(row.label for row in encoded if getattr(row, "label", None) is not None),
         num_duplicates=len(encoded) - len(identities),
         num_contradictions=sum(
             isinstance(row, EncodedPreference) and _identity(row)[::-1] in identities

@@ -9,11 +9,12 @@ Legend: B pairs or rows, b those of a micro-batch, T tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import SumMetric
 from transformers import PreTrainedTokenizerBase
@@ -212,6 +213,8 @@ class DPOModule(RLHFModule):
 
     def on_train_start(self) -> None:
         """Look up what the reference says of the pairs, or compute it."""
+        if self.dpo.kind == "kto":
+            warn_of_weights(self.dpo, [row.label for row in self.trainer.datamodule.rows("train")])
         self.references.prepare(self, SPLITS)
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
@@ -379,7 +382,9 @@ class DPOModule(RLHFModule):
         kl = (other - of_other).mean().clamp(min=0)
         _, measured = self.labelled(own, reference, label.bool(), kl, float(len(rows)))
         found = finite(by_label(measured))
-        return len(rows), {name.replace("dpo/", "val/"): value for name, value in found.items()}
+        measures = {name.replace("dpo/", "val/"): value for name, value in found.items()}
+        share = float(label.mean())
+        return len(rows), measures | {"val/majority_accuracy": max(share, 1 - share)}
 
     def on_train_end(self) -> None:
         """Refuse to end well if no step was taken."""
@@ -398,6 +403,26 @@ class DPOModule(RLHFModule):
         """
         load_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)
         compare_hyper_parameters(checkpoint, self)
+
+
+def warn_of_weights(hparams: DPOHparams, labels: Sequence[bool]) -> None:
+    """Warn where one label is missing, or weighs more than twice what KTO's paper advises."""
+    counts = [sum(labels), len(labels) - sum(labels)]
+    weights = [hparams.desirable_weight, hparams.undesirable_weight]
+    good, bad = (count * weight for count, weight in zip(counts, weights, strict=True))
+    said = f"{counts[0]:,} training rows are labelled true and {counts[1]:,} false"
+    if not all(counts):
+        rank_zero_warn(
+            f"{said}, and KTO learns what sets the two apart: add rows of the other label"
+        )
+    elif all(weights) and not bad / 2 <= good <= bad * 8 / 3:
+        name, weight = (
+            ("desirable", bad / counts[0]) if good < bad else ("undesirable", good / counts[1])
+        )
+        rank_zero_warn(
+            f"{said}, which weigh {good:g} to {bad:g}, and KTO's paper advises 1 to 4/3 to 1: "
+            f"module.dpo.{name}_weight={weight:.3g} makes them weigh the same"
+        )
 
 
 def by_label(measured: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

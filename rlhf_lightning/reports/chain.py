@@ -31,6 +31,8 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
             lines = read_samples(own.distributions)
             metrics = found.metrics if found.judged else {}
             shown = pictures(read_metrics(own.metrics), metrics, lines)
+            if step[1] == "ppo":  # whatever the objective
+                card["title"] = run_title(found.stage, found.about.get("objective"))
             card |= {"summary": found, "result": verdict(found), "picture": shown.headline}
         cards.append(card)
     return render("chain.html", cards=cards) if cards else ""

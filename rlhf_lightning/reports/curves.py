@@ -48,6 +48,7 @@ _REFERENCES = {
     "val/accuracy": (
         ("val/label_ceiling", "ceiling of the labels"),
         ("val/longer_wins_accuracy", "the longer one wins"),
+        ("val/majority_accuracy", "the more frequent label"),
     )
 }
 _ELSEWHERE = ("time/", "throughput/")

@@ -389,23 +389,26 @@ def _dpo(metrics: Metrics) -> Verdict:
     name = "val/accuracy"
     unpaired = "val/kl" in metrics  # KTO's rows are single responses
     what = "rows on their label's side" if unpaired else "pairs ranked as labelled"
+    known = "giving all the more frequent label" if unpaired else "chance"
     pairs = []
     if (accuracy := _get(metrics, name)) is not None:
         note = "by the policy's own rewards" + interval(metrics, name)
         pairs.append(Fact(f"held-out {what}", percent(accuracy), note))
     if (chosen := _get(metrics, "val/chosen_reward")) is not None:
-        note = "below 0: preferred responses have become less likely"
-        pairs.append(Fact("reward of preferred responses", number(chosen), note))
+        good = "good" if unpaired else "preferred"
+        note = f"below 0: {good} responses have become less likely"
+        pairs.append(Fact(f"reward of {good} responses", number(chosen), note))
     compared = _compared(metrics, "SFT", "KTO" if unpaired else "DPO")
     if compared.number or not pairs:
         return replace(compared, facts=(*compared.facts, *pairs))
     sentences = (
-        "It ranks held-out responses better than chance; no judge compares its answers.",
-        "It ranks held-out responses worse than chance.",
-        "Undecided: it is not shown to rank held-out responses better than chance.",
+        f"It ranks held-out responses better than {known}; no judge compares its responses.",
+        f"It ranks held-out responses worse than {known}.",
+        f"Undecided: it is not shown to rank held-out responses better than {known}.",
     )
     facts = [*compared.facts, *pairs[1:]]
-    return _judged(metrics, name, 0.5, f"of held-out {what}", sentences, facts, best="neutral")
+    rival = _get(metrics, "val/majority_accuracy") or 0.5
+    return _judged(metrics, name, rival, f"of held-out {what}", sentences, facts, best="neutral")
 
 
 def _perplexity(loss: float) -> float:

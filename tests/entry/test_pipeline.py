@@ -177,6 +177,13 @@ def test_what_cannot_work_is_refused(overrides: list[str], message: str) -> None
         check_pipeline(composed(*overrides))
 
 
+def test_a_pipeline_of_another_objective_than_ppo_is_evaluated_too() -> None:
+    settings = composed("experiments.ppo=kto", "experiments.reward=null")
+    check_pipeline(settings)
+    *_, trained, evaluation = plan(settings, Path("somewhere"))
+    assert (evaluation.stage, evaluation.lead) == ("evaluate", trained)
+
+
 ALONE = (
     *(f"experiments.{stage}=null" for stage in ("sft", "reward", "ppo")),
     "evaluate=false",

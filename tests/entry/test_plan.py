@@ -210,6 +210,16 @@ def test_a_smaller_validation_batch_is_suggested_by_a_key_that_the_command_takes
         assert again.validation_rows == option.run.validation_rows
 
 
+def test_rows_of_kto_go_through_an_update_one_by_one_and_pairs_of_dpo_two_by_two():
+    small = ("model.dpo.micro_batch_size=8", "data.batch_size=64")
+    kto, dpo = (read(f"+experiment={name}", *small).run for name in ("kto", "dpo"))
+    assert (kto.rows, kto.micro_rows, dpo.rows, dpo.micro_rows) == (64, 8, 128, 16)
+    kto, dpo = (report.describe(run, phases.plan(run)) for run in (kto, dpo))
+    assert kto["stage"].startswith("KTO")
+    assert kto["batch"].startswith("64 rows")
+    assert dpo["batch"].startswith("64 pairs")
+
+
 def test_a_setting_that_does_not_exist_is_named():
     with pytest.raises(ConfigError, match=r"unknown key plan\.device_memry; did you mean"):
         read("+experiment=ppo", "plan.device_memry=80GiB")

@@ -3,7 +3,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.runs.summary import new_summary, read_summary
+from rlhf_lightning.runs.verdict import verdict
 from tests.builders.models import EOS, flat_gradients, flat_parameters
 from tests.builders.record_files import row_text, write_material
 from tests.builders.stages import preference_batch, tiny_dpo, train_ranks, without_trainer
@@ -120,6 +123,46 @@ def test_weights_and_smoothing_of_another_objective_are_refused():
         DPOHparams(desirable_weight=2.0)
     with pytest.raises(ValueError, match="kind=sigmoid alone"):
         DPOHparams(kind="kto", label_smoothing=0.1)
+    with pytest.raises(ValueError, match="desirable_weight=0, undesirable_weight=0"):
+        DPOHparams(kind="kto", desirable_weight=0, undesirable_weight=0)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "desirable", "message"),
+    [
+        (50, 50, 1.0, None),
+        (40, 60, 1.0, None),
+        (90, 10, 1.0, "undesirable_weight=9 "),
+        (10, 90, 1.0, r"module\.dpo\.desirable_weight=9 "),
+        (10, 90, 9.0, None),
+        (50, 50, 4.0, "undesirable_weight=4 "),
+        (50, 0, 1.0, "50 training rows are labelled true and 0 false"),
+    ],
+)
+def test_labels_that_weigh_unequally_are_named_with_the_weight_that_mends_it(
+    good, bad, desirable, message
+):
+    hparams = DPOHparams(kind="kto", desirable_weight=desirable)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dpo.warn_of_weights(hparams, [True] * good + [False] * bad)
+    assert len(caught) == (message is not None)
+    if message is not None:
+        assert re.search(message, str(caught[0].message))
+
+
+@pytest.mark.parametrize(("share", "word"), [(0.5, "better"), (0.9, "Undecided")])
+def test_an_accuracy_is_judged_by_the_more_frequent_label(share, word):
+    metrics = {
+        "val/kl": 0.1,
+        "val/accuracy": 0.9,
+        "val/accuracy_low": 0.8,
+        "val/accuracy_high": 0.95,
+    }
+    summary = new_summary("dpo", seed=1, config_hash="")
+    found = verdict(replace(summary, metrics=metrics | {"val/majority_accuracy": share}))
+    assert word in found.sentence
+    assert "more frequent label" in found.sentence
 
 
 # -- whole runs -------------------------------------------------------------------------------
@@ -180,6 +223,7 @@ def test_a_run_starts_at_reward_0_learns_the_labels_and_resumes_to_the_bit(mater
         assert float(first[f"dpo/{name}"]) == 0, name
     assert float(last["dpo/margin"]) > 0
     assert float(last["val/loss"]) < 0.5
+    assert float(last["val/majority_accuracy"]) >= 0.5
     assert len(list((tmp_path / "whole" / FOLDER).iterdir())) == 1
     assert "<strong>KTO</strong>" in (tmp_path / "whole/report.html").read_text()
     assert last_screen(RunFolder(tmp_path / "whole")).startswith("╭─ KTO: completed")
@@ -206,6 +250,7 @@ def test_pairs_are_two_rows_each_and_other_answers_are_of_other_prompts(material
     assert "example 1, label true: " in shown
     assert "example 2, label false: " in shown
     assert "rejected" not in shown
+    assert re.search(r"labels\W+true 9, false 9\b", shown)
     answers = {
         row.chosen_input_ids[row.prompt_length :].tobytes(): row.chosen_input_ids[
             : row.prompt_length

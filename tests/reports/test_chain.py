@@ -60,6 +60,15 @@ def test_each_stage_has_its_figure_its_curve_its_gates_its_time_and_a_link(tmp_p
     assert all((tmp_path / link).is_file() for link in links)
 
 
+def test_what_trained_the_policy_is_titled_by_its_own_objective(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    trained = fake_ppo_run(tmp_path / STAGES[2], 20)
+    about = {"objective": "kto"}
+    write_summary(trained, replace(read_summary(trained), stage="dpo", about=about))
+    titles = re.findall(r"<h3><b>(.*?)</b>", write_report(run).read_text())
+    assert titles == ["Supervised fine-tuning", "Reward model", "KTO", "Evaluation"]
+
+
 def test_what_was_not_run_says_for_what_it_waits_and_the_top_says_what_to_do(
     tmp_path: Path,
 ) -> None:

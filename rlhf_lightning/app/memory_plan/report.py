@@ -12,6 +12,7 @@ from rlhf_lightning.app.memory_plan.run import Run
 from rlhf_lightning.app.memory_plan.simulation import Simulation
 from rlhf_lightning.app.memory_plan.sizes import GIB
 from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.runs.summary import run_title
 
 # CUDA's context, cuBLAS's workspaces and NCCL's buffers: assumed, as it depends on the card.
 CUDA_RUNTIME = GIB
@@ -141,7 +142,9 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
     lengths = f"{run.length} tokens"
     if run.spec.rolls_out:
         lengths = f"{run.prompt_length} + {run.response_length} tokens"
-    share = run.micro_rows // run.spec.sequences_per_row
+    share = run.micro_rows // run.sequences_per_row
+    rows = "pairs" if run.sequences_per_row == 2 else "rows"
+    title = run_title(run.stage, run.objective) if run.objective else run.spec.title
     where = f"{run.num_devices} x {run.device}"
     if run.num_devices > 1:
         where += f", {run.strategy}"
@@ -155,9 +158,9 @@ def describe(run: Run, planned: Plan) -> dict[str, str]:
         f"{run.shape.num_layers} layers, vocabulary {run.shape.vocab_size:,}"
     )
     return {
-        "stage": f"{run.spec.title}, {trained}",
+        "stage": f"{title}, {trained}",
         "model": model,
-        "batch": f"{run.batch_size} {run.spec.rows} of up to {lengths}, {share} at once",
+        "batch": f"{run.batch_size} {rows} of up to {lengths}, {share} at once",
         "compute": compute,
         "devices": where,
     }
@@ -201,7 +204,7 @@ def _halved(rows: int) -> Iterator[int]:
 def _micro_batches(run: Run, planned: Plan) -> Iterator[Option]:
     if planned.peak.name not in ("update", "score"):
         return
-    for rows in _halved(run.micro_rows // run.spec.sequences_per_row):
+    for rows in _halved(run.micro_rows // run.sequences_per_row):
         settings: tuple[str, ...] = (f"module.{run.spec.settings}.micro_batch_size={rows}",)
         equal = run.scoring.micro_batch_size == run.micro_batch_size
         follows = equal and run.scoring.keys == ("scorer.micro_batch_size",)

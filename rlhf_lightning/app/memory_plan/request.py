@@ -76,6 +76,7 @@ def read_run(settings: TrainSettings, plan: PlanGroup) -> Request:
         num_generations=data.num_generations,
         shard_over=strategy.shard_over,
         served=settings.rollout.class_name == "VllmServerGenerator",
+        objective=getattr(hparams, "kind", None),
     )
     if strategy.cpu_offload:
         notes.append("strategy.cpu_offload is counted as if nothing were offloaded")

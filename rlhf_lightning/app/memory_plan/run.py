@@ -171,6 +171,7 @@ class Run:
         num_generations: rows of a prompt.
         shard_over: devices that share one copy of every model under fsdp; None for all.
         served: other processes answer the prompts; the policy's weights are sent to them.
+        objective: kind of DPO's loss; KTO's rows are single responses in an update.
     """
 
     stage: str
@@ -194,6 +195,7 @@ class Run:
     num_generations: int = 1
     shard_over: int | None = None
     served: bool = False
+    objective: str | None = None
 
     @property
     def spec(self) -> StageSpec:
@@ -201,10 +203,15 @@ class Run:
         return find_stage(self.stage)
 
     @property
+    def sequences_per_row(self) -> int:
+        """Sequences of a row that go through a model together in an update."""
+        return 1 if self.objective == "kto" else self.spec.sequences_per_row
+
+    @property
     def rows(self) -> int:
         """Rows of an iteration on one device; two for each pair of a reward model."""
         share = -(-self.batch_size // self.num_devices)
-        return self.spec.sequences_per_row * share
+        return self.sequences_per_row * share
 
     @property
     def update_rows(self) -> int:
@@ -217,7 +224,7 @@ class Run:
         rows = self.micro_batch_size
         if rows is None:
             return self.update_rows
-        return min(self.spec.sequences_per_row * rows, self.update_rows)
+        return min(self.sequences_per_row * rows, self.update_rows)
 
     @property
     def num_micro_batches(self) -> int:

@@ -151,7 +151,7 @@ def _check_follower(step: Step, lead: Step) -> None:
             "collect:annotator=reward_model, or collect nothing (collect=false rounds=1)"
         )
     named = {"policy", "artifacts.ppo"} & chosen
-    if entry == "evaluate" and not trained.spec.rolls_out and not named:
+    if entry == "evaluate" and trained.spec.starts_from != "sft" and not named:
         raise ConfigError(
             "evaluate=true compares the policy that PPO trains, and experiments.ppo=null leaves "
             "PPO out: use evaluate=false, or name a policy with evaluate:policy=FOLDER"
@@ -321,7 +321,7 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
     trained = _settings_of(lead)
     carried = [f"++{k}={_written(v)}" for k, v in named_again(module, trained).items()]
     if module == "evaluate":
-        gates = settings.evaluation_gates or (None if trained.spec.rolls_out else "ppo")
+        gates = settings.evaluation_gates or (None if trained.spec.starts_from == "sft" else "ppo")
         carried += [given("run", folder / lead.name)]
         carried += [] if gates is None else [f"gates={gates}"]
     else:

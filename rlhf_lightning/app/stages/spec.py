@@ -170,11 +170,6 @@ class StageSpec:
         return POLICY in self.trains
 
     @property
-    def rows(self) -> str:
-        """The rows of its data, in words."""
-        return "pairs" if self.paired else "rows"
-
-    @property
     def sequences_per_row(self) -> int:
         """Sequences that go through a model for each row of the data."""
         return 2 if self.paired else 1
