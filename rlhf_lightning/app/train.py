@@ -24,6 +24,7 @@ from rlhf_lightning.app.command_line import (
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.help import register_help
+from rlhf_lightning.app.config.local_files import digests_of
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_changes, keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -99,6 +100,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         seconds=_spent(folder, checkpoint),
         about=_about(settings),
         judged=not settings.only_runs,
+        read=digests_of(settings) if first else {},
     )
     begun = time.perf_counter()
     # The first rank alone writes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ from rlhf_lightning.data.files import is_data_file
 from rlhf_lightning.data.records import RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource
 from rlhf_lightning.data.sources.given import GivenRows
+from rlhf_lightning.runs.manifest import content_digest
 
 FILES = "files"
 
@@ -30,19 +31,36 @@ def data_digests(source: RecordSource, kind: RecordKind) -> dict[str, str]:
         kind: of the records that are asked for.
     """
     found: dict[str, str] = {}
+    for one in _all_of(source):
+        if isinstance(one, HubSource | GivenRows):
+            digest = hashlib.sha256()
+            for split in get_args(Split):
+                for record in one.records(kind, split):
+                    digest.update(repr(record).encode())
+            found[one.label] = digest.hexdigest()
+        else:
+            found |= {str(path): content_digest(path) for path in _files(one)}
+    return found
+
+
+def files_of(source: RecordSource) -> Iterator[Path]:
+    """Yield the files of this machine that a source reads.
+
+    The name of a set of the hub may be a folder here, which `datasets` then reads in its place.
+    """
+    for one in _all_of(source):
+        if isinstance(one, HubSource):
+            yield from (path for path in Path(one.name).expanduser().rglob("*") if path.is_file())
+        else:
+            yield from _files(one)
+
+
+def _all_of(source: RecordSource) -> Iterator[RecordSource]:
+    """Yield the sources that a source is made of, and itself."""
     for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
         if inner is not None:
-            found |= data_digests(inner, kind)
-    if isinstance(source, HubSource | GivenRows):
-        digest = hashlib.sha256()
-        for split in get_args(Split):
-            for record in source.records(kind, split):
-                digest.update(repr(record).encode())
-        found[source.label] = digest.hexdigest()
-    for path in _files(source):
-        with path.open("rb") as file:
-            found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            yield from _all_of(inner)
+    yield source
 
 
 def rows_digest(rows: Iterable[Encoded]) -> str:

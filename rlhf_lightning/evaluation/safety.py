@@ -120,7 +120,7 @@ class SafetyCheck:
         *,
         harmful: Sequence[str] = (HARMFUL,),
         harmless: Sequence[str] = (HARMLESS,),
-        prompts: str | None = None,
+        prompts: str | Path | None = None,
         attacks: Sequence[str] = (),
     ) -> None:
         unknown = sorted(set(attacks) - set(ATTACKS))
@@ -191,7 +191,7 @@ class SafetyCheck:
         return found
 
 
-def required_measures(prompts: str | None) -> frozenset[str]:
+def required_measures(prompts: str | Path | None) -> frozenset[str]:
     """Return what gates may not take for optional, because a file was given to measure it.
 
     Args:

@@ -79,6 +79,21 @@ def fingerprint(folder: Path | str) -> str:
     return _hash_of(path for path in files if path.is_file())
 
 
+def content_digest(path: Path) -> str:
+    """Return a SHA-256 of the content of a file, or the fingerprint of a model's folder.
+
+    Of another folder it is over the names and contents of its files.
+
+    Raises:
+        ManifestError: if a model is not what its manifest says.
+    """
+    if not path.is_dir():
+        return _hash_of([path], named=False)
+    if has_manifest(path) or any(path.glob("*.safetensors")):
+        return source_fingerprint(str(path))
+    return _hash_of(sorted(inside for inside in path.iterdir() if inside.is_file()))
+
+
 def has_manifest(folder: Path | str) -> bool:
     """Return whether `folder` is an artefact of ours, intact or not; a hub name is none."""
     return (Path(folder) / MANIFEST).is_file()
@@ -166,8 +181,8 @@ def _adapter_hash(folder: Path) -> str | None:
     return _hash_of(sorted(files)) if files else None
 
 
-def _hash_of(paths: Iterable[Path]) -> str:
-    """Return a SHA-256 over names and contents.
+def _hash_of(paths: Iterable[Path], *, named: bool = True) -> str:
+    """Return a SHA-256 over contents, and over names and sizes unless they do not count.
 
     A process reads the same files once: policy, reference and value model often share a source.
     Files that were written just now are read again, as another write may leave the same time.
@@ -178,14 +193,15 @@ def _hash_of(paths: Iterable[Path]) -> str:
         files.append((str(path.absolute()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino))
     settled = time.time_ns() - _SETTLED_NS
     old = all(max(file[2], file[3]) < settled for file in files)
-    return (_hash if old else _hash.__wrapped__)(tuple(files))
+    return (_hash if old else _hash.__wrapped__)(tuple(files), named)
 
 
-@functools.lru_cache(maxsize=64)
-def _hash(files: tuple[tuple[str, int, int, int, int], ...]) -> str:
+@functools.lru_cache(maxsize=1024)
+def _hash(files: tuple[tuple[str, int, int, int, int], ...], named: bool) -> str:
     digest = hashlib.sha256()
     for name, size, *_ in files:
-        digest.update(f"{Path(name).name}\0{size}\0".encode())
+        if named:
+            digest.update(f"{Path(name).name}\0{size}\0".encode())
         with open(name, "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)

@@ -85,6 +85,7 @@ class Summary:
         actions: of the doctor: changes of controls, stops and rollbacks.
         about: what was trained from what, on what and against what, in words.
         judged: False where the run only shows that it runs, as with `debug=fast`.
+        read: SHA-256 of the files and models that training was given, by key of the configuration.
     """
 
     stage: str
@@ -101,6 +102,7 @@ class Summary:
     actions: tuple[Mapping[str, Any], ...] = ()
     about: Mapping[str, str] = field(default_factory=dict)
     judged: bool = True
+    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the two words."""

@@ -71,7 +71,9 @@ class Renderer:
         ValueError: if the template's file does not exist.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | Path | None
+    ) -> None:
         self.tokenizer: Any = tokenizer
         self.plain = chat_template == PLAIN
         self.template = None if self.plain else _read_template(chat_template)
@@ -152,7 +154,7 @@ class Renderer:
         return self._control.hidden(text.replace(_PLACEHOLDER, ""))
 
 
-def _read_template(chat_template: str | None) -> str | None:
+def _read_template(chat_template: str | Path | None) -> str | None:
     if chat_template is None:
         return None
     file = Path(chat_template)

@@ -37,6 +37,7 @@ KEYS = [
     "actions",
     "about",
     "judged",
+    "read",
 ]
 
 

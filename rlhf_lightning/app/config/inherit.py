@@ -6,21 +6,31 @@ machine, so what it says is data: it is validated anew, and code that it names m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import ValidationError
 
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.errors import explain_invalid
 from rlhf_lightning.app.config.groups import ArtifactsSettings
+from rlhf_lightning.app.config.local_files import (
+    UNREADABLE,
+    Named,
+    is_unchanged,
+    local_files,
+    written_keys,
+)
 from rlhf_lightning.app.config.saved import read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
+from rlhf_lightning.runs.taken import summary_or_none
 
 # Of a group all keys are taken over (None) or these alone, which the command reads.
 _MODEL = ("name", "chat_template", "chat_template_arguments", "revision", "trust_remote_code")
@@ -103,7 +113,9 @@ def inherit(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
         )
     # A pipeline's file of settings stands beside the folder of the run.
     made = RunFolder(folder.path.with_suffix("")) if folder.path.suffix == ".yaml" else folder
-    return take_over(entry, cfg, overrides, trained, models_of(trained, made))
+    summary = summary_or_none(folder)
+    read = {} if summary is None else summary.read
+    return take_over(entry, cfg, overrides, trained, models_of(trained, made), read)
 
 
 def read_training(folder: RunFolder) -> TrainSettings:
@@ -151,17 +163,19 @@ def take_over(
     overrides: Sequence[str],
     trained: TrainSettings,
     models: Mapping[str, str | None],
+    read: Mapping[str, Sequence[str]] | None = None,
 ) -> DictConfig:
-    """Return `cfg` with groups, keys and models of a training run; see `inherit`."""
+    """Return `cfg` with groups, keys and models of a training run; see `inherit`.
+
+    What the run names of this machine must be what it has `read`; None is of a run that will be.
+    """
     keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
     _refuse_code(entry, trained, keys)
     changed: Any = OmegaConf.create(cast(Any, OmegaConf.to_container(cfg, resolve=False)))
     OmegaConf.set_struct(changed, False)
-    known = ArtifactsSettings.model_fields
-    moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in known}
-    named = {f"artifacts.{k}": OmegaConf.select(cfg, f"artifacts.{k}") for k in _kinds(keys)}
-    computed = {"trainer.precision": trained.compute_precision}  # of models that are not sharded
-    trained = trained.updated(moved | named | computed)
+    trained = _updated(trained, cfg, keys, models)
+    if read is not None:
+        _refuse_changed(entry, trained, keys, read)
     resolved = trained.resolved
     for group, kept in _GROUPS[entry].items():
         if group in keys or _stays(group, trained):
@@ -194,8 +208,22 @@ def take_over(
     return cast(DictConfig, changed)
 
 
-def _kinds(keys: Collection[str]) -> list[str]:
-    return [key.partition(".")[2] for key in keys if key.startswith("artifacts.")]
+def _updated(
+    trained: TrainSettings,
+    cfg: DictConfig,
+    keys: Collection[str],
+    models: Mapping[str, str | None],
+) -> TrainSettings:
+    """Return a run's settings with models where they are now, and what the command line names."""
+    known = ArtifactsSettings.model_fields
+    moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in known}
+    # What they say is said by all that refers to them, such as the data set's source.
+    named = {k: OmegaConf.select(cfg, k) for k in keys if k.startswith(("artifacts.", "dataset."))}
+    computed = {"trainer.precision": trained.compute_precision}  # of models that are not sharded
+    try:
+        return trained.updated(moved | named | computed)
+    except ValidationError as error:
+        raise ConfigError(explain_invalid(error, TrainSettings, trained.written)) from error
 
 
 def _stays(group: str, trained: TrainSettings) -> bool:
@@ -220,6 +248,46 @@ def named_again(entry: str, trained: TrainSettings) -> dict[str, Any]:
             for node in nodes(target.read(where)):
                 found |= node.named_again
     return found
+
+
+def read_again(entry: str, trained: TrainSettings) -> Iterator[tuple[Named, list[str]]]:
+    """Yield what a command takes over that is on this machine.
+
+    With the keys by which a command line names it: its place, and what that refers to.
+    """
+    kinds = {trained.spec.starts_from} if entry == "evaluate" else {"sft", "base"}
+    kinds -= {trained.spec.name}  # its own
+    for found in local_files(trained):
+        group, _, kind = found.place.partition(".")
+        if kind in kinds if group == "artifacts" else _is_taken(entry, group, kind, trained):
+            yield found, written_keys(trained.written, found.place)
+
+
+def _is_taken(entry: str, group: str, key: str, trained: TrainSettings) -> bool:
+    kept = _GROUPS[entry].get(group, ())
+    return not _stays(group, trained) and (kept is None or key.partition(".")[0] in kept)
+
+
+def _refuse_changed(
+    entry: str,
+    trained: TrainSettings,
+    keys: Collection[str],
+    read: Mapping[str, Sequence[str]],
+) -> None:
+    for found, named in read_again(entry, trained):
+        key, group = named[-1], found.place.partition(".")[0]
+        if {group, *named} & set(keys):
+            continue
+        try:
+            same = is_unchanged(found.paths, read.get(found.place, ()))
+        except UNREADABLE as error:
+            raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
+        if not same:
+            why = "has changed since the run" if found.place in read else "is not known of the run"
+            raise ConfigError(
+                f"{key}={found.value} {why} (SHA-256), and a run folder alone is not trusted with "
+                f"other files: name it again on the command line (++{key}=...), or another {group}"
+            )
 
 
 def _refuse_code(entry: str, trained: TrainSettings, keys: Collection[str]) -> None:

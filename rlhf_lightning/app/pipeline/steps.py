@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_lightning.app.config.commands import COMMANDS, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, choices, composed, primary
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, OF_TRAINING, explain
-from rlhf_lightning.app.config.inherit import named_again, take_over
+from rlhf_lightning.app.config.inherit import named_again, read_again, take_over
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import did_you_mean
 from rlhf_lightning.app.config.validate import load_settings, read_settings
@@ -75,7 +75,19 @@ class Step:
         unfinished = self.stage in TRAINED and where.last_checkpoint.exists()
         if unfinished and checkpoint_problem(where.last_checkpoint) is None:
             placed.append(given("ckpt_path", where.last_checkpoint))
-        return [sys.executable, "-m", self.module, *self.overrides, *placed]
+        return [sys.executable, "-m", self.module, *self._of_lead(), *self.overrides, *placed]
+
+    def _of_lead(self) -> list[str]:
+        """Return what a collection reads before its lead has: nothing has recorded it yet."""
+        if self.lead is None or self.stage in ANEW:
+            return []
+        trained = _settings_of(self.lead)
+        chosen = {word.lstrip("+").partition("=")[0] for word in self.overrides}
+        found = {}
+        for named, keys in read_again("collect", trained):
+            if named.place.partition(".")[0] not in chosen:
+                found[keys[-1]] = _written(named.value)
+        return [f"++{key}={value}" for key, value in found.items()]
 
 
 def as_overrides(words: Sequence[str]) -> list[str]:

@@ -45,7 +45,7 @@ class RewardEnsembleScorer:
     def __init__(
         self,
         load: Callable[..., ScalarHeadModel],
-        sources: Sequence[str],
+        sources: Sequence[str | Path],
         *,
         policy: str | Path | None = None,
         micro_batch_size: int | None = None,

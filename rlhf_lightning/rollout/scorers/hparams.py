@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,7 +44,7 @@ class TextRewardModelHparams(Checked):
     """
 
     input_format: str = "text"
-    chat_template: str | None = None
+    chat_template: str | Path | None = None
     ending: str | None = None
     max_length: int | None = number(None, at_least=2)
     label: str | int | None = None
