@@ -198,7 +198,7 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*have no `validation_step`.*")
     lightning = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed")
-    for name in (*lightning, "httpx", "httpx2"):  # a line for each request
+    for name in (*lightning, "httpx", "httpx2", "openai"):  # a line for each request
         logging.getLogger(name).setLevel(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers.utils.logging import disable_progress_bar

@@ -127,12 +127,17 @@ def _win_rate_fact(metrics: Metrics, judge: str, label: str) -> list[Fact]:
     rate, skipped = _get(metrics, name), _get(metrics, f"val/{judge}_skipped")
     pairs = _get(metrics, f"val/{judge}_num_pairs")
     of = "" if pairs is None else f"of the {pairs:.0f} pairs with a verdict"
-    if pairs is not None and skipped:
-        of += f"; {skipped:.0f} of {pairs + skipped:.0f} were skipped"
     note = ", ".join(filter(None, (interval(metrics, name).strip(" ()"), of)))
+    note += _skipped(metrics, judge)
     if rate is None:
         return [Fact(f"skipped by {label}", f"{skipped:.0f}", "all pairs")] if skipped else []
     return [Fact(f"win rate by {label}", percent(rate), note)]
+
+
+def _skipped(metrics: Metrics, judge: str) -> str:
+    """Return how many pairs have no verdict, to stand behind the rate of the others."""
+    skipped, pairs = (_get(metrics, f"val/{judge}_{name}") for name in ("skipped", "num_pairs"))
+    return f"; {skipped:.0f} of {pairs + skipped:.0f} were skipped" if skipped and pairs else ""
 
 
 def _judged(
@@ -227,7 +232,8 @@ def _win_rate(metrics: Metrics, judge: str, rival: str, name: str, facts: list[F
         f"Undecided: no difference between {name} and {rival} is shown, as the interval holds one "
         "half."
     )
-    caption, sentences = f"of comparisons won against {rival}", (better, worse, undecided)
+    caption = f"of comparisons won against {rival}{_skipped(metrics, judge)}"
+    sentences = (better, worse, undecided)
     return _judged(metrics, f"val/{judge}_win_rate", 0.5, caption, sentences, facts)
 
 

@@ -202,6 +202,20 @@ def test_a_file_says_whether_its_texts_were_rendered(write_jsonl, source, row, w
     assert tokenizer.decode(last) == "why 3 ? so<|im_end|>" + "<|im_end|>" * wanted
 
 
+@pytest.mark.parametrize(("all_rows", "rendered", "warned"), [(0, 0, 0), (1, 0, 1), (1, 1, 0)])
+def test_rows_that_all_spell_special_tokens_are_named(
+    all_rows, rendered, warned, recwarn, write_jsonl
+):
+    spelled = {"prompt": "<|im_start|>user\nhi<|im_end|>\n", "completion": "yes<|im_end|>"}
+    given = [spelled | {"prompt": f"{spelled['prompt']}{i}"} for i in range(3)]
+    plain = [{"prompt": "why ?", "completion": "so"}] * (not all_rows)
+    source = FileSource(write_jsonl(given + plain), validation_fraction=0, rendered=bool(rendered))
+    DemonstrationDataModule(
+        source, family_tokenizer("chatml"), batch_size=2, max_length=99, num_epochs=1
+    ).setup()
+    assert sum("rendered=true" in str(one.message) for one in recwarn) == warned
+
+
 @pytest.mark.parametrize(("name", "value"), [("a.jsonl", "true"), ("a.csv", None)])
 def test_a_row_says_whether_its_texts_were_rendered(tmp_path, name, value):
     path = tmp_path / name

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.config.compose import ConfigError
@@ -19,6 +22,7 @@ from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import now
 from rlhf_lightning.preferences.records import Label, Pair, read_records
 from rlhf_lightning.runs.folder import RunFolder, read_samples
+from tests.builders.chat_server import Failure, prefers_longer, serving
 from tests.builders.command_lines import LENGTH_REWARD, settings_of
 from tests.builders.runs import settings_for
 
@@ -222,3 +226,26 @@ def test_a_mistyped_key_is_answered_at_once(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "did you mean evaluation.num_prompts" in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_an_evaluation_by_a_judge_names_plain_prompts_once_and_no_request(
+    tmp_path: Path,
+    start: Path,
+    other: Path,
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    policy = shutil.copytree(other, tmp_path / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(policy)
+    judge = ["scorer=none", "judge=local", "judge.model=m", "evaluation.num_prompts=6"]
+    with (
+        serving(lambda *_: Failure(429, Retry_After="0.01"), prefers_longer) as server,
+        caplog.at_level(logging.INFO),
+    ):
+        sides = [f"policy={policy}", f"baseline={start}", f"judge.base_url={server.url}"]
+        evaluate(tmp_path / "run", *sides, *judge)
+    assert len(server.requests) > 2
+    assert sum("6 of 6 rows are plain text" in str(one.message) for one in recwarn) == 1
+    assert {record.name.split(".")[0] for record in caplog.records} <= {"rlhf_lightning"}

@@ -288,6 +288,18 @@ def test_whatever_it_raises_is_an_error_with_its_name(raised, name, asynchronous
         scored(later if asynchronous else mine)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda prompts, completions: [len(c[0]["content"]) for c in completions],
+        lambda prompts, completions: [c[-1]["content"].count("w") for c in completions],
+    ],
+)
+def test_a_function_of_messages_is_told_that_completions_are_texts(function):
+    with pytest.raises(RuntimeError, match=r"TypeError.*completions \(texts, no lists of messages"):
+        scored(function)
+
+
 def test_an_endless_recursion_is_named():
     with pytest.raises(RuntimeError, match="RecursionError"):
         scored(lambda p, c: deep(0))

@@ -277,8 +277,18 @@ def normalized_by(folder, **keys):
 def test_mean_and_std_of_a_foreign_reward_model_are_applied_once_and_named(tmp_path, caplog):
     folder = save_reward_model(tmp_path, "llama")
     answers = text_answers(PROMPTS, COMPLETIONS)
-    raw = scored(folder, answers).total
-    normalized_by(folder, mean=3.5, std=0.25, normalize_reward=True)
+    # As OpenRLHF computes it: the head's value of the last token, which is EOS, in plain torch.
+    model = plain_model(folder)
+    texts = [p + c + EOS for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    with torch.no_grad():
+        last = [
+            model.model(input_ids=torch.tensor([ids_of(folder, text)])).last_hidden_state[0, -1]
+            for text in texts
+        ]
+        raw = torch.stack(last) @ model.score.weight[0]
+    close(scored(folder, answers).total, raw)
+    own = {"normalize_reward": True, "value_head_prefix": "score"}
+    normalized_by(folder, mean=3.5, std=0.25, **own)
     with caplog.at_level(logging.WARNING):
         close(scored(folder, answers).total, (raw - 3.5) / 0.25)
     assert "mean=3.5" in caplog.text

@@ -185,6 +185,19 @@ def test_a_win_rate_by_a_judge_or_by_people_is_the_headline(stage, judge):
     assert "40.0 %" not in {fact.value for fact in result.facts}, "the headline is not said twice"
 
 
+@pytest.mark.parametrize("judge", ["judge", "human"])
+def test_skipped_pairs_stand_beside_a_win_rate_wherever_it_is_said(judge):
+    key = f"val/{judge}_win_rate"
+    metrics = {key: 0.7, f"val/{judge}_num_pairs": 30.0, f"val/{judge}_skipped": 29.0}
+    headline = verdict(Summary("evaluate", "completed", 1, metrics=metrics))
+    assert "29 of 59" in headline.caption
+    beside = verdict(
+        Summary("evaluate", "completed", 1, metrics=metrics | {"val/gold_win_rate": 0.4})
+    )
+    assert "29 of 59" not in beside.caption
+    assert sum("29 of 59" in fact.note for fact in beside.facts) == 1
+
+
 def test_an_evaluation_that_judges_nothing_is_not_called_none():
     skipped = verdict(Summary("evaluate", "completed", 1, metrics={"val/judge_skipped": 7.0}))
     assert "skipped all 7 pairs" in skipped.sentence
