@@ -6,6 +6,7 @@ It also takes pairs and labels in and gives them out, in our own records and in 
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,7 +98,7 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
 
     assert settings.file is not None
     assert settings.format != "auto"
-    if settings.file.exists() and _digest(settings.file) not in store.exports():
+    if os.path.lexists(settings.file) and _digest(settings.file) not in store.exports():
         raise ConfigError(
             f"file={settings.file} is there already, and no export of this store: give another name"
         )
@@ -111,7 +112,7 @@ def _export(settings: AnnotateSettings, store: LabelStore) -> None:
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(file.read_bytes() if file.is_file() else b"").hexdigest()
 
 
 def _serve(settings: AnnotateSettings, store: LabelStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
         ValueError: for fewer than two runs.
     """
     page = render_comparison(folders)
-    if path.exists() and page[:_HEAD].encode() != path.read_bytes()[:_HEAD]:
+    known = path.read_bytes()[:_HEAD] if path.is_file() else b""
+    if os.path.lexists(path) and page[:_HEAD].encode() != known:
         raise FileExistsError(
             f"{path} is there already, and we have not written it: give another name with output="
         )

@@ -7,8 +7,9 @@ import errno
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -80,10 +81,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         DiskFullError: if there is no room; `path` is then what it was.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     with naming_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
+        temporary = staging_of(path)
         try:
             with open(temporary, "wb", opener=_new_file) as file:
                 yield file
@@ -93,6 +93,32 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def staging_of(path: Path) -> Path:
+    """Return where a process writes what will stand at `path`; the parent folder has to exist.
+
+    What processes that are no more have left there, on this machine, is removed.
+    """
+    head = f".{path.name}.tmp-{socket.gethostname()}-"
+    for left in path.parent.iterdir():
+        number = left.name.removeprefix(head)
+        if left.name.startswith(head) and number.isdecimal() and not _is_alive(int(number)):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+    return path.with_name(f"{head}{os.getpid()}")
+
+
+def _is_alive(process: int) -> bool:
+    if process == os.getpid():  # what has its number is of an earlier process
+        return False
+    with suppress(ProcessLookupError):
+        with suppress(PermissionError):
+            os.kill(process, 0)
+        return True
+    return False
 
 
 def _new_file(name: str, flags: int) -> int:
@@ -124,8 +150,7 @@ def follow_umask(*paths: Path) -> None:
 
 def link_atomically(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to `target`; at no instant is there no `link`."""
-    temporary = link.with_name(f".{link.name}.tmp-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
+    temporary = staging_of(link)
     temporary.symlink_to(os.path.relpath(target, link.parent))
     temporary.replace(link)
     sync_folder(link.parent)
@@ -148,9 +173,9 @@ def take_along(source: Path, target: Path) -> None:
     Raises:
         DiskFullError: if there is no room; nothing is at `target` then.
     """
-    staging = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     with naming_full_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
+        staging = staging_of(target)
         try:
             if source.is_dir():
                 shutil.copytree(source, staging, copy_function=link_or_copy)

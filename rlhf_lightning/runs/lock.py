@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"  # in a run folder
 _SIGNATURE = "process {} on {}"
+_OURS = re.compile(rb"(process \d+ on \S*)?")  # it is empty between its making and its signature
 _EVERY_SECONDS = 30.0
 _taken: dict[Path, FileLock] = {}  # run folders, with their locks
 
@@ -91,12 +93,10 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
 def is_claimed(folder: Path | str) -> bool:
     """Return whether a living process writes into the run folder; `take_run` is no writing."""
     path = Path(folder) / LOCK
-    if Path(folder).resolve() in _taken:
+    if Path(folder).resolve() in _taken or not path.exists():
         return False
-    lock = _lock(path)
     try:
-        if not path.exists():
-            return False
+        lock = _lock(path)
         if not _acquired(lock):
             return True
     except OSError:  # a folder that cannot be written to
@@ -108,7 +108,8 @@ def is_claimed(folder: Path | str) -> bool:
 def is_signed(folder: Path | str) -> bool:
     """Return whether a run has claimed the folder, now or earlier."""
     path = Path(folder) / LOCK
-    return path.is_file() and path.read_bytes()[:8] in (b"", b"process ")
+    content = path.read_bytes() if path.is_file() else b""
+    return content != b"" and _OURS.fullmatch(content) is not None
 
 
 def _claim(folder: Path, check: Callable[[], None]) -> FileLock:
@@ -130,6 +131,10 @@ def _claim(folder: Path, check: Callable[[], None]) -> FileLock:
 
 
 def _lock(path: Path) -> FileLock:
+    if path.exists() and not (path.is_file() and _OURS.fullmatch(path.read_bytes())):
+        raise FolderTakenError(
+            f"{path} is there already, and is no lock of ours: move it away, or use another folder"
+        )
     # Never the soft lock, which outlives a process that was killed.
     return FileLock(path, thread_local=False, poll_interval=0.2, fallback_to_soft=False)
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rlhf_lightning.runs.atomic import (
     link_or_copy,
     naming_full_disk,
     replace_folder,
+    staging_of,
     write_text,
 )
 from rlhf_lightning.runs.lock import FolderTakenError
 
 WRITTEN = ".written.json"  # the files that were written into a folder, by us
-# What a folder of ours has that was made before there was such a list.
-_OURS = ("manifest.json", "reliability.json")
+# What a folder of ours has that was made before there was such a list, with a key of it.
+_OURS = {"manifest.json": "fingerprint", "reliability.json": "records"}
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
@@ -39,11 +39,14 @@ def check_replaceable(folder: Path | str, *, ours: bool = False, key: str = "") 
     folder = Path(folder).expanduser()
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    made = ours or any((folder / name).is_file() for name in (WRITTEN, *_OURS))
-    if not (folder.is_dir() and made):
+    if not (folder.is_dir() and (ours or _is_made_here(folder))):
         raise FolderTakenError(
             f"{key}{folder} is there already, and nothing of it was written by us: give another "
             "folder, or move it away"
+        )
+    if not ours and (folder.parent / "summary.json").is_file():
+        raise FolderTakenError(
+            f"{key}{folder} belongs to the run in {folder.parent}: give another folder"
         )
 
 
@@ -65,21 +68,21 @@ def replacing_folder(folder: Path | str, *, ours: bool = False) -> Iterator[Path
     folder = Path(folder).expanduser().resolve()
     check_replaceable(folder, ours=ours)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    host = socket.gethostname()
-    _remove_abandoned(folder, host)
-    staging = folder.with_name(f".{folder.name}.tmp-{host}-{os.getpid()}")
+    staging = staging_of(folder)
     former: Path | None = None
     try:
         with naming_full_disk(folder):
             yield staging
             (staging / WRITTEN).unlink(missing_ok=True)  # of what was copied
             write_text(staging / WRITTEN, json.dumps(_files(staging)) + "\n")
-            for name in _of_others(folder, _files(staging)):
+            for name in _of_others(folder, set(_files(staging))):
                 (staging / name).parent.mkdir(parents=True, exist_ok=True)
                 if (folder / name).is_symlink():
                     (staging / name).symlink_to((folder / name).readlink())
                 else:
                     link_or_copy(folder / name, staging / name)
+            if folder.exists():
+                shutil.copymode(folder, staging)
             former = replace_folder(staging, folder)
     finally:
         shutil.rmtree(former or staging, ignore_errors=True)
@@ -90,28 +93,35 @@ def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
-def _of_others(folder: Path, new: list[str]) -> list[str]:
-    """Return the files in a folder that we have not written there, by name."""
-    try:
-        written = set(json.loads((folder / WRITTEN).read_text("utf-8")))
-    except (OSError, ValueError):
-        written = {name for name in _files(folder) if _WEIGHTS.fullmatch(Path(name).name)}
-    return sorted(set(_files(folder)) - written - {*new, WRITTEN, *_OURS})
+def _of_others(folder: Path, new: set[str]) -> list[str]:
+    """Return the files in a folder that we have not written there, by name.
+
+    Raises:
+        FolderTakenError: if one of them has the name of a new file.
+    """
+    there, written = set(_files(folder)), _json(folder / WRITTEN)
+    if not isinstance(written, list):
+        weights = {name for name in there if _WEIGHTS.fullmatch(Path(name).name)}
+        return sorted(there - weights - new - set(_OURS))
+    theirs = there - {*written, WRITTEN}
+    if taken := sorted(theirs & new):
+        raise FolderTakenError(
+            f"{folder / taken[0]} was not written by us, and a new file of that name would take "
+            "its place: move it away"
+        )
+    return sorted(theirs)
 
 
-def _remove_abandoned(folder: Path, host: str) -> None:
-    """Remove what processes that are no more have begun beside a folder, on this machine."""
-    name = re.compile(rf"\.{re.escape(folder.name)}\.tmp-({re.escape(host)}-)?(\d+)")
-    for path in folder.parent.iterdir():
-        if (found := name.fullmatch(path.name)) and not _is_alive(int(found[2])):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    if process == os.getpid():  # what has its number is of an earlier process
-        return False
-    with suppress(ProcessLookupError):
-        with suppress(PermissionError):
-            os.kill(process, 0)
+def _is_made_here(folder: Path) -> bool:
+    if isinstance(_json(folder / WRITTEN), list):
         return True
-    return False
+    known = ((key, _json(folder / name)) for name, key in _OURS.items())
+    return any(isinstance(content, dict) and key in content for key, content in known)
+
+
+def _json(file: Path) -> Any:
+    """Return the content of a file, None where there is none that can be read."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None

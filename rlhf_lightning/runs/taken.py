@@ -72,7 +72,7 @@ def check_free(
     check_no_checkpoint(folder.checkpoints, way_on)
     if folder.summary.exists():
         return
-    ours = {LOCK, HYDRA, log} if begun or is_signed(folder.path) else set()
+    ours = {LOCK, HYDRA, log} if begun or is_signed(folder.path) else {LOCK}
     if others := sorted(entry.name for entry in _entries(folder.path) if entry.name not in ours):
         raise FolderTakenError(
             f"the folder {folder.path} holds {others[0]}"
@@ -101,8 +101,7 @@ def check_free_sweep(folder: Path) -> None:
     Raises:
         FolderTakenError: if something stands there.
     """
-    begun = {LOCK} if is_signed(folder) else set()
-    found = sorted(entry.name for entry in _entries(folder) if entry.name not in begun)
+    found = sorted(entry.name for entry in _entries(folder) if entry.name != LOCK)
     if found:
         what = "the runs of another sweep" if list(folder.glob("*/summary.json")) else "files"
         raise FolderTakenError(

@@ -202,6 +202,14 @@ ELSEWHERE = {
     "resume": ["hydra.run.dir=MINE", "resume=auto"],
     "sweep": ["-m", "hydra.sweep.dir=MINE", "seed=1,2"],
     "job of a sweep": ["-m", "hydra.sweep.dir=new", "hydra.sweep.subdir=MINE", "seed=1,2"],
+    "job named by a setting": [
+        *("-m", "hydra.sweep.dir=new", "seed=1", "name=../mine", "hydra.sweep.subdir=${name}"),
+    ],
+    "log above its run": ["hydra.run.dir=new", "hydra.job.name=../mine/server"],
+    "log elsewhere": [
+        *("hydra.run.dir=new", "hydra.job_logging.handlers.file.filename=MINE/server.log"),
+        "+hydra.job_logging.handlers.file.mode=w",
+    ],
     "job above its sweep": ["-m", "hydra.sweep.dir=new", "hydra.sweep.subdir=../mine", "seed=1,2"],
     "configuration": ["hydra.run.dir=new", "hydra.output_subdir=MINE"],
     "publication": ["artifacts.publish=MINE"],

@@ -64,8 +64,13 @@ def test_what_a_killed_publication_left_is_removed_and_what_a_living_one_writes_
     ended = subprocess.Popen(["true"])
     ended.wait()
     host = socket.gethostname()
-    dead = [f".sft.tmp-{host}-{ended.pid}", f".sft.tmp-{ended.pid}"]
-    kept = [f".sft.tmp-{host}-{os.getppid()}", f".sft.tmp-elsewhere-{ended.pid}", ".sft2.tmp-1"]
+    dead = [f".sft.tmp-{host}-{ended.pid}"]
+    kept = [
+        f".sft.tmp-{ended.pid}",
+        f".sft.tmp-{host}-{os.getppid()}",
+        f".sft.tmp-elsewhere-{ended.pid}",
+        ".sft2.tmp-1",
+    ]
     for name in (*dead, *kept):
         (tmp_path / name).mkdir()
     write(tmp_path / "sft", config="1")

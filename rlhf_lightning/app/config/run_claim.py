@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.command_line import fail
@@ -24,6 +26,9 @@ from rlhf_lightning.runs.lock import FolderTakenError, take_run
 from rlhf_lightning.runs.replaced import check_replaceable
 from rlhf_lightning.runs.resume import unfinished_runs
 from rlhf_lightning.runs.taken import HYDRA, check_free, check_free_sweep, summary_or_none
+
+_FOLDER = "${hydra.runtime.output_dir}"  # of a run, as Hydra's settings write it
+_NUMBER = re.compile(r"\$\{hydra\.job\.(num|id)\}")
 
 
 class ClaimFolder(Callback):
@@ -91,12 +96,29 @@ def _check_where_hydra_writes(hydra: Any) -> None:
             f"hydra.output_subdir={hydra.output_subdir} would put the configuration where no "
             "command finds it: leave it out"
         )
-    subdir = Path(str(hydra.sweep._get_node("subdir")._value()))  # as written
-    if subdir.is_absolute() or ".." in subdir.parts or not subdir.parts:
+    written = OmegaConf.to_container(hydra, resolve=False)
+    assert isinstance(written, dict)
+    if not _is_inside(subdir := str(written["sweep"]["subdir"])):
         raise ConfigError(
             f"hydra.sweep.subdir={subdir} is no folder inside that of the sweep: give each job one "
             "of its own, such as ${hydra.job.num}"
         )
+    for group in ("job_logging", "hydra_logging"):
+        for name, handler in ((written[group] or {}).get("handlers") or {}).items():
+            file = handler.get("filename", _FOLDER + "/x")
+            inside = file.replace("${hydra.job.name}", str(written["job"]["name"]))
+            if not (inside.startswith(_FOLDER) and _is_inside(inside.removeprefix(_FOLDER)[1:])):
+                raise ConfigError(
+                    f"hydra.{group}.handlers.{name}.filename={inside} is no file of the run "
+                    "folder: leave it out, and hydra.job.name="
+                )
+
+
+def _is_inside(path: str) -> bool:
+    """Return whether a path, as written, stays in its folder whatever other settings say."""
+    plain = _NUMBER.sub("0", path)
+    parts = Path(plain).parts
+    return bool(parts) and not ("$" in plain or ".." in parts or Path(plain).is_absolute())
 
 
 def continues(settings: RunSettings, folder: RunFolder) -> bool:
@@ -106,7 +128,7 @@ def continues(settings: RunSettings, folder: RunFolder) -> bool:
     an unfinished one of the same settings, and in the folder of a study.
     """
     if isinstance(settings, TrainSettings) and settings.ckpt_path is not None:
-        return folder.path.resolve() in Path(settings.ckpt_path).resolve().parents
+        return folder.checkpoints.resolve() == Path(settings.ckpt_path).absolute().parent.resolve()
     summary = summary_or_none(folder)
     if isinstance(settings, StudySettings):  # a folder holds the runs of all its matrices
         return summary is not None and run_kind(settings.stage) == summary.stage

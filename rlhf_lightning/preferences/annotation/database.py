@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,6 +104,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         StoreError: if the file is no store of ours, or cannot be opened.
     """
     try:
+        _check_ours(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):  # SQLite gives its other files the mode of this one
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
@@ -127,6 +128,30 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     return db
 
 
+def _check_ours(path: Path) -> None:
+    """Check a file before SQLite may write to it, and to those beside it.
+
+    Raises:
+        StoreError: if SQLite would write to a file of somebody else.
+    """
+    left = [file for end in ("-wal", "-shm", "-journal") if (file := Path(f"{path}{end}")).exists()]
+    if not path.exists():
+        if left:
+            raise StoreError(
+                f"{left[0]} is what a file that is not there has left, and a new store would empty "
+                "it: bring that back, or give another name"
+            )
+        return
+    other = False
+    # Through SQLite: a file that is closed takes along all locks of this process on it.
+    where = f"{path.absolute().as_uri()}?mode=ro"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(where, BUSY_SECONDS, uri=True)) as db:
+        known = db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
+        other = not known and not _is_empty(db)
+    if other:
+        raise StoreError(f"{path} is a SQLite file of something else: give another name")
+
+
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA synchronous = FULL")
@@ -139,16 +164,14 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             db.execute("INSERT INTO meta VALUES ('secret', ?)", (secrets.token_hex(32),))
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {VERSION}")
-        found = [db.execute(f"PRAGMA {key}").fetchone()[0] for key in _IDENTITY]
+        version = db.execute("PRAGMA user_version").fetchone()[0]
     except BaseException:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
-    if found[0] != APPLICATION_ID:
-        raise StoreError(f"{path} is a SQLite file of something else: give another name")
-    if found[1] != VERSION:
+    if version != VERSION:
         raise StoreError(
-            f"{path} has tables of version {found[1]}, this release reads {VERSION}: export the "
+            f"{path} has tables of version {version}, this release reads {VERSION}: export the "
             "labels with the release that wrote it, and import them into a new store"
         )
     mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
@@ -157,9 +180,6 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             f"{path} lies on a file system without shared memory (journal mode {mode}): put the "
             "store on a local disk"
         )
-
-
-_IDENTITY = ("application_id", "user_version")
 
 
 def file_ids(path: Path, target: Path) -> list[tuple[int, int] | None]:
