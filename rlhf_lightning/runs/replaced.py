@@ -37,6 +37,9 @@ def check_replaceable(folder: Path | str, *, ours: bool = False, key: str = "") 
         FolderTakenError: if it may not; nothing is written here.
     """
     folder = Path(folder).expanduser()
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise FolderTakenError(f"{key}{folder} is below {above}, a file: give another folder")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder.is_dir() and (ours or _is_made_here(folder))):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.runs.lock import FolderTakenError
-from rlhf_lightning.runs.replaced import WRITTEN, replacing_folder
+from rlhf_lightning.runs.replaced import WRITTEN, check_replaceable, replacing_folder
 
 
 def write(folder: Path, **files: str) -> None:
@@ -49,6 +49,12 @@ def test_a_folder_or_file_of_somebody_else_is_refused_as_it_is(tmp_path, mine):
         write(target, config="1")
     assert (target / mine).read_text() == "mine"
     assert [p.name for p in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_folder_below_a_file_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "target").write_text("mine")
+    with pytest.raises(FolderTakenError, match="target, a file"):
+        check_replaceable(tmp_path / "target/in/it")
 
 
 def test_an_empty_folder_and_a_link_to_one_are_written_to(tmp_path):

@@ -112,7 +112,9 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
             path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
     except (OSError, sqlite3.Error) as error:
-        raise StoreError(f"{path} cannot be opened ({error}): choose another store") from error
+        raise StoreError(
+            f"{path} is no store of labels ({error}): give another name, or move the file away"
+        ) from error
     try:
         _prepare(db, path)
         db.execute(f"PRAGMA query_only = {int(read_only)}")
@@ -142,14 +144,12 @@ def _check_ours(path: Path) -> None:
                 "it: bring that back, or give another name"
             )
         return
-    other = False
     # Through SQLite: a file that is closed takes along all locks of this process on it.
     where = f"{path.absolute().as_uri()}?mode=ro"
-    with suppress(sqlite3.Error), closing(sqlite3.connect(where, BUSY_SECONDS, uri=True)) as db:
+    with closing(sqlite3.connect(where, BUSY_SECONDS, uri=True)) as db:
         known = db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
-        other = not known and not _is_empty(db)
-    if other:
-        raise StoreError(f"{path} is a SQLite file of something else: give another name")
+        if not known and not _is_empty(db):
+            raise StoreError(f"{path} is a SQLite file of something else: give another name")
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
