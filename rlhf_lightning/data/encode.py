@@ -192,22 +192,18 @@ def encode_all(
                 report.unread_columns.update(unread)
             spelled = not record.rendered and encoder.control.spelled_in(*texts)
             report.num_spelled += spelled
-    return _same_columns(encoded), report
+    return encoded, report
 
 
-def _same_columns(encoded: list[Any]) -> list[Any]:
-    """Give all prompts the columns that one has, None where a prompt lacks it.
+def give_same_columns(*splits: list[Any]) -> None:
+    """Give all prompts of all splits the columns that one has, None where a prompt lacks it.
 
     So a reward function is given the same columns in every batch.
     """
-    prompts = [row for row in encoded if isinstance(row, EncodedPrompt)]
+    prompts = [row for rows in splits for row in rows if isinstance(row, EncodedPrompt)]
     lacking = dict.fromkeys(name for row in prompts for name in row.columns)
-    return [
-        replace(row, columns=lacking | dict(row.columns))
-        if isinstance(row, EncodedPrompt) and len(row.columns) < len(lacking)
-        else row
-        for row in encoded
-    ]
+    for rows in splits if lacking else ():
+        rows[:] = [replace(row, columns=lacking | dict(row.columns)) for row in rows]
 
 
 def _texts(record: Record) -> tuple[Text, ...]:

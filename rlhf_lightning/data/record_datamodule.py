@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import Above0, Count, CountOrZero, checked
 from rlhf_lightning.data.batch_size import check_batch_size
-from rlhf_lightning.data.encode import Encoded, LossOn, OverLong, encode_all
+from rlhf_lightning.data.encode import Encoded, LossOn, OverLong, encode_all, give_same_columns
 from rlhf_lightning.data.first_screen import warn_of_plain_prompts
 from rlhf_lightning.data.identity import FILES, check_same_data, data_digests, rows_digest
 from rlhf_lightning.data.records import Record, RecordKind, Split, kind_of
@@ -208,14 +208,17 @@ class RecordDataModule(LightningDataModule):
         _check_tokenizer(self.tokenizer)  # not before: settings are checked without one
         rows: dict[Split, list[Any]] = {"train": [], "validation": []}
         records = {split: self._records(split) for split in rows}
+        reports = {}
         for split in rows:
-            rows[split], report = encode_all(
+            rows[split], reports[split] = encode_all(
                 records[split],
                 self.tokenizer,
                 max_length=self.max_length,
                 over_long=self.over_long,
                 loss_on=self.loss_on,
             )
+        give_same_columns(*rows.values())
+        for split, report in reports.items():
             if hasattr(self.source, "left_out"):
                 report.dropped.update(self.source.left_out(self.kind, split))
             noted = self.source if split == "train" else None

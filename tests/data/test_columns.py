@@ -152,3 +152,12 @@ def test_values_that_show_their_place_in_memory_are_the_same_data(tokenizer):
         return rows_digest(data.rows("train"))
 
     assert digest("a", Image(1)) == digest("a", Image(1)) != digest("b", Image(1))
+
+
+def test_a_column_of_one_split_alone_is_in_the_other_too(tokenizer):
+    rows = [{"prompt": f"w{i}"} for i in range(2, 20)] + [{"prompt": "w20", "answer": 1}]
+    data = PromptDataModule(GivenRows(rows, validation_fraction=0.3), tokenizer, batch_size=2)
+    data.setup()
+    held_out = data.rows("validation")
+    assert held_out
+    assert {"answer" in row.columns for row in [*data.rows("train"), *held_out]} == {True}

@@ -88,6 +88,15 @@ def positional_only(completions, prompts, /, answer):
     return by_name(answer, completions, prompts)
 
 
+def by_kind(completions, least, answer):
+    assert least == 2
+    return by_name(answer, completions, PROMPTS)
+
+
+def by_dispatch(completions, prompts):
+    return right(prompts, completions)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -111,6 +120,8 @@ def positional_only(completions, prompts, /, answer):
         Checker.of_class,
         functools.partial(with_weight, 2.0),
         functools.partial(with_weight, weight=2.0),
+        eval("lambda completions, least=2, answer=None, /: by_kind(completions, least, answer)"),
+        functools.singledispatch(by_dispatch),
         plainly_wrapped(swapped),
         functools.wraps(swapped)(plainly_wrapped(swapped)),
         adapted(openrlhf),
@@ -138,6 +149,15 @@ def test_prompts_and_completions_arrive_under_their_names_in_any_order(function)
 def test_a_function_with_other_names_is_refused_where_it_is_given(function, name):
     with pytest.raises(ValueError, match=name):
         FunctionScorer(function)
+
+
+def test_a_function_whose_optional_parameters_may_mean_the_completions_is_refused():
+    def verl(data_source=None, solution_str=None, **others):
+        return [0.0, 0.0]
+
+    with pytest.raises(ValueError, match="'solution_str'"):
+        scored(verl, data_source=["a", "b"])
+    assert scored(verl, data_source=["a", "b"], solution_str=["c", "d"]) == [0, 0]
 
 
 def test_a_column_of_the_name_of_the_completions_is_refused():

@@ -37,12 +37,14 @@ class CallForm:
         positional: names of the values that are passed by position, in order.
         keywords: names of the values that may be passed by keyword.
         takes_all: it has `**columns`.
+        defaults: by name, of the parameters that have one.
         required: names without a default.
     """
 
     positional: tuple[str, ...]
     keywords: frozenset[str]
     takes_all: bool
+    defaults: Mapping[str, Any]
     required: tuple[str, ...]
 
     @classmethod
@@ -69,19 +71,18 @@ class CallForm:
             if _says_nothing(p, i) and ours not in given:
                 names[i] = ours
         last = [
-            i for i, p in enumerate(ordered) if names[i] != p.name or p.kind is p.POSITIONAL_ONLY
-        ]
+            i
+            for i, p in enumerate(ordered)
+            if names[i] != p.name or p.kind is p.POSITIONAL_ONLY or hasattr(function, "dispatch")
+        ]  # functools.singledispatch looks at the first argument by position
         positional = names[: last[-1] + 1] if last else []
         star = Parameter.VAR_POSITIONAL in kinds and not takes_all
         if star and "completions" not in given and tuple(names) == OURS[: len(names)]:
             names = positional = list(OURS)
         keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         unnamed = dict(zip((p.name for p in ordered), names, strict=False))
-        required = [
-            unnamed.get(p.name, p.name)
-            for p in parameters
-            if p.kind not in _VARIADIC and p.default is p.empty
-        ]
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        required = [unnamed.get(name, name) for name in given if name not in defaults]
         others = [name for name in required if name not in OURS]
         if "completions" not in (*names, *keyword_only) and (others or not takes_all):
             raise ValueError(
@@ -89,7 +90,7 @@ class CallForm:
                 "completions: name its parameters prompts, completions and the columns it reads"
             )
         by_keyword = frozenset({*names, *keyword_only} - set(positional))
-        return cls(tuple(positional), by_keyword, takes_all, tuple(required))
+        return cls(tuple(positional), by_keyword, takes_all, defaults, tuple(required))
 
     def arguments(self, values: Mapping[str, Any], what: str) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and the keyword arguments of a call.
@@ -99,21 +100,24 @@ class CallForm:
             what: names the function in errors.
 
         Raises:
-            ValueError: if a column is missing that it needs.
+            ValueError: if a column is missing that it needs, or that may hold the completions.
         """
         missing = [name for name in self.required if name not in values]
+        if "completions" not in (*self.positional, *self.keywords):  # f(solution_str=None, **k)
+            missing += [k for k, v in self.defaults.items() if v is None and k not in values]
         if missing:
             columns = sorted(set(values) - set(OURS))
             raise ValueError(
                 f"{what} needs the column {missing[0]!r}, and the prompts have the columns "
-                f"{columns}: add it to the data, or give the parameter a default"
+                f"{columns}: add it to the data, or give the parameter a default; completions are "
+                "given to a parameter of that name"
             )
         keyword = {
             name: value
             for name, value in values.items()
             if name not in self.positional and (self.takes_all or name in self.keywords)
         }
-        return [values[name] for name in self.positional if name in values], keyword
+        return [values.get(name, self.defaults.get(name)) for name in self.positional], keyword
 
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
