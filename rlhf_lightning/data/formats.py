@@ -259,14 +259,18 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
     if kind != have:
         keys = " or ".join(f"`{' '.join(FORMATS[name])}`" for name in _FORMATS_OF[kind])
         columns = ", ".join(parsed.columns) or "none"
-        known = (fix for own, fix in HINTS if all(name in parsed.columns for name in own))
-        hint = next(known, None)
+        hint = _hint(parsed.columns)
         raise BadRecordError(
             parsed.where,
             f"{kind} were asked for, but the records are {have} (other columns: {columns})",
             hint or f"give a set with {keys}, or map its columns with {MAPPING}",
         )
     return record
+
+
+def _hint(row: Mapping[str, Any]) -> str | None:
+    """Return what to do with rows of a public set that are no records alone."""
+    return next((fix for own, fix in HINTS if all(name in row for name in own)), None)
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -407,7 +411,8 @@ class RowParser:
             )
             formats = "; ".join(" ".join(keys) for keys in FORMATS.values())
             found = f"no known format has its keys: found {_names(row)}, expected one of: {formats}"
-            raise BadRecordError(where, found, f"{meant}map the columns with {MAPPING}")
+            fix = _hint(row) or f"{meant}map the columns with {MAPPING}"
+            raise BadRecordError(where, found, fix)
         for key in FORMATS[name]:
             if key not in ours:
                 raise _missing(key, row, where)

@@ -179,7 +179,10 @@ def unpaired(row: ParsedRow, label: Label | None) -> list[Record]:
 
 
 def warn_of_odd_texts(rows: Sequence[ParsedRow], name: str) -> None:
-    """Warn where all answers begin with their prompt, or all prompts are texts in JSON."""
+    """Warn of what all rows have in common by mistake, and of pairs that their scores contradict.
+
+    All answers begin with their prompt, all prompts are texts in JSON, or no pair has a prompt.
+    """
     if rows and all(map(_quotes_prompt, rows)):
         logger.warning(
             "%s: all prompts are JSON of a text or of a list of texts, with its quotes: write the "
@@ -193,6 +196,52 @@ def warn_of_odd_texts(rows: Sequence[ParsedRow], name: str) -> None:
             name,
             len(rows),
         )
+
+    if others := _columns_of_no_prompt(rows):
+        logger.warning(
+            "%s: no pair has a prompt, as both sides begin with other words, and %s is not read: "
+            "map the prompt's column with columns={prompt: NAME}",
+            name,
+            " or ".join(map(repr, others)),
+        )
+    if doubtful := [row.where for row in rows if _is_doubtful(row)]:
+        logger.warning(
+            "%s: in %d of %d pairs the chosen side is not scored above the rejected one (the "
+            "first: %s), and they are learnt as they stand: take out ties and turn swapped ones",
+            name,
+            len(doubtful),
+            len(rows),
+            doubtful[0],
+        )
+
+
+def _columns_of_no_prompt(rows: Sequence[ParsedRow]) -> list[str]:
+    """Return the columns of texts or messages that no pair of a set without prompts has read."""
+    if any(not isinstance(r.record, PreferenceRecord) or r.record.prompt for r in rows):
+        return []
+    return sorted(
+        {
+            key
+            for row in rows
+            for key in row.unread
+            if isinstance(row.columns[key], list) or " " in str(row.columns[key])
+        }
+    )
+
+
+def _is_doubtful(row: ParsedRow) -> bool:
+    """Return True for a pair whose columns call it a tie, or score the rejected side as high."""
+    if not isinstance(row.record, PreferenceRecord):
+        return False
+    given = {re.sub("[- ]", "_", key): row.columns[key] for key in row.unread}
+    if "tie" in (given.get(key) for key in ("status", "winner", "preference", "label")):
+        return True
+    for key, value in given.items():
+        other = given.get(key.replace("chosen", "rejected")) if "chosen" in key else None
+        numbers = all(isinstance(each, int | float) for each in (value, other))
+        if numbers and set(key.split("_")) & _RATINGS and value <= other:
+            return True
+    return False
 
 
 def _quotes_prompt(row: ParsedRow) -> bool:

@@ -3,6 +3,8 @@ r"""Rows of public sets that have keys of their own, as rows with ours: one func
 | set                              | is known by                                                  |
 |----------------------------------|--------------------------------------------------------------|
 | HelpSteer3                       | `context response1 response2 overall_preference`             |
+| HelpSteer2, preferences          | `prompt response_1 response_2 preference_strength`           |
+| Summaries compared by OpenAI     | `info summaries choice`                                      |
 | SHP                              | `history human_ref_A human_ref_B labels`                     |
 | Chatbot Arena, as rows           | `prompt response_a response_b winner_model_a winner_model_b` |
 | Chatbot Arena, as conversations  | `conversation_a conversation_b winner`                       |
@@ -11,8 +13,11 @@ r"""Rows of public sets that have keys of their own, as rows with ours: one func
 | WebGPT comparisons               | `question answer_0 answer_1 score_0 score_1`                 |
 | PKU-SafeRLHF                     | `prompt response_0 response_1 better_response_id`            |
 | Stack Exchange pairs             | `question response_j response_k`                             |
+| Stack Exchange preferences       | `question answers`, answers with a `pm_score`                |
+| UltraFeedback of Argilla         | `instruction chosen_response rejected_response`              |
 | OpenAssistant trees              | `prompt` with `replies`                                      |
 | OpenAI's preferences             | `input preferred_output non_preferred_output`                |
+| UltraInteract                    | `trajectory chosen rejected`                                 |
 | Orca pairs and the like          | `chosen rejected`, with the prompt as `question`, ...        |
 | ShareGPT                         | `conversations`, with `chosen rejected` for pairs            |
 | Capybara; WildChat               | `conversation`, of `input output`; of messages               |
@@ -25,6 +30,7 @@ A tie is a bad record. Of the answers to a prompt the best and the worst make th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +54,7 @@ HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("completions", "labels"),
         "its rows label the steps of a response: join the steps of rows whose labels are all true",
     ),
+    (("info", "summary"), "its rows rate single summaries: give the set's comparisons"),
     (
         ("response", "helpfulness"),
         "its rows rate single responses: write the better and the worse one of each prompt as "
@@ -92,9 +99,9 @@ def _pair(prompt: Any, first: Any, second: Any, gap: float, where: Location) -> 
     """Return the pair; `gap` is positive where the first answer is the better one.
 
     Raises:
-        BadRecordError: if it is 0.
+        BadRecordError: if it is 0, or no number.
     """
-    if gap == 0:
+    if not abs(gap) > 0:
         fix = "leave ties out with dataset.source.on_bad_record=skip"
         raise BadRecordError(where, "the row is a tie, which prefers neither answer", fix)
     chosen, rejected = (first, second) if gap > 0 else (second, first)
@@ -114,7 +121,7 @@ def _turn(question: Any, answer: Any) -> list[dict[str, Any]]:
 def _best_and_worst(
     prompt: Any, answers: Sequence[Any], text: str, score: Callable[[Any], float], where: Location
 ) -> dict[str, Any]:
-    ordered = sorted(answers, key=score)
+    ordered = sorted((each for each in answers if not math.isnan(score(each))), key=score)
     best, worst = ordered[-1], ordered[0]
     return _pair(prompt, best[text], worst[text], score(best) - score(worst), where)
 
@@ -124,6 +131,26 @@ def _helpsteer3(row: Row, where: Location) -> dict[str, Any]:
     # -3: response1 is much better, 3: response2 is.
     gap = -float(row["overall_preference"])
     return _pair(prompt, row["response1"], row["response2"], gap, where)
+
+
+def _helpsteer2(row: Row, where: Location) -> dict[str, Any]:
+    gap = -float(row["preference_strength"])  # as in HelpSteer3
+    return _pair(row["prompt"], row["response_1"], row["response_2"], gap, where)
+
+
+def _summaries(row: Row, where: Location) -> dict[str, Any]:
+    info, sides = row["info"], [summary["text"] for summary in row["summaries"]]
+    if info.get("post"):
+        prompt = f"SUBREDDIT: r/{info['subreddit']}\n\nTITLE: {info['title']}\n\nPOST: "
+        prompt += f"{info['post']}\n\nTL;DR:"
+    else:  # news of CNN and the Daily Mail
+        prompt = f"Article:\n{info['article']}\n\nTL;DR:"
+    gap = {0: 1, 1: -1}[row["choice"]]
+    return _pair(prompt, *sides, gap, where)
+
+
+def _argilla(row: Row, where: Location) -> dict[str, Any]:
+    return _pair(row["instruction"], row["chosen_response"], row["rejected_response"], 1, where)
 
 
 def _shp(row: Row, where: Location) -> dict[str, Any]:
@@ -192,6 +219,11 @@ def _stack_exchange(row: Row, where: Location) -> dict[str, Any]:
     return _pair(row["question"], row["response_j"], row["response_k"], 1, where)
 
 
+def _stack_exchange_answers(row: Row, where: Location) -> dict[str, Any]:
+    given, score = row["answers"], "pm_score"
+    return _best_and_worst(row["question"], given, "text", lambda x: float(x[score]), where)
+
+
 def _openai(row: Row, where: Location) -> dict[str, Any]:
     sides = {"chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
     return {"prompt": row["input"]["messages"], "tools": row["input"].get("tools"), **sides}
@@ -215,6 +247,12 @@ def _pair_with_prompt(row: Row, where: Location) -> dict[str, Any] | None:
     if not plain or name is None or row.get("prompt") is not None:
         return None
     return {"prompt": row[name], **sides}
+
+
+def _ultrainteract(row: Row, where: Location) -> dict[str, Any] | None:
+    prompt = with_roles(row["trajectory"])
+    plain = isinstance(prompt, list) and isinstance(row["chosen"], str)
+    return _pair(prompt, row["chosen"], row["rejected"], 1, where) if plain else None
 
 
 def _sharegpt(row: Row, where: Location) -> dict[str, Any]:
@@ -252,6 +290,9 @@ def _helpsteer(row: Row, where: Location) -> dict[str, Any]:
 
 _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("context", "response1", "response2", "overall_preference"), _helpsteer3),
+    (("prompt", "response_1", "response_2", "preference_strength"), _helpsteer2),
+    (("info", "summaries", "choice"), _summaries),
+    (("instruction", "chosen_response", "rejected_response"), _argilla),
     (("history", "human_ref_A", "human_ref_B", "labels"), _shp),
     (("prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"), _arena),
     (("conversation_a", "conversation_b", "winner"), _arena_conversations),
@@ -260,8 +301,10 @@ _READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("question", "answer_0", "answer_1", "score_0", "score_1"), _webgpt),
     (("prompt", "response_0", "response_1", "better_response_id"), _safe_rlhf),
     (("question", "response_j", "response_k"), _stack_exchange),
+    (("question", "answers"), _stack_exchange_answers),
     (("input", "preferred_output", "non_preferred_output"), _openai),
     (("prompt",), _oasst_tree),
+    (("trajectory", "chosen", "rejected"), _ultrainteract),
     (("chosen", "rejected"), _pair_with_prompt),
     (("conversations",), _sharegpt),
     (("conversation",), _capybara),

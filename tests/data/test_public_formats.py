@@ -23,6 +23,10 @@ def said(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+def parts(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text, "image": None}]}
+
+
 PLAIN = PreferenceRecord(Q, GOOD, BAD)
 CHAT = PreferenceRecord((user(Q),), (said(GOOD),), (said(BAD),))
 ARENA = {
@@ -32,6 +36,9 @@ ARENA = {
 }
 NO = {"winner_model_a": 0, "winner_model_b": 0, "winner_tie": 0}
 TREE = {"text": Q, "role": "prompter", "message_id": "m"}
+TLDR = {
+    "info": {"id": "t3", "post": "It is wet.", "title": "Tea", "subreddit": "tea", "site": None}
+}
 UF = {"source": "x", "models": ["a", "b", "c"], "instruction": Q}
 PAIRS: dict[str, tuple[dict[str, Any], PreferenceRecord]] = {
     "HelpSteer3": (
@@ -69,6 +76,37 @@ PAIRS: dict[str, tuple[dict[str, Any], PreferenceRecord]] = {
             {"text": BAD, "role": "assistant", "rank": 1, "replies": []},
             {"text": GOOD, "role": "assistant", "rank": 0, "replies": []},
             {"text": "?", "role": "assistant", "rank": None, "replies": []}]}}, CHAT),
+    "HelpSteer2, preferences": (
+        {"split": "train", "prompt": Q, "response_1": BAD, "response_2": GOOD,
+         "preference_strength": 2, "preference_statement": "@Response 2 is drier."}, PLAIN),
+    "HelpSteer2, first": (
+        {"prompt": Q, "response_1": GOOD, "response_2": BAD, "preference_strength": -1}, PLAIN),
+    "OpenAI's summaries": (
+        {**TLDR, "summaries": [{"text": BAD, "policy": "sup1"}, {"text": GOOD, "policy": "ref"}],
+         "choice": 1, "worker": "w", "extra": {"confidence": None}},
+        PreferenceRecord(
+            "SUBREDDIT: r/tea\n\nTITLE: Tea\n\nPOST: It is wet.\n\nTL;DR:", GOOD, BAD)),
+    "OpenAI's summaries of news": (
+        {"info": {"id": "1", "post": None, "title": None, "article": "It rained."},
+         "summaries": [{"text": GOOD}, {"text": BAD}], "choice": 0},
+        PreferenceRecord("Article:\nIt rained.\n\nTL;DR:", GOOD, BAD)),
+    "Stack Exchange preferences": (
+        {"qid": 4, "question": Q, "answers": [
+            {"answer_id": 7, "pm_score": 1, "selected": False, "text": BAD},
+            {"answer_id": 8, "pm_score": 7, "selected": True, "text": GOOD},
+            {"answer_id": 9, "pm_score": float("nan"), "text": "?"}], "date": "2012/01/01"}, PLAIN),
+    "UltraFeedback of Argilla": (
+        {"instruction": Q, "chosen_response": GOOD, "rejected_response": BAD,
+         "chosen_avg_rating": 4.5, "rejected_avg_rating": 2.0}, PLAIN),
+    "UltraInteract": (
+        {"task": "Math", "trajectory": [{"from": "user", "value": Q}], "chosen": GOOD,
+         "rejected": BAD, "parent_id": "0"}, CHAT),
+    "Capybara pairs": (
+        {"conversation": [{"input": Q, "output": "?"}], "chosen": [user(Q), said(GOOD)],
+         "rejected": [user(Q), said(BAD)], "rating_chosen": 5, "rating_rejected": 2}, CHAT),
+    "Arena of 140,000": (
+        {"conversation_a": [parts("user", Q), parts("assistant", BAD)], "winner": "model_b",
+         "conversation_b": [parts("user", Q), parts("assistant", GOOD)]}, CHAT),
     "Orca": ({"system": "", "question": Q, "chosen": GOOD, "rejected": BAD}, PLAIN),
     "OpenAI": (
         {"input": {"messages": [user(Q)], "tools": [], "parallel_tool_calls": True},
@@ -136,13 +174,16 @@ def test_a_row_of_a_set_of_conversations_is_its_demonstration(name):
         {**ARENA, **NO, "winner_tie": 1},
         {**PAIRS["HelpSteer3"][0], "overall_preference": 0},
         {**PAIRS["WebGPT"][0], "score_0": 0.5},
+        {**PAIRS["WebGPT"][0], "score_0": float("nan")},
+        {**PAIRS["HelpSteer2, first"][0], "preference_strength": 0},
+        {**PAIRS["Arena of 140,000"][0], "winner": "both_bad"},
         {**PAIRS["Arena, conversations"][0], "winner": "tie (bothbad)"},
         {**PAIRS["Arena, conversations"][0], "conversation_b": [user("Else?"), said(BAD)]},
         {"prompt": {**TREE, "replies": [{"text": GOOD, "rank": 0}]}},
     ],
 )
 def test_a_row_that_prefers_neither_answer_is_left_out_as_its_error_says(row):
-    good = PAIRS["HelpSteer3"][0] if "context" in row else PAIRS["Arena"][0]
+    good = PAIRS["HelpSteer3" if "context" in row else "Arena"][0]
     with pytest.raises(BadRecordError, match=TIE):
         source(row, good).records("preferences", "train")
     left = source(row, good, on_bad_record="skip")
@@ -161,6 +202,7 @@ def test_several_turns_of_the_arena_are_one_conversation():
     [
         ({"prompt": Q, "response": GOOD, "helpfulness": 4}, "better and the worse"),
         ({"prompt": Q, "completions": [GOOD, BAD], "labels": [True, False]}, "join the steps"),
+        ({**TLDR, "summary": {"text": GOOD, "axes": {"overall": 6}}}, "comparisons"),
         ({"message_id": "m", "parent_id": None, "text": Q, "role": "prompter"}, "trees"),
     ],
 )
@@ -235,3 +277,36 @@ def test_a_mapping_reads_rows_that_would_be_no_records_as_they_are_published():
     rows = [tie | {"q": f"w{i}", "a": GOOD} for i in range(3)]
     columns = {"prompt": "q", "completion": "a"}
     assert len(source(*rows, columns=columns).records("demonstrations", "train")) == 3
+
+
+PAIR = {"prompt": Q, "chosen": GOOD, "rejected": BAD}
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"score_chosen": 8.0, "score_rejected": 8.0}, True),
+        ({"chosen_score": 1, "rejected_score": 2.5}, True),
+        ({"chosen-rating": 3, "rejected-rating": 3}, True),
+        ({"rating": [9.0, 9.0], "status": "tie"}, True),
+        ({"score_chosen": 8.0, "score_rejected": 3.0, "status": "unchanged"}, False),
+        ({"score_chosen": 8.0}, False),
+        ({"chosen_model": "m", "rejected_model": "m"}, False),
+        ({"chosen_length": 3, "rejected_length": 9}, False),
+        ({"score_chosen": None, "score_rejected": 3.0}, False),
+    ],
+)
+def test_pairs_that_their_own_scores_call_ties_or_swapped_are_counted(more, named, caplog):
+    good = {**PAIR, "prompt": "Else?"} | dict.fromkeys(more)
+    assert len(source(good, PAIR | more).records("preferences", "train")) == 2
+    assert ["1 of 2 pairs" in record.getMessage() for record in caplog.records] == [True] * named
+
+
+def test_pairs_without_a_prompt_name_the_columns_that_may_hold_it(caplog):
+    rows = [{"asked": f"{Q} {i}", "chosen": GOOD, "rejected": BAD, "id": i} for i in range(2)]
+    assert source(*rows).records("preferences", "train")[0].prompt == ""
+    assert ["'asked' is not read" in record.getMessage() for record in caplog.records] == [True]
+    caplog.clear()
+    source({"chosen": GOOD, "rejected": BAD, "id": 1}).records("preferences", "train")
+    source(*rows, columns={"prompt": "asked"}).records("preferences", "train")
+    assert not caplog.records
