@@ -123,11 +123,11 @@ Encoded = EncodedSequence | EncodedPreference | EncodedPrompt
 class EncodingReport:
     """Counts of the encoding.
 
-    `num_spelled` records spell special tokens, kept as text; in `num_merged` a token holds the end
-    of the prompt and the start of an answer. `skipped` names the bad records that were left out,
-    `lost` what the chat template did not write of a record, by its place. `unread` counts the keys
-    of messages and of `chat_template_kwargs` that the template does not read, `unread_columns` the
-    columns that nothing reads.
+    `num_spelled` records spell special tokens, kept as text; in `num_merged` the end
+    of the prompt has other tokens where it stands alone. `skipped` names the bad records that were
+    left out, `lost` what the chat template did not write of a record, by its place. `unread` counts
+    the keys of messages and of `chat_template_kwargs` that the template does not read,
+    `unread_columns` the columns that nothing reads.
     """
 
     num_truncated: int = 0

@@ -65,7 +65,7 @@ class DataSummary:
         num_spelled: rows whose texts spell special tokens, which were encoded as text.
         lost: what the chat template did not write of a record, by the place of the record.
         unread: records with a key of a message that the chat template does not read, by its name.
-        num_merged: rows in which a token holds the end of the prompt and the start of a response.
+        num_merged: rows in which the end of the prompt has other tokens where it stands alone.
         missing_columns: rows of prompts that lack a column which others have, by its name.
         dropped: records that were left out when encoding, a reason each.
         skipped: messages about bad records that were left out.
@@ -112,7 +112,7 @@ class DataSummary:
                 "records that the chat template writes in part (on_template_loss=warn)",
                 len(self.lost),
             ),
-            ("rows where one token ends the prompt and starts the response", self.num_merged),
+            ("rows whose prompt ends in other tokens where it stands alone", self.num_merged),
         ):
             if count:
                 table.add_row(name, str(count))

@@ -3,8 +3,10 @@
 Prompt and answer are one text. It is tokenized once, and cut where the prompt ends:
 
 * A token that holds both the end of the prompt and the start of the answer belongs to the answer.
-  `Continued.is_merged` says so, because a policy that is given the prompt alone sees other tokens
-  there. Both sides of a pair share the tokens that are the prompt's on both.
+  Both sides of a pair share the tokens that are the prompt's on both.
+* `Continued.is_merged` says so, because a policy that is given the prompt alone sees other tokens
+  there. It says so too of white space whose tokens change where an answer follows: GPT-2 has one
+  token for an empty line at the end of a text, and two in front of a word.
 * A control token that takes white space behind it, as `<|assistant|>` of Phi 3 does, is the
   prompt's.
 * A word-level tokenizer has no token for a part of a word: there an answer starts a new word.
@@ -37,7 +39,7 @@ class Continued(NamedTuple):
     Args:
         prompt: ids, the same in front of every answer.
         answers: the ids behind it, of each answer, with the one that ends it.
-        is_merged: a token holds the end of the prompt and the start of an answer.
+        is_merged: the end of the prompt has other tokens where it stands alone.
     """
 
     prompt: list[int]
@@ -46,7 +48,7 @@ class Continued(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Ids of a whole text, how many are the prompt's, and whether the next one is half of it."""
+    """Ids of a whole text, how many are the prompt's, and whether it has others alone."""
 
     ids: list[int]
     num_prompt: int
@@ -75,6 +77,7 @@ class TextEncoder:
         core = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None  # type: ignore[attr-defined]
         self._words_only = isinstance(core, WordLevel)
         self._known: dict[tuple[str, int], _Cut] = {}
+        self._changes: dict[tuple[str, str], bool] = {}
 
     def remember(self, texts: Iterable[tuple[str, str | None]]) -> None:
         """Tokenize plain prompts, each with an answer to it or alone, and forget others."""
@@ -99,7 +102,7 @@ class TextEncoder:
         """Return the same of a text whose control tokens are text."""
         self.control.check(text)
         encoding = self.control.twin.encode(text, add_special_tokens=False)
-        return self._cut(encoding, list(encoding.ids), at)
+        return self._cut(encoding, list(encoding.ids), at, text=text)
 
     def cut_hidden(self, start: str, rest: str = "") -> _Cut:
         """Return the same of hidden messages as a template wrote them, cut behind `start`."""
@@ -118,6 +121,17 @@ class TextEncoder:
         for key, encoding, ids in zip(keys, encodings, encoded["input_ids"], strict=True):
             self._known[key] = self._cut(encoding, list(ids), key[1], text=key[0])
 
+    def _changes_before(self, end: str, answer: str) -> bool:
+        """Return True if white space that ends a prompt has other tokens in front of an answer."""
+        if not (end[-1:].isspace() and answer):
+            return False
+        key = end, answer[:2]
+        if key not in self._changes:
+            texts = [end, "".join(key)]
+            alone, whole = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            self._changes[key] = alone != whole[: len(alone)]
+        return self._changes[key]
+
     def _cut(self, encoding: Any, ids: list[int], at: int, *, text: str = "") -> _Cut:
         if not at:
             return _Cut(ids, 0, is_merged=False)
@@ -133,7 +147,7 @@ class TextEncoder:
             # A normalizer has put the accent on the prompt's last character.
             return _Cut(ids, count - 1, is_merged=True)
         if start >= at:
-            return _Cut(ids, count, is_merged=False)
+            return _Cut(ids, count, self._changes_before(text[max(at - 8, 0) : at], text[at:]))
         if ids[count] in self._takes_space:
             return _Cut(ids, count + 1, is_merged=False)
         return _Cut(ids, count, is_merged=True)

@@ -23,7 +23,21 @@ from rlhf_lightning.text.tokens import prompt_and_answers, prompt_ids
 from tests.builders.models import tiny_tokenizer
 
 WIDE = {"max_length": 1000}
-PROMPTS = ("2+2=", "Say ", "Say\n", "f(", "日", "👩\u200d", "cafe", "a  ", "", "1", "é")
+PROMPTS = (
+    "2+2=",
+    "Say ",
+    "Say\n",
+    "Say:\n\n",
+    "a\n \n",
+    "f(",
+    "日",
+    "👩\u200d",
+    "cafe",
+    "a  ",
+    "",
+    "1",
+    "é",
+)
 ANSWERS = ("4", " 4", "\n4", "  4", "23", ")", "本 x", "👩", "\u0301 so", "x", "")
 SPECIAL = ("<unk>", "<s>", "</s>", "<x>")
 
@@ -222,6 +236,26 @@ def test_an_answer_of_a_word_level_tokenizer_starts_a_new_word():
     for answer in ("w5 w6", " w5 w6"):
         found = prompt_and_answers("w3 w4", [answer], tokenizer)
         assert (found.prompt, found.answers, found.is_merged) == ([3, 4], [[5, 6, 1]], False)
+
+
+def test_white_space_that_has_other_tokens_in_front_of_an_answer_is_counted():
+    tokenizer = made("byte level")
+    pairs = [
+        ("Say:\n\n", "x"),
+        ("Say:\n\n", "x y"),
+        ("Say:\n", "x"),
+        ("Say:\n\n", "日"),
+        ("a", "\n"),
+    ]
+    rows, report = encode_all([DemonstrationRecord(*pair) for pair in pairs], tokenizer, **WIDE)
+    assert report.num_merged == 3
+    spelled = [DemonstrationRecord("say </s>:\n\n", "x"), DemonstrationRecord("</s>:\n", "x")]
+    assert encode_all(spelled, tokenizer, **WIDE)[1].num_merged == 1
+    assert [tokenizer.decode(r.input_ids[r.loss_mask]) for r in rows[:2]] == ["x</s>", "x y</s>"]
+    # Its white space is one token in front of letters too.
+    whole = made("metaspace first")
+    rows, report = encode_all([DemonstrationRecord(*pair) for pair in pairs], whole, **WIDE)
+    assert report.num_merged == 0
 
 
 def test_rows_whose_boundary_is_in_a_token_are_counted_and_their_prompts_are_cut_as_usual():
