@@ -17,7 +17,7 @@ Prompt and answer are one text. It is tokenized once, and cut where the prompt e
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 from unicodedata import combining
@@ -73,10 +73,13 @@ class TextEncoder:
         probe = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         special: list[int] = list(probe["special_tokens_mask"])  # type: ignore[arg-type]
         self.front: list[int] = list(probe["input_ids"])[: [*special, 0].index(0)]  # type: ignore[arg-type]
-        self._takes_space = {i for i, t in tokenizer.added_tokens_decoder.items() if t.rstrip}
+        added = tokenizer.added_tokens_decoder.items()
+        self._takes_space = {i for i, t in added if t.rstrip}
+        self._ends_text = {i for i, t in added if t.special and not t.lstrip}
         core = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None  # type: ignore[attr-defined]
         self._words_only = isinstance(core, WordLevel)
         self._known: dict[tuple[str, int], _Cut] = {}
+        self._last: tuple[str, Any, list[int]] = ("", None, [])
         self._changes: dict[tuple[str, str], bool] = {}
 
     def remember(self, texts: Iterable[tuple[str, str | None]]) -> None:
@@ -84,7 +87,10 @@ class TextEncoder:
         self._known = {}
         keys = sorted({(p, 0) if a is None else self.joined(p, a) for p, a in texts})
         for start in range(0, len(keys), NUM_TOKENIZED_TOGETHER):
-            self._tokenize(keys[start : start + NUM_TOKENIZED_TOGETHER])
+            some = keys[start : start + NUM_TOKENIZED_TOGETHER]
+            found = self._tokenized([text for text, _ in some])
+            for key, (encoding, ids) in zip(some, found, strict=True):
+                self._known[key] = self._cut(encoding, ids, key[1], text=key[0])
 
     def joined(self, prompt: str, answer: str) -> tuple[str, int]:
         """Return prompt and answer as one text, and where the answer starts in it."""
@@ -93,10 +99,24 @@ class TextEncoder:
         return f"{prompt} {answer}" if apart else prompt + answer, len(prompt)
 
     def cut(self, text: str, at: int) -> _Cut:
-        """Return the ids of a text, none of them added, cut at a character."""
-        if (text, at) not in self._known:
-            self._tokenize([(text, at)])
-        return self._known[text, at]
+        """Return the ids of a text, none of them added, cut at a character.
+
+        The start of the last text, up to a special token, is not tokenized a second time: such are
+        the earlier turns of a conversation.
+        """
+        if (text, at) in self._known:
+            return self._known[text, at]
+        last, encoding, ids = self._last
+        behind = encoding.char_to_token(len(text)) if last.startswith(text) and encoding else None
+        if (
+            behind
+            and ids[behind] in self._ends_text
+            and encoding.token_to_chars(behind)[0] == len(text)
+        ):
+            return self._cut(encoding, ids[:behind], at, text=text)
+        ((encoding, ids),) = self._tokenized([text])
+        self._last = text, encoding, ids
+        return self._cut(encoding, ids, at, text=text)
 
     def cut_guarded(self, text: str, at: int) -> _Cut:
         """Return the same of a text whose control tokens are text."""
@@ -109,28 +129,25 @@ class TextEncoder:
         encoding, at = self.control.encoding(start, rest)
         return self._cut(encoding, list(encoding.ids), at)
 
-    def _tokenize(self, keys: Sequence[tuple[str, int]]) -> None:
+    def _tokenized(self, texts: list[str]) -> Iterator[tuple[Any, list[int]]]:
         encoded = self.tokenizer(
-            [text for text, _ in keys],
+            texts,
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )
-        encodings = encoded.encodings or [None] * len(keys)
-        for key, encoding, ids in zip(keys, encodings, encoded["input_ids"], strict=True):
-            self._known[key] = self._cut(encoding, list(ids), key[1], text=key[0])
+        encodings = encoded.encodings or [None] * len(texts)
+        return zip(encodings, map(list, encoded["input_ids"]), strict=True)
 
     def _changes_before(self, end: str, answer: str) -> bool:
         """Return True if white space that ends a prompt has other tokens in front of an answer."""
         if not (end[-1:].isspace() and answer):
             return False
-        key = end, answer[:2]
-        if key not in self._changes:
-            texts = [end, "".join(key)]
-            alone, whole = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            self._changes[key] = alone != whole[: len(alone)]
-        return self._changes[key]
+        if (end, answer) not in self._changes:
+            (_, alone), (_, whole) = self._tokenized([end, end + answer])
+            self._changes[end, answer] = alone != whole[: len(alone)]
+        return self._changes[end, answer]
 
     def _cut(self, encoding: Any, ids: list[int], at: int, *, text: str = "") -> _Cut:
         if not at:
@@ -147,7 +164,9 @@ class TextEncoder:
             # A normalizer has put the accent on the prompt's last character.
             return _Cut(ids, count - 1, is_merged=True)
         if start >= at:
-            return _Cut(ids, count, self._changes_before(text[max(at - 8, 0) : at], text[at:]))
+            return _Cut(
+                ids, count, self._changes_before(text[max(at - 8, 0) : at], text[at : at + 2])
+            )
         if ids[count] in self._takes_space:
             return _Cut(ids, count + 1, is_merged=False)
         return _Cut(ids, count, is_merged=True)

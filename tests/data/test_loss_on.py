@@ -92,6 +92,30 @@ def test_each_turn_is_learnt_with_the_token_that_ends_it(family, kind):
     assert (row.loss_mask & ends).sum() == 3
     alone = [encoded(conversation(*texts[:n]), tokenizer, "last")[0][0] for n in (2, 4, 6)]
     assert row.loss_mask.sum() == sum(one.loss_mask.sum() for one in alone)
+    assert [row.input_ids[: len(one)].tolist() for one in alone] == [
+        one.input_ids.tolist() for one in alone
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_turns_of_a_conversation_are_tokenized_in_one_go(kind, monkeypatch):
+    tokenizer = family_tokenizer("chatml", kind)
+    given = []
+    call = type(tokenizer).__call__
+
+    def counting(self, texts, **options):
+        given.extend(texts)
+        return call(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counting)
+
+    def count(turns):
+        given.clear()
+        rows, _ = encoded(conversation(*["the end"] * turns), tokenizer, max_length=10**5)
+        assert len(rows) == 1
+        return sum(map(len, given))
+
+    assert count(40) < 12 * count(4)
 
 
 def test_a_turn_of_weight_0_is_not_learnt_and_the_last_learnt_one_is_the_response():
