@@ -14,6 +14,7 @@ from rlhf_lightning.arguments import Address, SecretName
 from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url
+from rlhf_lightning.rollout.service_client import ServiceClient, root_cause
 from rlhf_lightning.runs.secrets import learn_secrets
 
 NUM_SHOWN = 200  # characters of an error that a service sent
@@ -166,21 +167,26 @@ class JudgeService:
             stop: once it is set, no further attempt is made.
         """
 
-        async def before_each_attempt(_: Any) -> None:
+        async def before_each_attempt() -> None:
             await self._limit.wait()
             if stop.is_set():
                 raise AnnotationError("stopped")
 
-        return self._openai.AsyncOpenAI(
+        client = self._openai.AsyncOpenAI(
             # The client wants some key, also where the service wants none.
             api_key=self._key or "none",
             base_url=self._base_url,
-            timeout=self.hparams.timeout,
             max_retries=self.hparams.max_retries,
-            http_client=self._openai.DefaultAsyncHttpxClient(
-                event_hooks={"request": [before_each_attempt]}
+            # A proxy of the environment would read key and texts where they are not encrypted.
+            http_client=ServiceClient(
+                self.hparams.timeout,
+                before=before_each_attempt,
+                trust_env=self._base_url.startswith("https:"),
             ),
         )
+        if self.hparams.base_url is not None:  # of an account at OpenAI, by its variables
+            client.organization = client.project = None
+        return client
 
     def cost(self, input_tokens: int, output_tokens: int) -> float:
         """Return the price of so many tokens."""
@@ -234,6 +240,8 @@ class JudgeService:
             name = self.hparams.api_key_env
             fix = f"check the key in {name}" if name else "name the key's variable: api_key_env"
             return f"refuses the key: {self._shown(error)}. Fix: {fix}"
+        if status < 400:
+            return f"redirects (HTTP {status}), which is not followed: give judge.base_url as it is"
         return (
             f"refused the request: {self._shown(error)}. Check judge.base_url (it ends with /v1) "
             "and judge.model"
@@ -289,8 +297,11 @@ class JudgeService:
 
     def _shown(self, error: Any) -> str:
         status = getattr(error, "status_code", None)
-        what = type(error).__name__ if status is None else f"HTTP {status}"
-        return self._without_key(f"{what}: {_text(_at(error.body, 'message')) or error}")
+        if status is None:  # the client of openai says "Connection error." alone
+            cause = root_cause(error)
+            return self._without_key(f"{type(cause).__name__}: {cause}")
+        told = _text(_at(error.body, "message")) or error.response.text
+        return self._without_key(f"HTTP {status}: {told}")
 
     def _without_key(self, text: str) -> str:
         text = " ".join(text.split())

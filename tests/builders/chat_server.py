@@ -25,9 +25,12 @@ _SHOWN = re.compile(
 class Failure:
     """A reply that is an error of HTTP."""
 
-    def __init__(self, status: int, text: str = "out of order", **headers: str) -> None:
+    def __init__(
+        self, status: int, text: str = "out of order", *, raw: bool = False, **headers: str
+    ) -> None:
         self.status = status
         self.text = text
+        self.raw = raw  # the text is the whole body
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
@@ -46,13 +49,15 @@ class ChatServer:
     """Answers `POST /v1/chat/completions` with what `behaviours` say, each once, the last for ever.
 
     A behaviour returns a text, a dictionary of probabilities of tokens (sent as log-probabilities
-    if they were asked for), a `Failure`, an `Odd`, or bytes that are sent as they are.
+    if they were asked for), a `Failure`, an `Odd`, bytes that are sent as they are, or a function
+    that writes to the connection itself.
     """
 
     def __init__(self, *behaviours: Behaviour, key: str | None = None) -> None:
         self.behaviours = list(behaviours)
         self.key = key
         self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
         self.shown: list[tuple[str, str, str]] = []
         self.times: list[float] = []
         self.most_at_once = 0
@@ -81,6 +86,7 @@ class ChatServer:
         with self._lock:
             behaviour = self.behaviours[min(len(self.requests), len(self.behaviours) - 1)]
             self.requests.append(body)
+            self.headers.append(dict(handler.headers))
             self.shown.append(shown)
             self.times.append(time.monotonic())
             self._at_once += 1
@@ -93,19 +99,17 @@ class ChatServer:
             with self._lock:
                 self._at_once -= 1
 
-    def _answer(self, handler, body, behaviour, shown) -> tuple[int, bytes, dict[str, str]]:
+    def _answer(self, handler, body, behaviour, shown) -> tuple[int, Any, dict[str, str]]:
         if handler.path != "/v1/chat/completions":
             return 404, b'{"error": {"message": "no such path"}}', {}
         if self.key is not None and handler.headers["Authorization"] != f"Bearer {self.key}":
             return 401, b'{"error": {"message": "who are you?"}}', {}
         reply = behaviour(*shown)
         if isinstance(reply, Failure):
-            return (
-                reply.status,
-                json.dumps({"error": {"message": reply.text}}).encode(),
-                reply.headers,
-            )
-        if isinstance(reply, bytes):
+            text = reply.text
+            body = text.encode() if reply.raw else json.dumps({"error": {"message": text}}).encode()
+            return reply.status, body, reply.headers
+        if isinstance(reply, bytes) or callable(reply):
             return 200, reply, {}
         if isinstance(reply, Odd):
             usual = completion(body, "A")
@@ -115,7 +119,10 @@ class ChatServer:
         return 200, json.dumps(completion(body, reply)).encode(), {}
 
     @staticmethod
-    def _send(handler, status: int, payload: bytes, headers: dict[str, str]) -> None:
+    def _send(handler, status: int, payload: Any, headers: dict[str, str]) -> None:
+        if callable(payload):
+            payload(handler)
+            return
         handler.send_response(status)
         own = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
         for name, value in {**own, **headers}.items():

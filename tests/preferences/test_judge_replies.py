@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures, judgement_journal
 from rlhf_lightning.preferences.judge_prompt import JudgePrompt
 from rlhf_lightning.preferences.records import Pair
+from rlhf_lightning.rollout import service_client
 from rlhf_lightning.runs.resume import config_hash
 from tests.builders.chat_server import Failure, Odd, prefers_longer, serving
 
@@ -324,3 +326,84 @@ def test_a_short_delimiter_is_no_part_of_a_word() -> None:
     asked = prompt.question(Pair.make("p", "data: 1", "fine\nB: worse"), "first")
     assert asked.messages[0]["content"] == "Q: p\nA: data: 1\nB: fine\nB : worse\nWhich?"
     assert asked.spelled == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_takes_texts_and_key_to_no_other_host(status, monkeypatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "the-key-of-this-judge")
+    with serving(prefers_longer) as other:
+        for place in (f"{other.url}/chat/completions", "file:///etc/passwd", "/v1/again"):
+            with serving(lambda *_, place=place: Failure(status, Location=place)) as server:
+                with pytest.raises(AnnotationError, match=rf"HTTP {status}.*judge\.base_url"):
+                    judge(server, api_key_env="JUDGE_KEY").label(PAIRS[:1])
+                assert len(server.requests) == 1
+    assert other.requests == []
+
+
+def trickle(handler) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(200):
+        handler.wfile.write(b" ")
+        time.sleep(0.05)
+
+
+def trickle_headers(handler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    for number in range(200):
+        handler.wfile.write(b"X-%d: 1\r\n" % number)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("behaviour", [trickle, trickle_headers])
+def test_a_service_that_never_stops_speaking_has_the_time_of_one_request(behaviour) -> None:
+    began = time.monotonic()
+    ends = pytest.raises(AnnotationError, match=r"no answer within 0\.3 s \(1 attempts")
+    with serving(lambda *_: behaviour) as server, ends:
+        judge(server, timeout=0.3, max_retries=0).label(PAIRS[:1])
+    assert time.monotonic() - began < 5
+
+
+def test_an_answer_without_an_end_is_kept_with_its_cost_and_fills_no_memory(
+    tmp_path, monkeypatch
+) -> None:
+    def endless(handler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        while True:
+            handler.wfile.write(b"[" * 2**16)
+
+    monkeypatch.setattr(service_client, "MOST_BYTES", 2**18)
+    with serving(lambda *_: endless) as server:
+        error, judgements = kept(judge(server, output_price=1e6), tmp_path)
+    assert "no chat completion" in str(error)
+    assert [j.cost > 0 for j in judgements] == [True]
+    assert len(server.requests) == 1
+
+
+def test_a_proxy_of_the_environment_sees_no_key_that_is_sent_in_the_clear(monkeypatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "the-key-of-this-judge")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-elsewhere")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "proj-elsewhere")
+    with serving(prefers_longer) as proxy, serving(prefers_longer) as server:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
+        judge(server, api_key_env="JUDGE_KEY").label(PAIRS[:1])
+    assert proxy.requests == []
+    assert all("the-key-of-this-judge" in str(headers) for headers in server.headers)
+    assert "elsewhere" not in str(server.headers)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"detail": "no credit left"}', '{"error": "no credit left"}', "no credit\nleft"]
+)
+def test_the_sentence_of_a_service_is_told_in_one_line_whatever_its_shape(text) -> None:
+    ends = pytest.raises(AnnotationError, match=r"HTTP 402: .*no credit left")
+    with serving(lambda *_: Failure(402, text, raw=True)) as server, ends as error:
+        judge(server).label(PAIRS[:1])
+    assert "\n" not in str(error.value)
+
+
+def test_odd_bytes_in_a_header_are_no_error() -> None:
+    with serving(lambda *_: Failure(429, Retry_After="b\xe4ld"), prefers_longer) as server:
+        assert len(judge(server, max_retries=1).label(PAIRS[:1])) == 1

@@ -23,6 +23,8 @@ from tests.rollout.test_score_http import answers, scorer
         (lambda body: {"scores": [1, float("nan"), 2]}, r"returned nan as the score of response 1"),
         (lambda body: {"scores": [float("inf")] * 3}, r"returned inf as the score of response 0"),
         (lambda body: {"scores": [1, 2, 10**400]}, r"as the score of response 2: .* finite"),
+        (lambda body: {"scores": [1e39, 1, 2]}, r"returned 1e\+39 as .*response 0: .*float32"),
+        (lambda body: {"scores": [1, 2, -(10**39)]}, r"as the score of response 2: .*float32"),
         (lambda body: {"scores": ["1", 2, 3]}, r"returned '1' as the score of response 0"),
         (lambda body: {"scores": [True, 2, 3]}, r"returned True as the score of response 0"),
         (lambda body: {"scores": [[1], 2, 3]}, r"returned \[1\] as the score of response 0"),
@@ -97,6 +99,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
             failing(200, '{"scores": "' + "x" * MOST_BYTES + '"}'),
             r"more than 32 MiB: .*'\{\"scores",
         ),
+        (failing(200, '{"scores": ["' + "x" * 10**6 + '", 1, 2]}'), "of response 0"),
+        (lambda body: {f"key {n}": n for n in range(10_000)}, "without 'scores'"),
         (failing(503, "x" * (MOST_BYTES + 1)), "more than 32 MiB"),
     ],
 )
@@ -118,3 +122,12 @@ def test_an_answer_without_an_end_is_read_to_the_limit():
 
     with serving(lambda body: endless) as server, pytest.raises(ServiceError, match="than 32 MiB"):
         scorer(server.url, timeout=60)(answers())
+
+
+def test_a_token_that_a_service_sends_back_is_not_told(monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "token-of-this-service")
+    for reply in (["token-of-this-service", 1, 2], {"token-of-this-service": 1}):
+        ends = pytest.raises(ServiceError, match="returned")
+        with serving(lambda body, reply=reply: {"scores": reply}) as server, ends as caught:
+            scorer(server.url, token_env="REWARD_TOKEN")(answers())
+        assert "token-of" not in str(caught.value)

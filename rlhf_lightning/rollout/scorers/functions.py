@@ -26,7 +26,7 @@ from rlhf_lightning.rollout.scorers.containment import restoring_state, said
 RewardFunction = Callable[..., Any]
 OURS = ("prompts", "completions")
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _number(value: Any) -> float | str:
     if hasattr(value, "__float__") and not isinstance(value, str | bytes | np.complexfloating):
         with suppress(Exception):  # a tensor of several numbers, an integer beyond float64
             number = float(value)
-            if abs(number) <= _LARGEST:
+            if abs(number) <= LARGEST:
                 return number
     try:
         return reprlib.repr(value)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import ssl
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import torch
@@ -22,23 +21,18 @@ from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
+from rlhf_lightning.rollout.scorers.functions import LARGEST
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
+from rlhf_lightning.rollout.service_client import MOST_BYTES, ServiceClient, root_cause
 from rlhf_lightning.runs.secrets import learn_secrets
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import AnswerText
 
 NUM_SHOWN = 200  # characters of an answer in an error
-MOST_BYTES = 32 * 2**20  # of an answer: scores of some thousand answers are a hundredth of it
 
 
 class ServiceError(RuntimeError):
     """A reward service gave no usable answer."""
-
-
-class _Answer(NamedTuple):
-    status: int
-    retry_after: float
-    body: bytes
 
 
 class _UnavailableError(Exception):
@@ -65,7 +59,7 @@ class RewardService:
         self._token = _token(hparams.token_env)
         self._jitter = random.Random()
 
-    def client(self) -> httpx.AsyncClient:
+    def client(self) -> ServiceClient:
         """Return the connections for one call of the scorer.
 
         The service is asked directly and as its URL says: without `trust_env` no proxy of the
@@ -76,16 +70,13 @@ class RewardService:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        return httpx.AsyncClient(
+        return ServiceClient(
             headers=headers,
-            timeout=None,  # of all steps together: see `_exchange`
             trust_env=False,
             verify=ssl.create_default_context() if secure else False,
         )
 
-    async def post(
-        self, client: httpx.AsyncClient, body: Mapping[str, Any], *, deadline: float
-    ) -> Any:
+    async def post(self, client: ServiceClient, body: Mapping[str, Any], *, deadline: float) -> Any:
         """Return the answer to one request.
 
         Args:
@@ -119,54 +110,47 @@ class RewardService:
         longest = min(self.hparams.backoff * 2.0 ** (attempt - 1), self.hparams.max_backoff)
         return longest * self._jitter.uniform(0.5, 1.0)
 
-    async def _attempt(self, client: httpx.AsyncClient, payload: bytes, deadline: float) -> Any:
+    async def _attempt(self, client: ServiceClient, payload: bytes, deadline: float) -> Any:
         seconds = min(self.hparams.timeout, deadline - time.monotonic())
         if seconds <= 0:
             raise _UnavailableError(f"scorer.deadline={self.hparams.deadline:g} s is over")
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._exchange(client, payload)
+                answer = await client.post(self.url, content=payload)
         except TimeoutError as error:
             raise _UnavailableError(f"no answer within {seconds:.3g} s") from error
         except httpx.InvalidURL as error:
             raise ServiceError(f"scorer.url={self.url}: {error}: correct it") from error
         except httpx.RequestError as error:
-            cause = _root_cause(error)
+            cause = root_cause(error)
             if isinstance(cause, ssl.SSLCertVerificationError):
                 raise ServiceError(
                     f"{self.url}: its certificate is not trusted ({cause}): add its authority to "
                     "the system's certificates, or set SSL_CERT_FILE"
                 ) from error
             raise _UnavailableError(f"{type(cause).__name__}: {cause}") from error
-        if answer.status == 429 or answer.status >= 500:
-            what = f"HTTP {answer.status}: {self._shown(answer.body)}"
-            raise _UnavailableError(what, answer.retry_after)
-        if not 200 <= answer.status < 300:
+        status, body = answer.status_code, answer.content
+        if len(body) > MOST_BYTES:
             raise ServiceError(
-                f"{self.url} refused the request with HTTP {answer.status}: "
-                f"{self._shown(answer.body)}. {self._advice(answer.status)}"
+                f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
+                f"{self._shown(body)}. It must return scores only; fewer "
+                "responses a request are scorer.batch_size"
+            )
+        if status == 429 or status >= 500:
+            what = f"HTTP {status}: {self._shown(body)}"
+            raise _UnavailableError(what, _seconds(answer.headers.get("Retry-After")))
+        if not 200 <= status < 300:
+            raise ServiceError(
+                f"{self.url} refused the request with HTTP {status}: "
+                f"{self._shown(body)}. {self._advice(status)}"
             )
         try:
-            return json.loads(answer.body)
+            return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ServiceError(
-                f"{self.url} answered HTTP {answer.status} with something that is not JSON: "
-                f"{self._shown(answer.body)}. Check that scorer.url is the path that scores"
+                f"{self.url} answered HTTP {status} with something that is not JSON: "
+                f"{self._shown(body)}. Check that scorer.url is the path that scores"
             ) from error
-
-    async def _exchange(self, client: httpx.AsyncClient, payload: bytes) -> _Answer:
-        body = bytearray()
-        async with client.stream("POST", self.url, content=payload) as response:
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MOST_BYTES:
-                    raise ServiceError(
-                        f"{self.url} answered with more than {MOST_BYTES // 2**20} MiB: "
-                        f"{self._shown(body[: 4 * NUM_SHOWN])}. It must return scores only; fewer "
-                        "responses a request are scorer.batch_size"
-                    )
-        retry_after = _seconds(response.headers.get("Retry-After"))
-        return _Answer(response.status_code, retry_after, bytes(body))
 
     def _advice(self, status: int) -> str:
         if status in (401, 403):
@@ -179,20 +163,15 @@ class RewardService:
             return "Lower scorer.batch_size"
         return "Check scorer.url, scorer.request and scorer.extra against what the service expects"
 
-    def _shown(self, body: bytes | bytearray) -> str:
-        text = " ".join(body.decode(errors="replace").split())
+    def _shown(self, body: bytes) -> str:
+        return self.shown(" ".join(body[: 8 * NUM_SHOWN].decode(errors="replace").split()))
+
+    def shown(self, value: Any) -> str:
+        """Return a value of an answer in a few characters, without the token."""
+        text = repr(value)
         if self._token:
             text = text.replace(self._token, "***")
-        return repr(text[:NUM_SHOWN]) + ("..." if len(text) > NUM_SHOWN else "")
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """Return what the errors of httpx and the libraries below it began with: it says the most."""
-    inner: BaseException | None = error
-    while inner is not None:
-        error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
-        inner = error.__cause__ or error.__context__  # they raise "from None", too
-    return error
+        return text if len(text) <= NUM_SHOWN else f"{text[:NUM_SHOWN]}..."
 
 
 def _seconds(retry_after: str | None) -> float:
@@ -353,8 +332,9 @@ class HttpScorer:
         for row, value in enumerate(found):
             if not _is_finite(value):
                 raise ServiceError(
-                    f"{self.hparams.url} returned {value!r} as the score of response "
-                    f"{first + row}: it must return finite numbers{self._where()}"
+                    f"{self.hparams.url} returned {self.service.shown(value)} as the score of "
+                    f"response {first + row}: it must return finite numbers of float32"
+                    f"{self._where()}"
                 )
         return [float(value) for value in found]
 
@@ -365,7 +345,8 @@ class HttpScorer:
             return [self._find(item, path) for item in node]
         if isinstance(node, dict) and path[0] in node:
             return self._find(node[path[0]], path[1:])
-        there = f"the keys {sorted(node)}" if isinstance(node, dict) else repr(node)[:100]
+        keys = isinstance(node, dict)
+        there = f"the keys {self.service.shown(sorted(node))}" if keys else self.service.shown(node)
         raise ServiceError(
             f"{self.hparams.url} answered without {path[0]!r}, there is {there}: name the place of "
             "the scores with scorer.response=KEY.KEY"
@@ -381,9 +362,5 @@ def _messages(row: AnswerText) -> list[dict[str, str]]:
 
 
 def _is_finite(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= LARGEST  # type: ignore[operator]

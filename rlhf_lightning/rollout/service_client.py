@@ -1,0 +1,71 @@
+"""Connections to a service that may be broken or hostile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+import httpx
+
+MOST_BYTES = 32 * 2**20  # of a body: scores of some thousand responses are a hundredth of it
+_OF_TRANSFER = (b"content-encoding", b"content-length", b"transfer-encoding")
+
+
+class ServiceClient(httpx.AsyncClient):
+    """An HTTP client whose exchanges end, and go to the host that was named alone.
+
+    A request has one limit of time for all its steps. Of a body no more than one byte beyond
+    `MOST_BYTES` is read. Redirects are returned, not followed: they would take the texts elsewhere.
+
+    Args:
+        seconds: from the connection to the last byte; None for no limit.
+        before: awaited before each request, outside of its limit.
+        options: of `httpx.AsyncClient`.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        *,
+        before: Callable[[], Awaitable[None]] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(timeout=None, limits=httpx.Limits(), **options)
+        self._seconds = seconds
+        self._before = before
+
+    async def send(self, request: httpx.Request, **_: Any) -> httpx.Response:
+        """Return the response, its body read.
+
+        Raises:
+            httpx.RequestError: if there is none, or its limit of time is over.
+        """
+        if self._before is not None:
+            await self._before()
+        body = bytearray()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds):
+                response = await super().send(request, stream=True, follow_redirects=False)
+                async with aclosing(response):
+                    async for chunk in response.aiter_bytes():
+                        body += chunk
+                        if len(body) > MOST_BYTES:
+                            break
+                return httpx.Response(
+                    response.status_code,
+                    headers=[h for h in response.headers.raw if h[0].lower() not in _OF_TRANSFER],
+                    content=bytes(body[: MOST_BYTES + 1]),
+                    request=request,
+                )
+        raise httpx.ReadTimeout(f"no answer within {self._seconds:.3g} s", request=request)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return what the errors of httpx and the libraries below it began with: it says the most."""
+    inner: BaseException | None = error
+    while inner is not None:
+        error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
+        inner = error.__cause__ or error.__context__  # they raise "from None", too
+    return error
