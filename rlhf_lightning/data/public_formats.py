@@ -139,14 +139,15 @@ def _helpsteer2(row: Row, where: Location) -> dict[str, Any]:
 
 
 def _summaries(row: Row, where: Location) -> dict[str, Any]:
-    info, sides = row["info"], [summary["text"] for summary in row["summaries"]]
+    info = row["info"]
+    first, second = (summary["text"] for summary in row["summaries"])
     if info.get("post"):
         prompt = f"SUBREDDIT: r/{info['subreddit']}\n\nTITLE: {info['title']}\n\nPOST: "
         prompt += f"{info['post']}\n\nTL;DR:"
     else:  # news of CNN and the Daily Mail
         prompt = f"Article:\n{info['article']}\n\nTL;DR:"
     gap = {0: 1, 1: -1}[row["choice"]]
-    return _pair(prompt, *sides, gap, where)
+    return _pair(prompt, first, second, gap, where)
 
 
 def _argilla(row: Row, where: Location) -> dict[str, Any]:
