@@ -89,6 +89,10 @@ FAMILIES = {
     ),
     "Mistral v3": (FIRST + LAST, ".............LLLLLLL.L"),
     "Llama 2": (FIRST + LAST.replace("users[-1]", "users[0]"), ".............LLLLLLL.L"),
+    "R1, distilled": (
+        TURNS.replace("BODY", "{{ m.content.split('</think>')[-1] }}"),
+        ".........LLL.LLLLL...L",
+    ),
     "LLaVA": (TURNS.replace("BODY", PARTS), ".............LLLLL...L"),
     "Harmony": (TURNS.replace("BODY", THOUGHTS), "...............LLL...L"),
     "DeepSeek V3": (TURNS.replace("BODY", CALLS), ".............LL......L"),
