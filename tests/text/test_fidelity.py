@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -231,3 +232,13 @@ def test_a_conversation_with_tools_is_written_a_fixed_number_of_times():
 
     count(1)
     assert count(8) == count(2)
+
+
+def test_arguments_of_a_call_are_learnt_as_the_template_spells_them():
+    said_by_it = CALLS.replace("c.function.arguments", "c.function.arguments | tojson")
+    template = TURNS.replace("BODY", said_by_it)
+    arguments = {"text": 'a "quoted" <b>word</b> & it\'s ü'}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    rows, _ = encoded([[QUESTION[0], {**said("assistant", ""), "tool_calls": [call]}]], template)
+    learnt = build_tokenizer().decode(rows[0].input_ids)
+    assert json.dumps(arguments, ensure_ascii=False) in learnt
