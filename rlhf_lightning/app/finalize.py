@@ -34,7 +34,7 @@ from rlhf_lightning.evaluation.safety import required_measures
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import release_freed_memory
-from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.manifest import (
     ManifestError,
@@ -75,7 +75,7 @@ def finish(
         model.base.drop_weights()  # it is about to be read once more
         release_freed_memory()
     if parts.trainer.is_global_zero:
-        _write_samples(folder, current_iteration(parts.trainer), findings)
+        findings.write(folder, current_iteration(parts.trainer))
         outcome = Outcome(folder.name, findings.metrics, gates)
         trained = (model, parts.tokenizer, state)
         _export(settings, folder, trained, outcome, parts.module.source)
@@ -89,17 +89,6 @@ def _let_go(parts: TrainingComponents) -> None:
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
     release_freed_memory()
-
-
-def _write_samples(folder: RunFolder, iteration: int, findings: Findings) -> None:
-    samples = SamplesAppender(folder.samples)
-    samples.drop("baseline_response")  # of a run that was killed after this and resumed
-    values = SamplesAppender(folder.distributions)
-    values.drop("held_out")
-    if findings.samples:
-        samples.append(iteration, findings.samples)
-    if findings.values:
-        values.append(iteration, [findings.values])
 
 
 def _export(

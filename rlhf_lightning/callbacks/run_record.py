@@ -17,12 +17,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlhf_lightning import hparams
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.evaluation.final_metrics import Findings
+from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
-from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
 from rlhf_lightning.runs.taken import WayOn, check_free, spent_seconds
 
 logger = logging.getLogger(__name__)
@@ -87,7 +90,33 @@ class RunRecord(Callback):
         elif out_of_time(trainer):
             self._end(trainer, status="stopped", cause="max_time of the Trainer is over")
         else:
-            self._end(trainer, status="completed")
+            self._end(trainer, _held_out(trainer, pl_module), status="completed")
+
+    def on_compare_end(
+        self, trainer: Trainer, findings: Findings, baseline: str, reward: object
+    ) -> None:
+        """Add what `compare` measured of the trained policy to the summary and the report.
+
+        A comparison while the run is under way is not added.
+
+        Args:
+            trainer: of the policy.
+            findings: of the comparison.
+            baseline: what it compared with.
+            reward: what it compared by: a name or a scorer.
+        """
+        if not trainer.is_global_zero or not self.folder.summary.is_file():
+            return
+        summary = read_summary(self.folder)
+        if summary.status == "running":
+            return
+        findings.write(self.folder, 0)  # as of an evaluation: the baseline may be any policy
+        about = {"baseline": baseline, "compared by": _reward(reward)}
+        about = {name: without_folders(value) for name, value in about.items()}
+        metrics = {**summary.metrics, **findings.metrics}
+        summary = replace(summary, metrics=metrics, about={**summary.about, **about})
+        write_summary(self.folder, summary)
+        write_report(self.folder)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -98,12 +127,14 @@ class RunRecord(Callback):
         cause = f"{type(stop or exception).__name__}: {stop or exception}"
         self._end(trainer, status=status, cause=cause.splitlines()[0])
 
-    def _end(self, trainer: Trainer, **ended: Any) -> None:
+    def _end(self, trainer: Trainer, findings: Findings | None = None, **ended: Any) -> None:
         with self._claim:
             if self._summary is not None and trainer.is_global_zero:
-                self._write(trainer, self._summary, ended)
+                self._write(trainer, self._summary, findings or Findings({}), ended)
 
-    def _write(self, trainer: Trainer, begun: Summary, ended: Mapping[str, Any]) -> None:
+    def _write(
+        self, trainer: Trainer, begun: Summary, findings: Findings, ended: Mapping[str, Any]
+    ) -> None:
         rows = read_metrics(self.folder.metrics) if self.folder.metrics.exists() else []
         last: dict[str, float] = {}
         for row in rows:
@@ -116,10 +147,25 @@ class RunRecord(Callback):
             logger.warning("%s is %s at the end: the summary has no figure", name, last[name])
         before = begun.seconds.get("total", 0.0)
         seconds = {"total": before + time.perf_counter() - self._started}
-        summary = replace(begun, metrics=last, seconds=seconds, **ended)
+        summary = replace(begun, metrics=last | findings.metrics, seconds=seconds, **ended)
         write_summary(self.folder, summary)
+        findings.write(self.folder, current_iteration(trainer))
         if current_iteration(trainer):
             write_report(self.folder)
+
+
+def _held_out(trainer: Trainer, module: Any) -> Findings:
+    """Return what the held-out pairs show of a reward model, where all of them were validated."""
+    data: Any = getattr(trainer, "datamodule", None)
+    rows = data.rows("validation") if isinstance(data, RecordDataModule) else ()
+    limit = trainer.limit_val_batches  # 1 is one batch, 1.0 all of them
+    if module.stage != "reward" or not rows or not (isinstance(limit, float) and limit == 1):
+        return Findings({})
+    with trainer.strategy.precision_plugin.forward_context():
+        measures, values = held_out_pairs(
+            module.model, rows, module.tokenizer, batch_size=data.batch_size
+        )
+    return Findings(measures, values=values)
 
 
 def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:
@@ -131,7 +177,7 @@ def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     if (objective := getattr(module, "dpo", None)) is not None:
         about["objective"] = objective.kind
     if scorer is not None:
-        about["reward"] = given.get("reward") or _reward(scorer)
+        about["reward"] = _reward(given.get("reward") or scorer)
         about["baseline"] = "the policy that it was trained from"
     defaults = {
         name.removesuffix("Hparams").lower(): {f.name: f.default for f in fields(kind)}
@@ -157,6 +203,8 @@ def _data(data: Any) -> str:
 
 
 def _reward(scorer: Any) -> str:
+    if isinstance(scorer, str):
+        return scorer
     weights = getattr(scorer, "weights", None)
     if weights is not None and (parts := getattr(scorer, "scorers", None)):
         return " + ".join(f"{weights.get(name, 1.0):g} {name}" for name in parts)

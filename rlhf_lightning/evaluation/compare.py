@@ -15,7 +15,8 @@ from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plai
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
-from rlhf_lightning.evaluation.generate import Sampling, side_by_side
+from rlhf_lightning.evaluation.final_metrics import Findings
+from rlhf_lightning.evaluation.generate import Sampling, side_by_side, values_of
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions, encode_questions
 from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.hparams import SamplingHparams
@@ -25,6 +26,8 @@ from rlhf_lightning.modules.pretrained import as_scorer
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
+
+WIN_RATE = "val/score_win_rate"
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ def compare(
     Both answer the same prompts, sampled at `temperature` with noise of their own. A reward that a
     policy was trained on says how far training went, not how good the answers are: for that give
     one that no stage has seen.
+
+    After `fit` by a Trainer of `trainer_arguments` the run's summary and report show it.
 
     Args:
         policy: a module with a trained policy, or the folder or hub name of one.
@@ -120,7 +125,9 @@ def compare(
         skip_special_tokens=sampled.skip_special_tokens,
     )
     questions = Questions(batches, answers_per_prompt=answers_per_prompt)
-    return _asked(mine, theirs, questions, sampling, reward, seed=seed, count=len(asked))
+    findings = _asked(mine, theirs, questions, sampling, reward, seed=seed)
+    rate, low, high = (findings.metrics[f"{WIN_RATE}{end}"] for end in ("", "_low", "_high"))
+    return Comparison(rate, low, high, len(asked), findings.metrics, findings.samples)
 
 
 def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule | None]:
@@ -146,8 +153,7 @@ def _asked(
     reward: Any,
     *,
     seed: int,
-    count: int,
-) -> Comparison:
+) -> Findings:
     scorer = as_scorer(reward, mine.source, mine.tokenizer)
     for model in scorer.build(None):
         model.to(mine.model.device)
@@ -158,20 +164,18 @@ def _asked(
         first = comparison.ask_policy(mine.model, theirs.model)
         second = comparison.ask_baseline(theirs.model)
     metrics = comparison.measure(first, second)
-    key = "val/score_win_rate"
-    if key not in metrics:
+    if WIN_RATE not in metrics:
         raise ValueError(
             "no score: the reward has none (None) for the two responses to any of the prompts; "
             "compare by one that applies to them"
         )
-    return Comparison(
-        metrics[key],
-        metrics[f"{key}_low"],
-        metrics[f"{key}_high"],
-        count,
-        metrics,
-        side_by_side(first.main, second.main, count),
-    )
+    samples = side_by_side(first.main, second.main, len(first.main.prompts))
+    findings = Findings(metrics, samples, values_of(first.main, second.main))
+    by = str(reward) if isinstance(reward, str | Path) else scorer
+    for callback in getattr(mine.trainer, "callbacks", ()):
+        if hasattr(callback, "on_compare_end"):
+            callback.on_compare_end(mine.trainer, findings, theirs.name, by)
+    return findings
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,8 @@ class _Side:
     model: PolicyModel
     tokenizer: PreTrainedTokenizerBase
     source: str
+    name: str
+    trainer: Any
     precision: AbstractContextManager[Any]
 
 
@@ -189,7 +195,7 @@ def _load(source: str | Path) -> tuple[PolicyModel, PreTrainedTokenizerBase]:
 
 def _side(policy: Any) -> _Side:
     if isinstance(policy, str | Path):
-        return _Side(*_load(policy), str(policy), nullcontext())
+        return _Side(*_load(policy), str(policy), str(policy), None, nullcontext())
     model = getattr(policy, "policy", None)
     if not isinstance(model, PolicyModel):
         raise TypeError(
@@ -201,5 +207,6 @@ def _side(policy: Any) -> _Side:
     if trainer is not None:
         model = model.to(trainer.strategy.root_device)
         context = trainer.strategy.precision_plugin.forward_context()
-    source = policy.hparams.get("policy") or policy.hparams.get("source")
-    return _Side(model, policy.tokenizer, str(source), context)
+    source = str(policy.hparams.get("policy") or policy.hparams.get("source"))
+    name = f"{type(policy).__name__} trained from {source}"
+    return _Side(model, policy.tokenizer, source, name, trainer, context)

@@ -19,6 +19,7 @@ from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,17 @@ class Findings:
     samples: list[dict[str, Any]] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def write(self, folder: RunFolder, iteration: int) -> None:
+        """Write samples and values into a run folder, in place of those of an earlier end."""
+        for path, key, rows in (
+            (folder.samples, "baseline_response", self.samples),
+            (folder.distributions, "held_out", [self.values] if self.values else []),
+        ):
+            file = SamplesAppender(path)
+            file.drop(key)  # of a run that was killed after this and resumed
+            if rows:
+                file.append(iteration, rows)
 
 
 def score_spread(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -126,6 +126,26 @@ def pair_measures(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     return measures
 
 
+def held_out_pairs(
+    model: ScalarHeadModel,
+    rows: Sequence[EncodedPreference],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return `pair_measures` and `pair_values` of held-out pairs.
+
+    Args:
+        model: scores.
+        rows: encoded pairs.
+        tokenizer: of the model.
+        batch_size: answers in one forward.
+    """
+    pad: Any = tokenizer.pad_token_id
+    pairs = score_pairs(model, rows, batch_size=batch_size, pad_token_id=int(pad))
+    return pair_measures(pairs), pair_values(pairs, rows, tokenizer)
+
+
 def pair_values(
     pairs: Sequence[ScoredPair],
     rows: Sequence[EncodedPreference],

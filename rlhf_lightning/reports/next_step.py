@@ -23,7 +23,7 @@ _COMPARE = (
 )
 _IN_PYTHON = (
     "Read the samples. compare(module, BASELINE, PROMPTS, reward=...) says whether its responses "
-    "are better. "
+    "are better, on this page too. "
 )
 _BAD = (
     "Do not build on it: read the samples and the doctor's findings, change one setting and run it "
@@ -53,6 +53,8 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
     undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
     if not folder.config.is_file():
         told = "" if summary.stage in _NEXT else _IN_PYTHON
+        if "compared by" in summary.about:
+            told = "Read the samples. "
         return f"{undecided}{told}export_model(module, FOLDER) writes it for what comes next."
     made = next((p for p in (folder.export, folder.path / "data") if p.is_dir()), folder.path)
     return undecided + _NEXT.get(summary.stage, _COMPARE).format(

@@ -52,7 +52,7 @@ def domains_section(metrics: Metrics) -> str:
         if len(rates) > 1:
             best_first = sorted(rates.items(), key=lambda item: -item[1][0])
             accuracy = prefix == "val/accuracy"
-            measure = "Accuracy" if accuracy else "Win rate against the policy before"
+            measure = "Accuracy" if accuracy else "Win rate against the baseline"
             return render("domains.html", rates=best_first, judge=judge, measure=measure)
     return ""
 

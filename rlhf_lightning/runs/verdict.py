@@ -176,7 +176,10 @@ def _judged(
 SPREAD = "rollout/score_std_max"
 
 
-def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
+TRAINED_ON = "the reward it was trained on"
+
+
+def _compared(metrics: Metrics, rival: str, name: str, by: str = TRAINED_ON) -> Verdict:
     """Return the verdict by the judge that counts most, of those that were asked."""
     facts = _changes(metrics, rival)
     kl = _get(metrics, "val/kl_per_token")
@@ -191,7 +194,7 @@ def _compared(metrics: Metrics, rival: str, name: str) -> Verdict:
         return Verdict("bad", sentence=sentence, facts=tuple(facts))
     judge = _first_judge(metrics)
     if judge == "score":
-        return _score_win_rate(metrics, rival, name, facts)
+        return _score_win_rate(metrics, rival, name, facts, by)
     if judge:
         return _win_rate(metrics, judge, rival, name, facts)
     score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
@@ -237,14 +240,14 @@ def _win_rate(metrics: Metrics, judge: str, rival: str, name: str, facts: list[F
     return _judged(metrics, f"val/{judge}_win_rate", 0.5, caption, sentences, facts)
 
 
-def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact]) -> Verdict:
+def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact], by: str) -> Verdict:
     if _get(metrics, "val/score_tie_rate") == 1:
         sentence = (
             "No win rate: on every held-out prompt the score of both responses is the same, so it "
             "tells nothing apart."
         )
         return Verdict("bad", sentence=sentence, facts=tuple(facts))
-    who, by = capitalized(name), f"than {rival} by the reward it was trained on"
+    who, by = capitalized(name), f"than {rival} by {by}"
     sentences = (
         f"{who} scores higher {by}; read the samples to see if rightly.",
         f"{who} scores lower {by}.",
@@ -262,6 +265,12 @@ def verdict(summary: Summary) -> Verdict:
     started from: `val/baseline_score`, `_response_length`, `_distinct_2` and `_loss`.
     """
     result = _BY_STAGE.get(summary.stage, _other)(summary.metrics)
+    if (by := summary.about.get("compared by")) is not None:  # from Python, with any policy
+        by = TRAINED_ON if by == summary.about.get("reward") else by
+        compared = _compared(summary.metrics, "the baseline", "the policy", by)
+        told = {fact.label.partition(" from ")[0] for fact in compared.facts}
+        own = (fact for fact in result.facts if fact.label.partition(" from ")[0] not in told)
+        result = replace(compared, facts=(*compared.facts, *own))
     if not summary.judged:
         result = Verdict(sentence="It runs, and nothing was judged.")
     facts = result.facts
@@ -320,7 +329,7 @@ def _benchmark(metrics: Metrics) -> Verdict:
 def _evaluate(metrics: Metrics) -> Verdict:
     if any(name.startswith("benchmark/") for name in metrics):
         return _benchmark(metrics)
-    plain = _compared(metrics, "the baseline", "the policy")
+    plain = _compared(metrics, "the baseline", "the policy", "the score")
     result = _best_of(metrics, plain)
     headline = _first_judge(metrics) if result.caption == plain.caption else ""
     others = [
@@ -404,7 +413,7 @@ def _dpo(metrics: Metrics) -> Verdict:
         good = "good" if unpaired else "preferred"
         note = f"below 0: {good} responses have become less likely"
         pairs.append(Fact(f"reward of {good} responses", number(chosen), note))
-    compared = _compared(metrics, "SFT", "KTO" if unpaired else "DPO")
+    compared = _compared(metrics, "SFT", "KTO" if unpaired else "DPO", "the score")
     if compared.number or not pairs:
         return replace(compared, facts=(*compared.facts, *pairs))
     sentences = (

@@ -10,7 +10,6 @@ from torch import nn
 
 from rlhf_lightning.app import build, train
 from rlhf_lightning.app import evaluation as held_out_prompts
-from rlhf_lightning.app import finalize as finish
 from rlhf_lightning.app.evaluation import compare, placed, validate
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
@@ -33,9 +32,9 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
     SamplesAppender(folder.distributions).append(3, [{"score": [1.0]}])
     values = {"held_out": "answers", "score": [2.0]}
     findings = Findings({}, [{"prompt": "a", "response": "b", "baseline_response": "c"}], values)
-    finish._write_samples(folder, 3, findings)
+    findings.write(folder, 3)
     once = folder.samples.read_text(), folder.distributions.read_text()
-    finish._write_samples(folder, 3, findings)
+    findings.write(folder, 3)
     assert (folder.samples.read_text(), folder.distributions.read_text()) == once
     assert [line["score"] for line in read_samples(folder.distributions)] == [[1.0], [2.0]]
     assert ["baseline_response" in sample for sample in read_samples(folder.samples)] == [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_lightning.app.stages.spec import SCALAR, StageSpec, TrainingComponents
 from rlhf_lightning.hparams import RewardHparams
@@ -23,17 +23,21 @@ def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
     """Validate, add what the data knows of its own noise, and normalize."""
     from rlhf_lightning.app.evaluation import placed, prompt_data, start_policy, validate
     from rlhf_lightning.evaluation.final_metrics import Findings, normalize_reward_model
-    from rlhf_lightning.evaluation.reward_accuracy import pair_measures, pair_values
+    from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
 
     del folder
-    metrics, values = validate(parts), {}
+    metrics, values = validate(parts), dict[str, Any]()
     ceiling = getattr(parts.data.source, "label_ceiling", None)
     if ceiling is not None:
         metrics["val/label_ceiling"] = float(ceiling())
     if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
-        pairs = _scored(settings, parts, parts.module.model, rows)
-        metrics |= pair_measures(pairs)
-        values = pair_values(pairs, rows, parts.tokenizer)
+        measures, values = held_out_pairs(
+            placed(parts, parts.module.model),
+            rows,
+            parts.tokenizer,
+            batch_size=settings.evaluation.batch_size,
+        )
+        metrics |= measures
         metrics |= _evidence(settings, parts, rows)
     count = num_answered(settings)
     if count:
