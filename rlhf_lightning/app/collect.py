@@ -18,6 +18,7 @@ from rlhf_lightning.app.command_line import (
     run_in_folder,
     run_job,
     say,
+    started,
 )
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import CollectSettings
@@ -31,7 +32,7 @@ from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
-from rlhf_lightning.runs.summary import Summary, new_summary, write_summary
+from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
 from rlhf_lightning.runs.taken import drop_unused
 
 register()
@@ -69,7 +70,8 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
             return _collect(settings, folder, summary, publishing_to(settings, overrides))
         except BaseException as error:
             if type(error).__name__ == WAITING:
-                write_summary(folder, replace(summary, status="stopped", cause=str(error)))
+                begun = read_summary(folder)
+                write_summary(folder, replace(begun, status="stopped", cause=str(error)))
             else:
                 record_failure(folder, summary, error)
             raise
@@ -79,7 +81,7 @@ def run(settings: CollectSettings, folder: RunFolder, overrides: list[str]) -> S
 def _collect(
     settings: CollectSettings, folder: RunFolder, summary: Summary, published: str | None
 ) -> Summary:
-    started = time.perf_counter()
+    begun = time.perf_counter()
     from rlhf_lightning.callbacks.console import print_verdict
     from rlhf_lightning.models.precision import set_matmul_precision
     from rlhf_lightning.preferences.publishing import copy_collection
@@ -88,7 +90,7 @@ def _collect(
     quieten()
     set_matmul_precision(settings.trainer.matmul_precision)
     made = _demonstrations if settings.records == "demonstrations" else _preferences
-    metrics, told = made(settings, folder)
+    summary, metrics, told = made(settings, folder, summary)
     if published is not None:
         target = Path(published)
         with artifact_lock(target):
@@ -97,7 +99,7 @@ def _collect(
         summary,
         status="completed",
         metrics=dict(sorted(metrics.items())),
-        seconds={"total": time.perf_counter() - started},
+        seconds={"total": time.perf_counter() - begun},
     )
     write_summary(folder, summary)
     write_report(folder)
@@ -121,43 +123,41 @@ def publishing_to(settings: CollectSettings, overrides: Sequence[str]) -> str | 
 
 
 def _preferences(
-    settings: CollectSettings, folder: RunFolder
-) -> tuple[dict[str, float], list[str]]:
-    """Write preference records; return the metrics, and lines for the end."""
-    from rlhf_lightning.callbacks.console import print_start
+    settings: CollectSettings, folder: RunFolder, summary: Summary
+) -> tuple[Summary, dict[str, float], list[str]]:
+    """Write preference records; return the summary begun, the metrics, and lines for the end."""
     from rlhf_lightning.preferences.publishing import flat_metrics, write_collection
 
     lab = replace(build_lab(settings, folder.path), say=say)
     prompts = [] if lab.worst else read_prompts(settings)
-    print_start("collect", folder, _start_lines(settings, lab, len(prompts)))
+    summary = started(folder, summary, _start_lines(settings, lab, len(prompts)))
     collection = lab.run(prompts)
     gold = settings.dataset.gold
     truth = None if gold is None else gold.build()
     figures = write_collection(folder.path / DATA, collection, lab.hparams, gold=truth)
     told = [f"before: {collection.before}", f"after:  {collection.after}"]
-    return flat_metrics(figures), told
+    return summary, flat_metrics(figures), told
 
 
 def _demonstrations(
-    settings: CollectSettings, folder: RunFolder
-) -> tuple[dict[str, float], list[str]]:
-    """Write the best answers as demonstrations; return the metrics, and lines for the end."""
-    from rlhf_lightning.callbacks.console import print_start
+    settings: CollectSettings, folder: RunFolder, summary: Summary
+) -> tuple[Summary, dict[str, float], list[str]]:
+    """Write the best answers as demonstrations; return as `_preferences` does."""
     from rlhf_lightning.preferences.publishing import write_demonstrations
 
     sampler = build_rejection_sampler(settings, folder.path, say)
     prompts = read_prompts(settings)
     lines: dict[str, object] = {
         "policies": _policies(settings),
-        "demonstrations": f"the best of {sampler.sampling.per_prompt} for each of {len(prompts)} "
-        "prompts",
+        "prompts": f"{len(prompts)} of {settings.dataset.name}",
+        "demonstrations": f"the best of {sampler.sampling.per_prompt} for each prompt",
         "score": settings.artifacts.reward,
         "seed": settings.seed,
     }
-    print_start("collect", folder, lines)
+    summary = started(folder, summary, lines)
     made = sampler.run(prompts)
     write_demonstrations(folder.path / DATA, made.rows)
-    return made.metrics, []
+    return summary, made.metrics, []
 
 
 def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
@@ -174,7 +174,8 @@ def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
 def _start_lines(settings: CollectSettings, lab: Any, num_prompts: int) -> dict[str, object]:
     sampled: dict[str, object] = {
         "policies": _policies(settings),
-        "candidates": f"{lab.sampling.per_prompt} for each of {num_prompts} prompts",
+        "prompts": f"{num_prompts} of {settings.dataset.name}",
+        "candidates": f"{lab.sampling.per_prompt} for each prompt",
         "pairs": f"{lab.hparams.num_pairs or 'all'}, {lab.hparams.pairing}",
     }
     again: dict[str, object] = {

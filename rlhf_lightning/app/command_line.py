@@ -12,8 +12,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,8 +34,10 @@ from rlhf_lightning.app.sweep import SweepEnd
 from rlhf_lightning.app.terminal import outlast_terminal
 from rlhf_lightning.distributed.launch import end_process
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
+from rlhf_lightning.runs.summary import Summary, write_summary
 
 MISTAKE = 2  # exit status
 _HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
@@ -54,6 +57,17 @@ def say(text: str) -> None:
     """Write a line that is seen at once, into a file or pipe too."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def started(folder: RunFolder, summary: Summary, lines: Mapping[str, object]) -> Summary:
+    """Print the first screen of a command and write it into its summary, which is returned."""
+    from rlhf_lightning.callbacks.console import print_start
+
+    print_start(summary.stage, folder, lines)
+    about = {key: without_folders(str(value)) for key, value in lines.items()}
+    summary = replace(summary, about=about)
+    write_summary(folder, summary)
+    return summary
 
 
 def _arguments(entry: str) -> list[str]:

@@ -18,6 +18,7 @@ from rlhf_lightning.app.command_line import (
     run_in_folder,
     run_job,
     say,
+    started,
 )
 from rlhf_lightning.app.computing import computing
 from rlhf_lightning.app.config.commands import EvaluateSettings
@@ -38,7 +39,6 @@ from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
-from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import (
     GateResult,
@@ -90,7 +90,7 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
 
 @exits_are_failures()
 def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
-    started = time.perf_counter()
+    begun = time.perf_counter()
     from rlhf_lightning.evaluation.generate import side_by_side, values_of
     from rlhf_lightning.evaluation.human import labelling_command
     from rlhf_lightning.models.precision import in_precision, set_matmul_precision
@@ -100,7 +100,7 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     if settings.benchmark is not None:
         return _benchmarked(settings, folder, summary)
     sides = build_sides(settings)
-    summary = _started(settings, folder, summary, len(sides.records))
+    summary = started(folder, summary, _start_lines(settings, len(sides.records)))
     built = time.perf_counter()
     precision = in_precision(settings.trainer.precision, sides.policy.model.device)
     with precision:
@@ -122,13 +122,13 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
     )
     SamplesAppender(folder.distributions).append(0, [values_of(mine.main, theirs.main), *pool])
     now = time.perf_counter()
-    seconds = {"setup": built - started, "answers": answered - built, "judges": now - answered}
+    seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
     summary = replace(
         summary,
         status="completed",
         metrics=dict(sorted(metrics.items())),
         gates=_gates(settings, metrics) if settings.gates else (),
-        seconds=seconds | {"total": now - started},
+        seconds=seconds | {"total": now - begun},
     )
     _tell(folder, summary)
     if settings.human == "export":
@@ -143,18 +143,17 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
 
 def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     from rlhf_lightning.app.benchmark import measured_benchmark
-    from rlhf_lightning.callbacks.console import print_start
 
-    started = time.perf_counter()
+    begun = time.perf_counter()
     card = _card_folder(settings) if settings.card else None
-    print_start("evaluate", folder, _benchmark_lines(settings))
+    summary = started(folder, summary, _benchmark_lines(settings))
     metrics = measured_benchmark(settings)
     summary = replace(
         summary,
         status="completed",
         metrics=dict(sorted(metrics.items())),
         gates=_gates(settings, metrics) if settings.gates else (),
-        seconds={"total": time.perf_counter() - started},
+        seconds={"total": time.perf_counter() - begun},
     )
     _tell(folder, summary)
     if card is not None:
@@ -307,17 +306,6 @@ def _tell(folder: RunFolder, summary: Summary) -> None:
     write_summary(folder, summary)
     write_report(folder)
     print_verdict(summary, folder)
-
-
-def _started(
-    settings: EvaluateSettings, folder: RunFolder, summary: Summary, num_prompts: int
-) -> Summary:
-    """Say what is compared, on the first screen and in the summary."""
-    from rlhf_lightning.callbacks.console import print_start
-
-    lines = _start_lines(settings, num_prompts)
-    print_start("evaluate", folder, lines)
-    return replace(summary, about={k: without_folders(str(v)) for k, v in lines.items()})
 
 
 def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, object]:

@@ -21,7 +21,7 @@ from rlhf_lightning.runs.atomic import DiskFullError, describe_full_disk, full_d
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.secrets import redacted
 from rlhf_lightning.runs.stopping import stop_behind
-from rlhf_lightning.runs.summary import Status, Summary, write_summary
+from rlhf_lightning.runs.summary import Status, Summary, read_summary, write_summary
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,10 @@ def record_failure(
     """
     status: Status = "failed" if stop_behind(error) is None else "stopped"
     try:
-        write_summary(folder, replace(summary, status=status, cause=cause_of(error)))
+        about = summary.about  # some is known only once a command has begun
+        if not about and folder.summary.is_file():
+            about = read_summary(folder).about
+        write_summary(folder, replace(summary, status=status, cause=cause_of(error), about=about))
         if status == "stopped":
             if resumes:
                 error.add_note(f"resume=auto continues {folder.path}")

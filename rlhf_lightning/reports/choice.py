@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlhf_lightning.reports.several import COST, Run, with_effect
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import QUANTITIES
-from rlhf_lightning.runs.verdict import interval
+from rlhf_lightning.runs.outcome import interval
 
 # What a setting may be chosen by: never gold, which training must not see. True: more is better.
 OBJECTIVES: dict[str, tuple[str, bool]] = {

@@ -12,7 +12,8 @@ from rlhf_lightning.reports.charts import Figure, histogram
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import number, percent
-from rlhf_lightning.runs.verdict import JUDGES, interval
+from rlhf_lightning.runs.outcome import interval
+from rlhf_lightning.runs.verdict import JUDGES
 
 Lines = Sequence[Mapping[str, Any]]
 _MOST_BINS = 10  # of shares

@@ -15,6 +15,7 @@ _NEXT = {
     "reward": "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it.",
     "evaluate": "Read the samples. human=export asks people, judge= a language model.",
     "pipeline": "Read the samples on the page of the last stage. rounds=2 trains once more.",
+    "demonstrations": "rlhf-train +experiment=sft data.path={} fine-tunes on them.",
     "collect": "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs.",
 }
 _COMPARE = (
@@ -25,10 +26,7 @@ _IN_PYTHON = (
     "Read the samples. compare(module, BASELINE, PROMPTS, reward=...) says whether its responses "
     "are better, on this page too. "
 )
-_BAD = (
-    "Do not build on it: read the samples and the doctor's findings, change one setting and run it "
-    "again."
-)
+_BAD = "Do not build on it: read the samples{doctor}, change one setting and run it again."
 
 
 def next_step(summary: Summary, folder: RunFolder) -> str:
@@ -49,17 +47,16 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         return f"{blame.why}. Try: {blame.attempt}."
     tone = verdict(summary).number_tone
     if tone == "bad":
-        return _BAD
+        return _BAD.format(doctor=" and the doctor's findings" * folder.doctor.is_file())
     undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
     if not folder.config.is_file():
         told = "" if summary.stage in _NEXT else _IN_PYTHON
         if "compared by" in summary.about:
             told = "Read the samples. "
         return f"{undecided}{told}export_model(module, FOLDER) writes it for what comes next."
+    key = "demonstrations" if "collect/score_best" in summary.metrics else summary.stage
     made = next((p for p in (folder.export, folder.path / "data") if p.is_dir()), folder.path)
-    return undecided + _NEXT.get(summary.stage, _COMPARE).format(
-        place_of(made), run=place_of(folder.path)
-    )
+    return undecided + _NEXT.get(key, _COMPARE).format(place_of(made), run=place_of(folder.path))
 
 
 def place_of(path: Path) -> str:

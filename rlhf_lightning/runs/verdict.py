@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from rlhf_lightning.runs.metric_catalog import (
     best_of_counts,
@@ -18,48 +18,17 @@ from rlhf_lightning.runs.metric_catalog import (
     show,
     whole_key,
 )
+from rlhf_lightning.runs.outcome import (
+    Fact,
+    Metrics,
+    Tone,
+    Verdict,
+    by_interval,
+    figure,
+    interval,
+    unmeasured,
+)
 from rlhf_lightning.runs.summary import Summary
-
-Metrics = Mapping[str, float | None]
-# `undecided`: an interval holds what the figure is held against.
-Tone = Literal["good", "bad", "neutral", "undecided"]
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One figure beside the verdict.
-
-    Args:
-        label: what was measured.
-        value: the figure as text.
-        note: what to hold it against, or "".
-    """
-
-    label: str
-    value: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of a run.
-
-    Args:
-        tone: good or bad, gates and ending included.
-        number: the one figure that says most, as text; "" if nothing was measured.
-        caption: the name of that figure.
-        sentence: its meaning.
-        facts: the other figures.
-        number_tone: the tone of the one figure alone.
-    """
-
-    tone: Tone = "neutral"
-    number: str = ""
-    caption: str = ""
-    sentence: str = ""
-    facts: tuple[Fact, ...] = ()
-    number_tone: Tone = "neutral"
-
 
 # Compared with the policy before: key, label, unit.
 _CHANGES = (
@@ -80,9 +49,9 @@ _CHANGES = (
 def _changes(metrics: Metrics, rival: str) -> list[Fact]:
     """Return the figures of the policy and of the one it started from."""
     return [
-        _change(label, value, _get(metrics, f"val/baseline_{key}"), rival, unit)
+        _change(label, value, figure(metrics, f"val/baseline_{key}"), rival, unit)
         for key, label, unit in _CHANGES
-        if (value := _get(metrics, f"val/{key}")) is not None
+        if (value := figure(metrics, f"val/{key}")) is not None
     ]
 
 
@@ -100,32 +69,11 @@ def _change(label: str, value: float, before: float | None, rival: str, unit: st
     return Fact(label, f"{shown(before)} → {shown(value)}", note)
 
 
-def interval(metrics: Metrics, name: str) -> str:
-    """Return the interval of a share in brackets, "" where none was measured."""
-    low, high = _get(metrics, f"{name}_low"), _get(metrics, f"{name}_high")
-    if low is None or high is None:
-        return ""
-    return f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
-
-
-def _get(metrics: Metrics, name: str) -> float | None:
-    """Return a figure, None where it was not measured or is not finite."""
-    value = metrics.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _without(metrics: Metrics, name: str, what: str, facts: list[Fact]) -> Verdict:
-    """Return the verdict without the figure that says most: it is broken, or was not taken."""
-    if name in metrics:
-        return Verdict("bad", sentence=f"{name} is not a finite number.", facts=tuple(facts))
-    return Verdict(sentence=f"No {what} was recorded.", facts=tuple(facts))
-
-
 def _win_rate_fact(metrics: Metrics, judge: str, label: str) -> list[Fact]:
     """Return the win rate by a judge with the pairs that it is of, none where it was not asked."""
     name = f"val/{judge}_win_rate"
-    rate, skipped = _get(metrics, name), _get(metrics, f"val/{judge}_skipped")
-    pairs = _get(metrics, f"val/{judge}_num_pairs")
+    rate, skipped = figure(metrics, name), figure(metrics, f"val/{judge}_skipped")
+    pairs = figure(metrics, f"val/{judge}_num_pairs")
     of = "" if pairs is None else f"of the {pairs:.0f} pairs with a verdict"
     note = ", ".join(filter(None, (interval(metrics, name).strip(" ()"), of)))
     note += _skipped(metrics, judge)
@@ -136,41 +84,8 @@ def _win_rate_fact(metrics: Metrics, judge: str, label: str) -> list[Fact]:
 
 def _skipped(metrics: Metrics, judge: str) -> str:
     """Return how many pairs have no verdict, to stand behind the rate of the others."""
-    skipped, pairs = (_get(metrics, f"val/{judge}_{name}") for name in ("skipped", "num_pairs"))
+    skipped, pairs = (figure(metrics, f"val/{judge}_{name}") for name in ("skipped", "num_pairs"))
     return f"; {skipped:.0f} of {pairs + skipped:.0f} were skipped" if skipped and pairs else ""
-
-
-def _judged(
-    metrics: Metrics,
-    name: str,
-    rival: float,
-    caption: str,
-    sentences: tuple[str, str, str],
-    facts: list[Fact],
-    best: Tone = "good",
-) -> Verdict:
-    """Return the verdict by a share whose interval lies above, around or below that of a rival.
-
-    Args:
-        metrics: final ones.
-        name: of the share.
-        rival: the share to beat.
-        caption: of the figure.
-        sentences: for above, below and undecided; without an interval the share itself decides.
-        facts: the other figures.
-        best: the tone of a share above.
-    """
-    rate = _get(metrics, name) or 0.0
-    low, high = _get(metrics, f"{name}_low"), _get(metrics, f"{name}_high")
-    above, below, undecided = sentences
-    tone: Tone
-    if (rate if low is None else low) > rival:
-        tone, sentence = best, above
-    elif (rate if high is None else high) < rival:
-        tone, sentence = "bad", below
-    else:
-        tone, sentence = "undecided", undecided
-    return Verdict(tone, percent(rate), caption + interval(metrics, name), sentence, tuple(facts))
 
 
 SPREAD = "rollout/score_std_max"
@@ -182,10 +97,10 @@ TRAINED_ON = "the reward it was trained on"
 def _compared(metrics: Metrics, rival: str, name: str, by: str = TRAINED_ON) -> Verdict:
     """Return the verdict by the judge that counts most, of those that were asked."""
     facts = _changes(metrics, rival)
-    kl = _get(metrics, "val/kl_per_token")
+    kl = figure(metrics, "val/kl_per_token")
     if kl is not None:
         facts.insert(1, Fact(f"KL from {rival}", number(kl), "nats a token"))
-    if _get(metrics, SPREAD) == 0:
+    if figure(metrics, SPREAD) == 0:
         facts += _win_rate_fact(metrics, "gold", "gold") + _win_rate_fact(metrics, "score", "score")
         sentence = (
             "The score did not vary: in every rollout all responses had the same one, so there was "
@@ -197,11 +112,11 @@ def _compared(metrics: Metrics, rival: str, name: str, by: str = TRAINED_ON) -> 
         return _score_win_rate(metrics, rival, name, facts, by)
     if judge:
         return _win_rate(metrics, judge, rival, name, facts)
-    score, before = _get(metrics, "val/score"), _get(metrics, "val/baseline_score")
+    score, before = figure(metrics, "val/score"), figure(metrics, "val/baseline_score")
     if score is None:
-        skipped = _get(metrics, "val/judge_skipped") or 0.0
+        skipped = figure(metrics, "val/judge_skipped") or 0.0
         if "val/score" in metrics or not (facts or skipped):
-            return _without(metrics, "val/score", "held-out evaluation", facts)
+            return unmeasured(metrics, "val/score", "held-out evaluation", facts)
         sentence = "Nothing scored or judged the responses: the figures tell how they look."
         if skipped:
             sentence = f"The judge gave no verdict: it skipped all {skipped:.0f} pairs."
@@ -222,7 +137,7 @@ JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "s
 
 def _first_judge(metrics: Metrics) -> str:
     """Return the judge that counts most of those with a win rate, "" where none has one."""
-    return next((by for by in JUDGES if _get(metrics, f"val/{by}_win_rate") is not None), "")
+    return next((by for by in JUDGES if figure(metrics, f"val/{by}_win_rate") is not None), "")
 
 
 def _win_rate(metrics: Metrics, judge: str, rival: str, name: str, facts: list[Fact]) -> Verdict:
@@ -237,11 +152,11 @@ def _win_rate(metrics: Metrics, judge: str, rival: str, name: str, facts: list[F
     )
     caption = f"of comparisons won against {rival}{_skipped(metrics, judge)}"
     sentences = (better, worse, undecided)
-    return _judged(metrics, f"val/{judge}_win_rate", 0.5, caption, sentences, facts)
+    return by_interval(metrics, f"val/{judge}_win_rate", 0.5, caption, sentences, facts)
 
 
 def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact], by: str) -> Verdict:
-    if _get(metrics, "val/score_tie_rate") == 1:
+    if figure(metrics, "val/score_tie_rate") == 1:
         sentence = (
             "No win rate: on every held-out prompt the score of both responses is the same, so it "
             "tells nothing apart."
@@ -255,7 +170,9 @@ def _score_win_rate(metrics: Metrics, rival: str, name: str, facts: list[Fact], 
     )
     # Never "good": that the trained reward rises is what over-optimisation looks like, too.
     caption = f"of comparisons won against {rival}"
-    return _judged(metrics, "val/score_win_rate", 0.5, caption, sentences, facts, best="neutral")
+    return by_interval(
+        metrics, "val/score_win_rate", 0.5, caption, sentences, facts, best="neutral"
+    )
 
 
 def verdict(summary: Summary) -> Verdict:
@@ -266,7 +183,7 @@ def verdict(summary: Summary) -> Verdict:
     """
     result = _BY_STAGE.get(summary.stage, _other)(summary.metrics)
     if (by := summary.about.get("compared by")) is not None:  # from Python, with any policy
-        by = TRAINED_ON if by == summary.about.get("reward") else by
+        by = TRAINED_ON if by == summary.about.get("reward") else f"the reward “{by}”"
         compared = _compared(summary.metrics, "the baseline", "the policy", by)
         told = {fact.label.partition(" from ")[0] for fact in compared.facts}
         own = (fact for fact in result.facts if fact.label.partition(" from ")[0] not in told)
@@ -309,10 +226,10 @@ def _benchmark(metrics: Metrics) -> Verdict:
     """Return the verdict on a benchmark: pairs, RewardBench 2 or tasks of lm-eval."""
     facts, changes = [], []
     for name in metrics:
-        value = _get(metrics, name)
+        value = figure(metrics, name)
         if value is None or whole_key(name).endswith(("_low", "_high")):
             continue
-        low, high = (_get(metrics, key) for key in bound_keys(name))
+        low, high = (figure(metrics, key) for key in bound_keys(name))
         note = "" if low is None or high is None else f"{percent(low)} to {percent(high)}"
         facts.append(Fact(quantity(name).label, show(name, value), note))
         if whole_key(name).endswith("_change"):
@@ -320,7 +237,7 @@ def _benchmark(metrics: Metrics) -> Verdict:
     if changes:
         sentence = f"{sum(changes)} of {len(changes)} changes from the baseline are shown."
         return Verdict(sentence=sentence, facts=tuple(facts))
-    if (score := _get(metrics, "benchmark/score")) is not None:
+    if (score := figure(metrics, "benchmark/score")) is not None:
         caption = f"mean of {metrics['benchmark/num_subsets']:.0f} subsets of RewardBench 2"
         return Verdict("neutral", percent(score), caption, facts=tuple(facts))
     return _ranked(metrics, "benchmark", "of pairs ranked as labelled", facts)
@@ -339,7 +256,7 @@ def _evaluate(metrics: Metrics) -> Verdict:
         for fact in _win_rate_fact(metrics, judge, label)
     ]
     key = "val/human_reward_accuracy"
-    if (rate := _get(metrics, key)) is not None:
+    if (rate := figure(metrics, key)) is not None:
         note = "of people's choices" + interval(metrics, key)
         others.append(Fact("reward model agrees with", percent(rate), note))
     return replace(result, facts=(*others, *result.facts))
@@ -348,18 +265,18 @@ def _evaluate(metrics: Metrics) -> Verdict:
 def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
     """Return the verdict on the best of the most answers; `plain`, that on one, without gold."""
     key = "best_of/{}/gold_win_rate"
-    counts = [n for n in best_of_counts(metrics) if _get(metrics, key.format(n)) is not None]
+    counts = [n for n in best_of_counts(metrics) if figure(metrics, key.format(n)) is not None]
     if not counts:
         chosen = [
             Fact(f"best of {n}", number(score), "mean score, by the score that chose it")
             for n in best_of_counts(metrics)
-            if (score := _get(metrics, f"best_of/{n}/score")) is not None
+            if (score := figure(metrics, f"best_of/{n}/score")) is not None
         ]
         return replace(plain, facts=(*chosen, *plain.facts))
     facts = [
         Fact(
             f"best of {n}",
-            percent(_get(metrics, key.format(n)) or 0.0),
+            percent(figure(metrics, key.format(n)) or 0.0),
             f"wins by gold, {interval(metrics, key.format(n)).strip(' ()')}",
         )
         for n in counts[:-1]
@@ -372,25 +289,25 @@ def _best_of(metrics: Metrics, plain: Verdict) -> Verdict:
         f"{who} not shown to be better or worse than the baseline's, by the gold reward.",
     )
     caption = f"of comparisons won against the baseline by the best of {most}"
-    return _judged(metrics, key.format(most), 0.5, caption, sentences, [*facts, *plain.facts])
+    return by_interval(metrics, key.format(most), 0.5, caption, sentences, [*facts, *plain.facts])
 
 
 def _sft(metrics: Metrics) -> Verdict:
     facts = _changes(metrics, "base")
-    loss, before = _get(metrics, "val/loss"), _get(metrics, "val/baseline_loss")
+    loss, before = figure(metrics, "val/loss"), figure(metrics, "val/baseline_loss")
     if loss is not None:
         known = None if before is None else _perplexity(before)
         facts[:0] = [
             _change("held-out loss", loss, before, "base", "nats a token"),
             _change("perplexity", _perplexity(loss), known, "base", ""),
         ]
-    train = _get(metrics, "sft/loss")
+    train = figure(metrics, "sft/loss")
     if train is not None:
         facts.insert(min(2, len(facts)), Fact("training loss", number(train), "nats a token"))
-    if _get(metrics, "val/gold_win_rate") is not None:
+    if figure(metrics, "val/gold_win_rate") is not None:
         return _win_rate(metrics, "gold", "base", "SFT", facts)
     if loss is None:
-        return _without(metrics, "val/loss", "held-out loss", facts)
+        return unmeasured(metrics, "val/loss", "held-out loss", facts)
     choices = number(_perplexity(loss))
     sentence = f"It is as unsure as between {choices} equally likely next tokens"
     if before is not None:
@@ -406,10 +323,10 @@ def _dpo(metrics: Metrics) -> Verdict:
     what = "rows on their label's side" if unpaired else "pairs ranked as labelled"
     known = "giving all the more frequent label" if unpaired else "chance"
     pairs = []
-    if (accuracy := _get(metrics, name)) is not None:
+    if (accuracy := figure(metrics, name)) is not None:
         note = "by the policy's own rewards" + interval(metrics, name)
         pairs.append(Fact(f"held-out {what}", percent(accuracy), note))
-    if (chosen := _get(metrics, "val/chosen_reward")) is not None:
+    if (chosen := figure(metrics, "val/chosen_reward")) is not None:
         good = "good" if unpaired else "preferred"
         note = f"below 0: {good} responses have become less likely"
         pairs.append(Fact(f"reward of {good} responses", number(chosen), note))
@@ -422,8 +339,10 @@ def _dpo(metrics: Metrics) -> Verdict:
         f"Undecided: it is not shown to rank held-out responses better than {known}.",
     )
     facts = [*compared.facts, *pairs[1:]]
-    rival = _get(metrics, "val/majority_accuracy") or 0.5
-    return _judged(metrics, name, rival, f"of held-out {what}", sentences, facts, best="neutral")
+    rival = figure(metrics, "val/majority_accuracy") or 0.5
+    return by_interval(
+        metrics, name, rival, f"of held-out {what}", sentences, facts, best="neutral"
+    )
 
 
 def _perplexity(loss: float) -> float:
@@ -448,36 +367,36 @@ def _reward(metrics: Metrics) -> Verdict:
     facts = [
         Fact(label, show(name, value), note)
         for name, label, note in rows
-        if (value := _get(metrics, name)) is not None
+        if (value := figure(metrics, name)) is not None
     ]
-    if _get(metrics, "val/accuracy") is None:
-        return _without(metrics, "val/accuracy", "held-out accuracy", facts)
+    if figure(metrics, "val/accuracy") is None:
+        return unmeasured(metrics, "val/accuracy", "held-out accuracy", facts)
     return _ranked(metrics, "val", "of held-out pairs ranked as labelled", facts)
 
 
 def _ranked(metrics: Metrics, phase: str, caption: str, facts: list[Fact]) -> Verdict:
     """Return the verdict on a reward model by the pairs that it ranks as labelled."""
-    longer = _get(metrics, f"{phase}/longer_wins_accuracy") or 0.0
+    longer = figure(metrics, f"{phase}/longer_wins_accuracy") or 0.0
     known = "length alone" if longer > 0.5 else "chance"
     sentences = (
         f"It ranks responses better than {known} does.",
         f"It ranks responses worse than {known} does.",
         f"Undecided: it is not shown to rank responses better than {known} does.",
     )
-    result = _judged(metrics, f"{phase}/accuracy", max(0.5, longer), caption, sentences, facts)
+    result = by_interval(metrics, f"{phase}/accuracy", max(0.5, longer), caption, sentences, facts)
     warning = prefers_longer(metrics, phase)
     return replace(result, sentence=f"{result.sentence} {warning}".strip())
 
 
 def _of_pairs(metrics: Metrics, accuracy: str) -> str:
-    pairs = _get(metrics, accuracy.replace("accuracy", "num_pairs"))
+    pairs = figure(metrics, accuracy.replace("accuracy", "num_pairs"))
     return "" if pairs is None else f"of {pairs:.0f} pairs"
 
 
 def prefers_longer(metrics: Metrics, phase: str = "val") -> str:
     """Return a warning of a reward model that ranks wrong where the shorter is preferred, or ""."""
     accuracy = f"{phase}/accuracy_chosen_shorter"
-    shorter = _get(metrics, accuracy)
+    shorter = figure(metrics, accuracy)
     if shorter is None or shorter >= 0.5:
         return ""
     right = f"{percent(shorter)} {_of_pairs(metrics, accuracy)}".strip()
@@ -486,6 +405,51 @@ def prefers_longer(metrics: Metrics, phase: str = "val") -> str:
         "policy that trains on it gets longer. data.balance_length=true trains on as many pairs of "
         "both kinds."
     )
+
+
+def _collect(metrics: Metrics) -> Verdict:
+    """Return the verdict on collected records: how many there are, and how far to trust them."""
+    rows = (
+        ("val/label_ceiling", "ceiling set by the labels", "of held-out accuracy", percent),
+        ("collect/validation_records", "held-out pairs", "never trained on", _plain),
+        ("collect/usable_candidates", "usable responses", "of {num_candidates}", _plain),
+        ("collect/automatic_share", "pairs labelled without people", "", percent),
+        ("collect/raw_agreement", "two labels of people agree", "on held-out pairs", percent),
+        ("collect/hours", "work of people", "hours; {hours_before} if they labelled all", _plain),
+        (
+            "collect/judge_unreadable",
+            "unreadable replies",
+            "of {judge_replies} of the judge",
+            _plain,
+        ),
+        ("collect/score", "score of a usable response", "", _plain),
+        ("collect/gold", "gold of a usable response", "", _plain),
+    )
+    known: dict[str, str] = defaultdict(lambda: "?")
+    known |= {name.partition("/")[2]: _plain(value or 0.0) for name, value in metrics.items()}
+    facts = [
+        Fact(label, shown(value), note.format_map(known))
+        for name, label, note, shown in rows
+        if (value := figure(metrics, name)) is not None
+    ]
+    records = figure(metrics, "collect/train_records")
+    if records is None:
+        return unmeasured(metrics, "collect/train_records", "record", facts)
+    best, gold = figure(metrics, "collect/score_best"), figure(metrics, "collect/gold_best")
+    if best is not None:
+        told = f" and {number(gold)} by gold" if gold is not None else ""
+        sentence = f"The chosen responses score {number(best)} on average{told}."
+        return Verdict("neutral", _plain(records), "demonstrations", sentence, tuple(facts))
+    right = figure(metrics, "collect/gold_train")
+    sentence = "No gold reward says whether the labels are right: read some of them."
+    if right is not None:
+        sentence = f"{percent(right)} of them are labelled as the gold reward ranks the responses."
+    caption = f"pairs to train on, of {known['num_pairs']}"
+    return Verdict("neutral", _plain(records), caption, sentence, tuple(facts))
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() else number(value)
 
 
 def _other(metrics: Metrics) -> Verdict:
@@ -501,5 +465,6 @@ _BY_STAGE: Mapping[str, Callable[[Metrics], Verdict]] = {
     "sft": _sft,
     "base": _sft,
     "evaluate": _evaluate,
+    "collect": _collect,
     "pipeline": _pipeline,
 }

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from rlhf_lightning.runs.metric_catalog import duration, number, percent
+from rlhf_lightning.runs.outcome import Fact
 from rlhf_lightning.runs.summary import GateResult, Summary
-from rlhf_lightning.runs.verdict import Fact, verdict
+from rlhf_lightning.runs.verdict import verdict
 
 
 def ppo(rate: float, low: float, high: float) -> Summary:
@@ -131,6 +132,22 @@ def test_every_stage_has_a_verdict_even_without_metrics(stage):
     assert verdict(Summary(stage, "completed", 1)).number == ""
     odd = {"val/gold_win_rate": None, "val/accuracy": math.nan, "val/loss": None}
     assert verdict(Summary(stage, "completed", 1, metrics=odd)).number == ""
+
+
+def test_a_collection_says_how_many_records_it_made_and_how_far_to_trust_them():
+    made = {"collect/train_records": 8.0, "collect/num_pairs": 40.0, "collect/gold_train": 0.75}
+    made |= {"collect/num_candidates": 100.0, "collect/usable_candidates": 60.0}
+    told = verdict(Summary("collect", "completed", 1, metrics=made))
+    assert (told.number, told.number_tone) == ("8", "neutral")
+    assert "of 40" in told.caption
+    assert "75.0 %" in told.sentence
+    assert Fact("usable responses", "60", "of 100") in told.facts
+    unknown = {k: v for k, v in made.items() if k != "collect/gold_train"}
+    assert "No gold" in verdict(Summary("collect", "completed", 1, metrics=unknown)).sentence
+    damaged = {"collect/train_records": 8.0, "collect/usable_candidates": 60.0}
+    assert "of ?" in verdict(Summary("collect", "completed", 1, metrics=damaged)).caption
+    none = verdict(Summary("collect", "running", 1))
+    assert (none.number, none.facts) == ("", ())
 
 
 def test_numbers_are_short():

@@ -1,0 +1,104 @@
+"""The parts of a verdict: figures, what lies beside them, and whether an interval decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_lightning.runs.metric_catalog import percent
+
+Metrics = Mapping[str, float | None]
+# `undecided`: an interval holds what the figure is held against.
+Tone = Literal["good", "bad", "neutral", "undecided"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One figure beside the verdict.
+
+    Args:
+        label: what was measured.
+        value: the figure as text.
+        note: what to hold it against, or "".
+    """
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a run.
+
+    Args:
+        tone: good or bad, gates and ending included.
+        number: the one figure that says most, as text; "" if nothing was measured.
+        caption: the name of that figure.
+        sentence: its meaning.
+        facts: the other figures.
+        number_tone: the tone of the one figure alone.
+    """
+
+    tone: Tone = "neutral"
+    number: str = ""
+    caption: str = ""
+    sentence: str = ""
+    facts: tuple[Fact, ...] = ()
+    number_tone: Tone = "neutral"
+
+
+def interval(metrics: Metrics, name: str) -> str:
+    """Return the interval of a share in brackets, "" where none was measured."""
+    low, high = figure(metrics, f"{name}_low"), figure(metrics, f"{name}_high")
+    if low is None or high is None:
+        return ""
+    return f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+
+
+def figure(metrics: Metrics, name: str) -> float | None:
+    """Return a figure, None where it was not measured or is not finite."""
+    value = metrics.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def unmeasured(metrics: Metrics, name: str, what: str, facts: list[Fact]) -> Verdict:
+    """Return the verdict without the figure that says most: it is broken, or was not taken."""
+    if name in metrics:
+        return Verdict("bad", sentence=f"{name} is not a finite number.", facts=tuple(facts))
+    return Verdict(sentence=f"No {what} was recorded.", facts=tuple(facts))
+
+
+def by_interval(
+    metrics: Metrics,
+    name: str,
+    rival: float,
+    caption: str,
+    sentences: tuple[str, str, str],
+    facts: list[Fact],
+    best: Tone = "good",
+) -> Verdict:
+    """Return the verdict by a share whose interval lies above, around or below that of a rival.
+
+    Args:
+        metrics: final ones.
+        name: of the share.
+        rival: the share to beat.
+        caption: of the figure.
+        sentences: for above, below and undecided; without an interval the share itself decides.
+        facts: the other figures.
+        best: the tone of a share above.
+    """
+    rate = figure(metrics, name) or 0.0
+    low, high = figure(metrics, f"{name}_low"), figure(metrics, f"{name}_high")
+    above, below, undecided = sentences
+    tone: Tone
+    if (rate if low is None else low) > rival:
+        tone, sentence = best, above
+    elif (rate if high is None else high) < rival:
+        tone, sentence = "bad", below
+    else:
+        tone, sentence = "undecided", undecided
+    return Verdict(tone, percent(rate), caption + interval(metrics, name), sentence, tuple(facts))
