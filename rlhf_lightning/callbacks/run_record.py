@@ -20,6 +20,7 @@ from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
+from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
@@ -154,12 +155,13 @@ class RunRecord(Callback):
             write_report(self.folder)
 
 
-def _held_out(trainer: Trainer, module: Any) -> Findings:
+def _held_out(trainer: Trainer, module: LightningModule) -> Findings:
     """Return what the held-out pairs show of a reward model, where all of them were validated."""
     data: Any = getattr(trainer, "datamodule", None)
     rows = data.rows("validation") if isinstance(data, RecordDataModule) else ()
     limit = trainer.limit_val_batches  # 1 is one batch, 1.0 all of them
-    if module.stage != "reward" or not rows or not (isinstance(limit, float) and limit == 1):
+    whole = isinstance(limit, float) and limit == 1
+    if not isinstance(module, RewardModule) or not rows or not whole:
         return Findings({})
     with trainer.strategy.precision_plugin.forward_context():
         measures, values = held_out_pairs(
