@@ -15,6 +15,7 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import is_claimed
+from rlhf_lightning.runs.model_folder import is_adapter, of_adapter
 from rlhf_lightning.runs.resume import checkpoint_problem, newest_complete_checkpoint
 
 
@@ -26,6 +27,8 @@ def run(settings: ExportSettings) -> list[str]:
     """
     places = []
     if is_model_folder(settings.run):
+        if settings.push_to_hub is None and is_adapter(settings.run):
+            raise ConfigError(of_adapter(settings.run))
         if settings.push_to_hub is None:
             raise ConfigError(
                 f"{settings.run} is an exported model already: give a run folder, or "

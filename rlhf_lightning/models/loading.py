@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import logging
 import math
 import re
@@ -16,7 +15,12 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG, check_model_folder, is_adapter
+from rlhf_lightning.runs.model_folder import (
+    ADAPTER_CONFIG,
+    check_model_folder,
+    is_adapter,
+    of_adapter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +69,7 @@ def _refuse_adapter(folder: Path) -> None:
         if (folder / ADAPTER_CONFIG).is_file():
             _tell_of_adapter(folder)
         return
-    try:
-        content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        base = content.get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error
-    raise ValueError(
-        f"{folder} is an adapter on {base}, and not a model: merge it by `peft."
-        f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()`, save the "
-        "result and the tokenizer by save_pretrained(FOLDER), and give that folder"
-    )
+    raise ValueError(of_adapter(folder))
 
 
 @functools.cache
