@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.encode import encode_all
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
+    Origin,
     PreferenceRecord,
     Record,
     RecordKind,
     Split,
     TextRecord,
 )
-from rlhf_lightning.data.sources.base import RecordSource
+from rlhf_lightning.data.sources.base import RecordSource, RowSource
 from rlhf_lightning.data.summary import part_lengths
 
 MOST_CUT = 0.1
@@ -72,14 +75,19 @@ def warn_of_cut_responses(
 def _response_lengths(
     source: RecordSource, split: Split, tokenizer: PreTrainedTokenizerBase
 ) -> Sequence[int]:
+    if isinstance(source, RowSource):  # nothing is made of its rows, and none is a bad record
+        origin = Origin(skip=True, lossy=True)
+        found = [placed(r.record, origin, source.system_into_user) for r in source.parsed(split)]
+    else:
+        found = list(_asked(source, split))
+    records = [r for r in found if isinstance(r, DemonstrationRecord | PreferenceRecord)]
+    rows, _ = encode_all(records[:NUM_LOOKED_AT], tokenizer, max_length=_UNLIMITED)
+    lengths = map(part_lengths, rows)
+    return [parts["chosen" if "chosen" in parts else "response"] for parts in lengths]
+
+
+def _asked(source: RecordSource, split: Split) -> Sequence[Record]:
     for kind in _WITH_RESPONSES:
-        try:
-            found = source.records(kind, split)
-            records = [r for r in found if isinstance(r, DemonstrationRecord | PreferenceRecord)]
-            rows, _ = encode_all(records[:NUM_LOOKED_AT], tokenizer, max_length=_UNLIMITED)
-        except (ValueError, TypeError, LookupError, NotImplementedError):  # it has none
-            continue
-        if rows:
-            part = "chosen" if kind == "preferences" else "response"
-            return [part_lengths(row)[part] for row in rows]
+        with suppress(ValueError, TypeError, LookupError, NotImplementedError):  # it has none
+            return source.records(kind, split)
     return ()

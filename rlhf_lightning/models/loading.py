@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LONGEST_REASON = 300
+# AssertionError and TypeError: of a config whose numbers or types do not fit
+_OF_A_CHECKPOINT = (
+    *(OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError),
+    *(AssertionError, TypeError),
+)
 NORMALIZATION = ("mean", "std", "normalize_reward")  # keys of config.json
 
 
@@ -118,7 +123,7 @@ def naming_source(source: str | Path) -> Iterator[None]:
     """Turn what a library says of a checkpoint that it cannot load into one line that names it."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError) as error:
+    except _OF_A_CHECKPOINT as error:
         no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
         unknown = isinstance(error, RuntimeError) and "mismatch" not in str(error)
         if no_memory or unknown:

@@ -290,6 +290,11 @@ def stop_ids(
     template = () if end is None else (end.token_id,)
     eos = None if source is None else _generation_config(source, revision).eos_token_id
     named = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if wrong := [one for one in named if not isinstance(one, int | float)]:
+        raise ValueError(
+            f"cannot load {source}: eos_token_id={eos!r} of its {GENERATION_CONFIG} or config.json "
+            f"names {wrong[0]!r}, which is no id of a token: write ids"
+        )
     return tuple(sorted({int(tokenizer.eos_token_id), *template, *named}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def test_a_length_that_cuts_more_than_a_tenth_of_the_responses_is_named_with_one
     assert "max_new_tokens=21 " in line  # with EOS
     assert not said(rows(6), 21)
     assert not said(rows(1))
+
+
+def test_responses_that_are_labelled_bad_or_do_not_fit_are_no_bad_records_of_the_source():
+    rows = [row | {"label": i % 2 == 0} for i, row in enumerate(demonstrations(20))]
+    source = as_source(rows)
+    source = replace(source, on_bad_record="skip")
+    assert said(source)
+    assert source.skipped_records == ()
 
 
 def test_a_set_of_prompts_and_a_source_that_knows_no_responses_say_nothing():

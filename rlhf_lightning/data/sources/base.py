@@ -109,7 +109,7 @@ class RowSource:
                 turned into `kind`.
             ValueError: if `split` is unknown.
         """
-        rows = self._split(split)
+        rows = self.parsed(split)
         if kind == "prompts" and rows and kind_of(rows[0].record) != "prompts":
             first = {prompt_key(r.record) + repr(r.record.variables): r for r in reversed(rows)}
             rows = list(first.values())[::-1]
@@ -134,7 +134,8 @@ class RowSource:
                     raise
                 self._skipped.add(error)
 
-    def _split(self, split: Split) -> list[ParsedRow]:
+    def parsed(self, split: Split) -> list[ParsedRow]:
+        """Return the rows of a split with their records, of whatever kind these are."""
         check_split(split)
         if self._splits is None:
             self._splits = self._load()

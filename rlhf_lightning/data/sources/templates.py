@@ -95,7 +95,7 @@ class TemplateSource(FileSource):
 
     def left_out(self, kind: RecordKind, split: Split) -> Mapping[str, int]:
         """Return how many good rows were left out, by reason."""
-        self._split(split)
+        self.parsed(split)
         return dict(self._left_out[split])
 
     def _load(self) -> dict[Split, list[ParsedRow]]:
