@@ -59,10 +59,10 @@ def measures_table(history: MetricHistory, *, width: int) -> Table:
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("", no_wrap=True, overflow="ellipsis", max_width=34)
-    for title in ("now", "at first"):
+    for title in ("now", "start"):
         table.add_column(title, justify="right", no_wrap=True)
     if width >= _WIDE:
-        table.add_column("course", no_wrap=True)
+        table.add_column("trend", no_wrap=True)
     table.add_column("healthy", no_wrap=True, style="dim")
     length = min(COURSE_LENGTH, max(width - _REST, 2))
     for name in history.names:

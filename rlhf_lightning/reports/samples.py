@@ -70,8 +70,8 @@ def samples_section(samples: Sequence[dict[str, Any]]) -> str:
     scored = sorted((s for s in latest if _is_number(s.get("score"))), key=lambda s: -s["score"])
     if compared:
         lead = (
-            "The same held-out prompts, answered by both, not selected. Words that went are red, "
-            "words that came are green, where the two are comparable."
+            "Held-out prompts with the response of each side, not selected. Red words are only in "
+            "the first response, green words only in the second; two that share little are plain."
         )
     elif len(scored) < 2:
         lead = f"From iteration {last}."

@@ -54,7 +54,7 @@ def test_a_terminal_gets_a_bar_that_is_closed_even_by_an_error(tmp_path):
         run(tmp_path, num_iterations=6, die_at=("train", 4), callbacks=[bar])
     text = ESCAPE.sub("", out.getvalue())
     assert "3/6" in text
-    for part in ("loss", "at first", "course", "healthy"):
+    for part in ("loss", "start", "trend", "healthy"):
         assert part in text
     assert out.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
 

@@ -75,7 +75,7 @@ def test_nothing_is_cut_at_80_columns_but_the_course_which_is_shorter():
     )
     text = shown(long, 80)
     assert "…" not in text
-    for part in ("responses that end by themselves", "100.0 %", "at first", "0.001 to 0.05"):
+    for part in ("responses that end by themselves", "100.0 %", "start", "0.001 to 0.05"):
         assert part in text
     assert len(re.findall("[▁▂▃▄▅▆▇█]+", text)[0]) == 10
     assert len(re.findall("[▁▂▃▄▅▆▇█]+", shown(long, 120))[0]) == COURSE_LENGTH
