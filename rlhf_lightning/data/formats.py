@@ -145,7 +145,8 @@ MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
 KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered", *ROW_KEYS)
 _PANDAS_NULLS = ("NAType", "NaTType")  # whose truth value is an error
 _EMPTY = ("None", "", "[]", "{}", "nan")
-_QUIET = ("domain", "margin", "label", "rendered", "score")
+_QUIET = ("domain", "margin", "rendered")
+_VERDICTS = ("label", "score")  # of one answer: labels.py looks at them
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,8 @@ class RowParser:
         others = {str(k): v for k, v in row.items() if k not in taken and v is not None}
         sides = tuple(ours[side] for side in SIDES) if name == "chosen+rejected" else ()
         texts = sides if all(isinstance(side, str) for side in sides) else ()
-        read = {self._columns.get(key, key) for key in (*FORMATS[name], *_QUIET, *used)}
+        quiet = _QUIET if name.endswith("rejected") else (*_QUIET, *_VERDICTS)
+        read = {self._columns.get(key, key) for key in (*FORMATS[name], *quiet, *used)}
         same = [given[key] for key in FORMATS[name]]  # a reader has taken them of other columns
         unread = tuple(
             str(key)

@@ -265,7 +265,7 @@ def _repeats_prompt(row: ParsedRow) -> bool:
     else:
         return False
     prompt = _last_text(record.prompt)
-    return bool(prompt) and all(_last_text(answer).startswith(prompt) for answer in answers)
+    return bool(prompt) and any(_last_text(answer).startswith(prompt) for answer in answers)
 
 
 def _last_text(text: Text) -> str:

@@ -77,7 +77,7 @@ def as_ours(row: Row, where: Location) -> Row:
                 if isinstance(error, BadRecordError):
                     raise
                 continue  # the same keys with other values: a set of the user's own
-            if found is not None:
+            if found is not None and not ("messages" in found and row.get("messages") is not None):
                 return {key: value for key, value in row.items() if key not in keys} | found
     return row
 
@@ -89,7 +89,8 @@ def with_roles(messages: Any) -> Any:
     renamed = {"from": "role", "value": "content"}
     found = []
     for message in messages:
-        if isinstance(message, Mapping) and renamed.keys() <= message.keys():
+        keys = message.keys() if isinstance(message, Mapping) else set()
+        if renamed.keys() <= keys and "role" not in keys:
             message = {renamed.get(key, key): value for key, value in message.items()}
         found.append(message)
     return found

@@ -32,6 +32,7 @@ _OTHER_ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "ai", "model", "bot", "function_call"), "assistant"),
 }
 _TEXT_PARTS = ("text", "input_text", "output_text", None)
+_PART_KEYS = {"type", "text", "cache_control"}
 _NO_ARGUMENTS = {"name", "arguments", "type", "id", "index"}  # of a call that has none
 _LEARNT = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
@@ -110,7 +111,8 @@ def _content(content: Any, name: str, where: Location) -> str:
         parts = [{"type": "text", "text": x} if isinstance(x, str) else x for x in content]
         for part in parts:
             is_text = isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
-            if not is_text or not isinstance(part.get("text"), str):
+            others = is_text and any(part[key] for key in part.keys() - _PART_KEYS)
+            if not is_text or others or not isinstance(part.get("text"), str):
                 found = f"the content of {name} has the part {describe(part)}, expected text"
                 raise BadRecordError(where, found, 'write {"type": "text", "text": "..."}')
         content = "".join(part["text"] for part in parts)
@@ -137,7 +139,8 @@ def _thought(given: Mapping[str, Any], name: str, where: Location) -> str:
 
 def _call(call: Mapping[str, Any], name: str, where: Location) -> dict[str, Any]:
     function = call.get("function", call)
-    own = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    named = function.get("name") if isinstance(function, Mapping) else None
+    own = isinstance(named, str) and bool(named.strip())
     arguments = from_json(function.get("arguments") or {}) if own else None
     elsewhere = own and "arguments" not in function and function.keys() - _NO_ARGUMENTS
     if not isinstance(arguments, Mapping) or elsewhere:
@@ -145,8 +148,11 @@ def _call(call: Mapping[str, Any], name: str, where: Location) -> dict[str, Any]
         raise BadRecordError(where, found, 'write {"name": "...", "arguments": {"key": "value"}}')
     outer = {key: call[key] for key in call if key not in ("name", "arguments", "function")}
     inner = {} if function is call else function
-    named = {**inner, "name": function["name"], "arguments": arguments}
-    return {"type": "function", **outer, "function": named}
+    return {
+        "type": "function",
+        **outer,
+        "function": {**inner, "name": named, "arguments": arguments},
+    }
 
 
 def _is_learnt(given: Mapping[str, Any], name: str, where: Location) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -105,15 +105,48 @@ def render_chat(
 
 
 def unread_keys(
-    messages: Iterable[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
     """Yield the keys of messages, and the variables, that the chat template does not read."""
-    keys = [key for message in messages if len(message) > 2 for key in message.keys() - READ_BY_US]
-    keys += variables.keys() - {"tools", "documents"}  # those are looked for in the text
-    template = str(tokenizer.chat_template) if keys else ""
-    for key in keys:
-        fixed = key in variables and key in leading_settings(template)
-        if fixed or not re.search(rf"\b{re.escape(str(key))}\b", template):
+    template = str(tokenizer.chat_template)
+    for number, message in enumerate(messages):
+        for key in message.keys() - READ_BY_US if len(message) > 2 else ():
+            if not _names(key, template) or not _is_read(
+                key, number, messages, variables, tokenizer
+            ):
+                yield str(key)
+    for key in variables.keys() - {"tools", "documents"}:  # those are looked for in the text
+        if not _names(key, template) or key in leading_settings(template):
             yield str(key)
+
+
+def _names(key: str, template: str) -> bool:
+    return re.search(rf"\b{re.escape(str(key))}\b", template) is not None
+
+
+def _is_read(
+    key: str,
+    number: int,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+) -> bool:
+    """Return True unless the template writes the same whatever the key of a message holds.
+
+    A template may name the key of something else: a call of a tool has a name, too.
+    """
+    known = form_of(tokenizer).read
+    place = str(messages[number]["role"]), key
+    if place not in known:
+        changed = list(messages)
+        changed[number] = {**messages[number], key: "zq"}
+        try:
+            texts = {write_chat(m, tokenizer, variables=variables) for m in (changed, messages)}
+        except ChatTemplateError:  # sides of a pair are no conversation
+            texts = set()
+        if len(texts) == 1:
+            return False
+        known.add(place)
+    return True

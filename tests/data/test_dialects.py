@@ -29,8 +29,8 @@ def alpaca(given, **columns):
     return {"instruction": "Tea?", "input": given, "output": "A drink.", **columns}
 
 
-def encoded(row):
-    tokenizer = build_tokenizer(template=read_template("thoughts_and_tools"))
+def encoded(row, template=None):
+    tokenizer = build_tokenizer(template=template or read_template("thoughts_and_tools"))
     records = GivenRows([row], validation_fraction=0).records("demonstrations", "train")
     ((one,), report) = encode_all(records, tokenizer, max_length=500)
     start = int(one.loss_mask.argmax())
@@ -105,3 +105,64 @@ def test_a_column_of_any_type_is_named_as_unread_where_it_says_something(value, 
 def test_a_missing_value_of_pandas_is_none(column, missing):
     given, learnt, report = encoded(messages(ASKED, SAID, **{column: missing}))
     assert (given, learnt, dict(report.unread_columns)) == (PROMPT, "A drink.", {})
+
+
+NAMES_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [NAMES_CALLS, read_template("thoughts_and_tools")])
+def test_a_key_of_a_message_that_the_template_reads_elsewhere_alone_is_named(template):
+    row = messages(ASKED | {"name": "Ann", "tools": ["f"]}, SAID)
+    given, _, report = encoded(row, template)
+    assert ("name" in report.unread) == ("Ann" not in given) == (template == NAMES_CALLS)
+    assert "tools" in report.unread
+
+
+@pytest.mark.parametrize(
+    "other", [{"image_url": {"url": "x"}}, {"data": "x"}, {"annotations": [1]}]
+)
+def test_a_part_of_text_that_holds_more_is_named(other):
+    part = {"type": "text", "text": "Tea?"}
+    with pytest.raises(BadRecordError, match=r"messages\[0\] has the part"):
+        encoded(messages(ASKED | {"content": [part | other]}, SAID))
+    empty = dict.fromkeys(other)
+    assert encoded(messages(ASKED | {"content": [part | empty]}, SAID))[0] == PROMPT
+
+
+@pytest.mark.parametrize("key", ["conversations", "conversation"])
+def test_messages_are_read_before_the_keys_of_public_sets(key):
+    others = [{"from": "human", "value": "Milk?"}, {"from": "gpt", "value": "White."}]
+    others = [{"input": "Milk?", "output": "White."}] if key == "conversation" else others
+    given, learnt, report = encoded(messages(ASKED, SAID, **{key: others}))
+    assert (given, learnt, list(report.unread_columns)) == (PROMPT, "A drink.", [key])
+
+
+def test_keys_of_two_dialects_in_a_message_are_named():
+    turn = ASKED | {"from": "human", "value": "Milk?"}
+    given, _, report = encoded(messages(turn, SAID))
+    assert (given, set(report.unread)) == (PROMPT, {"from", "value"})
+
+
+def test_a_call_without_a_name_is_named():
+    with pytest.raises(BadRecordError, match=r"a call of messages\[1\]"):
+        encoded(calls({"function": {"name": " ", "arguments": {"a": 1}}}))
+
+
+@pytest.mark.parametrize("column", ["label", "score"])
+def test_a_verdict_beside_a_pair_is_named_as_unread(column):
+    rows = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b", column: i} for i in range(2)]
+    records = GivenRows(rows, validation_fraction=0).records("preferences", "train")
+    _, report = encode_all(records, build_tokenizer(), max_length=100)
+    assert report.unread_columns == {column: 2}
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_one_side_of_all_pairs_that_repeats_the_prompt_is_a_warning(side, caplog):
+    rows = [{"prompt": f"Tea {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(3)]
+    rows = [row | {side: f"{row['prompt']} {row[side]}"} for row in rows]
+    GivenRows(rows, validation_fraction=0).records("preferences", "train")
+    assert ["begin with their prompt" in record.message for record in caplog.records] == [True]
