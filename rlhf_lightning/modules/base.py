@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
 
 import lightning as L
 import torch
@@ -15,8 +16,18 @@ from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, unsharded
+from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.classifiers import max_positions
-from rlhf_lightning.modules.trainer_flags import check_steps
+from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules.checkpoint_state import (
+    Stateful,
+    compare_hyper_parameters,
+    load_states,
+    save_states,
+)
+from rlhf_lightning.modules.non_finite import SkippedSteps
+from rlhf_lightning.modules.placement import move_models, sharing_models
+from rlhf_lightning.modules.trainer_flags import check_steps, check_trainer
 from rlhf_lightning.rollout.generators.base import CachedGenerator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_answers
@@ -37,10 +48,42 @@ class RLHFModule(L.LightningModule):
     """Base of the modules.
 
     Attributes:
+        kinds: classes of its hyper-parameters, by the names of the arguments.
         source: the model that it starts from, as it was when the module was made.
     """
 
+    kinds: ClassVar[Mapping[str, type]] = {}
     source: Source | None = None
+    policy: Any
+    fingerprint: str
+    skipped: SkippedSteps
+
+    @property
+    def trained(self) -> Any:
+        """The model whose adapters a checkpoint is compared with; None before it is built."""
+        return self.policy
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Return what changes during a run and is no parameter, by its name in a checkpoint."""
+        return {"skipped_steps": self.skipped}
+
+    def on_train_end(self) -> None:
+        """Refuse to end well if no step was taken."""
+        self.skipped.end_run()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the state, and the fingerprint of the model's source."""
+        save_states(checkpoint, self.fingerprint, self.trained, **self.stateful())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the state back.
+
+        Raises:
+            ValueError: if the model's source, the scale of an adapter, or the seed is another one
+                than the checkpoint was trained with.
+        """
+        load_states(checkpoint, self.fingerprint, self.trained, **self.stateful())
+        compare_hyper_parameters(checkpoint, self)
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse the flags that a Trainer refuses by itself, and name the setting to use."""
@@ -115,6 +158,43 @@ class RLHFModule(L.LightningModule):
         skip = skips_special_tokens(self)
         answers = make_answers(prompts, generation, tokenizer, skip_special_tokens=skip)
         return list(answers.completions)
+
+
+class OneModelModule(RLHFModule):
+    """Base of the modules that train one model on records."""
+
+    build_policy: Callable[[], Any]
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | Path, **changes: Any
+    ) -> Self:
+        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
+
+        Args:
+            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
+            changes: arguments of `from_pretrained` that are to differ.
+
+        Raises:
+            ValueError: if the checkpoint holds no hyper-parameters, or if its model runs code and
+                `changes` do not say `trust_remote_code=True`.
+        """
+        checkpoint, given = pretrained.read_checkpoint(checkpoint_path, changes)
+        made: Any = cls
+        given = pretrained.revived(given, cls.kinds) | changes
+        return cast(Self, pretrained.restored(made.from_pretrained(**given), checkpoint))
+
+    def configure_model(self) -> None:
+        """Build the model, and shard it if ranks share it."""
+        if self.policy is None:
+            with sharing_models(self):
+                self.policy = self.build_policy()
+                completed(self.policy.root)
+
+    def on_fit_start(self) -> None:
+        """Refuse flags that would train something else; place the base of an adapter."""
+        check_trainer(self.trainer)
+        move_models(self, [self.trained.root])
 
 
 def skips_special_tokens(module: Any) -> bool:

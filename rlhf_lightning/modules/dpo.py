@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -25,17 +25,11 @@ from rlhf_lightning.distributed.collectives import agreed_max, gathered, global_
 from rlhf_lightning.functional.preference_losses import dpo_loss, kto_loss
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.hparams import DPOHparams, LoraHparams
-from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import by_micro_batch, micro_batches
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.modules.checkpoint_state import (
-    compare_hyper_parameters,
-    load_states,
-    save_states,
-)
+from rlhf_lightning.modules.base import OneModelModule
 from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
@@ -48,7 +42,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models, sharing_models
+from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.reference_logprobs import (
     SPLITS,
@@ -57,7 +51,6 @@ from rlhf_lightning.modules.reference_logprobs import (
     side_logprobs,
 )
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.modules.trainer_flags import check_trainer
 
 CONFIDENCE = 0.95
 MEASURES = (
@@ -74,7 +67,7 @@ BY_LABEL = (
 )
 
 
-class DPOModule(RLHFModule):
+class DPOModule(OneModelModule):
     """Raises the log-probability of preferred answers over that of rejected ones.
 
     Both are taken relative to the reference, the policy that training starts from. Its
@@ -93,6 +86,7 @@ class DPOModule(RLHFModule):
     """
 
     stage = "dpo"
+    kinds: ClassVar = {"dpo": DPOHparams}
 
     @checked
     def __init__(
@@ -175,36 +169,6 @@ class DPOModule(RLHFModule):
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, **changes: Any
-    ) -> Self:
-        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
-
-        Args:
-            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
-            changes: arguments of `from_pretrained` that are to differ.
-
-        Raises:
-            ValueError: if the checkpoint holds no hyper-parameters, or if its model runs code and
-                `changes` do not say `trust_remote_code=True`.
-        """
-        checkpoint, given = pretrained.read_checkpoint(checkpoint_path, changes)
-        given = pretrained.revived(given, {"dpo": DPOHparams}) | changes
-        return pretrained.restored(cls.from_pretrained(**given), checkpoint)
-
-    def configure_model(self) -> None:
-        """Build the model, and shard it if ranks share it."""
-        if self.policy is None:
-            with sharing_models(self):
-                self.policy = self.build_policy()
-                completed(self.policy.root)
-
-    def on_fit_start(self) -> None:
-        """Refuse flags that would train something else; place the base of an adapter."""
-        check_trainer(self.trainer)
-        move_models(self, [self.policy.root])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""
@@ -385,24 +349,6 @@ class DPOModule(RLHFModule):
         measures = {name.replace("dpo/", "val/"): value for name, value in found.items()}
         share = float(label.mean())
         return len(rows), measures | {"val/majority_accuracy": max(share, 1 - share)}
-
-    def on_train_end(self) -> None:
-        """Refuse to end well if no step was taken."""
-        self.skipped.end_run()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the skipped steps, and the fingerprint of the reference."""
-        save_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the skipped steps back.
-
-        Raises:
-            ValueError: if the model's source, the scale of an adapter, or the seed is another one
-                than the checkpoint was trained with.
-        """
-        load_states(checkpoint, self.fingerprint, self.policy, skipped_steps=self.skipped)
-        compare_hyper_parameters(checkpoint, self)
 
 
 def warn_of_weights(hparams: DPOHparams, labels: Sequence[bool]) -> None:

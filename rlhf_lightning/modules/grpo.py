@@ -8,49 +8,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import RunsCode, checked
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.hparams import GRPOHparams, LoraHparams, SamplingHparams
-from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import on_policy, pretrained
-from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.modules.checkpoint_state import (
-    Stateful,
-    compare_hyper_parameters,
-    load_states,
-    save_states,
-)
-from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import RunningMeans
-from rlhf_lightning.modules.non_finite import SkippedSteps
+from rlhf_lightning.modules.on_policy_module import OnPolicyModule
 from rlhf_lightning.modules.optimization import (
-    Measured,
-    StepCounts,
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models, sharing_models
+from rlhf_lightning.modules.placement import sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.modules.step_0 import Step0
-from rlhf_lightning.modules.trainer_flags import check_trainer
 from rlhf_lightning.rollout.estimators import GroupBaseline
 from rlhf_lightning.rollout.generators.base import Generator
-from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import Scorer
 
 
-class PolicyGradientModule(RLHFModule):
+class PolicyGradientModule(OnPolicyModule):
     """Policy gradient on groups of responses: GRPO, Dr. GRPO, RLOO, REINFORCE++, GSPO, CISPO.
 
     A prompt gets several responses (`PromptDataModule(num_generations=k)`), and the others of its
@@ -74,15 +59,8 @@ class PolicyGradientModule(RLHFModule):
     """
 
     stage = "grpo"
-    policy: PolicyModel | None
-    reference: PolicyModel
-    trained_roots: tuple[nn.Module, ...]
-    frozen_models: tuple[nn.Module, ...]
+    kinds: ClassVar = {"grpo": GRPOHparams, "sampling": SamplingHparams}
     algorithm: GRPOHparams
-    controls: Controls
-    pending: PendingGeneration
-    skipped: SkippedSteps
-    step_0: Step0
 
     @checked(but=("scorer", "generator", "tokenizer"))
     def __init__(
@@ -173,27 +151,11 @@ class PolicyGradientModule(RLHFModule):
             trust_remote_code=trust_remote_code,
         )
 
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, reward: Any = None, **changes: Any
-    ) -> Self:
-        """Return a module with the weights of a checkpoint; see `PPOModule`."""
-        kinds = {"grpo": GRPOHparams, "sampling": SamplingHparams}
-        found: Self = pretrained.restored_on_policy(cls, checkpoint_path, reward, kinds, changes)
-        return found
-
     def configure_model(self) -> None:
         """Build policy, reference and scorer, and shard each if ranks share them."""
         if self.policy is None:
             with sharing_models(self):
                 on_policy.place_models(self, self.build_models())
-
-    def on_fit_start(self) -> None:
-        """Refuse flags of the Trainer that would train something else; place frozen models."""
-        algorithm = self.algorithm
-        steps = algorithm.num_passes * algorithm.num_minibatches
-        check_trainer(self.trainer, num_steps=steps)
-        move_models(self, [*self.trained_roots, *self.frozen_models])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""
@@ -258,25 +220,3 @@ class PolicyGradientModule(RLHFModule):
         """Take one optimizer step on `minibatch`; return False if approx_kl says to stop."""
         models = {"grpo/grad_norm": self.policy}
         return on_policy.take_step(self, minibatch, [self.policy_loss], models, steps, iteration)
-
-    def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
-        """Return the surrogate loss, with its optional entropy and KL terms."""
-        return on_policy.surrogate_loss(self, micro_batch, counts)
-
-    def stateful(self) -> dict[str, Stateful]:
-        """Return what changes during a run and is no parameter, by its name in a checkpoint."""
-        return on_policy.stateful(self)
-
-    def on_train_end(self) -> None:
-        """Refuse to end well if no step was taken."""
-        self.skipped.end_run()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the controls and the skipped steps, and the fingerprint of the reference."""
-        save_states(checkpoint, self.fingerprint, self.policy, **self.stateful())
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them back; ValueError if seed, reference or adapter is another than was."""
-        load_states(checkpoint, self.fingerprint, self.policy, **self.stateful())
-        compare_hyper_parameters(checkpoint, self)
-        self.step_0.resumed()

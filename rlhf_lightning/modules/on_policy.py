@@ -31,7 +31,6 @@ from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams, UnusualHpar
 from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.forward import micro_batches, response_statistics
 from rlhf_lightning.models.ppo_models import PolicyModels
-from rlhf_lightning.modules.checkpoint_state import Stateful
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.metrics import (
     CLIPPED,
@@ -466,12 +465,6 @@ def _warn_of_clip(module: Any, rollout: RolloutBatch, share: float, iteration: i
             clip,
             same,
         )
-
-
-def stateful(module: Any) -> dict[str, Stateful]:
-    """Return what changes during a run and is no parameter, by its name in a checkpoint."""
-    found: dict[str, Stateful] = {"controls": module.controls, "skipped_steps": module.skipped}
-    return found | ({"pending": module.pending} if module.algorithm.rollout_lag else {})
 
 
 @torch.no_grad()

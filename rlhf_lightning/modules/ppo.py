@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import RunsCode, checked
@@ -19,21 +19,13 @@ from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.functional.losses import clipped_value_loss
 from rlhf_lightning.hparams import LoraHparams, PPOHparams, SamplingHparams
 from rlhf_lightning.models.forward import response_values
-from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PPOModels, ppo_models
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules import on_policy, pretrained
-from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.modules.checkpoint_state import (
-    Stateful,
-    compare_hyper_parameters,
-    load_states,
-    save_states,
-)
-from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import RunningMeans
-from rlhf_lightning.modules.non_finite import SkippedSteps
+from rlhf_lightning.modules.on_policy_module import OnPolicyModule
 from rlhf_lightning.modules.optimization import (
     Measured,
     StepCounts,
@@ -41,18 +33,15 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models, sharing_models
+from rlhf_lightning.modules.placement import sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.modules.step_0 import Step0
-from rlhf_lightning.modules.trainer_flags import check_trainer
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.generators.base import Generator
-from rlhf_lightning.rollout.pending import PendingGeneration
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
 
 
-class PPOModule(RLHFModule):
+class PPOModule(OnPolicyModule):
     """Proximal policy optimization with a KL penalty in the reward.
 
     Args:
@@ -72,15 +61,8 @@ class PPOModule(RLHFModule):
     """
 
     stage = "ppo"
-    policy: PolicyModel | None
-    reference: PolicyModel
-    trained_roots: tuple[nn.Module, ...]
-    frozen_models: tuple[nn.Module, ...]
+    kinds: ClassVar = {"ppo": PPOHparams, "sampling": SamplingHparams}
     algorithm: PPOHparams
-    controls: Controls
-    pending: PendingGeneration
-    skipped: SkippedSteps
-    step_0: Step0
 
     @checked(but=("scorer", "generator", "tokenizer"))
     def __init__(
@@ -188,24 +170,6 @@ class PPOModule(RLHFModule):
             trust_remote_code=trust_remote_code,
         )
 
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, reward: Any = None, **changes: Any
-    ) -> Self:
-        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
-
-        Args:
-            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
-            reward: as there; needed where it was a function or a scorer.
-            changes: other arguments of `from_pretrained` that are to differ.
-
-        Raises:
-            ValueError: if the checkpoint holds no hyper-parameters, or no reward is known.
-        """
-        kinds = {"ppo": PPOHparams, "sampling": SamplingHparams}
-        found: Self = pretrained.restored_on_policy(cls, checkpoint_path, reward, kinds, changes)
-        return found
-
     # -- models -----------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -215,13 +179,6 @@ class PPOModule(RLHFModule):
                 models = self.build_models()
                 on_policy.place_models(self, models)
             self.value = models.value
-
-    def on_fit_start(self) -> None:
-        """Refuse flags of the Trainer that would train something else; place frozen models."""
-        algorithm = self.algorithm
-        steps = algorithm.num_passes * algorithm.num_minibatches
-        check_trainer(self.trainer, num_steps=steps)
-        move_models(self, [*self.trained_roots, *self.frozen_models])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One optimizer, two groups: policy and value model."""
@@ -267,10 +224,6 @@ class PPOModule(RLHFModule):
             return [self.value_loss]
         return [self.policy_loss, self.value_loss]
 
-    def policy_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
-        """Return the clipped surrogate loss, with its optional entropy and KL terms."""
-        return on_policy.surrogate_loss(self, micro_batch, counts)
-
     def value_loss(self, micro_batch: RolloutBatch, counts: StepCounts) -> tuple[Tensor, Measured]:
         """Return `vf_coef` times the clipped squared error of the values."""
         result = clipped_value_loss(
@@ -284,10 +237,6 @@ class PPOModule(RLHFModule):
         measures = {"ppo/value_loss": result.loss, "ppo/value_clipfrac": result.clipfrac}
         return self.ppo.vf_coef * result.loss, measures
 
-    def stateful(self) -> dict[str, Stateful]:
-        """Return what changes during a run and is no parameter, by its name in a checkpoint."""
-        return on_policy.stateful(self)
-
     def on_train_start(self) -> None:
         """Refuse a warm-up of the value model that leaves no iteration to the policy."""
         warmup = self.ppo.critic_warmup_iterations
@@ -297,17 +246,3 @@ class PPOModule(RLHFModule):
                 f"PPOHparams.critic_warmup_iterations={warmup} leaves none of {iterations} "
                 "iterations to train the policy: use fewer"
             )
-
-    def on_train_end(self) -> None:
-        """Refuse to end well if no step was taken."""
-        self.skipped.end_run()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the controls and the skipped steps, and the fingerprint of the reference."""
-        save_states(checkpoint, self.fingerprint, self.policy, **self.stateful())
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them back; ValueError if seed, reference or adapter is another than was."""
-        load_states(checkpoint, self.fingerprint, self.policy, **self.stateful())
-        compare_hyper_parameters(checkpoint, self)
-        self.step_0.resumed()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -28,12 +28,7 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import packs, pair_micro_batches, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.modules.checkpoint_state import (
-    compare_hyper_parameters,
-    load_states,
-    save_states,
-)
+from rlhf_lightning.modules.base import OneModelModule
 from rlhf_lightning.modules.data_checks import check_batch
 from rlhf_lightning.modules.metrics import Gaps
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
@@ -47,12 +42,11 @@ from rlhf_lightning.modules.optimization import (
 from rlhf_lightning.modules.placement import move_models, sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.modules.trainer_flags import check_trainer
 
 CONFIDENCE = 0.95
 
 
-class RewardModule(RLHFModule):
+class RewardModule(OneModelModule):
     """Learns which of two answers people prefer.
 
     Args:
@@ -67,6 +61,7 @@ class RewardModule(RLHFModule):
     """
 
     stage = "reward"
+    kinds: ClassVar = {"reward": RewardHparams}
     record_kinds = ("preferences",)
 
     @checked
@@ -145,23 +140,10 @@ class RewardModule(RLHFModule):
             trust_remote_code=trust_remote_code,
         )
 
-    @classmethod
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, **changes: Any
-    ) -> Self:
-        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
-
-        Args:
-            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
-            changes: arguments of `from_pretrained` that are to differ.
-
-        Raises:
-            ValueError: if the checkpoint holds no hyper-parameters, or if its model runs code and
-                `changes` do not say `trust_remote_code=True`.
-        """
-        checkpoint, given = pretrained.read_checkpoint(checkpoint_path, changes)
-        given = pretrained.revived(given, {"reward": RewardHparams}) | changes
-        return pretrained.restored(cls.from_pretrained(**given), checkpoint)
+    @property
+    def trained(self) -> Any:
+        """The model."""
+        return self.model
 
     def configure_model(self) -> None:
         """Build the model, and shard it if ranks share it."""
@@ -169,11 +151,6 @@ class RewardModule(RLHFModule):
             with sharing_models(self):
                 self.model = self.build_model()
                 completed(self.model.root)
-
-    def on_fit_start(self) -> None:
-        """Refuse flags that would train something else; place the base of an adapter."""
-        check_trainer(self.trainer)
-        move_models(self, [self.model.root])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """One group; the schedule counts iterations."""
@@ -304,24 +281,6 @@ class RewardModule(RLHFModule):
         if self.trainer.state.fn == "fit":  # not of a validation by itself
             measures["time/validate"] = time.perf_counter() - self.validation_started
         self.log_dict(measures)
-
-    def on_train_end(self) -> None:
-        """Refuse to end well if no step was taken."""
-        self.skipped.end_run()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the skipped steps, and the fingerprint of the model's source."""
-        save_states(checkpoint, self.fingerprint, self.model, skipped_steps=self.skipped)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the skipped steps back.
-
-        Raises:
-            ValueError: if the model's source, the scale of an adapter, or the seed is another one
-                than the checkpoint was trained with.
-        """
-        load_states(checkpoint, self.fingerprint, self.model, skipped_steps=self.skipped)
-        compare_hyper_parameters(checkpoint, self)
 
 
 def answer_numbers(batch: PreferenceBatch) -> list[int]:
