@@ -95,13 +95,14 @@ _FILLER = (
 )
 _GOOD = _any(
     "better best superior stronger strongest preferable preferred winner "
-    "besser meilleure? mejor migliore melhor beter bättre bedre lepsz[aey]"
+    "bessere? meilleure? mejor migliore melhor beter bättre bedre lepsz[aey] préférable"
 )
 _IS_GOOD = rf"(?:'?s\s+{_NOUN})?\s+{_VERB}\s+(?:{_FILLER}){{0,5}}?{_GOOD}\b"
 _WINS = _any(
     r"wins? beats out(?:performs|shines|classes|does|ranks|scores|weighs) edges_out surpasses "
     r"gets_my_vote better_(?:answers|addresses|serves|follows|fits|meets) "
-    r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage) (?:deutlich_|etwas_)?besser wählen"
+    r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage) (?:deutlich_|etwas_)?besser "
+    r"wählen meilleure?_que mejor_que"
 )
 _SEEMS_GOOD = (
     rf"\s+{_any('is was does has provides gives seems appears looks sounds')}\s+"
@@ -129,6 +130,7 @@ _NEITHER = (
     rf"|\b{_any('its? it_is call_it call_this this_is ends?_in is declare')}"
     r"\s+an?\s+(?:\w+\s+)?(?i:tie|draw)(?![-\w])|平局|平手"
 )
+_PICKED = _any(r"winner verdict choice preference (?:better|best|preferred)_\w+")
 _WORSE = "(?:worse|weaker|inferior|lesser)"
 _EXPLICIT = re.compile(
     r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|for\s+an?\s+tie|means)\b)"
@@ -139,8 +141,9 @@ _EXPLICIT = re.compile(
     rf"(?:{_FILLER}){{0,2}}?(?:the\s+{_WORSE}\b|(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b)"
     rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{_LABEL}|{_TIE}){_AFTER}"
     rf"|{_CHOOSES}(?P<chosen>{_LABEL}|(?i:neither|none)\b){_AFTER}"
-    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+{_WINS}\b|{_ELSEWHERE})"
+    rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+(?:\w+ly\s+)?{_WINS}\b|{_ELSEWHERE})"
     rf"|\b(?:(?i:ranking)\s*[:=-]\s*(?:1[.)]\s*)?|1st\W{{1,3}})(?P<ranked>{_LABEL})"
+    rf"|\b{_PICKED}\s*[:=]\s*(?P<numbered>[12])(?=\s*(?:$|[\n.,;!]))"
 )
 _ALIKE = (
     r"identical [eé]quivalent\w* gleichwertig se_valent (?:are|were)_tied they_tie gleich_gut "
@@ -155,6 +158,7 @@ _PRAISE = re.compile(
     rf"|(?P<neither>{_any(_ALIKE)}|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
     r"(?![^.!?\n]*\b(?:but|however|yet|although)\b)"
 )
+_DECLINES = re.compile(r"(?i:\bas an? (?:\w+ )?(?:ai|model)\b|\bsorry\b|apologi[sz]e)")
 # Before what is no verdict: a negation, a condition, or what another text says.
 _UNSAID = re.compile(
     r"(?:(?i:\bnot|n't|\bnever|\bnor|\bif|\bwhether|\bunless|\bhad|\balthough|\bthough|\bwhile"
@@ -165,7 +169,7 @@ _UNSAID = re.compile(
         "writ(?:es?|ing) wrote includ(?:es?|ing) quot(?:es?|ing|ed)"
     )
     + r"\b[^,:]{0,40}:?\s*[\"'(]*$"
-    r"|\b(?:answer|state|argue|conclude|respond|suggest|recommend)s:[^,]{0,40}$)"
+    r"|\b(?:than|over)\s+$|\b(?:answer|state|argue|conclude|respond|suggest|recommend)s:[^,]{0,40}$)"
 )
 # "Grammar: A is better." is said of a part.
 _OF_PART = re.compile(
@@ -182,12 +186,12 @@ _ENDING = re.compile(
     rf"({_LABEL})[.!\s\"')]*$"
 )
 _LEADING = re.compile(
-    rf"[\W_]*({_LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
+    rf"[\W_]*(?!(?i:first|second)\s*,)({_LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
     r"(?=\s*(?:$|[\n.:,;)\](\"\u2013\u2014-])|\s+(?:because|since|as|for|by)\b)(?!\s*\?)"
 )
 _RATED = re.compile(
     rf"({_LABEL})(?:'s)?"
-    rf"(?:\s+{_any('score rating gets receives scores deserves earns is rated an? of')}){{0,3}}"
+    rf"(?:\s+{_any('scored? rating gets receives scores deserves earns is rated an? of')}){{0,3}}"
     r"[\s:=(\[\u2013\u2014-]*(\d{1,3}(?:\.\d+)?)(?![\d%]*\.?\d)(?:\s*(?:/|out\s+of)\s*\d+)?+"
     rf"(?!\s*(?!{_any('points? pts stars? and vs while whereas but versus')}\b)[a-z])"
 )
@@ -243,7 +247,8 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
         explicit.append(_letter(ending.group(1)))
     if explicit:
         return explicit[-1]
-    return _leading(text) or _by_ratings(lines) or _only(set(_verdicts(_PRAISE, text)))
+    found = _leading(text) or _by_ratings(lines)
+    return found or (None if _DECLINES.search(text) else _only(set(_verdicts(_PRAISE, text))))
 
 
 def _behind_thinking(reply: str) -> str | None:
@@ -305,7 +310,11 @@ def _without_table(table: re.Match[str]) -> str:
     named = [(i, _value(cell)) for i, cell in enumerate(head) if _value(cell) in ("A", "B")]
     for row in (row for row in rows[1:] if any(re.search(r"\w", cell) for cell in row)):
         cells = [f"{letter}: {row[i]}" for i, letter in named if i < len(row)]
-        lines.append(": ".join([row[0], ", ".join(cells)] if cells else row))
+        rated = [i for i in range(1, len(row)) if _value(row[0]) and re.fullmatch(_SCORE, row[i])]
+        if not named and len(rated) > 1:
+            lines += [f"{head[i]}: {row[0]}: {row[i]}" for i in rated if i < len(head)]
+        else:
+            lines.append(": ".join([row[0], ", ".join(cells)] if cells else row))
     return "\n" + "\n".join(lines)
 
 
@@ -391,7 +400,7 @@ def _rating(key: str, value: Any) -> Any:
 
 def _letter_of_key(key: str) -> str | None:
     found = re.search(
-        r"(?:^|[\s_])([ABab])(?:$|[\s_])|[a-z][\s_]?([12])(?:$|_)|^(first|second)\b", key
+        r"(?:^|[\s_])([ABab])(?:$|[\s_])|[a-z][\s_]?([12])(?:$|[\s_])|^(first|second)\b", key
     )
     return found and _letter(found.group(found.lastindex or 0))
 
