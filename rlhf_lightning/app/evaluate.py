@@ -312,9 +312,9 @@ def _start_lines(settings: EvaluateSettings, num_prompts: int) -> dict[str, obje
     lines: dict[str, object] = {
         "policy": settings.policy,
         "baseline": settings.baseline,
-        "prompts": f"{num_prompts} of {settings.dataset.name}, responses a side to each: "
-        f"{settings.evaluation.answers_per_prompt} of up to {settings.evaluation.max_new_tokens} "
-        "tokens",
+        "prompts": f"{num_prompts} of {settings.dataset.name}",
+        "responses": f"{settings.evaluation.answers_per_prompt} a side to each prompt, of at most "
+        f"{settings.evaluation.max_new_tokens} tokens",
         "temperature": settings.evaluation.temperature,
         "seed": settings.seed,
     }

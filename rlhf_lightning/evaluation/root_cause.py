@@ -11,12 +11,12 @@ from rlhf_lightning.runs.summary import GateResult
 PROXY_GAINED = 0.65  # win rate by the learnt score from which PPO has done its part, and
 PROXY_APART = 0.15  # how far the judge that counts then lags behind, to blame the reward model
 MOVED = 0.02  # nats a token, below which a policy has hardly left its start
-_LEVERS = {  # what holds a policy to its start, by stage
+_LEVERS = {  # the KL penalty, by stage
     "ppo": "module.ppo.kl_coef",
     "grpo": "module.grpo.kl_coef",
     "dpo": "module.dpo.beta",
 }
-_LEVER = "weight of what holds the policy to its start"  # of a stage of another package
+_LEVER = "weight of the KL penalty"  # of a stage of another package
 _ALSO = {"ppo": "; look at ppo/explained_variance"}
 WEAK_DOMAIN = 0.05  # below the reward model's own accuracy
 Metrics = Mapping[str, float | None]
@@ -150,15 +150,14 @@ def _not_won(stage: str, rates: Sequence[float], proxy: float | None, *, ends_al
     if proxy is None and rates and min(rates) < 0.5:
         return Blame(
             stage,
-            f"The policy wins {_show(min(rates))} of comparisons, less than the one that it is "
-            "compared with",
+            f"The policy wins {_show(min(rates))} of comparisons, fewer than half",
             f"reading the samples, then a larger {_LEVERS.get(stage, _LEVER)} or other data",
         )
     why = f"The policy wins {_show(min(rates, default=None))} of comparisons"
     if proxy is not None:
         why = (
-            f"The judge that counts goes along with the learnt reward, by which {_show(proxy)} of "
-            "comparisons are won: the policy has not gone far enough"
+            f"The judge that counts agrees with the learnt reward, by which the policy wins "
+            f"{_show(proxy)} of comparisons: it was not trained far enough"
         )
     return Blame(
         stage,

@@ -147,8 +147,8 @@ def _win_rate(metrics: Metrics, judge: str, rival: str, name: str, facts: list[F
         for word in ("better", "worse")
     )
     undecided = (
-        f"Undecided: no difference between {name} and {rival} is shown, as the interval holds one "
-        "half."
+        f"Undecided: the interval includes 50 %, so no difference between {name} and {rival} is "
+        "shown."
     )
     caption = f"of comparisons won against {rival}{_skipped(metrics, judge)}"
     sentences = (better, worse, undecided)
@@ -198,7 +198,7 @@ def verdict(summary: Summary) -> Verdict:
     sentence = result.sentence
     if failed:
         names = ", ".join(gate.name for gate in failed)
-        sentence = f"{sentence} It did not pass: {names}.".strip()
+        sentence = f"{sentence} Failed gates: {names}.".strip()
     if summary.status != "completed":
         tone = "bad" if summary.status == "failed" else "neutral"
         sentence = f"{_status(summary)} {sentence}".strip()
@@ -309,9 +309,9 @@ def _sft(metrics: Metrics) -> Verdict:
     if loss is None:
         return unmeasured(metrics, "val/loss", "held-out loss", facts)
     choices = number(_perplexity(loss))
-    sentence = f"It is as unsure as between {choices} equally likely next tokens"
+    sentence = f"It chooses, on average, among {choices} equally likely tokens"
     if before is not None:
-        sentence += f", before training as between {number(_perplexity(before))}"
+        sentence += f" ({number(_perplexity(before))} before training)"
     caption = "nats a token, loss on held-out responses"
     return Verdict("neutral", number(loss), caption, f"{sentence}.", tuple(facts))
 
@@ -441,10 +441,13 @@ def _collect(metrics: Metrics) -> Verdict:
         sentence = f"The chosen responses score {number(best)} on average{told}."
         return Verdict("neutral", _plain(records), "demonstrations", sentence, tuple(facts))
     right = figure(metrics, "collect/gold_train")
-    sentence = "No gold reward says whether the labels are right: read some of them."
+    sentence = "Nothing here says whether the labels are right: read some of them."
     if right is not None:
-        sentence = f"{percent(right)} of them are labelled as the gold reward ranks the responses."
-    caption = f"pairs to train on, of {known['num_pairs']}"
+        sentence = f"The gold reward agrees with {percent(right)} of these labels."
+    caption = (
+        f"pairs to train on, of {known['num_pairs']} that were labelled; the others are held out "
+        "or show no preference"
+    )
     return Verdict("neutral", _plain(records), caption, sentence, tuple(facts))
 
 

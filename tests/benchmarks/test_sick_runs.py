@@ -14,6 +14,8 @@ import pytest
 
 from benchmarks.studies.sick.diseases import DISEASES
 from benchmarks.studies.sick.run import (
+    NOISY_OVERRIDES,
+    REWARD_OVERRIDES,
     fired,
     judged_again,
     make_artifacts,
@@ -24,6 +26,7 @@ from benchmarks.studies.sick.run import (
     seeds_of,
 )
 from rlhf_lightning.runs.lock import artifact_lock
+from tests.builders.command_lines import settings_of
 
 # Not among those on which the thresholds were set.
 SEED = 11
@@ -56,6 +59,12 @@ def test_a_disease_is_noticed_in_time(name: str, artifacts: Path) -> None:
 @pytest.mark.parametrize("seed", HEALTHY_SEEDS)
 def test_no_detector_fires_on_a_healthy_run(seed: int, artifacts: Path) -> None:
     assert fired(run_one("healthy", seed, artifacts)) == {}
+
+
+@pytest.mark.parametrize("overrides", [REWARD_OVERRIDES, NOISY_OVERRIDES])
+def test_the_settings_of_the_reward_models_are_settings(overrides: tuple[str, ...]) -> None:
+    settings = settings_of(*overrides, "artifacts.sft=sft")
+    settings.data.source.build()
 
 
 def test_seeds_are_read_as_ranges() -> None:

@@ -213,7 +213,7 @@ def test_the_remedy_is_of_the_objective_that_trained_the_policy(stage):
 def test_an_objective_of_another_package_is_blamed_as_ours_are(rate):
     own = {"val/score_win_rate": rate, "val/gold_win_rate": 0.4, "val/kl_per_token": 3.0}
     for gates, attempt in (
-        (failed(kl_per_token=3.0), "a larger weight of what holds the policy to its start"),
+        (failed(kl_per_token=3.0), "a larger weight of the KL penalty"),
         (failed(gold_win_rate=0.4), "pairs of this policy" if rate == 0.9 else "more iterations"),
     ):
         for stage in ("mine", "evaluate"):

@@ -43,7 +43,6 @@ NOISY_OVERRIDES = (
     "logger=none",
     "+dataset.source.num_preferences=3000",
     "+dataset.source.num_validation_preferences=400",
-    "+dataset.source._convert_=object",
     # The labels are coin flips: what the annotators see counts next to nothing.
     "+dataset.source.panel=[{_target_: rlhf_lightning.data.demo.annotators.SimulatedAnnotator, "
     "name: coin, temperature: 1000.0, length_bias: 0.0}]",
