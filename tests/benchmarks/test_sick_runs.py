@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.sick.diseases import DISEASES
+from benchmarks.studies.sick.continued import SAVING, raised, study_settings
+from benchmarks.studies.sick.diseases import BASE, DISEASES
 from benchmarks.studies.sick.run import (
     NOISY_OVERRIDES,
     REWARD_OVERRIDES,
@@ -25,6 +26,10 @@ from benchmarks.studies.sick.run import (
     run_one,
     seeds_of,
 )
+from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
+from rlhf_lightning.runs.doctor_log import DoctorEvent
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock
 from tests.builders.command_lines import settings_of
 
@@ -59,6 +64,22 @@ def test_a_disease_is_noticed_in_time(name: str, artifacts: Path) -> None:
 @pytest.mark.parametrize("seed", HEALTHY_SEEDS)
 def test_no_detector_fires_on_a_healthy_run(seed: int, artifacts: Path) -> None:
     assert fired(run_one("healthy", seed, artifacts)) == {}
+
+
+@pytest.mark.parametrize("name", DISEASES)
+def test_every_disease_is_built_from_its_settings(name: str) -> None:
+    models = ("artifacts.sft=sft", "artifacts.reward=reward")
+    settings = study_settings([*BASE, *models, *DISEASES[name].overrides, *SAVING])
+    for group in (settings.scorer, settings.rollout, settings.doctor.second_scorer):
+        group.read()
+
+
+def test_a_run_ends_by_the_alerts_of_its_doctor(tmp_path: Path) -> None:
+    doctor = Doctor(RunFolder(tmp_path), DoctorThresholds())
+    for level in ("warn", "healthy"):
+        event = DoctorEvent(3, "alert", f"kl_{level}", level, "")
+        doctor.alert_log.events.append(event)
+    assert [event.name for event in raised(doctor)] == ["kl_warn"]
 
 
 @pytest.mark.parametrize("overrides", [REWARD_OVERRIDES, NOISY_OVERRIDES])

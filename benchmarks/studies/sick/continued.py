@@ -38,7 +38,7 @@ class StopWhenNoticed(Callback):
 
 def raised(doctor: Doctor) -> list[Any]:
     """Return the alerts that were raised."""
-    return [e for e in doctor.record.events if e.kind == "alert" and e.level != "healthy"]
+    return [e for e in doctor.alert_log.events if e.kind == "alert" and e.level != "healthy"]
 
 
 def study_settings(overrides: Sequence[str]) -> TrainSettings:

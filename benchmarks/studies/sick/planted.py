@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.data.demo.gold import gold_parts
+from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores
 from rlhf_lightning.rollout.scorers.functions import load_function
@@ -56,6 +57,7 @@ class SpoiltRewardModel(RewardModelScorer):
     """The built-in reward model, spoilt: `factor * score + weight * extra`, by domain.
 
     Args:
+        load: loads the reward model.
         extra: dotted name of a function (prompts, completions) -> list[float].
         weight: of what it returns.
         factor: of the reward model's score.
@@ -64,6 +66,7 @@ class SpoiltRewardModel(RewardModelScorer):
 
     def __init__(
         self,
+        load: Callable[[], ScalarHeadModel],
         *,
         extra: str | None = None,
         weight: float = 1.0,
@@ -71,7 +74,7 @@ class SpoiltRewardModel(RewardModelScorer):
         domain_factors: Mapping[str, float] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(load, **options)
         self.extra = None if extra is None else load_function(extra)
         self.weight = weight
         self.factor = factor
