@@ -42,15 +42,32 @@ _RATING_NAMES = (
 _OTHER_NAMES = "label labels kto like liked good desirable accepted preferred correct helpful"
 _RATINGS = frozenset(_RATING_NAMES.split())
 _NAMES = _RATINGS | frozenset(_OTHER_NAMES.split())
+_TRUTH = frozenset(["true", "false", "1", "0", "yes", "no", "y", "n"])
+# Words of a name whose truth is bad: thumbs_down, is_bad, not_helpful.
+_BAD_NAMES = frozenset(word for word in _BAD.split() if word.isalpha()) | {
+    "not",
+    "non",
+    "downvoted",
+    "harmful",
+}
 _NOT = ("un", "in", "im", "dis", "non", "non_", "not_")
 _MOST_WORDS, _LONGEST_WORD = 12, 20  # of a column of grades, and not of remarks
 
 
 class Label(NamedTuple):
-    """A column that says which answers are good; `is_rating`: by a number."""
+    """A column that says which answers are good; `is_rating`: by a number.
+
+    With `says_bad` its true is bad, as in `thumbs_down`.
+    """
 
     column: str
     is_rating: bool = False
+    says_bad: bool = False
+
+    def verdict(self, row: ParsedRow) -> bool | None:
+        """Return whether the answer of a row is good, None where the column does not say."""
+        found = verdict(row.columns.get(self.column))
+        return found if found is None else found != self.says_bad
 
 
 def verdict(value: Any) -> bool | None:
@@ -85,7 +102,10 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
     """
     if "label" in columns:
         mapped = columns["label"]
-        return None if mapped is None else Label(mapped)
+        if mapped is None:
+            return None
+        words = {_word(_alone(row.columns.get(mapped))) for row in rows if mapped in row.columns}
+        return Label(mapped, says_bad=_says_bad(mapped, words))
     texts = {theirs for ours, theirs in columns.items() if ours in KNOWN_KEYS}
     values: dict[str, set[str]] = {}
     prompts: set[str] = set()
@@ -106,12 +126,12 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
 def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
     words = set(map(_word, values))
     verdicts = {_VERDICTS.get(word) for word in words}
-    named = set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+    named = _words_of(name)
     numeric = all(re.fullmatch(r"[+-]?\d+(\.\d+)?(e-?\d+)?", word) for word in words)
     graded = len(words) <= _MOST_WORDS and all(len(word) <= _LONGEST_WORD for word in words)
     both = graded and not numeric and {True, False} <= verdicts
     if named & _NAMES and False in verdicts and (None not in verdicts or both):
-        return Label(name)
+        return Label(name, says_bad=_says_bad(name, words))
     is_rating = len(words) > 1 and (numeric or graded) and bool(named & _RATINGS)
     if is_rating and rated:
         return Label(name, is_rating=True)
@@ -126,6 +146,14 @@ def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
             "write it as a column label of true and false" if None in verdicts else way,
         )
     return None
+
+
+def _words_of(name: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+
+
+def _says_bad(name: str, words: set[str]) -> bool:
+    return words <= _TRUTH and len(_words_of(name) & _BAD_NAMES) % 2 == 1
 
 
 def check_demonstration(row: ParsedRow, label: Label | None) -> None:
@@ -144,9 +172,9 @@ def check_demonstration(row: ParsedRow, label: Label | None) -> None:
             f"keep the good rows in a file of their own, write a column label of true and false "
             f"for +experiment=kto, or {every}",
         )
-    value = row.columns.get(label.column)
-    if not verdict(value):
-        said = "neither good nor bad" if verdict(value) is None else "bad"
+    value, good = row.columns.get(label.column), label.verdict(row)
+    if not good:
+        said = "neither good nor bad" if good is None else "bad"
         raise BadRecordError(
             row.where,
             f"the label {label.column!r} holds {describe(value)}: the response is labelled {said}",
@@ -170,7 +198,7 @@ def unpaired(row: ParsedRow, label: Label | None) -> list[Record]:
             f"the row has no label of true and false (other columns: {', '.join(row.columns)})",
             "give prompt, completion and label, or map another name with columns={label: theirs}",
         )
-    value = verdict(row.columns.get(label.column))
+    value = label.verdict(row)
     if value is None:
         found = f"the label {label.column!r} holds {describe(row.columns.get(label.column))}"
         raise BadRecordError(row.where, found, "write true or false, or leave the row out")

@@ -198,3 +198,27 @@ def test_responses_that_all_begin_with_their_prompt_are_named(repeats, caplog):
         for given, kind in ((plain, "demonstrations"), (pairs, "preferences"), (chat, "prompts")):
             records(given, kind)
     assert len(caplog.records) == (3 if repeats else 0)
+
+
+@pytest.mark.parametrize("values", [(True, False), (1, 0), ("yes", "no"), ("True", "False")])
+@pytest.mark.parametrize(
+    "name", ["thumbs_down", "thumbsDown", "not_helpful", "is_bad", "isDisliked"]
+)
+def test_true_is_bad_where_the_name_of_the_column_says_so(name, values):
+    given = rows(name, values)
+    found = records(given, "unpaired", columns={"label": name})
+    assert [record.label for record in found] == [False, True] * 3
+    options = {"columns": {"label": name}, "on_bad_record": "skip"}
+    good = records(given, "demonstrations", **options)
+    assert completions(good) == ["Response 1.", "Response 3.", "Response 5."]
+    if name not in ("is_bad", "isDisliked"):  # those have to be mapped
+        assert records(given, "unpaired") == found
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("not_bad", (True, False)), ("thumbs_up", (1, 0)), ("thumbs_down", ("good", "bad"))],
+)
+def test_true_is_good_under_another_name_and_words_speak_for_themselves(name, values):
+    found = records(rows(name, values), "unpaired", columns={"label": name})
+    assert [record.label for record in found] == [True, False] * 3
