@@ -61,7 +61,7 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     elif UNDECIDED in verdicts:
         head += " Next: more seeds (seeds=[1, 2, 3, 4]) narrow the intervals."
     elif verdicts and not told and not compared.rows:
-        head += " Next: settings (vary) by which the rows reach the same KL."
+        head += " Next: choose settings (vary) with which the rows reach the same KL."
     body = render(
         "study.html",
         study=study,
@@ -182,7 +182,7 @@ def interval_note(study: Study) -> str:
             "All seeds share their prompts: intervals hold for new prompts and new seeds; a figure "
             "whose spread over prompts was not measured has none."
         )
-    return "Each seed has prompts of its own: intervals, Student's over seeds, hold for both."
+    return "Each seed has its own prompts, so the intervals, Student's over seeds, count both."
 
 
 def curves_table(study: Study) -> Table:
@@ -231,8 +231,9 @@ def compared_table(study: Study) -> tuple[Table, list[str]]:
     if not verdicts and curves:
         verdicts = [UNDECIDED]
         if not count:
-            why = "and another row reach no KL in all seeds" if theirs else "has no curve"
-            verdicts = [f"{first} {why}: nothing is compared with it."]
+            why = f"no KL is reached by {first} and another row in all seeds"
+            why = why if theirs else f"{first} has no curve"
+            verdicts = [f"Nothing is compared with {first}: {why}."]
     lead = (
         f"Intervals are 95 %. Better or worse only where the interval of {count} comparisons, at "
         f"1 - 0.05 / {count} (Bonferroni), excludes 0. {interval_note(study)}{_bound_note(study)}"
@@ -332,9 +333,9 @@ def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
             cell = shown(GAIN, gain) + _part(gain.num_seeds, len(found), len(group))
             rows.append([*about, cell, kl, where])
     lead = (
-        f"Where each run had spent what the cheapest spent in all, {limit:,.0f} {budget.unit}: "
-        "the last measurement of gold during training before that, its own end where it spent no "
-        "more. A run that measured none is shown at its end, with how much more it spent."
+        f"Each run where it had spent {limit:,.0f} {budget.unit}, the total of the cheapest run: "
+        "its last measurement of gold up to there. A run without one is shown at its end, with how "
+        "much more it spent."
     )
     if any("rollout/resampling_rounds" in r.rows[-1] for r in compared):
         lead += (

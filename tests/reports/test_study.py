@@ -180,12 +180,13 @@ def test_nothing_is_compared_with_a_first_row_that_is_incomplete_or_elsewhere():
     one = study()
     lost = replace(one.results[0], status="failed", metrics={}, rows=())
     table, verdicts = compared_table(replace(one, results=[lost, *one.results[1:]]))
-    assert (table.rows, verdicts) == ([], ["a has no curve: nothing is compared with it."])
+    assert (table.rows, verdicts) == ([], ["Nothing is compared with a: a has no curve."])
     far = [replace(r, metrics=metrics(0.9, 1.0 + r.metrics["val/kl_per_token"]))
            if r.row == "b" else r for r in one.results]  # fmt: skip
     table, verdicts = compared_table(replace(one, results=far))
     assert table.rows == []
-    assert verdicts == ["a and another row reach no KL in all seeds: nothing is compared with it."]
+    told = "no KL is reached by a and another row in all seeds"
+    assert verdicts == [f"Nothing is compared with a: {told}."]
 
 
 def test_a_kl_that_a_seed_does_not_reach_has_no_mean():
