@@ -53,7 +53,7 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         told = "" if summary.stage in _NEXT else _IN_PYTHON
         if "compared by" in summary.about:
             told = "Read the samples. "
-        return f"{undecided}{told}export_model(module, FOLDER) writes it for what comes next."
+        return f"{undecided}{told}export_model(module, FOLDER) exports it for the next stage."
     key = "demonstrations" if "collect/score_best" in summary.metrics else summary.stage
     made = next((p for p in (folder.export, folder.path / "data") if p.is_dir()), folder.path)
     return undecided + _NEXT.get(key, _COMPARE).format(place_of(made), run=place_of(folder.path))
