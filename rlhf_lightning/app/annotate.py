@@ -46,12 +46,26 @@ def run(settings: AnnotateSettings) -> None:
 
                 say(describe_store(store))
             else:
+                if settings.action == "serve":
+                    _keep_question(settings, store)
                 if settings.file is not None:
                     _import(settings, store)
                 if settings.action == "serve":
                     _serve(settings, store)
     except (BadRecordError, StoreError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _keep_question(settings: AnnotateSettings, store: LabelStore) -> None:
+    question = f"{settings.page.title} {settings.page.instructions}".strip()
+    asked = store.question()
+    if asked not in (None, question) and not settings.add:
+        raise ConfigError(
+            f"page.title and page.instructions ask {question!r}, and the labels in "
+            f"store={store.path} answer {asked!r}: ask that, give another store, or add=true to "
+            "have both in one"
+        )
+    store.note_question(question)
 
 
 def _import(settings: AnnotateSettings, store: LabelStore) -> None:

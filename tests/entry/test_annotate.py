@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from rlhf_lightning.app.annotate import main
+from rlhf_lightning.preferences.annotation.assignment import Sharing
+from rlhf_lightning.preferences.annotation.store import LabelStore
 from tests.builders.labels import make_pairs
 from tests.preferences.page_server import Client, serving
 
@@ -220,6 +222,53 @@ def test_pairs_of_another_file_are_refused_by_name_unless_they_are_to_be_added(
     assert "3 new pairs of 3" in annotate(action, "file=b.jsonl", "add=true").stdout
     assert "pairs of a.jsonl, b.jsonl\n" in annotate("action=status").stdout
     assert annotate(action, "file=b.jsonl").returncode == 0
+
+
+def answered(store: Path, answer: str, name: str = "Ann") -> str:
+    """Label one pair as the page does; return which answer was shown first."""
+    with LabelStore(store) as labels:
+        rater, _ = labels.enter(name)
+        task = labels.next_task(rater, Sharing())
+        assert labels.label(rater, task.assignment_id, answer, Sharing()) == "kept"
+    return task.shown_first
+
+
+@pytest.mark.parametrize(
+    "other", ["page.title=Which is kinder?", "page.instructions=Look at the tone."]
+)
+def test_labels_that_answer_another_question_are_not_mixed_without_a_word(
+    annotate, announced, tmp_path: Path, other: str
+):
+    write_rows(tmp_path / "a.jsonl")
+    assert annotate("file=a.jsonl").returncode == 0
+    assert annotate("file=a.jsonl", other).returncode == 0, "nobody has labelled yet"
+    assert annotate("page.title=Which is true?").returncode == 0
+    answered(tmp_path / "outputs/annotate/labels.sqlite", "left")
+    (tmp_path / "more.jsonl").write_text(
+        (tmp_path / "a.jsonl").read_text() + json.dumps(ROWS[0] | {"prompt": "more"}) + "\n"
+    )
+    refused = annotate("file=more.jsonl", other)
+    assert refused.returncode == 2
+    for name in (other.partition("=")[2], "Which is true?", "labels.sqlite", "add=true"):
+        assert name in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert "1 of 3 labels" in annotate("action=status").stdout, "the file was taken in"
+    assert annotate("page.title=Which is true?").returncode == 0
+    assert annotate(other, "add=true").returncode == 0
+    assert annotate(other).returncode == 0
+
+
+def test_the_status_has_how_often_each_rater_chose_what_was_shown_first(annotate, tmp_path: Path):
+    write_rows(tmp_path / "a.jsonl")
+    annotate("action=import", "file=a.jsonl", "known=ignore", "ratings_per_pair=3")
+    store = tmp_path / "outputs/annotate/labels.sqlite"
+    for name, choices in {"Ann": "left left right", "Bo": "left left left", "Cy": "tie"}.items():
+        for choice in choices.split():
+            answered(store, choice, name)
+    rows = {line.split()[0]: line for line in annotate("action=status").stdout.splitlines()[2:]}
+    assert rows["Ann"].endswith("  2 of 3")
+    assert rows["Bo"].endswith("  3 of 3")
+    assert rows["Cy"].endswith("  -")
 
 
 @pytest.mark.parametrize("action", [["status"], ["export", "file=out.jsonl", "format=trl"]])

@@ -274,6 +274,20 @@ class LabelStore:
         values = (f"import {file.resolve()}", str(file))
         self._write(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", values))
 
+    def question(self) -> str | None:
+        """Return the question under which people have labelled; None before the first label."""
+        rows = self._read(
+            "SELECT value FROM meta WHERE key = 'question' AND EXISTS "
+            "(SELECT 1 FROM labels WHERE assignment_id IS NOT NULL AND undone IS NULL)"
+        )
+        return str(rows[0][0]) if rows else None
+
+    def note_question(self, text: str) -> None:
+        """Keep the question that raters are asked from now on."""
+        self._write(
+            lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES ('question', ?)", (text,))
+        )
+
     def first_shown_chosen(self) -> dict[str, str]:
         """Return how often each rater at the page chose the answer that was shown first."""
         rows = self._read(
