@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import CONVERSATION
 from rlhf_lightning.data.errors import BadRecordError, Location
+from rlhf_lightning.data.progress import told
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -171,7 +172,8 @@ def encode_all(
     encoded = []
     everything = list(records)
     encoder = TextEncoder(tokenizer)
-    for number, record in enumerate(everything, start=1):
+    rows = told(everything, "encoding", len(everything))
+    for number, record in enumerate(rows, start=1):
         if number % NUM_REMEMBERED == 1:
             encoder.remember(_plain_texts(everything[number - 1 : number - 1 + NUM_REMEMBERED]))
         encode = encoders[type(record)]

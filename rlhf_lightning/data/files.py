@@ -12,21 +12,18 @@ import gzip
 import io
 import itertools
 import json
-import logging
 import lzma
 import os
 import re
 import stat
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
-
-logger = logging.getLogger(__name__)
+from rlhf_lightning.data.progress import told
 
 Row = Mapping[str, Any]
 LocatedRow = tuple[Location, Row | BadRecordError]
@@ -36,7 +33,6 @@ VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 LONGEST_ROW = 2**26  # bytes or signs: a compressed file of a megabyte may hold one of gigabytes
 LARGEST_JSON = 2**32  # bytes of a file that is read as a whole
 LONGEST_TEXT = 2**24  # characters of a row: of 100 million a tokenizer ends the process
-SPEAKS_EVERY = 5.0  # seconds
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SEPARATORS = ",;\t|"
 _PEEKED = 4096  # bytes, behind whose white space the content begins
@@ -65,16 +61,13 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
             f"the extension {extension(path)!r} is unknown",
             f"give a file that ends with one of {ENDINGS}",
         )
-    empty, begun, spoken = True, time.monotonic(), 1
+    empty = True
     try:
-        for number, (place, row) in enumerate(reader(path), start=1):
+        for place, row in told(reader(path), f"reading {path}"):
             empty = False
             if (length := _characters(row)) > LONGEST_TEXT:
                 found = f"it has {length} characters, more than {LONGEST_TEXT}"
                 row = BadRecordError(place, found, "split it, or take it out")
-            if time.monotonic() - begun > spoken * SPEAKS_EVERY:
-                spoken += 1
-                logger.info("reading %s: %d rows so far", path, number)
             yield place, row
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, OSError) and error.errno is not None:
