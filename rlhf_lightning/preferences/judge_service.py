@@ -165,6 +165,9 @@ class JudgeService:
 
         Args:
             stop: once it is set, no further attempt is made.
+
+        Raises:
+            AnnotationError: if the environment names a proxy or certificates that cannot be used.
         """
 
         async def before_each_attempt() -> None:
@@ -172,17 +175,21 @@ class JudgeService:
             if stop.is_set():
                 raise AnnotationError("stopped")
 
+        # A proxy of the environment would read key and texts where they are not encrypted.
+        secure = self._base_url.startswith("https:")
+        try:
+            http = ServiceClient(self.hparams.timeout, before=before_each_attempt, trust_env=secure)
+        except (ImportError, OSError, ValueError) as error:
+            raise AnnotationError(
+                f"{self.where}: {error}: correct the environment's HTTPS_PROXY, ALL_PROXY or "
+                "SSL_CERT_FILE"
+            ) from error
         client = self._openai.AsyncOpenAI(
             # The client wants some key, also where the service wants none.
             api_key=self._key or "none",
             base_url=self._base_url,
             max_retries=self.hparams.max_retries,
-            # A proxy of the environment would read key and texts where they are not encrypted.
-            http_client=ServiceClient(
-                self.hparams.timeout,
-                before=before_each_attempt,
-                trust_env=self._base_url.startswith("https:"),
-            ),
+            http_client=http,
         )
         if self.hparams.base_url is not None:  # of an account at OpenAI, by its variables
             client.organization = client.project = None

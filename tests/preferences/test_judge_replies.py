@@ -23,7 +23,9 @@ HUGE = 10**400
 
 
 def judge(server, **changes) -> JudgeAnnotator:
-    settings = {"model": "m", "base_url": server.url, "api_key_env": None, "timeout": 10.0}
+    settings = {"model": "m", "api_key_env": None, "timeout": 10.0}
+    if server is not None:
+        settings["base_url"] = server.url
     return JudgeAnnotator(**(settings | {"concurrency": 1} | changes))
 
 
@@ -407,3 +409,16 @@ def test_the_sentence_of_a_service_is_told_in_one_line_whatever_its_shape(text) 
 def test_odd_bytes_in_a_header_are_no_error() -> None:
     with serving(lambda *_: Failure(429, Retry_After="b\xe4ld"), prefers_longer) as server:
         assert len(judge(server, max_retries=1).label(PAIRS[:1])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTPS_PROXY", "nonsense://127.0.0.1"),
+        ("SSL_CERT_FILE", "/nowhere/certificates.pem"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_named(monkeypatch, name, value) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(AnnotationError, match=name):
+        judge(None, base_url="https://127.0.0.1:1/v1").label(PAIRS[:1])
