@@ -1,13 +1,12 @@
-"""Word of loading that takes long."""
+"""Word of loading that takes long. Imports nothing heavy: the labelling page reads files, too."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 FIRST_AFTER = 5.0  # seconds; each further line after twice as many
 
@@ -24,9 +23,10 @@ def told(items: Iterable[Item], what: str, total: int | None = None) -> Iterator
         total: their number, where it is known.
     """
     begun, wait = time.monotonic(), FIRST_AFTER
+    first = (os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0") == "0"
     of = "" if total is None else f" of {total}"
     for number, item in enumerate(items):
-        if time.monotonic() - begun > wait and getattr(rank_zero_only, "rank", 0) == 0:
+        if time.monotonic() - begun > wait and first:
             logger.info("%s: %d%s rows after %.0f seconds", what, number, of, wait)
             wait *= 2
         yield item
