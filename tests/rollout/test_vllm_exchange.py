@@ -55,6 +55,8 @@ def test_weights_are_sent_under_the_names_of_the_checkpoint(tmp_path, kind, size
         ([5, EOS], [3.0, -1.0], "3.0"),
         ([5, EOS], [float("inf"), -1.0], "inf"),
         ([5, EOS], [None, -1.0], "None"),
+        ([5, EOS], [-(10**400), -1.0], "-1000"),
+        ([10**400, EOS], [-1.0, -1.0], "1000"),
         ([5, EOS, 7, EOS], [-1.0] * 4, "number 2 is a stop token"),
         ([5] * 9 + [EOS], [-1.0] * 10, "max_new_tokens=8"),
         ([5, 6], [-1.0, -1.0], "ended after 2"),
@@ -65,7 +67,8 @@ def test_a_response_that_vllm_cannot_have_written_ends_the_run(tokens, logprobs,
     settings = {"temperature": 1.0, "max_new_tokens": 8, "stop_ids": [EOS]}
     request = Request(ROWS, [1, 2], settings)
     sound = ([5, EOS], [-1.0, float("nan")])
-    check_answers([sound, ([5] * 8, [1e-6] * 8)], request, num_tokens=50)
+    check_answers([sound, ([5] * 8, [1e-6] * 7 + [-float("inf")])], request, num_tokens=50)
     with pytest.raises(RuntimeError, match="vLLM's response to row 1 ") as error:
         check_answers([sound, (tokens, logprobs)], request, num_tokens=50)
     assert named in str(error.value)
+    assert len(str(error.value)) < 200

@@ -75,14 +75,15 @@ def _problem(answer: Answer, settings: Mapping[str, Any], num_tokens: int) -> st
     tokens, logprobs = answer
     longest, stops = settings["max_new_tokens"], settings["stop_ids"]
     strange = [t for t in tokens if type(t) is not int or not 0 <= t < num_tokens]
-    odd = [p for p in logprobs if type(p) not in (float, int) or p > MOST_LOGPROB]
+    odd = [p for p in logprobs if type(p) not in (float, int) or p > MOST_LOGPROB or -p > 1e300]
+    odd = [p for p in odd if p != -torch.inf]  # is counted among those that are not finite
     early = next((place for place, token in enumerate(tokens[:-1]) if token in stops), None)
     if strange:
-        return f"has the token {strange[0]!r}, and the vocabulary has {num_tokens}"
+        return f"has the token {strange[0]!r:.40}, and the vocabulary has {num_tokens}"
     if len(tokens) != len(logprobs):
         return f"has {len(logprobs)} log-probabilities for {len(tokens)} tokens"
     if odd:
-        return f"has the log-probability {odd[0]!r}, which is none"
+        return f"has the log-probability {odd[0]!r:.40}, which is none"
     if len(tokens) > longest:
         return f"has {len(tokens)} tokens, and max_new_tokens={longest}"
     if early is not None:

@@ -138,7 +138,8 @@ class VllmServer:
             raise self._lost() from error
         if "error" in reply:
             self.keeps_log = True
-            raise RuntimeError(f"vLLM's server {self.number}: {reply['error']} (log: {self.log})")
+            told = " ".join(reply["error"].split())[:500]
+            raise RuntimeError(f"vLLM's server {self.number}: {told} (log: {self.log})")
         return reply["result"]
 
     def end(self, patience: float = 0.0) -> None:
