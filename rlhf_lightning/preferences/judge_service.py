@@ -189,7 +189,7 @@ class JudgeService:
             api_key=self._key or "none",
             base_url=self._base_url,
             max_retries=self.hparams.max_retries,
-            http_client=http,
+            http_client=http,  # type: ignore[arg-type]  # httpx is taken as well as httpx2
         )
         if self.hparams.base_url is not None:  # of an account at OpenAI, by its variables
             client.organization = client.project = None

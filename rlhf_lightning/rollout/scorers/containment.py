@@ -76,15 +76,40 @@ _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         lambda paths: sys.path.extend(path for path in paths if path not in sys.path),
     ),
 )
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _set_filters(filters: list[Any]) -> None:
+    warnings.resetwarnings()
+    warnings.filters.extend(filters)  # type: ignore[attr-defined]
+
+
+def _our_loggers() -> list[tuple[logging.Logger, int, bool, list[logging.Handler]]]:
+    return [
+        (each, each.level, each.disabled, list(each.handlers))
+        for each in (logging.root, *logging.root.manager.loggerDict.values())
+        if isinstance(each, logging.Logger)
+        and each.name.partition(".")[0] in ("root", "lightning", "rlhf_lightning")
+    ]
+
+
+def _set_loggers(kept: list[tuple[logging.Logger, int, bool, list[logging.Handler]]]) -> None:
+    for each, level, disabled, handlers in kept:
+        each.setLevel(level)
+        each.disabled = disabled
+        each.handlers[:] = handlers
+
+
 # What a file may set once for all, and a call may not.
 _FOR_A_CALL: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (lambda: dict(os.environ), lambda kept: (os.environ.clear(), os.environ.update(kept))),
-    (
-        lambda: list(warnings.filters),
-        lambda filters: (warnings.resetwarnings(), warnings.filters.extend(filters)),  # type: ignore[attr-defined]
-    ),
+    (lambda: dict(os.environ), _set_environment),
+    (lambda: list(warnings.filters), _set_filters),
     (lambda: logging.root.manager.disable, logging.disable),
-    (lambda: _our_loggers(), lambda loggers: [_set_logger(*each) for each in loggers]),
+    (_our_loggers, _set_loggers),
 )
 # A guard around code that a function runs may take their functions away, and never give them back.
 _MODULES: tuple[Any, ...] = (builtins, os, shutil, subprocess, signal, time, math, random, torch)
@@ -297,24 +322,6 @@ def restoring_state(what: str, *, settings: bool = True) -> Iterator[None]:
                 write(value)
     if any(getattr(stream, "closed", False) for stream in streams[1:]):
         raise ClosedStreamError(f"{what} closed standard output or error: leave them open")
-
-
-def _our_loggers() -> list[tuple[logging.Logger, int, bool, list[logging.Handler]]]:
-    found = [logging.root, *logging.root.manager.loggerDict.values()]
-    return [
-        (each, each.level, each.disabled, list(each.handlers))
-        for each in found
-        if isinstance(each, logging.Logger)
-        and each.name.partition(".")[0] in ("root", "lightning", "rlhf_lightning")
-    ]
-
-
-def _set_logger(
-    each: logging.Logger, level: int, disabled: bool, handlers: list[logging.Handler]
-) -> None:
-    each.setLevel(level)
-    each.disabled = disabled
-    each.handlers[:] = handlers
 
 
 def _duplicate(descriptor: int) -> int | None:

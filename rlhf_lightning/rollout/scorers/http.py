@@ -362,5 +362,6 @@ def _messages(row: AnswerText) -> list[dict[str, str]]:
 
 
 def _is_finite(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and abs(value) <= LARGEST  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= LARGEST
