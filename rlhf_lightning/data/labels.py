@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from rlhf_lightning.data.errors import BadRecordError, describe
@@ -50,6 +51,7 @@ _BAD_NAMES = frozenset(word for word in _BAD.split() if word.isalpha()) | {
     "downvoted",
     "harmful",
 }
+_TIES = ("status", "winner", "preference", "label")
 _NOT = ("un", "in", "im", "dis", "non", "non_", "not_")
 _MOST_WORDS, _LONGEST_WORD = 12, 20  # of a column of grades, and not of remarks
 
@@ -247,29 +249,26 @@ def _columns_of_no_prompt(rows: Sequence[ParsedRow]) -> list[str]:
     """Return the columns of texts or messages that no pair of a set without prompts has read."""
     if any(not isinstance(r.record, PreferenceRecord) or r.record.prompt for r in rows):
         return []
-    return sorted(
-        {
-            key
-            for row in rows
-            for key in row.unread
-            if isinstance(row.columns[key], list) or " " in str(row.columns[key])
-        }
-    )
+    unread = ((key, row.columns[key]) for row in rows for key in row.unread)
+    return sorted({key for key, x in unread if isinstance(x, list) or " " in str(x)})
 
 
 def _is_doubtful(row: ParsedRow) -> bool:
     """Return True for a pair whose columns call it a tie, or score the rejected side as high."""
     if not isinstance(row.record, PreferenceRecord):
         return False
-    given = {re.sub("[- ]", "_", key): row.columns[key] for key in row.unread}
-    if "tie" in (given.get(key) for key in ("status", "winner", "preference", "label")):
-        return True
-    for key, value in given.items():
-        other = given.get(key.replace("chosen", "rejected")) if "chosen" in key else None
-        numbers = all(isinstance(each, int | float) for each in (value, other))
-        if numbers and set(key.split("_")) & _RATINGS and value <= other:
-            return True
-    return False
+    scores = ([row.columns[key] for key in both] for both in _scores_of_both(row.unread))
+    return any(row.columns.get(key) == "tie" for key in _TIES) or any(
+        isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected
+        for chosen, rejected in scores
+    )
+
+
+@cache
+def _scores_of_both(columns: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return the columns that score the chosen side, each with that of the rejected one."""
+    both = [(key, key.replace("chosen", "rejected")) for key in columns if "chosen" in key]
+    return [x for x in both if x[1] in columns and not _RATINGS.isdisjoint(re.split("[-_ ]", x[0]))]
 
 
 def _quotes_prompt(row: ParsedRow) -> bool:
