@@ -2,8 +2,10 @@
 
 One mechanism for calls from Python (`checked`), for hyper-parameters and for what a configuration
 builds. Numbers, texts and truth values are strict: no text is read as a number, no truth value as
-an integer, no fraction as a count; an integer is a float. A class is checked by isinstance, a
-protocol by its methods.
+an integer, no fraction as a count; an integer is a float, and scalars of NumPy and torch are
+Python's. Numbers have a size that float32 computes with. A class is checked by isinstance, a
+protocol by its methods, a function by the number of its parameters. Limits stand in the annotation:
+`Seed`, `Count` and the others below.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
+    AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -30,9 +34,8 @@ from pydantic import (
 )
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Above0 = Annotated[float, Field(gt=0)]
+LARGEST = 1e30  # larger sizes overflow in float32, where models compute, and 1 / LARGEST vanishes
+LOWEST_TEMPERATURE = 0.01
 _SCALARS = (int, float, str, bool)
 YAML_NUMBER = " (write 1e-5 as 1.0e-5: YAML reads 1e-5 as text)"
 
@@ -45,6 +48,49 @@ class NamedAgain:
     """
 
 
+def _limit(holds: Callable[[Any], bool], wanted: str) -> AfterValidator:
+    """Return the limit of an annotation; `wanted` ends the sentence "it must be"."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(f"={value!r} must be {wanted}")
+        return value
+
+    return AfterValidator(check)
+
+
+Length = Annotated[int, Field(ge=1)]  # of what is only compared with it
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+Size = Annotated[int, Field(ge=1, le=10**9)]  # of what is held in memory
+CountOrZero = Annotated[int, Field(ge=0, lt=2**63)]
+Workers = Annotated[int, Field(ge=0, le=1024)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Above0 = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]  # of a timer
+Epochs = Annotated[float, Field(gt=0, le=1e9)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Temperature = Annotated[
+    float,
+    Field(ge=0, le=10),
+    _limit(
+        lambda value: not 0 < value < LOWEST_TEMPERATURE,
+        f"0 for greedy decoding, or at least {LOWEST_TEMPERATURE:g}: it divides the logits",
+    ),
+]
+# A path, or a name on the hub; without a text it would be the working directory.
+PathOrName = Annotated[
+    str | Path,
+    _limit(
+        lambda value: bool(str(value).strip()) and "\0" not in str(value),
+        "a file, a folder or a name, not empty",
+    ),
+]
+FLOATING = _limit(lambda dtype: dtype.is_floating_point, "a floating dtype, such as torch.bfloat16")
+_IN_FLOAT32 = _limit(
+    lambda value: not value or 1 / LARGEST <= abs(value) <= LARGEST,
+    f"0 or of a size from {1 / LARGEST:g} to {LARGEST:g}, with which float32 computes",
+)
+
 CodeName = Annotated[str, NamedAgain()]  # `path.py:name` or `package.module.name`
 Program = Annotated[str, NamedAgain()]
 Address = Annotated[str, NamedAgain()]
@@ -53,18 +99,17 @@ RunsCode = Annotated[bool, NamedAgain()]  # true runs the code of a model
 
 
 def fitting(key: str, value: Any, hint: Any) -> Any:
-    """Return `value` if it may be given for `hint`; an integer for a float as a float.
+    """Return `value` if it may be given for `hint`, its numbers as Python's of that type.
 
     Args:
         key: name of the argument, for the message.
-        value: any object; scalars of NumPy count as Python's.
+        value: any object.
         hint: annotation.
 
     Raises:
         TypeError: for another type, naming the argument, what it got and what it wants.
         ValueError: for a value out of range.
     """
-    value = _plain_scalar(value)
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
@@ -98,8 +143,7 @@ def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
         for name, value in bound.arguments.items():
             kind = signature.parameters[name].kind
             if name in hints and name not in but and kind not in (2, 4):  # *args, **kwargs
-                plain = bound.arguments[name] = _plain_scalar(value)
-                fitting(name, plain, hints[name])
+                bound.arguments[name] = fitting(name, value, hints[name])
         return call(*bound.args, **bound.kwargs)
 
     return checking
@@ -205,7 +249,8 @@ def _strict(hint: Any) -> Any:
     if origin is Annotated:
         return Annotated[(_strict(arguments[0]), *arguments[1:])]  # type: ignore[return-value]
     if hint in _SCALARS:
-        return Annotated[hint, Strict()]
+        limits = (_IN_FLOAT32,) if hint in (int, float) else ()
+        return Annotated[(hint, Strict(), BeforeValidator(_plain_scalar), *limits)]  # type: ignore[return-value]
     if hint in (Any, None, type(None), Ellipsis) or origin is Literal:
         return hint
     if is_union(hint):
@@ -227,32 +272,66 @@ def _instance(hint: Any, value: Any) -> Any:
         value.is_placed |= fits
     elif kind is Path:
         fits = isinstance(value, str | os.PathLike)
+    elif kind is collections.abc.Callable:
+        fits = _is_called_as(hint, value)
     else:
         fits = _is_a(value, kind, isinstance)
     if not fits:
-        name = "a function" if kind is collections.abc.Callable else kind.__name__
-        raise ValueError(name)
+        raise AssertionError(_named(hint))
     return value
 
 
+def _is_called_as(hint: Any, value: Any) -> bool:
+    """Return whether a value can be called with the arguments of a `Callable`, for its product."""
+    takes, gives = get_args(hint) or (Ellipsis, Any)
+    if not callable(value):
+        return False
+    if inspect.isclass(value) and gives is not Any and not may_stand_for(value, gives):
+        return False
+    try:
+        takes is Ellipsis or inspect.signature(value).bind(*takes)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        return True
+    return True
+
+
+def _named(hint: Any) -> str:
+    if get_origin(hint) is not collections.abc.Callable:
+        return str((get_origin(hint) or hint).__name__)
+    takes, gives = get_args(hint)
+    named = "a function" if takes is Ellipsis else f"a function of {len(takes)} argument"
+    plural = "" if takes is Ellipsis or len(takes) == 1 else "s"
+    return f"{named}{plural}" + (
+        "" if gives is Any else f" that gives {getattr(gives, '__name__', gives)}"
+    )
+
+
 def _collection(hint: Any, value: Any, validate: Callable[[Any], Any]) -> Any:
-    return _instance(hint, value) if isinstance(value, Built) else validate(value)
+    if isinstance(value, Built):
+        return _instance(hint, value)
+    found = validate(value)
+    return found if type(value) in (list, tuple, dict) else value
 
 
 def _plain_scalar(value: Any) -> Any:
-    """Return a scalar of NumPy as Python's, everything else as it is."""
-    is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    """Return a scalar of NumPy or torch as Python's, everything else as it is."""
+    is_scalar = type(value).__module__ in ("numpy", "torch") and getattr(value, "shape", 0) == ()
     return value.item() if is_scalar else value
 
 
 def _problem(key: str, value: Any, hint: Any, error: ValidationError) -> Exception:
     found = error.errors(include_url=False, include_context=False)
-    if len(found) == 1 and found[0]["type"] != "missing":  # inside of a list or a mapping
-        key += "".join(f"[{part}]" for part in found[0]["loc"])
-        value = found[0]["input"]
+    places = [_inside(value, item["loc"]) for item in found]
+    place = max(places, key=len)  # of several alternatives, that of the one which fits so far
+    found = [item for item, where in zip(found, places, strict=True) if where == place]
+    for part in place:
+        key, value = f"{key}[{part}]", value[part]
     words = dict.fromkeys(_WORDS.get(item["type"], item["msg"]) for item in found)
     wanted = " or ".join(
-        word.removeprefix("Input should be ").removeprefix("Value error, ") for word in words
+        word.removeprefix("Input should be ").removeprefix("Assertion failed, ")
+        for word in (text.rpartition(" must be ")[2] for text in words)
     )
     if isinstance(value, Built):
         given = getattr(value.product, "__name__", value.product)
@@ -263,20 +342,36 @@ def _problem(key: str, value: Any, hint: Any, error: ValidationError) -> Excepti
     shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
     if all(item["type"] in _VALUE_ERRORS for item in found):
         return ValueError(f"{key}={shown} must be {wanted}")
-    wanted += " or None" if len(found) == 1 and type(None) in get_args(hint) else ""
+    wanted += " or None" if not place and len(found) == 1 and type(None) in get_args(hint) else ""
     fix = YAML_NUMBER if isinstance(value, str) and "e" in value and is_number(value) else ""
     return TypeError(f"{key}={shown} is {type(value).__name__}, expected {wanted}{fix}")
+
+
+def _inside(value: Any, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the place of an error in a value, without pydantic's names of alternatives."""
+    place: list[int | str] = []
+    for part in loc:
+        is_key = isinstance(value, Mapping) and part in value
+        if is_key or (isinstance(value, list | tuple) and part in range(len(value))):
+            value = value[part]  # type: ignore[index]
+            place.append(part)
+    return tuple(place)
 
 
 _LONGEST = 100  # characters of a value in a message
 _WORDS = {"sequence_str": "a list", "tuple_type": "a list", "int_type": "int"}
 _WORDS |= {"float_type": "float", "bool_type": "bool"}
 _WORDS |= {"string_type": "str", "none_required": "None", "dict_type": "a mapping"}
-_WORDS |= {"finite_number": "finite", "too_long": "fewer items", "missing": "more items"}
+_WORDS |= {
+    "is_instance_of": "a list",
+    "finite_number": "finite",
+    "too_long": "fewer items",
+    "missing": "more items",
+}
 _VALUE_ERRORS: tuple[str, ...] = (
     "greater_than",
     "greater_than_equal",
     "less_than",
     "less_than_equal",
 )
-_VALUE_ERRORS += ("finite_number", "literal_error", "too_short")
+_VALUE_ERRORS += ("finite_number", "literal_error", "too_short", "value_error")

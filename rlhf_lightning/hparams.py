@@ -11,7 +11,7 @@ import warnings
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from rlhf_lightning.arguments import fitting
+from rlhf_lightning.arguments import LOWEST_TEMPERATURE, fitting
 
 
 class UnusualHparamWarning(UserWarning):
@@ -46,25 +46,6 @@ def choice(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
-LOWEST_TEMPERATURE = 0.01
-LARGEST = 1e30  # larger sizes overflow in float32, where models compute, and 1 / LARGEST vanishes
-
-
-def check_size(key: str, value: object) -> None:
-    """Refuse a number that float32 cannot compute with.
-
-    Raises:
-        ValueError: with the key and the range.
-    """
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return
-    if value and not 1 / LARGEST <= abs(value) <= LARGEST:
-        raise ValueError(
-            f"{key}={_shown(value)} is impossible: float32 computes with 0 and with sizes from "
-            f"{1 / LARGEST:g} to {LARGEST:g}"
-        )
-
-
 _HOLDS = {
     "above": lambda value, limit: value > limit,
     "at_least": lambda value, limit: value >= limit,
@@ -78,7 +59,7 @@ class Checked:
     """Mixin: check every field against its annotation, its limits and its usual range."""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = typing.get_type_hints(type(self), include_extras=True)
         for item in fields(self):  # type: ignore[arg-type]
             key = f"{type(self).__name__}.{item.name}"
             value = fitting(key, getattr(self, item.name), hints[item.name])
@@ -86,7 +67,6 @@ class Checked:
             choices = item.metadata.get("choices", (value,))
             if value not in choices:
                 raise ValueError(f"{key}={value!r}: use {', '.join(choices)}")
-            check_size(key, value)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 _check_limits(key, value, item.metadata, self._usual(item))
 
@@ -140,7 +120,7 @@ class SamplingHparams(Checked):
     """
 
     temperature: float = number(1.0, at_least=LOWEST_TEMPERATURE, at_most=10, usual=(0.7, 1.0))
-    max_new_tokens: int = number(64, at_least=1)
+    max_new_tokens: int = number(64, at_least=1, at_most=10**9)
     top_k: int = number(0, at_least=0)
     top_p: float = number(1.0, above=0, at_most=1)
     skip_special_tokens: bool = False
@@ -196,7 +176,7 @@ class RewardHparams(Checked):
     use_margin: bool = True
     label_smoothing: float = number(0.0, at_least=0, below=0.5, usual=(0, 0.2))
     center_coef: float = number(0.01, at_least=0, usual=(0, 0.1))
-    normalization_samples: int = number(512, at_least=0)
+    normalization_samples: int = number(512, at_least=0, at_most=10**9)
 
 
 @dataclass(frozen=True)
@@ -261,11 +241,11 @@ class LoraHparams(Checked):
         quantization: "none", or "nf4" for a 4-bit base (QLoRA, Dettmers et al. 2023).
     """
 
-    r: int = number(16, at_least=1, usual=(4, 128))
+    r: int = number(16, at_least=1, at_most=10**9, usual=(4, 128))
     alpha: int = number(32, at_least=1, usual=(8, 256))
     dropout: float = number(0.0, at_least=0, below=1, usual=(0, 0.1))
     target_modules: str = "all-linear"
-    base_precision: str = "32-true"
+    base_precision: str = choice("32-true", "bf16-mixed")
     quantization: str = choice("none", "nf4")
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ ON_POLICY = (PPOHparams, GRPOHparams)
 # class, field, values that cannot work, what the message wants
 IMPOSSIBLE = [
     (SamplingHparams, "temperature", [0.009, 0.0, -1.0, 10.5], ">= 0.01 and <= 10"),
-    (SamplingHparams, "max_new_tokens", [0, -3], ">= 1"),
+    (SamplingHparams, "max_new_tokens", [0, -3, 2**40], ">= 1 and <= 1000000000"),
     (SFTHparams, "learning_rate", [0.0, -1e-5, 1.0], "> 0 and < 1"),
     (SFTHparams, "micro_batch_size", [0], ">= 1"),
     *[(cls, "max_skipped_steps", [-1], ">= 0") for cls in (SFTHparams, RewardHparams, *ON_POLICY)],
@@ -32,7 +32,7 @@ IMPOSSIBLE = [
     (RewardHparams, "max_grad_norm", [0.0], "> 0"),
     (RewardHparams, "label_smoothing", [-0.1, 0.5], ">= 0 and < 0.5"),
     (RewardHparams, "center_coef", [-0.01], ">= 0"),
-    (RewardHparams, "normalization_samples", [-1], ">= 0"),
+    (RewardHparams, "normalization_samples", [-1, 10**12], ">= 0 and <= 1000000000"),
     *[(cls, "learning_rate", [0.0, 1.0], "> 0 and < 1") for cls in ON_POLICY],
     (PPOHparams, "value_learning_rate", [0.0, 1.0], "> 0 and < 1"),
     *[(cls, "kl_coef", [-0.1], ">= 0") for cls in ON_POLICY],

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import Above0, Count, checked
 from rlhf_lightning.callbacks.iterations import (
     VALIDATION,
     current_iteration,
@@ -150,21 +150,14 @@ class IterationCheckpoint(Checkpoint):
         self,
         dirpath: Path | str,
         *,
-        every_n_iterations: int | None = 10,
-        every_minutes: float | None = None,
+        every_n_iterations: Count | None = 10,
+        every_minutes: Above0 | None = None,
         must_save_by: str | None = None,
-        keep_last: int = 2,
+        keep_last: Count = 2,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         started: float | None = None,
     ) -> None:
-        for name, value in (("every_n_iterations", every_n_iterations), ("keep_last", keep_last)):
-            if value is not None and value < 1:
-                raise ValueError(f"IterationCheckpoint.{name}={value}, expected at least 1")
-        if every_minutes is not None and every_minutes <= 0:
-            raise ValueError(f"IterationCheckpoint.every_minutes={every_minutes}, expected above 0")
-        if mode not in ("min", "max"):
-            raise ValueError(f"IterationCheckpoint.mode={mode!r}, expected 'min' or 'max'")
         self.dirpath = Path(dirpath)
         self.every_n_iterations = every_n_iterations
         self.keep_last = keep_last

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.profiler import ProfilerActivity, profile
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import Count, CountOrZero, checked
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder
@@ -35,12 +35,7 @@ class ProfileIterations(Callback):
     """
 
     @checked
-    def __init__(self, *, skip: int = 2, num_iterations: int = 2) -> None:
-        if skip < 0 or num_iterations < 1:
-            raise ValueError(
-                f"ProfileIterations.skip={skip}, num_iterations={num_iterations}: use 0 or more, "
-                "and 1 or more"
-            )
+    def __init__(self, *, skip: CountOrZero = 2, num_iterations: Count = 2) -> None:
         self.skip = skip
         self.num_iterations = num_iterations
         self._profiler: profile | None = None

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration, last_iteration
 from rlhf_lightning.modules.base import skips_special_tokens
@@ -38,15 +38,9 @@ class SampleLog(Callback):
         folder: RunFolder,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        every_n_iterations: int = 10,
-        num_samples: int = 8,
+        every_n_iterations: Count = 10,
+        num_samples: Count = 8,
     ) -> None:
-        for name, value in (
-            ("every_n_iterations", every_n_iterations),
-            ("num_samples", num_samples),
-        ):
-            if value < 1:
-                raise ValueError(f"SampleLog.{name}={value}, expected at least 1")
         self.folder = folder
         self.tokenizer = tokenizer
         self.every_n_iterations = every_n_iterations

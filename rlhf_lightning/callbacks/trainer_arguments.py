@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 
-from rlhf_lightning.arguments import Count, checked
+from rlhf_lightning.arguments import Count, PathOrName, checked
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
@@ -20,11 +21,12 @@ from rlhf_lightning.runs.folder import RunFolder
 
 @checked
 def trainer_arguments(
-    folder: str | Path,
+    folder: PathOrName,
     *,
     max_iterations: Count | None = None,
     checkpoint_every_n_iterations: Count = 20,
     samples_every_n_iterations: Count = 10,
+    callbacks: Callback | Sequence[Callback] | None = None,
     **trainer: Any,
 ) -> dict[str, Any]:
     """Return keyword arguments for `L.Trainer` with which a stage is one run in `folder`.
@@ -39,7 +41,8 @@ def trainer_arguments(
             that was given neither `num_iterations` nor `num_epochs`; None leaves it to that one.
         checkpoint_every_n_iterations: how often a checkpoint is written; the last one always is.
         samples_every_n_iterations: how often PPO's samples are written.
-        trainer: any argument of `L.Trainer`; these win, and callbacks are added to ours.
+        callbacks: one, or several, behind ours.
+        trainer: any other argument of `L.Trainer`; these win.
     """
     run = RunFolder(Path(folder))
     ours: list[Callback] = [
@@ -51,8 +54,7 @@ def trainer_arguments(
     ]
     if trainer.get("enable_progress_bar", True):
         ours.append(ProgressBar())
-    given = trainer.pop("callbacks", None) or []
-    given = [given] if isinstance(given, Callback) else list(given)
+    given = [callbacks] if isinstance(callbacks, Callback) else callbacks or []
     if trainer.get("enable_checkpointing", True) is False:
         ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
     return {

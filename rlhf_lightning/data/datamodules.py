@@ -14,7 +14,17 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Above0, Count, CountOrZero, checked
+from rlhf_lightning.arguments import (
+    Count,
+    CountOrZero,
+    Epochs,
+    Length,
+    PathOrName,
+    Seed,
+    Size,
+    Workers,
+    checked,
+)
 from rlhf_lightning.data.collate import PreferenceCollator, PromptCollator, SFTCollator
 from rlhf_lightning.data.encode import EncodedPreference, OverLong
 from rlhf_lightning.data.record_datamodule import RecordDataModule
@@ -71,13 +81,13 @@ class PreferenceDataModule(RecordDataModule):
         source: RecordSource | Rows | str | Path,
         tokenizer: PreTrainedTokenizerBase | None,
         *,
-        batch_size: Count,
-        max_length: Count = 1024,
-        seed: int | None = None,
-        path: str | None = None,
+        batch_size: Size,
+        max_length: Length = 1024,
+        seed: Seed | None = None,
+        path: PathOrName | None = None,
         kind: RecordKind | None = None,
-        also: Sequence[str] = (),
-        num_epochs: Above0 | None = None,
+        also: Sequence[PathOrName] = (),
+        num_epochs: Epochs | None = None,
         num_iterations: Count | None = None,
         over_long: OverLong = "drop",
         group_by_length: bool = True,
@@ -85,8 +95,8 @@ class PreferenceDataModule(RecordDataModule):
         balance_length: bool = False,
         show_examples: CountOrZero = 0,
         max_validation_rows: Count | None = None,
-        validation_batch_size: Count | None = None,
-        num_workers: CountOrZero = 0,
+        validation_batch_size: Size | None = None,
+        num_workers: Workers = 0,
     ) -> None:
         """Check the numbers; nothing is read yet."""
         if path is None:
@@ -206,24 +216,18 @@ class PromptDataModule(RecordDataModule):
         source: RecordSource | Rows | str | Path,
         tokenizer: PreTrainedTokenizerBase | None,
         *,
-        batch_size: Count,
+        batch_size: Size,
         num_iterations: Count | None = None,
-        max_prompt_length: Count = 512,
-        seed: int | None = None,
+        max_prompt_length: Length = 512,
+        seed: Seed | None = None,
         over_long: OverLong = "drop",
         show_examples: CountOrZero = 0,
         max_validation_rows: Count | None = None,
-        validation_batch_size: Count | None = None,
-        num_workers: CountOrZero = 0,
-        num_generations: Count = 1,
+        validation_batch_size: Size | None = None,
+        num_workers: Workers = 0,
+        num_generations: Size = 1,
     ) -> None:
         """Check the numbers; nothing is read yet."""
-        for name, value in {
-            "max_prompt_length": max_prompt_length,
-            "num_generations": num_generations,
-        }.items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be positive")
         super().__init__(
             source,
             tokenizer,

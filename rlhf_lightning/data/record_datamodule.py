@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Above0, Count, CountOrZero, checked
+from rlhf_lightning.arguments import (
+    Count,
+    CountOrZero,
+    Epochs,
+    Length,
+    Seed,
+    Size,
+    Workers,
+    checked,
+)
 from rlhf_lightning.data.batch_size import check_batch_size
 from rlhf_lightning.data.encode import Encoded, LossOn, OverLong, encode_all, give_same_columns
 from rlhf_lightning.data.first_screen import warn_of_plain_prompts
@@ -96,18 +105,18 @@ class RecordDataModule(LightningDataModule):
         source: RecordSource | Rows | str | Path,
         tokenizer: PreTrainedTokenizerBase | None,
         *,
-        batch_size: Count,
+        batch_size: Size,
         kind: RecordKind | None = None,
         num_iterations: Count | None = None,
-        num_epochs: Above0 | None = None,
-        max_length: Count = 1024,
+        num_epochs: Epochs | None = None,
+        max_length: Length = 1024,
         over_long: OverLong = "drop",
-        seed: int | None = None,
+        seed: Seed | None = None,
         group_by_length: bool = True,
         show_examples: CountOrZero = 0,
         max_validation_rows: Count | None = None,
-        validation_batch_size: Count | None = None,
-        num_workers: CountOrZero = 0,
+        validation_batch_size: Size | None = None,
+        num_workers: Workers = 0,
         loss_on: LossOn = "last",
     ) -> None:
         """Check the numbers; nothing is read yet."""
@@ -115,9 +124,9 @@ class RecordDataModule(LightningDataModule):
         if num_iterations is not None and num_epochs is not None:
             raise ValueError(f"{num_iterations=} and {num_epochs=}: give exactly one")
         self.kind: RecordKind = kind or self.kinds[0]
-        _check_known("kind", self.kind, self.kinds)
-        _check_known("over_long", over_long, get_args(OverLong))
-        _check_known("loss_on", loss_on, get_args(LossOn))
+        if self.kind not in self.kinds:
+            names = " or ".join(map(repr, self.kinds))
+            raise ValueError(f"kind={self.kind!r} is unknown: use {names}")
         if loss_on == "all" and self.kind != "demonstrations":
             raise ValueError(f"loss_on=all is of demonstrations alone: use last with {self.kind}")
         self.source = as_source(source)
@@ -430,9 +439,3 @@ def _check_tokenizer(tokenizer: object) -> None:
             f"tokenizer={tokenizer!r} is {type(tokenizer).__name__}, expected a tokenizer of "
             "transformers: give module.tokenizer"
         )
-
-
-def _check_known(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        names = " or ".join(map(repr, known))
-        raise ValueError(f"{name}={value!r} is unknown: use {names}")

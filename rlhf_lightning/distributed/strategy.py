@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torchmetrics import Metric
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import FLOATING, Count, checked
 from rlhf_lightning.distributed.checkpoint import load_shards, load_whole, save_shards
 from rlhf_lightning.distributed.collectives import REPLICATE, SHARD, mesh_in_groups
 
@@ -37,13 +37,13 @@ class FSDP2Strategy(ModelParallelStrategy):
     def __init__(
         self,
         *,
-        num_devices: int | None = None,
-        shard_over: int | None = None,
+        num_devices: Count | None = None,
+        shard_over: Count | None = None,
         cpu_offload: bool = False,
         sharded_checkpoints: bool = True,
         gradient_sync: Literal["micro_batch", "step"] = "micro_batch",
         timeout: timedelta = timedelta(minutes=30),
-        compute_dtype: torch.dtype | None = torch.bfloat16,
+        compute_dtype: Annotated[torch.dtype, FLOATING] | None = torch.bfloat16,
     ) -> None:
         super().__init__(
             data_parallel_size="auto" if num_devices is None else num_devices,

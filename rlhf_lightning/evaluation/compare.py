@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Count, checked
+from rlhf_lightning.arguments import Count, Length, PathOrName, Seed, Size, Temperature, checked
 from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
@@ -22,8 +23,9 @@ from rlhf_lightning.evaluation.metrics import Judges
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.modules.pretrained import as_scorer
+from rlhf_lightning.modules.pretrained import as_scorer, naming_argument
 from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.source import reads_one_model
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
 
@@ -50,20 +52,20 @@ class Comparison:
     samples: Sequence[Mapping[str, Any]]
 
 
-@checked(but=("policy", "baseline", "prompts", "reward"))
+@checked(but=("prompts", "reward"))
 def compare(
-    policy: Any,
-    baseline: Any,
+    policy: PathOrName | nn.Module,
+    baseline: PathOrName | nn.Module,
     prompts: str | Path | Rows | RecordSource | RecordDataModule,
     *,
     reward: Any,
     num_prompts: Count = 400,
-    answers_per_prompt: Count = 1,
-    max_new_tokens: Count | None = None,
-    max_prompt_length: Count | None = None,
-    temperature: float | None = None,
-    batch_size: Count = 64,
-    seed: int = 1,
+    answers_per_prompt: Size = 1,
+    max_new_tokens: Size | None = None,
+    max_prompt_length: Length | None = None,
+    temperature: Temperature | None = None,
+    batch_size: Size = 64,
+    seed: Seed = 1,
 ) -> Comparison:
     """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward`.
 
@@ -92,8 +94,9 @@ def compare(
         ValueError: if no prompt is held out, the two tokenizers differ, or the reward scores no
             pair of responses.
     """
-    mine, theirs = _side(policy), _side(baseline)
+    mine, theirs = _side(policy, "policy"), _side(baseline, "baseline")
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
+    scorer = as_scorer(reward, mine.source, mine.tokenizer)
     source, data = _held_out(policy, prompts)
     sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
     if max_prompt_length is None:
@@ -125,7 +128,7 @@ def compare(
         skip_special_tokens=sampled.skip_special_tokens,
     )
     questions = Questions(batches, answers_per_prompt=answers_per_prompt)
-    findings = _asked(mine, theirs, questions, sampling, reward, seed=seed)
+    findings = _asked(mine, theirs, questions, sampling, scorer, seed=seed)
     rate, low, high = (findings.metrics[f"{WIN_RATE}{end}"] for end in ("", "_low", "_high"))
     return Comparison(rate, low, high, len(asked), findings.metrics, findings.samples)
 
@@ -150,11 +153,10 @@ def _asked(
     theirs: _Side,
     questions: Questions,
     sampling: Sampling,
-    reward: Any,
+    scorer: Scorer,
     *,
     seed: int,
 ) -> Findings:
-    scorer = as_scorer(reward, mine.source, mine.tokenizer)
     for model in scorer.build(None):
         model.to(mine.model.device)
     comparison = HeldOutComparison(
@@ -193,14 +195,15 @@ def _load(source: str | Path) -> tuple[PolicyModel, PreTrainedTokenizerBase]:
     return frozen(load_policy(source)), load_tokenizer(source)
 
 
-def _side(policy: Any) -> _Side:
+def _side(policy: Any, name: str) -> _Side:
     if isinstance(policy, str | Path):
-        return _Side(*_load(policy), str(policy), str(policy), None, nullcontext())
+        with naming_argument(name, policy):
+            return _Side(*_load(policy), str(policy), str(policy), None, nullcontext())
     model = getattr(policy, "policy", None)
     if not isinstance(model, PolicyModel):
         raise TypeError(
-            f"{type(policy).__name__} has no trained policy: give a PPOModule or SFTModule after "
-            "fit or load_from_checkpoint, or the folder or hub name of a policy"
+            f"{name} is a {type(policy).__name__} that has no trained policy: give a PPOModule or "
+            "SFTModule after fit or load_from_checkpoint, or the folder or hub name of a policy"
         )
     trainer = policy._trainer
     context = nullcontext()

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch import Callback
 
-from rlhf_lightning.arguments import Count, checked
+from rlhf_lightning.arguments import Seed, Size, Temperature, checked
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
@@ -96,10 +96,10 @@ class RLHFModule(L.LightningModule):
         self,
         prompts: Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
         *,
-        max_new_tokens: Count | None = None,
-        temperature: float | None = None,
-        batch_size: Count = 64,
-        seed: int = 1,
+        max_new_tokens: Size | None = None,
+        temperature: Temperature | None = None,
+        batch_size: Size = 64,
+        seed: Seed = 1,
     ) -> list[str]:
         """Return the policy's response to each prompt, as reward functions are given it.
 
@@ -116,16 +116,24 @@ class RLHFModule(L.LightningModule):
         """
         if not hasattr(self, "policy"):
             raise TypeError(f"{type(self).__name__} has no policy: it scores responses")
-        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        is_one = isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable)
+        if is_one or getattr(prompts, "shape", None) == ():
             got = f"{repr(prompts)[:100]} is {type(prompts).__name__}"
             raise TypeError(f"prompts={got}, expected a list: give [prompt]")
         if self.policy is None:
             self.configure_model()
         rows = [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
+        if not rows:
+            raise ValueError(f"prompts={prompts!r} is empty: give at least one")
         sampling = getattr(self, "sampling", None)
         length = max_new_tokens or getattr(sampling, "max_new_tokens", 64)
         policy: Any = self.policy
         room = (max_positions(policy.model) or 2**31) - length
+        if room < 1:
+            raise ValueError(
+                f"max_new_tokens={length} leaves no room for a prompt in the {room + length} "
+                "positions of the policy: use less"
+            )
         texts: list[str] = []
         for batch in _batches(rows, self.tokenizer, room, batch_size):
             texts += self._written(batch, length, temperature, RowNoise(seed, "generate"))
@@ -206,7 +214,7 @@ def skips_special_tokens(module: Any) -> bool:
 def _batches(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, room: int, batch_size: int
 ) -> Iterator[PromptBatch]:
-    records: Any = GivenRows(rows, validation_fraction=0).records("prompts", "train")
+    records: Any = GivenRows(rows, "prompts", validation_fraction=0).records("prompts", "train")
     encoded, encoder = [], TextEncoder(tokenizer)
     for number, record in enumerate(records):
         row = encode_prompt(record, encoder, max_length=room)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import RunsCode, checked
+from rlhf_lightning.arguments import PathOrName, RunsCode, Seed, checked
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, global_sum
 from rlhf_lightning.functional.preference_losses import dpo_loss, kto_loss
@@ -126,13 +125,13 @@ class DPOModule(OneModelModule):
     @checked
     def from_pretrained(
         cls,
-        source: str | Path,
+        source: PathOrName,
         *,
         dpo: DPOHparams | None = None,
         lora: LoraHparams | None = None,
         schedule: Schedule | None = None,
         optimizer: Optimizer | None = None,
-        seed: int = 1,
+        seed: Seed = 1,
         activation_checkpointing: bool = False,
         chat_template: str | None = None,
         revision: str | None = None,

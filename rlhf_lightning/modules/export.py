@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import FLOATING, PathOrName, checked
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.models.adapter_files import merge_adapter
 from rlhf_lightning.models.export import (
@@ -34,7 +34,10 @@ from rlhf_lightning.text.tokenizers import stop_ids
 
 @checked
 def export_model(
-    module: L.LightningModule, folder: str | Path, *, dtype: torch.dtype | None = None
+    module: L.LightningModule,
+    folder: PathOrName,
+    *,
+    dtype: Annotated[torch.dtype, FLOATING] | None = None,
 ) -> Path:
     """Write what a module has trained as a folder that plain transformers loads; return it.
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import RunsCode, checked
+from rlhf_lightning.arguments import PathOrName, RunsCode, Seed, checked
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.distributed.collectives import world_size
 from rlhf_lightning.hparams import GRPOHparams, LoraHparams, SamplingHparams
@@ -62,7 +61,7 @@ class PolicyGradientModule(OnPolicyModule):
     kinds: ClassVar = {"grpo": GRPOHparams, "sampling": SamplingHparams}
     algorithm: GRPOHparams
 
-    @checked(but=("scorer", "generator", "tokenizer"))
+    @checked
     def __init__(
         self,
         *,
@@ -74,7 +73,7 @@ class PolicyGradientModule(OnPolicyModule):
         tokenizer: PreTrainedTokenizerBase,
         optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         schedule: Schedule,
-        seed: int,
+        seed: Seed,
         fingerprint: str = "",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
@@ -94,7 +93,7 @@ class PolicyGradientModule(OnPolicyModule):
     @checked(but=("reward",))
     def from_pretrained(
         cls,
-        policy: str | Path,
+        policy: PathOrName,
         reward: Any,
         *,
         reward_weights: Sequence[float] | None = None,
@@ -103,7 +102,7 @@ class PolicyGradientModule(OnPolicyModule):
         lora: LoraHparams | None = None,
         schedule: Schedule | None = None,
         optimizer: Optimizer | None = None,
-        seed: int = 1,
+        seed: Seed = 1,
         activation_checkpointing: bool = False,
         chat_template: str | None = None,
         revision: str | None = None,

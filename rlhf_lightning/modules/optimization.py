@@ -176,13 +176,28 @@ def with_schedule(
     schedule: Schedule,
     extra_factor: Callable[[], float] = lambda: 1.0,
 ) -> dict[str, Any]:
-    """Return what `configure_optimizers` returns: the schedule counts iterations."""
+    """Return what `configure_optimizers` returns: the schedule counts iterations.
+
+    Raises:
+        ValueError: for an optimizer that divides by 0.
+    """
+    check_divisor(optimizer)
     _warn_of_unused_rate(optimizer)
     total = int(module.trainer.estimated_stepping_batches)
     scheduler = IterationSchedule(
         optimizer, lambda iteration: schedule.factor(iteration, total) * extra_factor()
     )
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def check_divisor(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose first step on a gradient of 0 would be 0 / 0.
+
+    Raises:
+        ValueError: if `eps` is 0.
+    """
+    if any(group.get("eps") == 0 for group in optimizer.param_groups):
+        raise ValueError("eps=0 divides by 0 where a gradient is 0: use more, such as 1e-8")
 
 
 def _warn_of_unused_rate(optimizer: torch.optim.Optimizer) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import RunsCode, checked
+from rlhf_lightning.arguments import PathOrName, RunsCode, Seed, checked
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.functional.losses import clipped_value_loss
 from rlhf_lightning.hparams import LoraHparams, PPOHparams, SamplingHparams
@@ -64,7 +64,7 @@ class PPOModule(OnPolicyModule):
     kinds: ClassVar = {"ppo": PPOHparams, "sampling": SamplingHparams}
     algorithm: PPOHparams
 
-    @checked(but=("scorer", "generator", "tokenizer"))
+    @checked
     def __init__(
         self,
         *,
@@ -76,7 +76,7 @@ class PPOModule(OnPolicyModule):
         tokenizer: PreTrainedTokenizerBase,
         optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         schedule: Schedule,
-        seed: int,
+        seed: Seed,
         fingerprint: str = "",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
@@ -100,17 +100,17 @@ class PPOModule(OnPolicyModule):
     @checked(but=("reward",))
     def from_pretrained(
         cls,
-        policy: str | Path,
+        policy: PathOrName,
         reward: Any,
         *,
         reward_weights: Sequence[float] | None = None,
         ppo: PPOHparams | None = None,
         sampling: SamplingHparams | None = None,
-        value: str | Path | None = None,
+        value: PathOrName | None = None,
         lora: LoraHparams | None = None,
         schedule: Schedule | None = None,
         optimizer: Optimizer | None = None,
-        seed: int = 1,
+        seed: Seed = 1,
         activation_checkpointing: bool = False,
         chat_template: str | None = None,
         revision: str | None = None,

@@ -7,7 +7,9 @@ kept as plain values in the checkpoint, from which `load_from_checkpoint` builds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +18,7 @@ import lightning as L
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.distributed.checkpoint import read_full
 from rlhf_lightning.hparams import (
     DPOHparams,
@@ -30,6 +33,7 @@ from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.loading import loading_options, naming_source
 from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.trainer_flags import TRAINED_IN
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer,
@@ -38,7 +42,8 @@ from rlhf_lightning.rollout.scorers.base import (
     WeightedScorer,
 )
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
-from rlhf_lightning.runs.resume import read_data
+from rlhf_lightning.runs.manifest import ManifestError
+from rlhf_lightning.runs.resume import CheckpointError, read_data
 from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.tokenizers import (
     as_saved,
@@ -77,8 +82,9 @@ def trainer_precision(module: L.LightningModule) -> str:
 def of_trainer(module: L.LightningModule, lora: LoraHparams | None) -> dict[str, Any]:
     """Return the precision of a module's Trainer, and adapters whose base is held in it."""
     precision = trainer_precision(module)
-    adapters = None if lora is None else replace(lora, base_precision=precision)
-    return {"lora": adapters, "precision": precision}
+    if lora is not None and precision in TRAINED_IN:
+        lora = replace(lora, base_precision=precision)
+    return {"lora": lora, "precision": precision}
 
 
 def as_scorer(
@@ -109,7 +115,7 @@ def as_scorer(
             "it out"
         )
     if isinstance(reward, str | Path):
-        source = str(reward)
+        source = str(fitting("reward", reward, PathOrName))
         if _names_function(source):
             return FunctionScorer(source)
         try:
@@ -125,9 +131,9 @@ def as_scorer(
         except ValueError:
             return TextRewardModelScorer(source)
         return RewardModelScorer(lambda: load_scalar_model(source), policy=policy, source=source)
-    if hasattr(reward, "build") and callable(reward):
+    if hasattr(reward, "build") and callable(reward) and not inspect.isclass(reward):
         return reward  # type: ignore[no-any-return]
-    if callable(reward):
+    if callable(reward) and getattr(type(reward), "forward", 0) is not L.LightningModule.forward:
         return FunctionScorer(reward)
     raise TypeError(
         f"reward={reward!r} is {type(reward).__name__}: give a function (prompts, completions, "
@@ -142,9 +148,6 @@ def _weighted(scorers: Sequence[Scorer], weights: Sequence[float] | None) -> Wei
             f"reward has {len(scorers)} entries and reward_weights {len(given)}: give as many, and "
             "at least one"
         )
-    for weight in given:
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise TypeError(f"reward_weights={given!r} must hold numbers")
     names: list[str] = []
     for scorer in scorers:
         name = str(getattr(scorer, "name", type(scorer).__name__))
@@ -200,8 +203,7 @@ def on_policy_module(
         raise ValueError(f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out")
     policy = str(policy)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    start = _start(policy, "policy", options)
-    tokenizer: Any = load_tokenizer(policy, chat_template=chat_template, **options)
+    start, template, tokenizer = _start(policy, "policy", chat_template, options)
     stops = stop_ids(tokenizer, policy, revision=revision)
     scorer = as_scorer(reward, policy, tokenizer, reward_weights)
     built: list[ModuleT] = []
@@ -225,7 +227,7 @@ def on_policy_module(
         **hparams,
         lora=lora,
         schedule=module.schedule,
-        chat_template=chat_template and read_template(chat_template),
+        chat_template=template,
         **(kept | given),
     )
 
@@ -290,7 +292,7 @@ def one_model_module(
         trust_remote_code: run the code beside the weights.
     """
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    start = _start(source, "source", options)
+    start, template, tokenizer = _start(source, "source", chat_template, options)
     built: list[ModuleT] = []
 
     def build() -> Any:
@@ -308,7 +310,6 @@ def one_model_module(
         **common_arguments(start, optimizer=optimizer, schedule=schedule),
     )
     built.append(module)
-    tokenizer: Any = load_tokenizer(source, chat_template=chat_template, **options)  # type: ignore[arg-type]
     module.tokenizer = tokenizer
     return keep_hyper_parameters(
         module,
@@ -319,15 +320,29 @@ def one_model_module(
         schedule=module.schedule,
         seed=seed,
         activation_checkpointing=activation_checkpointing,
-        chat_template=chat_template and read_template(chat_template),
+        chat_template=template,
         **options,
     )
 
 
-def _start(name: str | Path, key: str, options: dict[str, Any]) -> Source:
-    """Return the model that a module starts from, as it is now."""
-    loading_options(name, **options)  # which says what else than a model it is
-    return Source.of(name, key, options["revision"])
+def _start(
+    name: str | Path, key: str, chat_template: str | None, options: dict[str, Any]
+) -> tuple[Source, str | None, Any]:
+    """Return the model that a module starts from, as it is now, its template and its tokenizer."""
+    template = None if chat_template is None else read_template(chat_template)
+    with naming_argument(key, name):
+        loading_options(name, **options)  # which says what else than a model it is
+        start = Source.of(name, key, options["revision"])
+        return start, template, load_tokenizer(name, chat_template=chat_template, **options)
+
+
+@contextmanager
+def naming_argument(key: str, source: str | Path) -> Iterator[None]:
+    """Name the argument that a model was given as where the model cannot be read."""
+    try:
+        yield
+    except (ValueError, ManifestError) as error:
+        raise ValueError(f"{key}={str(source)!r}: {error}") from error
 
 
 def common_arguments(
@@ -391,7 +406,10 @@ def read_checkpoint(
         ValueError: if it holds none: its module was not built by `from_pretrained`; or if they
             would run code and the caller does not say so.
     """
-    checkpoint = (read_full if Path(path).is_dir() else read_data)(Path(path))
+    try:
+        checkpoint = (read_full if Path(path).is_dir() else read_data)(Path(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint_path={str(path)!r}: {error}") from error
     if not checkpoint.get(HYPER_PARAMETERS):
         raise ValueError(
             f"{path} holds no hyper-parameters, since its module was not built by "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,7 +16,7 @@ from torchmetrics import SumMetric
 from torchmetrics.classification import BinaryCalibrationError
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import RunsCode, checked
+from rlhf_lightning.arguments import PathOrName, RunsCode, Seed, checked
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.preference_losses import pairwise_reward_loss
@@ -96,13 +95,13 @@ class RewardModule(OneModelModule):
     @checked
     def from_pretrained(
         cls,
-        source: str | Path,
+        source: PathOrName,
         *,
         reward: RewardHparams | None = None,
         lora: LoraHparams | None = None,
         schedule: Schedule | None = None,
         optimizer: Optimizer | None = None,
-        seed: int = 1,
+        seed: Seed = 1,
         activation_checkpointing: bool = False,
         chat_template: str | None = None,
         revision: str | None = None,

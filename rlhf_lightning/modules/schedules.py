@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from rlhf_lightning.arguments import checked
-
-NAMES = ("constant", "linear", "cosine")
+from rlhf_lightning.arguments import Fraction, checked
 
 
 @checked
@@ -23,17 +22,8 @@ class Schedule:
         ValueError: for another name, or a fraction outside 0 <= f < 1.
     """
 
-    name: str = "linear"
-    warmup_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.name not in NAMES:
-            raise ValueError(f"scheduler.name={self.name!r} must be one of {', '.join(NAMES)}")
-        if not 0 <= self.warmup_fraction < 1:
-            raise ValueError(
-                f"scheduler.warmup_fraction={self.warmup_fraction} must be >= 0 and < 1"
-            )
+    name: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_fraction: Fraction = 0.0
 
     def factor(self, iteration: int, num_iterations: int) -> float:
         """Return the factor of the iteration that follows `iteration` finished ones."""

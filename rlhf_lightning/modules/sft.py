@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import RunsCode, checked
+from rlhf_lightning.arguments import PathOrName, RunsCode, Seed, checked
 from rlhf_lightning.batches import SFTBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.sequences import next_token_labels
@@ -86,13 +85,13 @@ class SFTModule(OneModelModule):
     @checked
     def from_pretrained(
         cls,
-        source: str | Path,
+        source: PathOrName,
         *,
         sft: SFTHparams | None = None,
         lora: LoraHparams | None = None,
         schedule: Schedule | None = None,
         optimizer: Optimizer | None = None,
-        seed: int = 1,
+        seed: Seed = 1,
         activation_checkpointing: bool = False,
         chat_template: str | None = None,
         revision: str | None = None,

@@ -155,10 +155,13 @@ VALUES = [
     Mistake("+experiment=ppo lora=lora lora.r=0", "lora.r=", "0", "must be >= 1"),
     Mistake("+experiment=ppo lora=lora lora.quantization=int8", "quantization=", "'int8'", "nf4"),
     Mistake("+experiment=ppo lora=lora lora.dropout=0.1", "lora.dropout=", "0.1", "PPO needs 0"),
+    Mistake("+experiment=ppo optimizer.eps=0", "optimizer.eps=", "0", "divides by 0"),
     Mistake("+experiment=ppo optimizer.weight_decay=-1", "optimizer", "weight_decay=-1", "Invalid"),
     Mistake("+experiment=ppo optimizer.betas=[0.9,1.5]", "optimizer", "1.5", "Invalid beta"),
-    Mistake("+experiment=ppo scheduler.name=step", "scheduler.name=", "'step'", "constant, linear"),
-    Mistake("+experiment=ppo scheduler.warmup_fraction=2", "warmup_fraction=", "2", "< 1"),
+    Mistake(
+        "+experiment=ppo scheduler.name=step", "scheduler.name=", "'step'", "'linear' or 'cosine'"
+    ),
+    Mistake("+experiment=ppo scheduler.warmup_fraction=2", "warmup_fraction=", "2", "less than 1"),
     Mistake("+experiment=ppo logger.mode=on", "logger.mode=", "on", "auto, online, offline"),
     Mistake("+experiment=ppo logger.project=a/b", "logger.project=", "'a/b'", "a name without /"),
     Mistake("+experiment=ppo logger.tags=5", "logger.tags=", "5", "a list"),

@@ -162,7 +162,7 @@ def test_rows_that_are_no_mappings_are_named_where_they_are_given(trained, rows)
     with pytest.raises(TypeError, match=r"^source\[\d\] is "):
         PromptDataModule(rows, trained.tokenizer, batch_size=4)
     with pytest.raises(TypeError, match=r"^prompts\[\d\] is "):
-        compare(trained, trained, rows, reward=len)
+        compare(trained, trained, rows, reward=length)
 
 
 @pytest.mark.parametrize("module", ["x", None, torch.nn.Linear(1, 1)])

@@ -33,8 +33,8 @@ def test_warm_up_rises_evenly_and_never_starts_at_0(name):
 
 
 def test_other_names_and_fractions_are_refused():
-    with pytest.raises(ValueError, match="'step' must be one of constant, linear, cosine"):
+    with pytest.raises(ValueError, match=r"^name='step' must be 'constant', 'linear' or 'cosine'"):
         Schedule("step")
     for fraction in (-0.1, 1.0):
-        with pytest.raises(ValueError, match=f"warmup_fraction={fraction} must be >= 0 and < 1"):
+        with pytest.raises(ValueError, match=f"^warmup_fraction={fraction} must be"):
             Schedule("linear", warmup_fraction=fraction)

@@ -26,13 +26,11 @@ from rlhf_lightning.app.config.groups import (
     ModelSettings,
     OptionalPath,
     PathsSettings,
-    Positive,
     Precision,
     Resume,
     Rollout,
     Safety,
     Scorer,
-    Seed,
     Settings,
     Split,
     Target,
@@ -46,6 +44,7 @@ from rlhf_lightning.app.config.settings import (
     RunSettings,
     TrainSettings,
 )
+from rlhf_lightning.arguments import Count, Seed
 from rlhf_lightning.preferences.annotation.assignment import Sharing
 from rlhf_lightning.preferences.annotation.server.settings import PageSettings
 from rlhf_lightning.runs.resume import config_hash
@@ -65,13 +64,13 @@ class PromptsSettings(Settings):
     """Prompts of an evaluation."""
 
     split: Split = "validation"
-    max_length: Positive = 64
+    max_length: Count = 64
 
 
 class PeopleSettings(Settings):
     """Pairs that people judge in an evaluation."""
 
-    num_pairs: Positive | None = 100
+    num_pairs: Count | None = 100
     run: str | None = None
     labels: str | None = None
 
@@ -79,8 +78,8 @@ class PeopleSettings(Settings):
 class BestOfSettings(Settings):
     """Best-of-n of the policy by the scorer: the n that are measured, and the answers sampled."""
 
-    n: list[Positive] = Field(default_factory=list)
-    pool: Positive = 64
+    n: list[Count] = Field(default_factory=list)
+    pool: Count = 64
 
 
 class PrecisionSettings(Settings):
@@ -163,12 +162,12 @@ class CandidatesSettings(Settings):
 
     policies: dict[str, str | None]
     decoding: dict[str, Any]
-    num_samples: Positive = 1
-    num_prompts: Positive | None = None
+    num_samples: Count = 1
+    num_prompts: Count | None = None
     split: Split = "train"
-    max_new_tokens: Positive = 40
-    max_prompt_length: Positive = 64
-    batch_size: Positive = 64
+    max_new_tokens: Count = 40
+    max_prompt_length: Count = 64
+    batch_size: Count = 64
     skip_special_tokens: bool = False
 
 
@@ -190,8 +189,8 @@ class AdversarialSettings(Settings):
 
     run: str | None = None
     source: str | None = None
-    num_pairs: Positive = 1000
-    max_length: Positive = 1024
+    num_pairs: Count = 1000
+    max_length: Count = 1024
 
 
 class AnnotatorSettings(Settings):
@@ -245,7 +244,7 @@ class PipelineSettings(RunSettings):
     """Settings of `rlhf-pipeline`: all stages in a row."""
 
     resume: Resume = "auto"
-    rounds: Positive = 1
+    rounds: Count = 1
     experiments: dict[str, str | None]
     collect: bool = False
     adversarial: bool = True
@@ -282,8 +281,8 @@ class RewardModelOf(Settings):
         group: of rows that follow reward models of several sizes in one way.
     """
 
-    parameters: Positive
-    pairs: Positive
+    parameters: Count
+    pairs: Count
     group: str
 
 
@@ -336,7 +335,7 @@ class StudySettings(RunSettings):
         expected: time and memory that a run was expected to take.
     """
 
-    jobs: Positive = 1
+    jobs: Count = 1
     about: str = ""
     source: str = ""
     protocol: dict[str, str] = Field(default_factory=dict)
@@ -455,7 +454,7 @@ class AnnotateSettings(CommandSettings):
     add: bool = False
     labels: Literal["aggregated", "raw"] = "aggregated"
     method: Literal["people_first", "majority", "dawid_skene"] = "people_first"
-    ratings_per_pair: Positive = 1
+    ratings_per_pair: Count = 1
     sharing: hparams_of(Sharing)  # type: ignore[valid-type]
     # It knows the token.
     page: Annotated[hparams_of(PageSettings), BeforeValidator(_hosts_joined)] = Field(repr=False)  # type: ignore[valid-type]

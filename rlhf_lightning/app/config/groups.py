@@ -29,19 +29,15 @@ from rlhf_lightning.app.config.targets import (
     did_you_mean,
     read_node,
 )
-from rlhf_lightning.arguments import RunsCode
+from rlhf_lightning.arguments import Count, CountOrZero, RunsCode, Temperature
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.gates import gate_problem
-from rlhf_lightning.hparams import LOWEST_TEMPERATURE, Checked
+from rlhf_lightning.hparams import Checked
 from rlhf_lightning.runs.stopping import deadline
 
-LARGEST_SEED = 2**32 - 1
 MOST_MINUTES = 1_000_000  # two years
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-Positive = Annotated[int, Field(ge=1)]
-AtLeast0 = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 
 
 def check_path_name(value: object) -> str:
@@ -229,13 +225,13 @@ class TrainerSettings(Settings):
     """Arguments of `lightning.Trainer`."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    devices: Positive
-    num_nodes: Positive = 1
+    devices: Count
+    num_nodes: Count = 1
     precision: Precision = "32-true"
     matmul_precision: MatmulPrecision = "high"
-    validations: AtLeast0 = 4
-    limit_train_batches: Positive | None = None
-    limit_val_batches: Positive | None = None
+    validations: CountOrZero = 4
+    limit_train_batches: Count | None = None
+    limit_val_batches: Count | None = None
 
     @property
     def world_size(self) -> int:
@@ -250,7 +246,7 @@ class StrategySettings(Settings):
     compute_dtype: Literal["bfloat16", "float32"] | None = None
     timeout_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = 30.0
     checkpoint: Literal["full", "sharded"] = "sharded"
-    shard_over: Positive | None = None
+    shard_over: Count | None = None
     cpu_offload: bool = False
     gradient_sync: Literal["micro_batch", "step"] | None = None
 
@@ -275,10 +271,10 @@ class LoggerSettings(Settings):
 class CheckpointSettings(Settings):
     """When checkpoints are written, and which are kept."""
 
-    every_n_iterations: Positive | None = 10
+    every_n_iterations: Count | None = 10
     every_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] | None = None
     must_save_by: str | None = None
-    keep_last: Positive = 2
+    keep_last: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] = "min"
 
@@ -296,8 +292,8 @@ class CheckpointSettings(Settings):
 class SamplesSettings(Settings):
     """The log of samples."""
 
-    every_n_iterations: Positive = 10
-    num_samples: Positive = 8
+    every_n_iterations: Count = 10
+    num_samples: Count = 8
 
 
 class EarlyStoppingSettings(Settings):
@@ -305,7 +301,7 @@ class EarlyStoppingSettings(Settings):
 
     model_config = ConfigDict(extra="allow")
 
-    patience: Positive = 3
+    patience: Count = 3
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
@@ -333,28 +329,18 @@ class DoctorSettings(Settings):
 class EvaluationSettings(Settings):
     """The comparison at the end, and during PPO."""
 
-    num_prompts: Positive = 512
-    answers_per_prompt: Positive = 1
-    batch_size: Positive = 128
-    micro_batch_size: Positive | None = None
-    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
-    max_new_tokens: Positive
+    num_prompts: Count = 512
+    answers_per_prompt: Count = 1
+    batch_size: Count = 128
+    micro_batch_size: Count | None = None
+    temperature: Temperature = 1.0
+    max_new_tokens: Count
     skip_special_tokens: bool = False
     gold: Gold | None = None
-    num_samples: AtLeast0 = 24
-    every_n_iterations: Positive | None = None
-    during_training: Positive = 128
+    num_samples: CountOrZero = 24
+    every_n_iterations: Count | None = None
+    during_training: Count = 128
     larger_reward_model: str | None = None
-
-    @field_validator("temperature")
-    @classmethod
-    def _divides(cls, temperature: float) -> float:
-        if 0 < temperature < LOWEST_TEMPERATURE:
-            raise ValueError(
-                f"={temperature:g} divides the logits: use 0 for greedy decoding, or at least "
-                f"{LOWEST_TEMPERATURE:g}"
-            )
-        return temperature
 
 
 class ModelSettings(Settings):
@@ -374,7 +360,7 @@ class ModelSettings(Settings):
     trust_remote_code: RunsCode = False
     activation_checkpointing: bool = False
     cpu_kernels: bool = True
-    cpu_threads: Positive | None = None
+    cpu_threads: Count | None = None
     kernels: Literal["auto", "liger", "compile", "none"] = "auto"
     micro_batches: Literal["auto", "buckets", "tokens"] = "auto"
     shape: dict[str, Any] | None = None
@@ -400,9 +386,9 @@ class ModelSettings(Settings):
 class LengthsSettings(Settings):
     """The lengths that suit a data set, in tokens."""
 
-    max_length: Positive | None = None
-    max_prompt_length: Positive | None = None
-    max_new_tokens: Positive | None = None
+    max_length: Count | None = None
+    max_prompt_length: Count | None = None
+    max_new_tokens: Count | None = None
 
 
 class DatasetSettings(Settings):

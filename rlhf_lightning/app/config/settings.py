@@ -35,7 +35,6 @@ from rlhf_lightning.app.config.groups import (
     Rollout,
     Safety,
     Scorer,
-    Seed,
     Settings,
     StrategySettings,
     Target,
@@ -45,6 +44,7 @@ from rlhf_lightning.app.config.groups import (
     hparams_of,
 )
 from rlhf_lightning.app.stages.spec import StageSpec, find_stage
+from rlhf_lightning.arguments import Seed
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.secrets import is_secret

@@ -37,8 +37,8 @@ from rlhf_lightning.app.config.targets import (
     resolve,
 )
 from rlhf_lightning.app.stages.spec import StageError, find_stage
+from rlhf_lightning.arguments import fitting
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
-from rlhf_lightning.hparams import check_size
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 EARLY_STOPPING = "callbacks.early_stopping"
@@ -289,6 +289,8 @@ def check_run(settings: TrainSettings) -> None:
     Raises:
         ConfigError: with the place, what it got and what it wants.
     """
+    from rlhf_lightning.modules.optimization import check_divisor
+
     try:
         settings.check_targets()
         if (stops := settings.select(EARLY_STOPPING)) is not None:
@@ -306,8 +308,9 @@ def check_run(settings: TrainSettings) -> None:
     with built("optimizer", settings.optimizer):
         for key, value in settings.optimizer.arguments.items():
             for number in value if isinstance(value, list) else [value]:
-                check_size(key, number)
-        settings.optimizer.build()([_parameter()], lr=1e-3)
+                if type(number) in (int, float):
+                    fitting(key, number, float)
+        check_divisor(settings.optimizer.build()([_parameter()], lr=1e-3))
     with built("scheduler", settings.scheduler):
         settings.scheduler.build()
     settings.spec.check_buildable(settings)

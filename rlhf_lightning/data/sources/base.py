@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import Fraction, PathOrName, Seed, checked
 from rlhf_lightning.data import labels
 from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.errors import (
@@ -69,8 +69,8 @@ class RowSource:
     """
 
     columns: Mapping[str, str | None] | None = None
-    validation_fraction: float = 0.05
-    seed: int = 1
+    validation_fraction: Fraction = 0.05
+    seed: Seed = 1
     on_bad_record: OnBadRecord = "raise"
     rendered: bool = False
     on_template_loss: OnTemplateLoss = "raise"
@@ -206,9 +206,9 @@ class FileSource(RowSource):
         ValueError: if no path was given.
     """
 
-    path: str | Path | None
+    path: PathOrName | None
     _: KW_ONLY
-    validation_path: str | Path | None = None
+    validation_path: PathOrName | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments; the files are read at the first call of `records`."""
@@ -385,7 +385,7 @@ class PreferenceFolder(FileSource):
     """
 
     def __init__(
-        self, path: str | Path, *, seed: int = 1, validation_fraction: float = 0.05
+        self, path: PathOrName, *, seed: Seed = 1, validation_fraction: Fraction = 0.05
     ) -> None:
         """Read what is known of the noise; records are read at the first call of `records`."""
         super().__init__(path, seed=seed, validation_fraction=validation_fraction)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.data.files import LocatedRow
 from rlhf_lightning.data.records import Split
@@ -23,14 +24,16 @@ class GivenRows(RowSource):
 
     Args:
         rows: mappings of column names to values.
+        name: of the argument that they were given as.
     """
 
     rows: Rows
+    name: str = "source"
 
     @property
     def label(self) -> str:
-        """The type of the rows, for messages."""
-        return f"the {type(self.rows).__name__} that was given"
+        """The argument and the type of the rows, for messages."""
+        return f"{self.name}, a {type(self.rows).__name__}"
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
         return self._located() if split == "train" else None
@@ -55,9 +58,12 @@ def as_source(source: RecordSource | Rows | str | Path, name: str = "source") ->
     Raises:
         FileNotFoundError: for a path, or a name with the ending of a file, that does not exist.
         TypeError: if it is none of these.
+        ValueError: if it is empty.
     """
     if isinstance(source, str | Path):
-        return _named(source)
+        return _named(fitting(name, source, PathOrName), name)
+    if isinstance(source, Sized) and getattr(source, "shape", None) != () and not len(source):
+        raise ValueError(f"{name}={source!r} has no row: give at least one")
     if callable(getattr(source, "records", None)):
         return source  # type: ignore[return-value]
     if isinstance(source, list | tuple):
@@ -68,7 +74,7 @@ def as_source(source: RecordSource | Rows | str | Path, name: str = "source") ->
                     "{'prompt': ...}"
                 )
     if _is_rows(source):
-        return GivenRows(source)  # type: ignore[arg-type]
+        return GivenRows(source, name)  # type: ignore[arg-type]
     splits = isinstance(source, Mapping) and source and all(map(_is_rows, source.values()))
     fix = f"give one of its values, {list(source)}" if splits else "for a stream, list(stream)"  # type: ignore[call-overload, arg-type]
     raise TypeError(
@@ -80,19 +86,20 @@ def as_source(source: RecordSource | Rows | str | Path, name: str = "source") ->
 
 def _is_rows(source: object) -> bool:
     sized = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if not sized or isinstance(source, str | bytes | Mapping):
+    is_one = isinstance(source, str | bytes | Mapping) or getattr(source, "shape", None) == ()
+    if not sized or is_one:
         return False
     # A pandas.DataFrame has a length too, and iterates over the names of its columns.
     return isinstance(source, list | tuple) or isinstance(next(iter(source), None), Mapping)  # type: ignore[call-overload, arg-type]
 
 
-def _named(source: str | Path) -> RecordSource:
+def _named(source: str | Path, name: str) -> RecordSource:
     path = Path(source).expanduser()
     if path.exists():
         return FileSource(path)
     if isinstance(source, Path) or path.suffix:
         raise FileNotFoundError(
-            f"{source} does not exist: give a .jsonl, .json, .csv or .parquet file, a folder, or "
-            "the hub name of a data set"
+            f"{name}={source} does not exist: give a .jsonl, .json, .csv or .parquet file, a "
+            "folder, or the hub name of a data set"
         )
     return HubSource(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rlhf_lightning.arguments import Fraction, PathOrName, Seed
 from rlhf_lightning.data.errors import BadRecordError, Location, describe
 from rlhf_lightning.data.files import LocatedRow, Row
 from rlhf_lightning.data.formats import ParsedRow
@@ -34,7 +35,7 @@ class QuestionSource(FileSource):
     """
 
     def __init__(
-        self, path: str | Path | None, *, validation_fraction: float = 0.05, seed: int = 1
+        self, path: PathOrName | None, *, validation_fraction: Fraction = 0.05, seed: Seed = 1
     ) -> None:
         """Check the arguments; nothing is read yet."""
         super().__init__(path, validation_fraction=validation_fraction, seed=seed)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import CodeName, checked
+from rlhf_lightning.arguments import CodeName, Count, PathOrName, Seconds, checked
 from rlhf_lightning.batches import CONVERSATION, FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import completed
@@ -29,7 +30,6 @@ from rlhf_lightning.rollout.scorers.functions import (
     load_function,
     read_scores,
 )
-from rlhf_lightning.rollout.scorers.hparams import FunctionScorerHparams
 from rlhf_lightning.text.decoding import response_texts
 from rlhf_lightning.text.reward_texts import AnswerText
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer
@@ -172,10 +172,10 @@ class RewardModelScorer:
         self,
         load: Callable[[], ScalarHeadModel],
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: Count | None = None,
         name: str = "reward_model",
-        policy: str | Path | None = None,
-        source: str | Path | None = None,
+        policy: PathOrName | None = None,
+        source: PathOrName | None = None,
     ) -> None:
         if policy is not None and source is not None and str(policy) != str(source):
             fix = f"use scorer=text_reward_model scorer.source={source}, which reads text"
@@ -235,12 +235,12 @@ class FunctionScorer:
         function: RewardFunction | CodeName,
         *,
         name: str | None = None,
-        timeout_seconds: float = 300.0,
+        timeout_seconds: Seconds = 300.0,
     ) -> None:
         self.function = load_function(function) if isinstance(function, str) else function
         named = getattr(self.function, "func", self.function)  # of functools.partial
         self.name = name or str(getattr(named, "__name__", type(named).__name__))
-        self.timeout_seconds = FunctionScorerHparams(timeout_seconds).timeout_seconds
+        self.timeout_seconds = timeout_seconds
         place = Path(function).name if isinstance(function, str) else self.name
         self._what = f"reward function {place}"
         self._form = CallForm.of(self.function, self._what)
@@ -316,7 +316,7 @@ class WeightedScorer:
     @checked
     def __init__(
         self,
-        scorers: Mapping[str, Scorer],
+        scorers: Annotated[Mapping[str, Scorer], Field(min_length=1)],
         *,
         weights: Mapping[str, float] | None = None,
         domain_weights: Mapping[str, Mapping[str, float]] | None = None,
@@ -324,11 +324,12 @@ class WeightedScorer:
         self.scorers = dict(scorers)
         self.weights = dict(weights or {})
         self.domain_weights = {k: dict(v) for k, v in (domain_weights or {}).items()}
-        for where in (self.weights, *self.domain_weights.values()):
-            for name in where:
+        of_domains = [("domain_weights", given) for given in self.domain_weights.values()]
+        for key, given in (("weights", self.weights), *of_domains):
+            for name in given:
                 if name not in self.scorers:
                     raise ValueError(
-                        f"weight for {name!r}, but the scorers are {sorted(self.scorers)}"
+                        f"{key} has {name!r}, but the scorers are {sorted(self.scorers)}"
                     )
 
     @property

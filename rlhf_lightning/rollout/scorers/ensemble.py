@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import Count, PathOrName, checked
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.scorers.base import Answers, RewardModelScorer, Scores
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams, check_members
@@ -47,8 +46,8 @@ class RewardEnsembleScorer:
         load: Callable[..., ScalarHeadModel],
         sources: Sequence[str | Path],
         *,
-        policy: str | Path | None = None,
-        micro_batch_size: int | None = None,
+        policy: PathOrName | None = None,
+        micro_batch_size: Count | None = None,
         combine: str = "mean_minus_std",
         std_coef: float = 1.0,
     ) -> None:

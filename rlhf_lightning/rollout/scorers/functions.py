@@ -61,6 +61,8 @@ class CallForm:
         Raises:
             ValueError: if it takes no completions, or something else in their place.
         """
+        if inspect.isclass(function):
+            raise ValueError(f"{what} is a class: give what it makes, {function.__name__}(...)")
         parameters = _parameters(function)
         ordered = [p for p in parameters if p.kind in _BY_POSITION]
         given = [p.name for p in parameters if p.kind not in _VARIADIC]

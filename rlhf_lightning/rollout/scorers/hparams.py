@@ -105,7 +105,7 @@ class FunctionScorerHparams(Checked):
         timeout_seconds: longest time of one call, with all responses of a rank.
     """
 
-    timeout_seconds: float = number(300.0, above=0)
+    timeout_seconds: float = number(300.0, above=0, at_most=1e9)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import checked
+from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.models.building import completed, decided
 from rlhf_lightning.models.classifiers import (
@@ -71,9 +70,9 @@ class TextRewardModelScorer:
     @checked
     def __init__(
         self,
-        source: str | Path,
+        source: PathOrName,
         *,
-        tokenizer: str | Path | None = None,
+        tokenizer: PathOrName | None = None,
         revision: str | None = None,
         name: str = "text_reward_model",
         **hparams: Any,
