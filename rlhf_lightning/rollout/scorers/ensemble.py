@@ -44,7 +44,7 @@ class RewardEnsembleScorer:
     def __init__(
         self,
         load: Callable[..., ScalarHeadModel],
-        sources: Sequence[str | Path],
+        sources: Sequence[PathOrName],
         *,
         policy: PathOrName | None = None,
         micro_batch_size: Count | None = None,
