@@ -97,6 +97,7 @@ def compare(
     mine, theirs = _side(policy, "policy"), _side(baseline, "baseline")
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
     scorer = as_scorer(reward, mine.source, mine.tokenizer)
+    by = str(reward) if isinstance(reward, str | Path) else scorer
     source, data = _held_out(policy, prompts)
     sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
     if max_prompt_length is None:
@@ -128,7 +129,7 @@ def compare(
         skip_special_tokens=sampled.skip_special_tokens,
     )
     questions = Questions(batches, answers_per_prompt=answers_per_prompt)
-    findings = _asked(mine, theirs, questions, sampling, scorer, seed=seed)
+    findings = _asked(mine, theirs, questions, sampling, scorer, by=by, seed=seed)
     rate, low, high = (findings.metrics[f"{WIN_RATE}{end}"] for end in ("", "_low", "_high"))
     return Comparison(rate, low, high, len(asked), findings.metrics, findings.samples)
 
@@ -155,6 +156,7 @@ def _asked(
     sampling: Sampling,
     scorer: Scorer,
     *,
+    by: str | Scorer,
     seed: int,
 ) -> Findings:
     for model in scorer.build(None):
@@ -173,7 +175,6 @@ def _asked(
         )
     samples = side_by_side(first.main, second.main, len(first.main.prompts))
     findings = Findings(metrics, samples, values_of(first.main, second.main))
-    by = str(reward) if isinstance(reward, str | Path) else scorer
     for callback in getattr(mine.trainer, "callbacks", ()):
         if hasattr(callback, "on_compare_end"):
             callback.on_compare_end(mine.trainer, findings, theirs.name, by)
