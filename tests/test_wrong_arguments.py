@@ -251,7 +251,7 @@ def test_what_cannot_score_is_refused_as_the_reward(policy, cls, wrong):
         (r"reward=5", lambda p: compare(p["module"], p["policy"], p["prompts"], reward=5)),
         (r"source=\[\]", lambda p: PromptDataModule([], None, batch_size=2)),
         (r"prompts=\[\]", lambda p: p["module"].generate([])),
-        (r"prompts, a list, row 1", lambda p: p["module"].generate([5])),
+        (r"prompts, the list that was given, row 1", lambda p: p["module"].generate([5])),
         (r"checkpoint_path=5", lambda p: SFTModule.load_from_checkpoint(5)),
         (r"checkpoint_path=", lambda p: DPOModule.load_from_checkpoint(p["prompts"])),
         (r"policy=", lambda p: PPOModule.from_pretrained(Path("not/there"), length)),

@@ -97,11 +97,9 @@ def compare(
     mine, theirs = _side(policy, "policy"), _side(baseline, "baseline")
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
     scorer = as_scorer(reward, mine.source, mine.tokenizer)
-    by = str(reward) if isinstance(reward, str | Path) else scorer
     source, data = _held_out(policy, prompts)
     sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
-    if max_prompt_length is None:
-        max_prompt_length = 512 if data is None else data.max_length
+    max_prompt_length = max_prompt_length or (512 if data is None else data.max_length)
     records: Any = source.records("prompts", "validation")[:num_prompts]
     (batches,), asked = encode_questions(
         records,
@@ -129,7 +127,7 @@ def compare(
         skip_special_tokens=sampled.skip_special_tokens,
     )
     questions = Questions(batches, answers_per_prompt=answers_per_prompt)
-    findings = _asked(mine, theirs, questions, sampling, scorer, by=by, seed=seed)
+    findings = _asked(mine, theirs, questions, sampling, scorer, reward, seed=seed)
     rate, low, high = (findings.metrics[f"{WIN_RATE}{end}"] for end in ("", "_low", "_high"))
     return Comparison(rate, low, high, len(asked), findings.metrics, findings.samples)
 
@@ -155,8 +153,8 @@ def _asked(
     questions: Questions,
     sampling: Sampling,
     scorer: Scorer,
+    reward: Any,
     *,
-    by: str | Scorer,
     seed: int,
 ) -> Findings:
     for model in scorer.build(None):
@@ -175,6 +173,7 @@ def _asked(
         )
     samples = side_by_side(first.main, second.main, len(first.main.prompts))
     findings = Findings(metrics, samples, values_of(first.main, second.main))
+    by = str(reward) if isinstance(reward, str | Path) else scorer
     for callback in getattr(mine.trainer, "callbacks", ()):
         if hasattr(callback, "on_compare_end"):
             callback.on_compare_end(mine.trainer, findings, theirs.name, by)

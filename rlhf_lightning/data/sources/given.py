@@ -32,15 +32,15 @@ class GivenRows(RowSource):
 
     @property
     def label(self) -> str:
-        """The argument and the type of the rows, for messages."""
-        return f"{self.name}, a {type(self.rows).__name__}"
+        """The type of the rows, for messages."""
+        return f"the {type(self.rows).__name__} that was given"
 
     def _rows(self, split: Split) -> Iterable[LocatedRow] | None:
         return self._located() if split == "train" else None
 
     def _located(self) -> Iterable[LocatedRow]:
         for number, row in enumerate(self.rows, start=1):
-            where = Location(self.label, number, "row")
+            where = Location(f"{self.name}, {self.label}", number, "row")
             if isinstance(row, Mapping):
                 yield where, row
             else:
