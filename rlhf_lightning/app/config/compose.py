@@ -6,6 +6,7 @@ Must not import torch: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import cache
 from itertools import chain
@@ -94,9 +95,16 @@ def primary(entry: str = "train") -> dict[Any, Any]:
 
 @cache
 def written_keys(group: str) -> frozenset[str]:
-    """Return the keys of all files of a config group, and of the group in `train.yaml`."""
-    files = map(OmegaConf.load, (conf_dir() / group).glob("*.yaml"))
-    return frozenset(map(str, chain(primary().get(group) or (), *files)))
+    """Return the keys of all files of a config group, and of the group in `train.yaml`, dotted."""
+    files = map(OmegaConf.load, (conf_dir() / group).rglob("*.yaml"))
+    nodes = [OmegaConf.create({group: node}) for node in (primary().get(group) or {}, *files)]
+    return frozenset(chain.from_iterable(_dotted(node) for node in nodes))
+
+
+def _dotted(node: Any, where: str = "") -> Iterator[str]:
+    for key in node if isinstance(node, DictConfig) else ():
+        yield f"{where}{key}"
+        yield from _dotted(node._get_node(key), f"{where}{key}.")
 
 
 def describe_interpolation(error: OmegaConfBaseException) -> str:

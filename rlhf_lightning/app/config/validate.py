@@ -7,7 +7,7 @@ that does not exist would be found after the stages that come first, which may b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -147,16 +147,22 @@ def _check_stage(stage: object) -> None:
 def _check_open_groups(settings: type[CommandSettings], written: Mapping[str, Any]) -> None:
     """Refuse keys that nothing reads: they would change nothing, in silence."""
     text = repr(written)
-    for group in settings.open_groups:
-        node = written.get(group)
-        if not isinstance(node, Mapping):
-            continue
+    for group in (*settings.open_groups, "debug", "launcher"):
+        field = settings.model_fields.get(group)
+        typed = getattr(field and field.annotation, "model_fields", ())
         known = written_keys(group)
-        for key in node:
-            if key not in known and f"${{{group}.{key}" not in text:
-                names = [f"{group}.{name}" for name in sorted(known)]
-                hint = did_you_mean(f"{group}.{key}", names)
-                raise ConfigError(f"unknown key {group}.{key}{hint}")
+        for key in _places(group, written.get(group), {f"{group}.{name}" for name in typed}, text):
+            if key not in known and f"${{{key}" not in text:
+                raise ConfigError(f"unknown key {key}{did_you_mean(key, sorted(known))}")
+
+
+def _places(where: str, node: Any, typed: Container[str], text: str) -> Iterator[str]:
+    """Yield the keys below a node, but for those of what is read as a whole."""
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        yield (place := f"{where}.{key}")
+        whole = place in typed or f"${{{place}}}" in text
+        if isinstance(value, Mapping) and "_target_" not in value and not whole:
+            yield from _places(place, value, typed, text)
 
 
 def _check_nothing_missing(node: Any, where: str = "") -> None:
