@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import lightning as L
 import torch
 from lightning.pytorch import Callback
 
-from rlhf_lightning.arguments import Seed, Size, Temperature, checked
+from rlhf_lightning.arguments import PathOrName, Seed, Size, Temperature, checked
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
@@ -174,8 +173,9 @@ class OneModelModule(RLHFModule):
     build_policy: Callable[[], Any]
 
     @classmethod
+    @checked
     def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, **changes: Any
+        cls, checkpoint_path: PathOrName, **changes: Any
     ) -> Self:
         """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
 
+from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.hparams import OnPolicyHparams
 from rlhf_lightning.models.heads import PolicyModel
@@ -34,8 +34,9 @@ class OnPolicyModule(RLHFModule):
     step_0: Step0
 
     @classmethod
+    @checked(but=("reward",))
     def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: str | Path, reward: Any = None, **changes: Any
+        cls, checkpoint_path: PathOrName, reward: Any = None, **changes: Any
     ) -> Self:
         """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
 
