@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, cast
 
@@ -171,6 +172,8 @@ class OneModelModule(RLHFModule):
     """Base of the modules that train one model on records."""
 
     build_policy: Callable[[], Any]
+    sums: Any
+    validation_started = 0.0
 
     @classmethod
     @checked
@@ -203,6 +206,13 @@ class OneModelModule(RLHFModule):
         """Refuse flags that would train something else; place the base of an adapter."""
         check_trainer(self.trainer)
         move_models(self, [self.trained.root])
+
+    def on_validation_start(self) -> None:
+        """Start the clock; place the base of an adapter, where no training came before."""
+        self.validation_started = time.perf_counter()
+        move_models(self, [self.trained.root])
+        for metric in self.sums.values():
+            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
 
 
 def skips_special_tokens(module: Any) -> bool:

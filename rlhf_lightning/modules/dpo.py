@@ -41,7 +41,6 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.reference_logprobs import (
     SPLITS,
@@ -112,9 +111,8 @@ class DPOModule(OneModelModule):
         self.references = ReferenceLogprobs(fingerprint, policy, dpo.micro_batch_size)
         self.policy: PolicyModel | None = None
         names = ("pairs", *MEASURES)
-        self.sums: Any = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
+        self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.validated: list[list[float]] = []  # of KTO, by row: see `validation_step`
-        self.validation_started = 0.0
 
     @property
     def record_kinds(self) -> tuple[str, ...]:
@@ -296,11 +294,8 @@ class DPOModule(OneModelModule):
 
     def on_validation_start(self) -> None:
         """Start the clock and place the base; before or without training, look up the reference."""
-        self.validation_started = time.perf_counter()
+        super().on_validation_start()
         self.validated = []
-        move_models(self, [self.policy.root])
-        for metric in self.sums.values():
-            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
         if self.trainer.state.fn != "fit" or self.trainer.sanity_checking:
             self.references.prepare(self, ("validation",))
 

@@ -38,7 +38,7 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models, sharing_models
+from rlhf_lightning.modules.placement import sharing_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 
@@ -87,9 +87,8 @@ class RewardModule(OneModelModule):
         self.skipped = SkippedSteps(reward.max_skipped_steps, "module.reward.max_skipped_steps")
         self.model: ScalarHeadModel | None = None
         names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
-        self.sums: Any = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
+        self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
-        self.validation_started = 0.0
 
     @classmethod
     @checked
@@ -234,11 +233,9 @@ class RewardModule(OneModelModule):
         return chosen, rejected
 
     def on_validation_start(self) -> None:
-        """Start the clock; place the base of an adapter, where no training came before."""
-        self.validation_started = time.perf_counter()
-        move_models(self, [self.model.root])
-        for metric in (*self.sums.values(), self.calibration):
-            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
+        """Start the clock, place the base, and forget what was measured."""
+        super().on_validation_start()
+        self.calibration.reset()
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Add the held-out pairs to the measures."""

@@ -34,7 +34,6 @@ from rlhf_lightning.modules.optimization import (
     parameter_group,
     with_schedule,
 )
-from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.modules.pretrained import Optimizer
 from rlhf_lightning.modules.schedules import Schedule
 
@@ -78,8 +77,7 @@ class SFTModule(OneModelModule):
         self.skipped = SkippedSteps(sft.max_skipped_steps, "module.sft.max_skipped_steps")
         self.policy: PolicyModel | None = None
         names = ("loss", "tokens")  # two sums: a MeanMetric that keeps NaN forgets its weights
-        self.sums: Any = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
-        self.validation_started = 0.0
+        self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
 
     @classmethod
     @checked
@@ -188,13 +186,6 @@ class SFTModule(OneModelModule):
             positions = row * input_ids.shape[1] + column
         statistics = model(input_ids, positions, tokens, 1.0, False, row_lengths)
         return -statistics.logprobs.sum() / num_tokens.clamp(min=1)
-
-    def on_validation_start(self) -> None:
-        """Start the clock; place the base of an adapter, where no training came before."""
-        self.validation_started = time.perf_counter()
-        move_models(self, [self.policy.root])
-        for metric in self.sums.values():
-            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Add the batch to the held-out loss."""
