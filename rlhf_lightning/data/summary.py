@@ -59,7 +59,8 @@ class DataSummary:
         lengths: token lengths of `prompt`, `response`, or of `chosen` and `rejected`, EOS included.
         labels: rows of each label, where rows have one.
         num_duplicates: rows whose tokens are those of an earlier row.
-        num_contradictions: preferences that another row of the same prompt turns round.
+        num_contradictions: preferences that another row of the same prompt turns round, and
+            responses that another row gives the other label.
         num_repeated_keys: rows of JSON with a key twice, of which the last one counts.
         num_truncated: rows whose prompt was cut from the left.
         num_spelled: rows whose texts spell special tokens, which were encoded as text.
@@ -104,7 +105,12 @@ class DataSummary:
         table.add_row("duplicate rows", str(self.num_duplicates))
         spelled = "rows that spell special tokens, kept as text (rendered: true for tokens)"
         for name, count in (
-            ("pairs that another one contradicts (A > B and B > A)", self.num_contradictions),
+            (
+                "responses with both labels"
+                if self.labels
+                else "pairs that another one contradicts (A > B and B > A)",
+                self.num_contradictions,
+            ),
             ("rows with a key twice, the last one counts", self.num_repeated_keys),
             ("prompts cut from the left", self.num_truncated),
             (spelled, self.num_spelled),
@@ -161,10 +167,7 @@ def summarize(
         lengths={part: LengthSummary.of(values) for part, values in lengths.items()},
         labels=Counter(row.label for row in encoded if getattr(row, "label", None) is not None),
         num_duplicates=len(encoded) - len(identities),
-        num_contradictions=sum(
-            isinstance(row, EncodedPreference) and _identity(row)[::-1] in identities
-            for row in encoded
-        ),
+        num_contradictions=sum(_contrary(row) in identities for row in encoded),
         num_repeated_keys=num_repeated_keys,
         num_truncated=report.num_truncated,
         num_spelled=report.num_spelled,
@@ -266,4 +269,13 @@ def part_lengths(row: Encoded) -> dict[str, int]:
 def _identity(row: Encoded) -> tuple[bytes, ...]:
     if isinstance(row, EncodedPreference):
         return row.chosen_input_ids.tobytes(), row.rejected_input_ids.tobytes()
-    return (row.input_ids.tobytes(),)
+    label = getattr(row, "label", None)
+    return row.input_ids.tobytes(), *(() if label is None else (str(label).encode(),))
+
+
+def _contrary(row: Encoded) -> tuple[bytes, ...] | None:
+    """Return the identity of a row that says the opposite; None of one that says nothing."""
+    if isinstance(row, EncodedPreference):
+        return _identity(row)[::-1]
+    label = getattr(row, "label", None)
+    return None if label is None else (row.input_ids.tobytes(), str(not label).encode())

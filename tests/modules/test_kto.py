@@ -19,6 +19,7 @@ from rich.console import Console
 from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import EncodedSequence
+from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.unpaired import beside_other_answers
 from rlhf_lightning.modules import dpo
 from rlhf_lightning.modules.dpo import by_label
@@ -264,6 +265,18 @@ def test_pairs_are_two_rows_each_and_other_answers_are_of_other_prompts(material
         assert cut < len(other) <= 5
         of_prompt = answers.get(other[cut:].tobytes())  # None where it was cut
         assert of_prompt != own[:cut].tolist()
+
+
+def test_a_response_with_both_labels_is_counted_and_is_no_duplicate(material):
+    tokenizer = DPOModule.from_pretrained(material["policy"]).tokenizer
+    rows = [{"prompt": f"w{i}", "completion": "w2", "label": i % 2 == 0} for i in range(3, 30)]
+    rows += [{"prompt": "w5", "completion": "w2", "label": True}]
+    rows += [{"prompt": "w5", "completion": "w2", "label": False}]
+    source = GivenRows(rows, validation_fraction=0)
+    data = PreferenceDataModule(source, tokenizer, batch_size=4, kind="unpaired")
+    data.setup()
+    assert (data.summary.num_contradictions, data.summary.num_duplicates) == (3, 1)
+    assert "responses with both labels" in data.render_summary()
 
 
 @pytest.mark.parametrize(("kind", "given"), [("kto", "preferences"), ("sigmoid", "unpaired")])

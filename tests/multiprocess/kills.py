@@ -54,6 +54,7 @@ STAGES = {
     "sft": ["data.num_epochs=8", "trainer.validations=2", "callbacks.checkpoint.monitor=val/loss"],
     "reward": ["data.num_epochs=8", "trainer.validations=2", "module.model.dropout=0.1"],
     "dpo": ["data.num_epochs=8", "trainer.validations=2"],
+    "kto": ["data.num_epochs=8", "trainer.validations=2"],
     "ppo": [
         "module.ppo.num_minibatches=2",
         "module.ppo.num_ppo_epochs=2",

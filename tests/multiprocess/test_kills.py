@@ -1,4 +1,4 @@
-"""Runs that are killed at 54 random instants in all and resumed: nothing is lost.
+"""Runs that are killed at 64 random instants in all and resumed: nothing is lost.
 
 One more kill, of PPO in a single process, is in `tests/entry/test_train.py`.
 """
@@ -12,7 +12,7 @@ from tests.multiprocess.try_kills import CASES, try_case
 
 def test_each_stage_is_killed_ten_times_in_one_process_and_mostly_in_a_save():
     single = [case for case in CASES if case.strategy == "single"]
-    assert {case.stage for case in single} == {"sft", "reward", "dpo", "ppo"}
+    assert {case.stage for case in single} == {"sft", "reward", "dpo", "kto", "ppo"}
     assert all((len(c.kills), c.kills.count("save")) == (10, 6) for c in single)
 
 

@@ -29,7 +29,7 @@ CASES = [Case(stage, "single", TEN) for stage in STAGES]
 CASES += [
     Case(stage, strategy, ("save", "any", "any") if stage == "ppo" else ("save", "any"))
     for stage in STAGES
-    if stage != "dpo"
+    if stage not in ("dpo", "kto")
     for strategy in STRATEGIES
     if strategy != "single"
 ]
