@@ -165,7 +165,7 @@ def summarize(
         num_rows=len(encoded),
         domains=dict(Counter(row.domain for row in encoded).most_common()),
         lengths={part: LengthSummary.of(values) for part, values in lengths.items()},
-        labels=Counter(row.label for row in encoded if getattr(row, "label", None) is not None),
+        labels=Counter(label for row in encoded if (label := _label(row)) is not None),
         num_duplicates=len(encoded) - len(identities),
         num_contradictions=sum(_contrary(row) in identities for row in encoded),
         num_repeated_keys=num_repeated_keys,
@@ -266,10 +266,14 @@ def part_lengths(row: Encoded) -> dict[str, int]:
     }
 
 
+def _label(row: Encoded) -> bool | None:
+    return getattr(row, "label", None)
+
+
 def _identity(row: Encoded) -> tuple[bytes, ...]:
     if isinstance(row, EncodedPreference):
         return row.chosen_input_ids.tobytes(), row.rejected_input_ids.tobytes()
-    label = getattr(row, "label", None)
+    label = _label(row)
     return row.input_ids.tobytes(), *(() if label is None else (str(label).encode(),))
 
 
@@ -277,5 +281,5 @@ def _contrary(row: Encoded) -> tuple[bytes, ...] | None:
     """Return the identity of a row that says the opposite; None of one that says nothing."""
     if isinstance(row, EncodedPreference):
         return _identity(row)[::-1]
-    label = getattr(row, "label", None)
+    label = _label(row)
     return None if label is None else (row.input_ids.tobytes(), str(not label).encode())

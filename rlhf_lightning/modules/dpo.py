@@ -175,7 +175,8 @@ class DPOModule(OneModelModule):
     def on_train_start(self) -> None:
         """Look up what the reference says of the pairs, or compute it."""
         if self.dpo.kind == "kto":
-            warn_of_weights(self.dpo, [row.label for row in self.trainer.datamodule.rows("train")])
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            warn_of_weights(self.dpo, [row.label for row in data.rows("train")])
         self.references.prepare(self, SPLITS)
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
