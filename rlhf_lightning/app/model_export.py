@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -35,6 +34,7 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, plain, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
+from rlhf_lightning.runs.reading import read_json
 from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import GateResult, installed_versions
 from rlhf_lightning.text.tokenizers import as_saved, stop_ids
@@ -240,13 +240,13 @@ def _against(scorer: Target | None) -> str:
 
 def _needs(folder: Path) -> str:
     """Return what an adapter stands on, without folders of the machine."""
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_json(folder / ADAPTER_CONFIG)
     base, revision = config["base_model_name_or_path"], config.get("revision")
     if not Path(base).is_dir():
         return f"It needs its base, {plain(base)} of the hub" + (
             f" at {plain(revision)}." if revision else "."
         )
-    found = json.loads((folder / ADAPTER_EXTRA).read_text(encoding="utf-8"))["base_fingerprint"]
+    found = read_json(folder / ADAPTER_EXTRA)["base_fingerprint"]
     return (
         f"It needs its base, the folder {plain(without_folders(base))} (fingerprint {found[:12]}), "
         f"which `{ADAPTER_CONFIG}` names by its whole path on the machine of the run. Elsewhere, "
@@ -255,7 +255,7 @@ def _needs(folder: Path) -> str:
 
 
 def _reward_facts(folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     tokenizer = as_saved(str(folder), loading_options(folder))
     return {"reward_offset": config["reward_offset"], "pad_token": tokenizer.pad_token}
 

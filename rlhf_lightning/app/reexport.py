@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.build import make_tokenizer, with_vocabulary
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.local_files import is_unchanged, local_files
 from rlhf_lightning.app.config.saved import best_of_early_stopping, read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.model_export import Outcome, write_model_folder
@@ -29,6 +30,7 @@ from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.source import Source
 from rlhf_lightning.runs.summary import read_summary
+from rlhf_lightning.runs.taken import summary_or_none
 
 _LOADERS = (
     "rlhf_lightning.models.factory.load_policy",
@@ -86,6 +88,7 @@ def _settings(folder: RunFolder) -> TrainSettings:
     """Return the run's settings, checked, with the place where its start is found now."""
     settings = read_saved(TrainSettings, folder.config)
     _refuse_code(settings.model.trust_remote_code)
+    _refuse_other_files(settings, folder)
     start = settings.start
     if start is not None:
         there = working_folder(folder) / start
@@ -93,6 +96,22 @@ def _settings(folder: RunFolder) -> TrainSettings:
             # The run was started in another folder than this command, which may hold another model.
             settings = settings.updated({f"artifacts.{settings.spec.starts_from}": str(there)})
     return settings
+
+
+def _refuse_other_files(settings: TrainSettings, folder: RunFolder) -> None:
+    """Refuse a template or a tokenizer of this machine that the run has not read: it is exported.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    summary = summary_or_none(folder)
+    read = {} if summary is None else summary.read
+    for place, value, paths in local_files(settings):
+        if place.startswith("model.") and not is_unchanged(paths, read.get(place, ())):
+            raise ConfigError(
+                f"{place}={value} is not known of the run (SHA-256), and a run folder alone is not "
+                "trusted with other files: put the one back that it read"
+            )
 
 
 def _refuse_code(trusted: object) -> None:

@@ -25,6 +25,7 @@ from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, AdaptedScalar
 from rlhf_lightning.models.whole_weights import check_artifact
 from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.model_folder import ADAPTER_CONFIG, check_model_folder
+from rlhf_lightning.runs.reading import read_json
 from rlhf_lightning.runs.source import reads_one_model
 
 CONFIG, WEIGHTS, EXTRA = ADAPTER_CONFIG, "adapter_model.safetensors", "rlhf_lightning.json"
@@ -126,9 +127,9 @@ def read_adapter(folder: Path) -> AdapterFiles:
                 "writes the adapter beside the merged model"
             )
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config: dict[str, Any] = read_json(folder / CONFIG)
         file = folder / EXTRA
-        extra = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        extra = read_json(file) if file.is_file() else {}
         tensors = {k.removeprefix(_PREFIX): v for k, v in load_file(folder / WEIGHTS).items()}
         targets = config["target_modules"]
         lora = LoraHparams(

@@ -29,7 +29,7 @@ LONGEST_REASON = 300
 # AssertionError and TypeError: of a config whose numbers or types do not fit
 _OF_A_CHECKPOINT = (
     *(OSError, ValueError, KeyError, ImportError, SafetensorError, RuntimeError),
-    *(AssertionError, TypeError),
+    *(AssertionError, TypeError, AttributeError),
 )
 NORMALIZATION = ("mean", "std", "normalize_reward")  # keys of config.json
 
@@ -125,7 +125,8 @@ def naming_source(source: str | Path) -> Iterator[None]:
         yield
     except _OF_A_CHECKPOINT as error:
         no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
-        unknown = isinstance(error, RuntimeError) and "mismatch" not in str(error)
+        known = isinstance(error, RecursionError) or "mismatch" in str(error)
+        unknown = isinstance(error, RuntimeError) and not known
         if no_memory or unknown:
             raise
         reason = " ".join(str(error).split())

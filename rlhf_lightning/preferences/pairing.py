@@ -9,7 +9,6 @@ picks slips.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.preferences.journal import record_journal
 from rlhf_lightning.preferences.near_duplicates import jaccard, word_grams
 from rlhf_lightning.preferences.records import Candidate, Pair, readable
+from rlhf_lightning.runs.reading import loads, read_file
 
 Pairing = Literal["random", "most_different", "best_against_worst"]
 PAIRINGS: tuple[str, ...] = get_args(Pairing)
@@ -193,8 +193,8 @@ class WorstSamples:
     def _defeats(self) -> list[Defeat]:
         asked = {p.pair_id: p for p in record_journal(Pair, self.run / "pairs.jsonl").read()}
         # Not splitlines: it also breaks at characters that JSON leaves inside a string.
-        lines = (self.run / "data" / "train.jsonl").read_text(encoding="utf-8").split("\n")
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+        lines = read_file(self.run / "data" / "train.jsonl").split(b"\n")
+        rows: list[dict[str, Any]] = [loads(line) for line in lines if line.strip()]
         labelled = [(asked[r["pair_id"]], _said(r["chosen"]), _said(r["rejected"])) for r in rows]
         answers = {(p.prompt_id, t): (p.prompt, t) for p, *texts in labelled for t in texts}
         scores = dict(zip(answers, self.score(list(answers.values())), strict=True))

@@ -34,6 +34,7 @@ from rlhf_lightning.runs.doctor_log import (
 )
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
+from rlhf_lightning.runs.reading import read_file
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, run_title
 from rlhf_lightning.runs.verdict import verdict
 
@@ -249,7 +250,7 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
         ("Overrides of this run", folder.config.with_name("overrides.yaml")),
         ("The whole configuration", folder.config),
     ):
-        content = path.read_text("utf-8", errors="replace").strip() if path.is_file() else ""
+        content = read_file(path).decode("utf-8", "replace").strip() if path.is_file() else ""
         if content not in ("", "[]"):
             files[title] = _SECRET.sub(r"\1(hidden)", content)
     if not facts and not files:

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.public_config import public_config
-from rlhf_lightning.runs.reading import parse
+from rlhf_lightning.runs.reading import parse, read_file
 
 ABSENT = "not set"
 _ABSENT_BEFORE = "(absent)"  # in files of earlier versions
@@ -92,7 +92,7 @@ def read_changes(folder: RunFolder) -> list[Change] | None:
         return None
     try:
         return parse(
-            list[Change], path.read_text("utf-8").replace(f'"{_ABSENT_BEFORE}"', f'"{ABSENT}"')
+            list[Change], read_file(path).decode().replace(f'"{_ABSENT_BEFORE}"', f'"{ABSENT}"')
         )
     except ValueError:
         return None

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.runs.atomic import naming_full_disk, write_text
+from rlhf_lightning.runs.reading import loads, read_file
 
 ITERATION = "iteration"
+MOST_COLUMNS = 2000  # of metrics.csv
+LONGEST_LINE = 2**24  # bytes, of samples.jsonl and distributions.jsonl
 
 
 class _Below:
@@ -196,7 +199,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
     if not path.exists():
         return []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
         complete = text[: text.rfind("\n") + 1]  # a line counts when its end was written
         lines = list(csv.reader(io.StringIO(complete)))
         header = lines[0] if lines else [ITERATION]
@@ -205,7 +208,9 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
             for line in lines[1:]
             if len(line) == len(header)
         ]
-        if header[:1] != [ITERATION] or not all(ITERATION in row for row in rows):
+        if len(header) > MOST_COLUMNS:
+            raise ValueError(f"it has more than {MOST_COLUMNS} columns")
+        if header[:1] != [ITERATION] or not all(row.get(ITERATION, 0.5) % 1 == 0 for row in rows):
             raise ValueError("not each row begins with its iteration")
     except (ValueError, csv.Error) as error:
         raise ValueError(
@@ -221,10 +226,12 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
         return []
     samples = []
     # Not splitlines: it also breaks at characters that JSON leaves inside a string.
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    for line in read_file(path).split(b"\n")[:-1]:
+        if len(line) > LONGEST_LINE:
+            continue
         try:
-            sample = json.loads(line.decode())
-        except (ValueError, RecursionError):
+            sample = loads(line)
+        except ValueError:
             continue
         if isinstance(sample, dict) and ITERATION in sample:
             samples.append(sample)

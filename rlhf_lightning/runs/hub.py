@@ -12,6 +12,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 
 from rlhf_lightning.runs.model_folder import check_model_folder
 from rlhf_lightning.runs.public_config import without_folders
+from rlhf_lightning.runs.reading import read_json
 
 # For later stages on this machine; it names the run's folder.
 _LEFT_HERE = ("manifest.json", ".*")
@@ -66,7 +67,7 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
 
 
 def _cut_folders(path: Path) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     for key in ("base", "base_model_name_or_path"):
         if isinstance(content.get(key), str):
             content[key] = without_folders(content[key])

@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhf_lightning.runs.atomic import link_or_copy, write_text
 from rlhf_lightning.runs.folder import to_json
 from rlhf_lightning.runs.model_folder import check_model_folder
-from rlhf_lightning.runs.reading import parse
+from rlhf_lightning.runs.reading import parse, read_file
 from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.summary import GateResult
 
@@ -158,7 +158,7 @@ def _parsed(folder: Path) -> Manifest:
     if not path.is_file():
         raise ManifestError(f"{folder} has no {MANIFEST}: {_fix(folder)}")
     try:
-        return parse(Manifest, path.read_bytes())
+        return parse(Manifest, read_file(path, follow=True))
     except ValueError as error:
         raise ManifestError(
             f"{path} is damaged ({error}): {_fix(folder)}; delete the file if something else "

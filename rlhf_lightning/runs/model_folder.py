@@ -6,9 +6,10 @@ whoever does so.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
+
+from rlhf_lightning.runs.reading import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -27,6 +28,8 @@ def check_model_folder(folder: Path | str) -> None:
     root = next((p for p in of_hub if p.name.startswith("models--")), whole)
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *files)):
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise ValueError(f"{path} is a pipe or a device, and no file: remove it")
             if path.is_symlink() and not path.resolve().is_relative_to(root):
                 raise ValueError(
                     f"{path} is a link to {os.readlink(path)}, outside of the model's folder: put "
@@ -43,7 +46,7 @@ def check_model_folder(folder: Path | str) -> None:
 
 def _shards(index: Path) -> set[str]:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = read_json(index)
         return {str(name) for name in content["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged ({error!r}): copy the model again") from error
@@ -58,7 +61,7 @@ def is_adapter(folder: Path | str) -> bool:
 def of_adapter(folder: Path) -> str:
     """Return what an adapter's folder is, and how one gets the model."""
     try:
-        content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        content = read_json(folder / ADAPTER_CONFIG)
         base, task = content.get("base_model_name_or_path"), content.get("task_type")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{folder / ADAPTER_CONFIG} is damaged: copy it again") from error

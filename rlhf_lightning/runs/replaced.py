@@ -18,6 +18,7 @@ from rlhf_lightning.runs.atomic import (
     write_text,
 )
 from rlhf_lightning.runs.lock import FolderTakenError
+from rlhf_lightning.runs.reading import read_json
 
 WRITTEN = ".written.json"  # the files that were written into a folder, by us
 # What a folder of ours has that was made before there was such a list, with a key of it.
@@ -125,6 +126,6 @@ def _is_made_here(folder: Path) -> bool:
 def _json(file: Path) -> Any:
     """Return the content of a file, None where there is none that can be read."""
     try:
-        return json.loads(file.read_bytes())
+        return read_json(file)
     except (OSError, ValueError, RecursionError):
         return None

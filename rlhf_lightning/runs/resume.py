@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import is_claimed
+from rlhf_lightning.runs.reading import read_json
 from rlhf_lightning.runs.summary import read_summary
 
 logger = logging.getLogger(__name__)
@@ -193,11 +194,12 @@ def checksum(path: Path) -> list[int]:
 def _folder_problem(folder: Path) -> str | None:
     # The checksums are written last, so a folder without them was not written to its end.
     try:
-        expected = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        expected = read_json(folder / CHECKSUMS)
         if META not in expected:
             return f"it was not written to its end, {META} is missing"
         for name, sums in expected.items():
-            if checksum(folder / Path(name).name) != sums:
+            shard = folder / Path(name).name
+            if (shard.exists() and not shard.is_file()) or checksum(shard) != sums:
                 return f"it is damaged in {_escaped(name)}"
         for shard in sorted(folder.glob("*.safetensors")):
             if shard.name not in expected:

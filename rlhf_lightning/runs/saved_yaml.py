@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from rlhf_lightning.runs.reading import read_file
+
 MOST_BYTES = 2**20
 MOST_LEVELS = 20
 
@@ -39,10 +41,7 @@ def read_yaml(file: Path) -> Any:
         ValueError: if it is too large, too deep, has an alias or anything but plain values.
         OSError: if it cannot be read.
     """
-    with file.open("rb") as stream:
-        content = stream.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES // 2**20} MiB")
+    content = read_file(file, most=MOST_BYTES)
     try:
         loader = _PlainLoader(content.decode("utf-8"))
         return loader.get_single_data()

@@ -290,7 +290,7 @@ def stop_ids(
     template = () if end is None else (end.token_id,)
     eos = None if source is None else _generation_config(source, revision).eos_token_id
     named = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if wrong := [one for one in named if not isinstance(one, int | float)]:
+    if wrong := [one for one in named if not isinstance(one, int | float) or one >= 2**31]:
         raise ValueError(
             f"cannot load {source}: eos_token_id={eos!r} of its {GENERATION_CONFIG} or config.json "
             f"names {wrong[0]!r}, which is no id of a token: write ids"

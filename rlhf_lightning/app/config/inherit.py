@@ -6,7 +6,9 @@ machine, so what it says is data: it is validated anew, and code that it names m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,8 +140,8 @@ def models_of(trained: TrainSettings, folder: RunFolder) -> dict[str, str | None
     for kind in ("base", "sft", "reward"):
         source = trained.artifacts.of(kind)
         beside = None if source is None else start / source
-        there = source is not None and not Path(source).exists()
-        found[kind] = str(beside) if there and beside is not None and beside.exists() else source
+        gone = beside is not None and not os.path.exists(str(source)) and os.path.exists(beside)
+        found[kind] = str(beside) if gone else source
     found[trained.spec.name] = _made(trained, folder)
     return found
 
@@ -148,12 +150,12 @@ def _made(trained: TrainSettings, folder: RunFolder) -> str:
     """Return the model that a run made: the artefact if it still is, else its export."""
     if trained.publishes and trained.artifacts.publish is not None:
         target = working_folder(folder) / trained.artifacts.publish
-        try:
+        with suppress(ManifestError):
             manifest = read_manifest(target, verify=False)
-        except ManifestError:
-            return str(folder.export)
-        if Path(manifest.run).resolve() == folder.path.resolve():
-            return str(target)
+            if Path(manifest.run).resolve() == folder.path.resolve():
+                return str(target)
+    if not folder.export.resolve().is_relative_to(folder.path.resolve()):
+        raise ConfigError(f"{folder.export} is a link that leaves the run's folder: copy the model")
     return str(folder.export)
 
 

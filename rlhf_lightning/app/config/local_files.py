@@ -19,7 +19,7 @@ from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import Node, nodes, parameters
 from rlhf_lightning.runs.manifest import ManifestError, content_digest
 
-GROUPS = ("dataset", "scorer", "safety", "evaluation")  # which evaluation or collection takes over
+GROUPS = ("model", "dataset", "scorer", "safety", "evaluation")  # that a later command reads
 UNREADABLE = (ManifestError, OSError, ValueError, TypeError)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 

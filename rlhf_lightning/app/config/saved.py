@@ -123,8 +123,10 @@ def working_folder(folder: RunFolder) -> Path:
     """
     file = folder.config.with_name("hydra.yaml")
     content = saved_config(file) if file.is_file() else {}
-    runtime = (content.get("hydra") or {}).get("runtime") or {}
-    return Path(str(runtime.get("cwd") or "."))
+    found: Any = content
+    for key in ("hydra", "runtime", "cwd"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return Path(str(found or "."))
 
 
 def best_of_early_stopping(folder: RunFolder) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from rlhf_lightning.app.stages.spec import StageSpec, find_stage
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import set_dropout
+from rlhf_lightning.runs.reading import read_json
 
 
 class ShapeError(ValueError):
@@ -70,7 +70,7 @@ def read_shape(folder: Path) -> Shape:
     """
     file = folder / "config.json"
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = read_json(file)
     except (OSError, ValueError) as error:
         raise ShapeError(f"no config.json can be read in {folder}: {error}") from error
     if not isinstance(fields, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.lock import is_claimed
+from rlhf_lightning.runs.reading import read_json
 from rlhf_lightning.runs.summary import read_summary
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def read_state(folder: Path) -> dict[str, Outcome]:
     if not path.is_file():
         return {}
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = read_json(path)
         found = [Outcome(row["step"], tuple(row["overrides"]), row["status"]) for row in rows]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is damaged ({error}): begin anew with resume=never") from error

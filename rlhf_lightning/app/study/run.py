@@ -36,6 +36,7 @@ from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environ
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import claim_run, is_claimed
 from rlhf_lightning.runs.metric_catalog import duration
+from rlhf_lightning.runs.reading import loads
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
 
 register()
@@ -204,7 +205,7 @@ def attempts(planned: PlannedRun) -> list[dict[str, Any]]:
     """Return the lines of its attempts: each has a start, and an end unless that was not seen."""
     file = planned.place / ATTEMPTS
     lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    found = [json.loads(line) for line in lines if line.endswith("}")]
+    found = [loads(line.encode()) for line in lines if line.endswith("}")]
     return [row for row in found if row["config_hash"] == planned.settings.config_hash]
 
 

@@ -38,7 +38,7 @@ from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import DoctorEvent
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.reading import parse
+from rlhf_lightning.runs.reading import parse, read_file
 
 _WEIGHT = "domain_weights."
 
@@ -115,7 +115,7 @@ def read_handover(folder: RunFolder) -> Handover | None:
     """
     path = _path(folder)
     try:
-        return parse(Handover, path.read_bytes())
+        return parse(Handover, read_file(path))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections import Counter
@@ -34,6 +33,7 @@ from rlhf_lightning.data.records import (
     prompt_key,
 )
 from rlhf_lightning.data.splits import connected_keys, shares, split_by_key
+from rlhf_lightning.runs.reading import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -395,7 +395,7 @@ class PreferenceFolder(FileSource):
                 "rejected), or make them with  python -m rlhf_lightning.collect"
             )
         file = self.folder_or_file / RELIABILITY
-        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        content = read_json(file) if file.is_file() else {}
         ceiling = content.get("label_ceiling") if isinstance(content, dict) else None
         if ceiling is not None:
             self.label_ceiling: Callable[[], float] = lambda: float(ceiling)
