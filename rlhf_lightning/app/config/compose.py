@@ -103,8 +103,8 @@ def written_keys(group: str) -> frozenset[str]:
 
 def _dotted(node: Any, where: str = "") -> Iterator[str]:
     for key in node if isinstance(node, DictConfig) else ():
-        yield f"{where}{key}"
-        yield from _dotted(node._get_node(key), f"{where}{key}.")
+        yield f"{where}{key!s}"
+        yield from _dotted(node._get_node(key), f"{where}{key!s}.")
 
 
 def describe_interpolation(error: OmegaConfBaseException) -> str:
