@@ -81,8 +81,9 @@ def run(task: Task) -> dict[str, Any]:
     )
     total, profiled = task["warmup"] + task["iterations"], task.get("profile", False)
     batches: Any = [prompt_batch(workload, len(tokenizer), tokenizer, i) for i in range(total)]
-    cls = ProfiledPPO if profiled else PPOModule
-    module: Any = ppo_module(task, workload, tokenizer, cls=cls)
+    module: Any = ppo_module(task, workload, tokenizer)
+    if profiled:
+        module.__class__ = ProfiledPPO  # a configuration builds classes of the package alone
     watch = Watch(task["device"])
     trainer = bare_trainer(task, watch)
     settings = training_settings("ppo", *task["overrides"]).model
@@ -112,9 +113,7 @@ def prompt_batch(
     )
 
 
-def ppo_module(
-    task: Task, workload: Workload, tokenizer: Any, *, cls: type[PPOModule]
-) -> PPOModule:
+def ppo_module(task: Task, workload: Workload, tokenizer: Any) -> PPOModule:
     """Return the module that `+experiment=ppo` makes, on the folder's models."""
     folder = task["folder"]
     settings = training_settings(
@@ -130,7 +129,6 @@ def ppo_module(
         f"module.sampling.max_new_tokens={workload.new_tokens}",
         *task["overrides"],
     )
-    settings = settings.updated({"module._target_": f"{cls.__module__}.{cls.__qualname__}"})
     assert settings.scorer is not None
     module: PPOModule = settings.module.build(
         **settings.all_hparams,
