@@ -374,6 +374,8 @@ def make_callbacks(
     stops = {} if early is None else early.model_dump(exclude_unset=True)
     if early is not None and kept["monitor"] is None:  # a best one to end with
         kept |= {"monitor": STOPS_BY, "mode": stops.get("mode", "min")}
+    if settings.only_runs and str(kept["monitor"]).startswith("doctor/"):
+        kept["monitor"] = None  # nothing is watched
     callbacks: list[L.Callback] = [
         *own.first,
         RandomState(),
