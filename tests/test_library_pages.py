@@ -14,11 +14,14 @@ from rlhf_lightning import (
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
+    RewardHparams,
     RewardModule,
     SamplingHparams,
     compare,
     trainer_arguments,
 )
+from rlhf_lightning.callbacks import run_record
+from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
 from rlhf_lightning.runs.folder import RunFolder, read_samples
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
@@ -96,6 +99,11 @@ def test_the_last_comparison_is_the_one_on_the_page_and_says_by_what_and_against
     assert "trained on" not in verdict(summary).sentence
     assert "SFT" not in verdict(summary).caption
     assert len(held_out(folder)) == 1
+    domains = {name for name in summary.metrics if "/domain/" in name}
+    rows = [{"prompt": f"w1 w{i}"} for i in range(2, 12)]
+    compare(module, material["policy"], rows, reward=length)
+    assert not domains & set(read_summary(folder).metrics), "of the comparison before"
+    compare(module, material["other_policy"], data, reward=shortness)
     sides = [row for row in read_samples(folder.samples) if "baseline_response" in row]
     assert len(sides) == found.num_prompts
 
@@ -139,8 +147,10 @@ def test_a_comparison_during_training_is_none_of_the_end(material, tmp_path):
     assert held_out(folder) == []
 
 
-def reward(material: dict[str, Path], folder: Path, **changes: Any) -> RunFolder:
-    module = RewardModule.from_pretrained(material["policy"])
+def reward(
+    material: dict[str, Path], folder: Path, hparams: RewardHparams | None = None, **changes: Any
+) -> RunFolder:
+    module = RewardModule.from_pretrained(material["policy"], reward=hparams)
     data = PreferenceDataModule(material["pairs"], module.tokenizer, batch_size=4)
     L.Trainer(**arguments(folder, **changes)).fit(module, data)
     return RunFolder(folder)
@@ -154,6 +164,20 @@ def test_a_reward_model_from_python_shows_its_held_out_pairs(material, tmp_path)
     assert {"reliability", "wrong"} <= values.keys()
     assert "val/accuracy_chosen_longer" in metrics or "val/accuracy_chosen_shorter" in metrics
     assert f"Margins of {len(values['margin'])} pairs" in folder.report.read_text()
+
+
+def test_held_out_pairs_are_scored_in_forwards_no_larger_than_those_of_training(
+    material, tmp_path, monkeypatch
+):
+    sizes = []
+
+    def watched(*given: Any, batch_size: int) -> Any:
+        sizes.append(batch_size)
+        return held_out_pairs(*given, batch_size=batch_size)
+
+    monkeypatch.setattr(run_record, "held_out_pairs", watched)
+    reward(material, tmp_path / "run", hparams=RewardHparams(micro_batch_size=2))
+    assert sizes == [4]
 
 
 @pytest.mark.parametrize("flags", [{"fast_dev_run": True}, {"limit_val_batches": 0}])

@@ -25,7 +25,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.modules.checkpoint_state import KEY, check_scales
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
-from rlhf_lightning.runs.manifest import ManifestError
+from rlhf_lightning.runs.manifest import ManifestError, content_digest
 from rlhf_lightning.runs.replaced import replacing_folder
 from rlhf_lightning.runs.resume import CheckpointError, checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.source import Source
@@ -107,7 +107,12 @@ def _refuse_other_files(settings: TrainSettings, folder: RunFolder) -> None:
     summary = summary_or_none(folder)
     read = {} if summary is None else summary.read
     for place, value, paths in local_files(settings):
-        if place.startswith("model.") and not is_unchanged(paths, read.get(place, ())):
+        if not place.startswith("model.") or is_unchanged(paths, read.get(place, ())):
+            continue
+        exported = folder.export / "chat_template.jinja"  # of a version that kept no digests
+        if not exported.is_file() or any(
+            content_digest(path) != content_digest(exported) for path in paths
+        ):
             raise ConfigError(
                 f"{place}={value} is not known of the run (SHA-256), and a run folder alone is not "
                 "trusted with other files: put the one back that it read"

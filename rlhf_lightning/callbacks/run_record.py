@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -46,6 +47,7 @@ class RunRecord(Callback):
         self.folder = folder
         self._claim = ExitStack()
         self._summary: Summary | None = None
+        self._compared: set[str] = set()  # figures of the comparison before
         self._started = 0.0
         self._resumes = False
 
@@ -114,7 +116,9 @@ class RunRecord(Callback):
         findings.write(self.folder, 0)  # as of an evaluation: the baseline may be any policy
         about = {"baseline": baseline, "compared by": _reward(reward)}
         about = {name: without_folders(value) for name, value in about.items()}
-        metrics = {**summary.metrics, **findings.metrics}
+        kept = {k: v for k, v in summary.metrics.items() if k not in self._compared}
+        self._compared = set(findings.metrics) - set(kept)
+        metrics = {**kept, **findings.metrics}
         summary = replace(summary, metrics=metrics, about={**summary.about, **about})
         write_summary(self.folder, summary)
         write_report(self.folder)
@@ -163,10 +167,16 @@ def _held_out(trainer: Trainer, module: LightningModule) -> Findings:
     whole = isinstance(limit, float) and limit == 1
     if not isinstance(module, RewardModule) or not rows or not whole:
         return Findings({})
-    with trainer.strategy.precision_plugin.forward_context():
-        measures, values = held_out_pairs(
-            module.model, rows, module.tokenizer, batch_size=data.batch_size
-        )
+    most = module.reward.micro_batch_size  # pairs of a training forward: two responses each
+    batch_size = data.batch_size if most is None else min(data.batch_size, 2 * most)
+    try:
+        with trainer.strategy.precision_plugin.forward_context():
+            measures, values = held_out_pairs(
+                module.model, rows, module.tokenizer, batch_size=batch_size
+            )
+    except torch.OutOfMemoryError as error:
+        logger.warning("the page has no held-out pairs: %s", error)
+        return Findings({})
     return Findings(measures, values=values)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from rlhf_lightning.arguments import Address, SecretName
 from rlhf_lightning.hparams import Checked, number
@@ -191,7 +192,8 @@ class JudgeService:
             max_retries=self.hparams.max_retries,
             http_client=http,  # type: ignore[arg-type]  # httpx is taken as well as httpx2
         )
-        if self.hparams.base_url is not None:  # of an account at OpenAI, by its variables
+        host = urlsplit(self._base_url).hostname or ""
+        if not f".{host}".endswith(".api.openai.com"):  # of an account there, by its variables
             client.organization = client.project = None
         return client
 

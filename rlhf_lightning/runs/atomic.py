@@ -107,7 +107,8 @@ def staging_of(path: Path) -> Path:
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left, ignore_errors=True)
             else:
-                left.unlink(missing_ok=True)
+                with suppress(OSError):  # of another user
+                    left.unlink()
     return path.with_name(f"{head}{os.getpid()}")
 
 

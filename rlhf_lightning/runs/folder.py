@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlhf_lightning.runs.atomic import naming_full_disk, write_text
 from rlhf_lightning.runs.reading import loads, read_file
 
 ITERATION = "iteration"
-MOST_COLUMNS = 2000  # of metrics.csv
+MOST_COLUMNS = 50_000  # of metrics.csv
 LONGEST_LINE = 2**24  # bytes, of samples.jsonl and distributions.jsonl
 
 
@@ -181,9 +182,9 @@ class SamplesAppender:
         self._keep(lambda sample: key not in sample)
 
     def _keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        if self.path.exists():
-            kept = filter(wanted, read_samples(self.path))
-            write_text(self.path, "".join(to_json(sample) + "\n" for sample in kept))
+        if self.path.exists():  # its own file: what `read_samples` leaves out stays
+            kept = (line for line, sample in _lines(self.path) if wanted(sample))
+            write_text(self.path, "".join(line.decode() + "\n" for line in kept))
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
@@ -222,20 +223,20 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
 def read_samples(path: Path | str) -> list[dict[str, Any]]:
     """Return the lines of a `samples.jsonl` that are whole; a missing file has none."""
     path = Path(path)
-    if not path.exists():
-        return []
-    samples = []
+    return [sample for _, sample in _lines(path, LONGEST_LINE, loads)] if path.exists() else []
+
+
+def _lines(
+    path: Path, longest: float = math.inf, read: Callable[[bytes], Any] = json.loads
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the lines that are whole, each with what it says."""
     # Not splitlines: it also breaks at characters that JSON leaves inside a string.
     for line in read_file(path).split(b"\n")[:-1]:
-        if len(line) > LONGEST_LINE:
-            continue
-        try:
-            sample = loads(line)
-        except ValueError:
-            continue
-        if isinstance(sample, dict) and ITERATION in sample:
-            samples.append(sample)
-    return samples
+        if len(line) <= longest:
+            with suppress(ValueError, RecursionError):
+                sample = read(line)
+                if isinstance(sample, dict) and ITERATION in sample:
+                    yield line, sample
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -31,10 +31,12 @@ def read_file(path: Path, *, most: int = MOST_BYTES, follow: bool = False) -> by
     """
     if path.is_symlink() and not follow:
         raise ValueError(f"{path} is a link: put a copy of what it names in its place")
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is no file: remove it")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)  # `open` refuses a folder, and would leave it open
+        raise ValueError(f"{path} is no file: remove it")
+    with open(descriptor, "rb") as file:
         if found.st_size > most:
             raise ValueError(f"{path} is larger than {most // 2**20} MiB: remove it")
         return file.read()

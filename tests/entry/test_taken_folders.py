@@ -16,8 +16,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from rlhf_lightning.app.config.compose import composed
+from rlhf_lightning.app.config import run_claim
+from rlhf_lightning.app.config.compose import ConfigError, composed
 from rlhf_lightning.app.config.inherit import command_settings as command_settings_of
 from rlhf_lightning.app.config.run_claim import _or_fail, check_folder
 from rlhf_lightning.app.train import main, run
@@ -314,3 +316,21 @@ def test_only_the_first_process_of_a_job_looks_at_its_folder(tmp_path, monkeypat
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):
         _or_fail("hydra.run.dir", tmp_path, taken)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [(["seed=1", "name=x"], False), (["dataset.path=../../../mine"], True)],
+)
+def test_jobs_may_be_named_by_their_overrides_as_long_as_they_stay_in_the_sweep(words, is_refused):
+    hydra = OmegaConf.create(
+        {
+            "output_subdir": ".hydra",
+            "sweep": {"subdir": "${hydra.job.override_dirname}"},
+            "job": {"name": "train", "override_dirname": ",".join(words)},
+            "job_logging": None,
+            "hydra_logging": None,
+        }
+    )
+    with pytest.raises(ConfigError, match=r"sweep\.subdir") if is_refused else nullcontext():
+        run_claim._check_where_hydra_writes(hydra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -12,6 +13,7 @@ import pytest
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.preferences.judge import JudgeAnnotator, judge_figures, judgement_journal
 from rlhf_lightning.preferences.judge_prompt import JudgePrompt
+from rlhf_lightning.preferences.judge_service import JudgeHparams, JudgeService
 from rlhf_lightning.preferences.records import Pair
 from rlhf_lightning.rollout import service_client
 from rlhf_lightning.runs.resume import config_hash
@@ -394,6 +396,23 @@ def test_a_proxy_of_the_environment_sees_no_key_that_is_sent_in_the_clear(monkey
     assert proxy.requests == []
     assert all("the-key-of-this-judge" in str(headers) for headers in server.headers)
     assert "elsewhere" not in str(server.headers)
+
+
+@pytest.mark.parametrize(
+    ("url", "organization"),
+    [
+        (None, "mine"),
+        ("https://api.openai.com/v1", "mine"),
+        ("https://eu.api.openai.com/v1", "mine"),
+        ("https://api.openai.com.elsewhere.example/v1", None),
+        ("https://elsewhere.example/v1", None),
+    ],
+)
+def test_the_organization_of_an_account_goes_to_openai_alone(monkeypatch, url, organization):
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    monkeypatch.setenv("OPENAI_ORG_ID", "mine")
+    service = JudgeService(JudgeHparams(model="judge", base_url=url))
+    assert service.client(asyncio.Event()).organization == organization
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -431,3 +432,24 @@ def test_a_timer_that_a_function_leaves_running_is_no_limit(waits_for_it):
     for _ in range(5 if waits_for_it else 200):
         assert scored(leaves, timeout_seconds=5) == [1.0, 2.0]
         assert signal.getitimer(signal.ITIMER_REAL)[1] == 0.0  # none that rings again
+
+
+def test_a_limit_that_a_function_raised_stays_and_one_that_it_lowered_comes_back():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    half = soft // 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, (half, hard))
+    try:
+        for wanted in (soft, half):  # raised, and then lowered
+            change = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (wanted, hard))
+            with containment.restoring_state("a function"):
+                change()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_other_threads_see_the_environment_while_a_variable_is_put_back(monkeypatch):
+    monkeypatch.setattr(os.environ, "clear", lambda: pytest.fail("it was empty for a moment"))
+    with containment.restoring_state("a function"):
+        os.environ["SET_BY_A_FUNCTION"] = "1"
+    assert "SET_BY_A_FUNCTION" not in os.environ

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhf_lightning.runs import folder as run_folder
 from rlhf_lightning.runs.folder import (
     MetricsAppender,
     RunFolder,
@@ -154,3 +156,24 @@ def test_rows_survive_a_kill_even_while_the_table_is_being_widened(tmp_path):
         assert len(rows) >= seen >= 12
         assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
         assert all(row["same"] == row["iteration"] / 7 for row in rows)
+
+
+def test_what_readers_leave_out_stays_in_the_file_of_the_run(tmp_path, monkeypatch):
+    path = tmp_path / "samples.jsonl"
+    monkeypatch.setattr(run_folder, "LONGEST_LINE", 100)
+    deep: Any = 1
+    for _ in range(80):
+        deep = [deep]
+    samples = SamplesAppender(path)
+    samples.append(1, [{"response": "a"}, {"response": "b" * 200}, {"extra": deep}])
+    samples.append(2, [{"response": "c"}])
+    assert len(read_samples(path)) == 2
+    samples.truncate(1)
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_run_may_log_thousands_of_metrics(tmp_path):
+    appender = MetricsAppender(tmp_path / "metrics.csv")
+    appender.append(1, {f"norm/{i}": 1.0 for i in range(20_000)})
+    appender.append(2, {"new": 2.0})
+    assert read_metrics(tmp_path / "metrics.csv")[1] == {"iteration": 2, "new": 2}

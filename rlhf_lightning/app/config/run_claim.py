@@ -98,7 +98,8 @@ def _check_where_hydra_writes(hydra: Any) -> None:
         )
     written = OmegaConf.to_container(hydra, resolve=False)
     assert isinstance(written, dict)
-    if not _is_inside(subdir := str(written["sweep"]["subdir"])):
+    subdir, words = str(written["sweep"]["subdir"]), str(written["job"].get("override_dirname"))
+    if not _is_inside(subdir.replace("${hydra.job.override_dirname}", words)):
         raise ConfigError(
             f"hydra.sweep.subdir={subdir} is no folder inside that of the sweep: give each job one "
             "of its own, such as ${hydra.job.num}"

@@ -348,6 +348,8 @@ def _step(settings: PipelineSettings, folder: Path, number: int, stage: str) -> 
 
 
 def _written(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
     return quoted(value) if isinstance(value, str) else str(value).lower()
 
 

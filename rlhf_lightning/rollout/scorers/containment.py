@@ -34,6 +34,16 @@ from rlhf_lightning.runs.stopping import RunStoppedError
 
 Result = TypeVar("Result")
 _CPU = torch.device("cpu")
+
+
+def _raise_again(limit: int, before: tuple[int, int]) -> None:
+    """Undo that a function lowered a limit of the process; one that it raised stays."""
+    (soft, hard), endless = resource.getrlimit(limit), resource.RLIM_INFINITY
+    if soft != endless and (before[0] == endless or soft < before[0]):
+        most = before[0] if hard == endless else hard
+        resource.setrlimit(limit, (most if before[0] == endless else min(before[0], most), hard))
+
+
 # What a function may set for itself and must not leave changed: how it is read, and how it is set.
 _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -59,7 +69,7 @@ _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         for owner, name in ((cudnn, "benchmark"), (cudnn, "deterministic"), (mkldnn, "enabled"))
     ),
     *(
-        (partial(resource.getrlimit, limit), partial(resource.setrlimit, limit))
+        (partial(resource.getrlimit, limit), partial(_raise_again, limit))
         for name in ("AS", "CPU", "DATA", "FSIZE", "NOFILE")
         for limit in (getattr(resource, f"RLIMIT_{name}"),)
     ),
@@ -79,8 +89,11 @@ _STATE: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 
 def _set_environment(variables: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
+    for name in set(os.environ) - set(variables):
+        del os.environ[name]
+    for name, value in variables.items():  # other threads read them meanwhile
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _set_filters(filters: list[Any]) -> None:

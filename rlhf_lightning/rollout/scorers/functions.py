@@ -105,10 +105,15 @@ class CallForm:
             ValueError: if a column is missing that it needs, or that may hold the completions.
         """
         missing = [name for name in self.required if name not in values]
+        columns = sorted(set(values) - set(OURS))
         if "completions" not in (*self.positional, *self.keywords):  # f(solution_str=None, **k)
-            missing += [k for k, v in self.defaults.items() if v is None and k not in values]
+            unknown = [k for k, v in self.defaults.items() if v is None and k not in values]
+            if unknown and not missing:
+                raise ValueError(
+                    f"{what}: {unknown[0]!r} may be meant for the completions, as no column of the "
+                    f"prompts has that name ({columns}): name a parameter completions"
+                )
         if missing:
-            columns = sorted(set(values) - set(OURS))
             raise ValueError(
                 f"{what} needs the column {missing[0]!r}, and the prompts have the columns "
                 f"{columns}: add it to the data, or give the parameter a default; completions are "
