@@ -138,7 +138,7 @@ def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys)
 
 
 def test_profiling_settings_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="skip=-1, num_iterations=2"):
+    with pytest.raises(ValueError, match="skip=-1"):
         ProfileIterations(skip=-1)
     assert not torch.autograd.profiler._is_profiler_enabled
 

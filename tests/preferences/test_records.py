@@ -90,7 +90,10 @@ def test_names_do_not_change_between_versions() -> None:
         (lambda: Pair.make("q", "a", "a"), "same text"),
         (lambda: Pair.make("  ", "a", "b"), "prompt is empty"),
         (lambda: Pair.make((), "a", "b"), "expected text or messages"),
-        (lambda: Pair.make([{"role": "boss", "content": "x"}], "a", "b"), "role of system, user"),
+        (
+            lambda: Pair.make([{"role": "boss", "content": "x"}], "a", "b"),
+            "role of system, developer, user",
+        ),
         (lambda: Pair.make("q", "a", "b", gold="skip"), "Pair.gold is the text 'skip'"),
         (lambda: Pair.make("q", 1, "b"), "expected text"),
         (lambda: label(choice="left"), "Label.choice is the text 'left', expected one of first"),
