@@ -44,13 +44,9 @@ _OTHER_NAMES = "label labels kto like liked good desirable accepted preferred co
 _RATINGS = frozenset(_RATING_NAMES.split())
 _NAMES = _RATINGS | frozenset(_OTHER_NAMES.split())
 _TRUTH = frozenset(["true", "false", "1", "0", "yes", "no", "y", "n"])
-# Words of a name whose truth is bad: thumbs_down, is_bad, not_helpful.
-_BAD_NAMES = frozenset(word for word in _BAD.split() if word.isalpha()) | {
-    "not",
-    "non",
-    "downvoted",
-    "harmful",
-}
+# Words of a name -> whether its truth is good: thumbs_down, is_bad. There, n and no are numbers.
+_POLES = {word: good for word, good in _VERDICTS.items() if word not in ("n", "no")}
+_POLES |= {"upvoted": True, "harmless": True, "downvoted": False, "harmful": False}
 _TIES = ("status", "winner", "preference", "label")
 _NOT = ("un", "in", "im", "dis", "non", "non_", "not_")
 _MOST_WORDS, _LONGEST_WORD = 12, 20  # of a column of grades, and not of remarks
@@ -102,6 +98,17 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
         rows: the whole set.
         columns: ours -> theirs; `label` names the column, or with None says that there is none.
     """
+    label = _find(rows, columns)
+    if label is not None and label.says_bad:
+        logger.warning(
+            "the column %r says by its name that true is bad, and is read so: if true is good, "
+            "give the column another name",
+            label.column,
+        )
+    return label
+
+
+def _find(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> Label | None:
     if "label" in columns:
         mapped = columns["label"]
         if mapped is None:
@@ -128,7 +135,7 @@ def find_label(rows: Sequence[ParsedRow], columns: Mapping[str, str | None]) -> 
 def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
     words = set(map(_word, values))
     verdicts = {_VERDICTS.get(word) for word in words}
-    named = _words_of(name)
+    named = set(_words_of(name))
     numeric = all(re.fullmatch(r"[+-]?\d+(\.\d+)?(e-?\d+)?", word) for word in words)
     graded = len(words) <= _MOST_WORDS and all(len(word) <= _LONGEST_WORD for word in words)
     both = graded and not numeric and {True, False} <= verdicts
@@ -150,12 +157,20 @@ def _label_of(name: str, values: set[str], *, rated: bool) -> Label | None:
     return None
 
 
-def _words_of(name: str) -> set[str]:
-    return set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
+def _words_of(name: str) -> list[str]:
+    return re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 def _says_bad(name: str, words: set[str]) -> bool:
-    return words <= _TRUTH and len(_words_of(name) & _BAD_NAMES) % 2 == 1
+    """Return True if all poles in a name are bad: not_helpful, but not thumbs_up_or_down."""
+    named = _words_of(name)
+    before = ["", *named]
+    poles = [
+        _POLES[word] != (previous in ("not", "non"))
+        for previous, word in zip(before, named, strict=False)
+        if word in _POLES
+    ]
+    return words & _VERDICTS.keys() <= _TRUTH and bool(poles) and not any(poles)
 
 
 def check_demonstration(row: ParsedRow, label: Label | None) -> None:

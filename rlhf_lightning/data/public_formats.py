@@ -77,7 +77,10 @@ def as_ours(row: Row, where: Location) -> Row:
                 if isinstance(error, BadRecordError):
                     raise
                 continue  # the same keys with other values: a set of the user's own
-            if found is not None and not ("messages" in found and row.get("messages") is not None):
+            messages = row.get("messages")
+            messages = messages.tolist() if hasattr(messages, "tolist") else messages
+            given = isinstance(messages, list | tuple) and len(messages) > 0
+            if found is not None and not ("messages" in found and given):
                 return {key: value for key, value in row.items() if key not in keys} | found
     return row
 
@@ -89,9 +92,11 @@ def with_roles(messages: Any) -> Any:
     renamed = {"from": "role", "value": "content"}
     found = []
     for message in messages:
-        keys = message.keys() if isinstance(message, Mapping) else set()
-        if renamed.keys() <= keys and "role" not in keys:
-            message = {renamed.get(key, key): value for key, value in message.items()}
+        if isinstance(message, Mapping) and renamed.keys() <= message.keys():
+            ours = {key: message.get(key) for key in renamed.values()}
+            if any(value is None for value in ours.values()):
+                given = {our: message[key] for key, our in renamed.items() if ours[our] is None}
+                message = {k: v for k, v in message.items() if k not in renamed} | given
         found.append(message)
     return found
 
@@ -134,7 +139,9 @@ def _helpsteer3(row: Row, where: Location) -> dict[str, Any]:
     return _pair(prompt, row["response1"], row["response2"], gap, where)
 
 
-def _helpsteer2(row: Row, where: Location) -> dict[str, Any]:
+def _helpsteer2(row: Row, where: Location) -> dict[str, Any] | None:
+    if "winner" in row or "preferred" in row:  # the strength may have no sign
+        return None
     gap = -float(row["preference_strength"])  # as in HelpSteer3
     return _pair(row["prompt"], row["response_1"], row["response_2"], gap, where)
 

@@ -142,7 +142,8 @@ def _call(call: Mapping[str, Any], name: str, where: Location) -> dict[str, Any]
     named = function.get("name") if isinstance(function, Mapping) else None
     own = isinstance(named, str) and bool(named.strip())
     arguments = from_json(function.get("arguments") or {}) if own else None
-    elsewhere = own and "arguments" not in function and function.keys() - _NO_ARGUMENTS
+    others = {key for key in function if function[key]} - _NO_ARGUMENTS if own else set()
+    elsewhere = "arguments" not in function and others
     if not isinstance(arguments, Mapping) or elsewhere:
         found = f"a call of {name} is {describe(call)}, expected a name and arguments as an object"
         raise BadRecordError(where, found, 'write {"name": "...", "arguments": {"key": "value"}}')

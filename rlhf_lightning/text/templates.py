@@ -16,6 +16,7 @@ from rlhf_lightning.text.template_date import leading_settings
 _OTHER = "set another template with model.chat_template=FILE or NAME"
 _SKIP = "leave such records out with dataset.source.on_bad_record=skip"
 _SYSTEM = "put system texts into the user's turn with dataset.source.system_into_user=true"
+_PROBES = 4  # messages of a role that show that a key is not read
 _COUNT = "learn the rest with dataset.source.on_template_loss=warn"
 
 
@@ -135,18 +136,20 @@ def _is_read(
 ) -> bool:
     """Return True unless the template writes the same whatever the key of a message holds.
 
-    A template may name the key of something else: a call of a tool has a name, too.
+    A template may name the key of something else: a call of a tool has a name, too. A few messages
+    of a role are enough to tell.
     """
     known = form_of(tokenizer).read
     place = str(messages[number]["role"]), key
-    if place not in known:
-        changed = list(messages)
-        changed[number] = {**messages[number], key: "zq"}
+    tried = known.get(place, 0)
+    if 0 <= tried < _PROBES:
+        without = {name: value for name, value in messages[number].items() if name != key}
+        texts = set()
         try:
-            texts = {write_chat(m, tokenizer, variables=variables) for m in (changed, messages)}
+            for message in (messages[number], without | {key: "zq"}, without):
+                changed = [*messages[:number], message, *messages[number + 1 :]]
+                texts.add(write_chat(changed, tokenizer, variables=variables))
         except ChatTemplateError:  # sides of a pair are no conversation
             texts = set()
-        if len(texts) == 1:
-            return False
-        known.add(place)
-    return True
+        known[place] = tried + 1 if len(texts) == 1 else -1
+    return known[place] < 0

@@ -166,3 +166,20 @@ def test_one_side_of_all_pairs_that_repeats_the_prompt_is_a_warning(side, caplog
     rows = [row | {side: f"{row['prompt']} {row[side]}"} for row in rows]
     GivenRows(rows, validation_fraction=0).records("preferences", "train")
     assert ["begin with their prompt" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "more", [{"role": "user"}, {"role": None}, {"role": None, "content": None}]
+)
+@pytest.mark.parametrize("last", [True, False])
+def test_a_message_whose_own_keys_are_not_filled_is_read_by_the_others(more, last):
+    theirs = {"from": "human", "value": ASKED["content"]}
+    given, learnt, report = encoded(messages(theirs | more if last else more | theirs, SAID))
+    assert (given, learnt, dict(report.unread)) == (PROMPT, "A drink.", {})
+
+
+def test_an_empty_key_of_a_call_holds_no_arguments():
+    for given in ({"arguments": {"town": "Ulm"}}, {}):
+        call = {"name": "f", "parameters": {}} | given
+        assert encoded(calls(call))
+        assert encoded(calls({"function": call}))

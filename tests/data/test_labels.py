@@ -222,3 +222,49 @@ def test_true_is_bad_where_the_name_of_the_column_says_so(name, values):
 def test_true_is_good_under_another_name_and_words_speak_for_themselves(name, values):
     found = records(rows(name, values), "unpaired", columns={"label": name})
     assert [record.label for record in found] == [True, False] * 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "thumbs_up_or_down",
+        "thumb_up_down",
+        "like_or_dislike",
+        "liked_or_disliked",
+        "accepted_or_rejected",
+        "good_vs_bad",
+        "is_good_or_bad",
+        "correct_or_wrong",
+        "win_lose_label",
+        "quality_pass_fail",
+        "yes_no_label",
+        "n_correct",
+        "n_votes",
+        "label_n",
+        "label_no",
+        "vote_n",
+        "quality_no",
+        "no_think_score",
+        "label_no_think",
+        "non_english_label",
+        "score_not_null",
+        "thumbsUpOrDown",
+    ],
+)
+def test_a_name_of_both_poles_or_of_a_number_says_that_true_is_good(name, caplog):
+    found = records(rows(name, (True, False)), "unpaired", columns={"label": name})
+    assert [record.label for record in found] == [True, False] * 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("odd", [float("nan"), "", "skip"])
+@pytest.mark.parametrize("values", [(True, False), (1, 0)])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_an_odd_cell_leaves_a_name_of_bad_its_meaning(odd, values, mapped, caplog):
+    options = {"columns": {"label": "thumbs_down"}} if mapped else {}
+    given = rows("thumbs_down", (*values, odd))
+    found = records(given, "unpaired", on_bad_record="skip", **options)
+    assert [record.label for record in found] == [False, True] * 3
+    said = [r for r in caplog.records if "true is bad" in r.getMessage()]
+    assert len(said) == 1
+    assert "'thumbs_down'" in said[0].getMessage()

@@ -310,3 +310,19 @@ def test_pairs_without_a_prompt_name_the_columns_that_may_hold_it(caplog):
     source({"chosen": GOOD, "rejected": BAD, "id": 1}).records("preferences", "train")
     source(*rows, columns={"prompt": "asked"}).records("preferences", "train")
     assert not caplog.records
+
+
+@pytest.mark.parametrize("column", ["winner", "preferred"])
+def test_a_strength_beside_the_preferred_side_is_not_read_as_a_signed_one(column):
+    row = PAIRS["HelpSteer2, first"][0] | {"preference_strength": 2, column: "response_1"}
+    with pytest.raises(BadRecordError):
+        source(row).records("preferences", "train")
+
+
+@pytest.mark.parametrize("given", [[], 3, "a text", None])
+def test_conversations_are_read_beside_messages_that_hold_none(given):
+    turns = [{"from": "human", "value": Q}, {"from": "gpt", "value": GOOD}]
+    (record,) = source({"conversations": turns, "messages": given}).records(
+        "demonstrations", "train"
+    )
+    assert record.prompt == (user(Q),)
