@@ -77,7 +77,7 @@ def as_ours(row: Row, where: Location) -> Row:
                 if isinstance(error, BadRecordError):
                     raise
                 continue  # the same keys with other values: a set of the user's own
-            messages = row.get("messages")
+            messages: Any = row.get("messages")
             messages = messages.tolist() if hasattr(messages, "tolist") else messages
             given = isinstance(messages, list | tuple) and len(messages) > 0
             if found is not None and not ("messages" in found and given):
