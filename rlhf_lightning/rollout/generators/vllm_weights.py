@@ -33,7 +33,8 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     renames or fuses as it loads them, such as mixtures of experts, a layer is gathered at a time.
     """
     shapes = {
-        name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        # Of one element each: a simulation of memory counts bytes on "meta" too.
+        name: torch.empty((), dtype=parameter.dtype, device="meta").expand(parameter.shape)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     saved = revert_weight_conversion(model, shapes)
