@@ -89,7 +89,7 @@ _VERB = _any(
 )
 _FILLER = (
     rf"(?!{_any('not no never than but while whereas though although could would might may')}\b"
-    rf"|{_any('hardly scarcely nicht kein niet pas não не')}\b"
+    rf"|{_any('hardly scarcely nicht kein niet allerminst inte ikke pas não не')}\b"
     rf"|{_any('should can if however first second former latter other')}\b|[ABC]\b)"
     r"\(?[\w'-]+\)?\s+"
 )
@@ -102,7 +102,7 @@ _WINS = _any(
     r"wins? beats out(?:performs|shines|classes|does|ranks|scores|weighs) edges_out surpasses "
     r"gets_my_vote better_(?:answers|addresses|serves|follows|fits|meets) "
     r"(?:has|takes|gets)_the_(?:\w+_)?(?:edge|win|advantage) (?:deutlich_|etwas_)?besser "
-    r"wählen meilleure?_que mejor_que"
+    r"wählen(?=[.!]|\s*$) meilleure?_que mejor_que"
 )
 _SEEMS_GOOD = (
     rf"\s+{_any('is was does has provides gives seems appears looks sounds')}\s+"
@@ -111,8 +111,9 @@ _SEEMS_GOOD = (
     + r")\b|\s*更"
 )
 _ELSEWHERE = (
-    r"\s*(?:(?:(?!не )[^\n,.;ABC不]){0,8}?(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优"
-    r"|лучше|daha\s+iyi|tốt\s+hơn|胜(?=[\s.,]|$))"
+    r"\s*(?:(?:(?!не |không|chưa)[^\n,.;ABC不]){0,8}?"
+    r"(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优"
+    r"|лучше|daha\s+iyi(?!\s+değil)|tốt\s+hơn|胜(?=[\s.,]|$))"
     r"|比[^\n,.;不]{1,8}?(?:好|优|佳|强)|の(?:方|ほう)が|(?:가|이)\s*더)"
 )
 # "Better written" and "better in tone" are praise; they count where nothing else is said.
@@ -143,7 +144,8 @@ _EXPLICIT = re.compile(
     rf"|{_CHOOSES}(?P<chosen>{_LABEL}|(?i:neither|none)\b){_AFTER}"
     rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+(?:\w+ly\s+)?{_WINS}\b|{_ELSEWHERE})"
     rf"|\b(?:(?i:ranking)\s*[:=-]\s*(?:1[.)]\s*)?|1st\W{{1,3}})(?P<ranked>{_LABEL})"
-    rf"|\b{_PICKED}\s*[:=]\s*(?P<numbered>[12])(?=\s*(?:$|[\n.,;!]))"
+    r"(?!\s*[<=≈≺≪]|\s+(?:is|ties)\b|[^\n]*worst\s+to\s+best)"
+    rf"|\b{_PICKED}\s*[:=]\s*(?P<numbered>[12])(?=\s*(?:$|[\n;!]|[.,](?!\d)))"
 )
 _ALIKE = (
     r"identical [eé]quivalent\w* gleichwertig se_valent (?:are|were)_tied they_tie gleich_gut "
@@ -155,10 +157,13 @@ _PRAISE = re.compile(
     rf"(?P<loser>{_LABEL})\s+(?:is|was)\s+(?:{_FILLER}){{0,2}}?"
     r"less\s+\w+\s+than\b"
     rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}|{_SEEMS_GOOD}|:?\s?[✅✔✓👍])"
-    rf"|(?P<neither>{_any(_ALIKE)}|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
+    rf"|(?P<neither>{_any(_ALIKE)}(?!\s+in\b)|一样好|同样好|不分上下|都不好|都很差|都好|равны)"
     r"(?![^.!?\n]*\b(?:but|however|yet|although)\b)"
 )
-_DECLINES = re.compile(r"(?i:\bas an? (?:\w+ )?(?:ai|model)\b|\bsorry\b|apologi[sz]e)")
+_DECLINES = re.compile(
+    r"(?i:\W*(?:(?:i'?m|i am|i|unfortunately)\W+)*"
+    r"(?:as an? (?:\w+ )?(?:ai|model)\b|sorry\b|apologi[sz]e))"
+)
 # Before what is no verdict: a negation, a condition, or what another text says.
 _UNSAID = re.compile(
     r"(?:(?i:\bnot|n't|\bnever|\bnor|\bif|\bwhether|\bunless|\bhad|\balthough|\bthough|\bwhile"
@@ -187,7 +192,7 @@ _ENDING = re.compile(
 )
 _LEADING = re.compile(
     rf"[\W_]*(?!(?i:first|second)\s*,)({_LABEL}|[12](?=\s*(?:\n|$))|{_TIE}(?=\s*(?:$|[\n.:,;]))){_AFTER}"
-    r"(?=\s*(?:$|[\n.:,;)\](\"\u2013\u2014-])|\s+(?:because|since|as|for|by)\b)(?!\s*\?)"
+    r"(?=\s*(?:$|[\n.:,;)\](\"\u2013\u2014-])|\s+(?:because|since|as|for|by\s+(?:far|a))\b)(?!\s*\?)"
 )
 _RATED = re.compile(
     rf"({_LABEL})(?:'s)?"
@@ -248,7 +253,7 @@ def parse_verdict(reply: str, *, cut_off: bool = False) -> str | None:
     if explicit:
         return explicit[-1]
     found = _leading(text) or _by_ratings(lines)
-    return found or (None if _DECLINES.search(text) else _only(set(_verdicts(_PRAISE, text))))
+    return found or (None if _DECLINES.match(text) else _only(set(_verdicts(_PRAISE, text))))
 
 
 def _behind_thinking(reply: str) -> str | None:
@@ -400,7 +405,9 @@ def _rating(key: str, value: Any) -> Any:
 
 def _letter_of_key(key: str) -> str | None:
     found = re.search(
-        r"(?:^|[\s_])([ABab])(?:$|[\s_])|[a-z][\s_]?([12])(?:$|[\s_])|^(first|second)\b", key
+        rf"(?:^|[\s_])([ABab])(?:$|[\s_])|(?:{_NOUN})[\s_]?([12])(?:$|[\s_])"
+        r"|[a-z][\s_]?([12])$|^(first|second)\b",
+        key,
     )
     return found and _letter(found.group(found.lastindex or 0))
 
