@@ -144,6 +144,14 @@ def _check_ours(path: Path) -> None:
                 "it: bring that back, or give another name"
             )
         return
+    # SQLite would write an index of the log beside a text. There are no locks on the log itself.
+    wal = Path(f"{path}-wal")
+    log = b""
+    if wal.is_file():
+        with wal.open("rb") as file:
+            log = file.read(3)
+    if 0 < path.stat().st_size < 512 or (log and log != b"\x37\x7f\x06"):
+        raise StoreError(f"{path} is no store of labels: give another name, or move the file away")
     # Through SQLite: a file that is closed takes along all locks of this process on it.
     where = f"{path.absolute().as_uri()}?mode=ro"
     with closing(sqlite3.connect(where, BUSY_SECONDS, uri=True)) as db:
