@@ -148,8 +148,8 @@ def _check_ours(path: Path) -> None:
     wal = Path(f"{path}-wal")
     log = b""
     if wal.is_file():
-        with wal.open("rb") as file:
-            log = file.read(3)
+        with wal.open("rb") as beginning:
+            log = beginning.read(3)
     if 0 < path.stat().st_size < 512 or (log and log != b"\x37\x7f\x06"):
         raise StoreError(f"{path} is no store of labels: give another name, or move the file away")
     # Through SQLite: a file that is closed takes along all locks of this process on it.
