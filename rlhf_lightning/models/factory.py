@@ -93,7 +93,7 @@ def load_policy(
         assert source is not None  # or it is from scratch
         options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
         model = _load(AutoModelForCausalLM, source, dropout, options)
-        model.generation_config = mended_settings(model.generation_config, source)
+        model.generation_config = mended_settings(model, source)
     if not dropout:
         check_deterministic(model)
     if activation_checkpointing:
@@ -127,7 +127,7 @@ def load_base(
     options = loading_options(source, revision=revision, trust_remote_code=trust_remote_code)
     extra = _four_bit() if lora.quantization == "nf4" else {}
     model: Any = _load(AutoModelForCausalLM, source, dropout, options, **extra)
-    model.generation_config = mended_settings(model.generation_config, source)
+    model.generation_config = mended_settings(model, source)
     if not dropout:
         check_deterministic(model)
     return AdaptedBase(model, lora, activation_checkpointing=activation_checkpointing)

@@ -66,10 +66,33 @@ def test_settings_that_contradict_each_other_are_mended_and_saved(case, tmp_path
         ({"suppress_tokens": [EOS], "forced_eos_token_id": EOS}, "forced_eos_token_id"),
         ({"num_return_sequences": 4}, "num_return_sequences"),
         ({"cache_implementation": "nosuch"}, "cache_implementation"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"repetition_penalty": 2}, "repetition_penalty=2"),
+        ({"do_sample": True, "temperature": -0.5}, "temperature=-0.5"),
+        ({"do_sample": True, "temperature": 1e-320}, "temperature=1e-320"),
+        ({"do_sample": True, "top_k": -1, "temperature": 0.5}, "top_k=-1"),
+        ({"do_sample": True, "top_p": -0.1}, "top_p=-0.1"),
+        ({"num_beams": 0}, "num_beams=0"),
+        ({"num_beams": -2}, "num_beams=-2"),
+        ({"no_repeat_ngram_size": 2.5}, "no_repeat_ngram_size=2.5"),
+        ({"bad_words_ids": [[500_000]]}, "bad_words_ids"),
+        ({"exponential_decay_length_penalty": [1]}, "exponential_decay_length_penalty"),
+        ({"forced_eos_token_id": 500_000, "max_length": 9}, "forced_eos_token_id"),
     ],
 )
-def test_settings_that_no_export_can_hold_are_refused_before_training(settings, key, tmp_path):
+def test_settings_that_cannot_be_exported_or_used_are_refused_before_training(
+    settings, key, tmp_path
+):
     folder = with_settings(tmp_path, settings)
     for lora in (None, LoraHparams(r=2, alpha=2)):
         with pytest.raises(ValueError, match=key):
             load_policy(folder, lora=lora)
+
+
+def test_a_trial_of_the_settings_draws_no_random_number(tmp_path):
+    folder = with_settings(tmp_path, {"do_sample": True, "top_k": 5})
+    torch.manual_seed(1)
+    load_policy(folder)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(3))
