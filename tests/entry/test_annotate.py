@@ -68,7 +68,7 @@ def write_rows(path: Path) -> Path:
         (["action=export"], "file is not set: export needs a file"),
         (
             ["action=export", "file=x"],
-            "format=auto tells what is read: export needs one of pairs, labels, trl,",
+            "format=auto tells what is read: export needs pairs, labels,",
         ),
         (["ratings_per_pair=0"], "ratings_per_pair=0 is impossible: it must be"),
         (["sharing.gold_share=2"], "sharing.gold_share=2 is impossible"),

@@ -10,7 +10,6 @@ import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.preferences.formats.io import Collection, read_collection, write_collection
-from rlhf_lightning.preferences.formats.tools import user_id
 from rlhf_lightning.preferences.records import Choice, Label, Pair
 from tests.builders.labels import make_pair, make_pairs
 
@@ -44,17 +43,13 @@ def through(path: Path, found: Collection, format: str, level: str) -> Collectio
     return read_collection(path, format="auto", known="labels", now=NOW)
 
 
-@pytest.mark.parametrize("format", ["argilla", "label_studio"])
 @pytest.mark.parametrize("pairs", [make_pairs(2, gold=1), [*make_pairs(2), CHAT]])
-def test_raw_labels_survive_the_way_through_other_tools(tmp_path: Path, format: str, pairs):
+def test_raw_labels_survive_the_way_through_label_studio(tmp_path: Path, pairs):
     found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    back = through(tmp_path / "all.json", found, format, "raw")
+    back = through(tmp_path / "all.json", found, "label_studio", "raw")
     assert back.pairs == found.pairs
     by_pair = sorted(found.labels, key=lambda x: [p.pair_id for p in pairs].index(x.pair_id))
-    if format == "argilla":  # has no place for the margin beside a response, so it is ours
-        assert set(back.labels) == set(by_pair)
-    else:
-        assert list(back.labels) == by_pair
+    assert list(back.labels) == by_pair
 
 
 def test_our_own_records_survive_exactly(tmp_path: Path):
@@ -109,18 +104,18 @@ def test_trl_gets_what_reward_training_reads_and_says_what_it_left_out(tmp_path:
     assert row["prompt"][1] == {"role": "user", "content": "Largest planet?"}
 
 
-@pytest.mark.parametrize("format", ["argilla", "label_studio"])
-def test_raters_of_other_tools_are_not_given_the_right_answer(tmp_path: Path, format):
+def test_raters_of_other_tools_are_not_given_the_right_answer(tmp_path: Path):
     pair = Pair.make("q", "a", "b", columns={"answer": "forty-two"})
-    write_collection(tmp_path / "c.json", Collection((pair,), ()), format=format, level="raw")
+    write_collection(
+        tmp_path / "c.json", Collection((pair,), ()), format="label_studio", level="raw"
+    )
     assert "forty-two" not in (tmp_path / "c.json").read_text()
 
 
-@pytest.mark.parametrize("format", ["argilla", "label_studio"])
-def test_verdicts_are_suggestions_or_predictions_and_come_back_as_a_judge(tmp_path: Path, format):
+def test_verdicts_are_predictions_and_come_back_as_a_judge(tmp_path: Path):
     pairs = make_pairs(3)
     found = Collection(tuple(pairs), tuple(some_labels(pairs)))
-    back = through(tmp_path / "agreed.json", found, format, "aggregated")
+    back = through(tmp_path / "agreed.json", found, "label_studio", "aggregated")
     assert [(x.pair_id, x.annotator, x.choice, x.kind) for x in back.labels] == [
         (pairs[0].pair_id, "verdict", "second", "judge"),
         (pairs[2].pair_id, "verdict", "tie", "judge"),
@@ -156,45 +151,6 @@ def test_an_export_of_label_studio_is_read(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("value", "choice"),
-    [
-        ("response-1", "first"),
-        ("tie", "tie"),
-        ([{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 2}], "second"),
-        ([{"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 1}], "tie"),
-    ],
-)
-def test_an_export_of_argilla_is_read(tmp_path: Path, value, choice: Choice):
-    user = user_id("somebody")
-    record = {
-        "id": "1",
-        "fields": {"instruction": "Q", "response-1": "one", "response-2": "two"},
-        "metadata": {},
-        "suggestions": {},
-        "responses": {"which": [{"value": value, "user_id": user}]},
-        "vectors": {},
-        "_server_id": None,
-    }
-    file = tmp_path / "records.json"
-    file.write_text(json.dumps([record]))
-    found = read_collection(file, format="auto", known="labels", now=NOW)
-    assert found.pairs == (Pair.make("Q", "one", "two"),)
-    assert [(x.annotator, x.choice) for x in found.labels] == [(user, choice)]
-
-
-def test_a_response_that_was_changed_in_argilla_is_a_new_judgement(tmp_path: Path):
-    pair = make_pair(1)
-    file = tmp_path / "records.json"
-    given = label(pair, "Ann", "first", seconds=3.0)
-    write_collection(file, Collection((pair,), (given,)), format="argilla", level="raw")
-    rows = json.loads(file.read_text())
-    rows[0]["responses"]["preference"][0]["value"] = "tie"
-    file.write_text(json.dumps(rows))
-    found = read_collection(file, format="auto", known="labels", now=NOW)
-    assert [(x.annotator, x.choice, x.seconds) for x in found.labels] == [("Ann", "tie", None)]
-
-
 def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped(tmp_path: Path):
     pairs = make_pairs(3)
     file = tmp_path / "all.json"
@@ -226,7 +182,6 @@ def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped
             "1: a prompt cannot be found",
         ),
         ("a.json", '[{"data": 3}]', "'data' is the number 3, expected an object"),
-        ("a.json", '[{"fields": []}]', r"'fields' is a list \[\], expected an object"),
         (
             "a.json",
             '[{"data": {"prompt": "Q", "text1": "a", "text2": "b"}, "annotations": [{"result": '
@@ -235,14 +190,7 @@ def test_known_preferences_become_gold_questions_where_they_agree_or_are_dropped
         ),
         (
             "a.json",
-            '[{"fields": {"prompt": "Q", "first": "a", "second": "b"}, "responses": {"preference": '
-            '[{"value": "purple", "user_id": "u"}]}}]',
-            "the response the text 'purple' names neither answer",
-        ),
-        (
-            "a.json",
-            '[{"fields": {"prompt": "Q", "first": "a", "second": "b"}, "metadata": {"rlhf_pair": 3}'
-            "}]",
+            '[{"data": {"prompt": "Q", "text1": "a", "text2": "b"}, "meta": {"pair": 3}}]',
             "record 1: it cannot be read",
         ),
         ("a.json", '[{"data": {"prompt": "Q", "text1": "a", "text2": "a"}}]', "are the same text"),
@@ -257,11 +205,10 @@ def test_a_bad_file_is_told_with_place_and_fix(tmp_path: Path, name: str, text: 
     assert "Fix: " in str(caught.value)
 
 
-def test_half_a_character_comes_back_from_our_own_format_and_is_refused_in_others(
+def test_half_a_character_comes_back_from_our_own_format_and_is_refused_elsewhere(
     tmp_path: Path,
 ):
     found = Collection((Pair.make("half of a pair: \ud83d", "a", "b"),), ())
     assert through(tmp_path / "a.jsonl", found, "pairs", "raw") == found
-    for format, name in (("argilla", "b.json"), ("label_studio", "c.json")):
-        with pytest.raises(BadRecordError, match=r"holds half of a character \(U\+D83D\)"):
-            through(tmp_path / name, found, format, "raw")
+    with pytest.raises(BadRecordError, match=r"holds half of a character \(U\+D83D\)"):
+        through(tmp_path / "c.json", found, "label_studio", "raw")

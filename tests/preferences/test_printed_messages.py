@@ -1,9 +1,8 @@
-"""Messages that lost their type in the exports of labelling tools."""
+"""Messages that lost their type in the exports of Label Studio."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -15,12 +14,11 @@ ANSWERS = {"answer1": "Keep it dry.", "answer2": 'It\'s "odd".'}
 
 
 @pytest.mark.parametrize("dump", [json.dumps, repr])
-@pytest.mark.parametrize(
-    ("tool", "texts"), [("argilla", "fields"), ("label_studio", "data")]
-)  # fmt: skip
-def test_prompts_and_answers_that_were_printed_are_messages(tool: Any, texts, dump):
+def test_prompts_and_answers_that_were_printed_are_messages(dump):
     said = {key: dump([{"role": "assistant", "content": text}]) for key, text in ANSWERS.items()}
-    row = {texts: {"prompt": dump(PROMPT), **said}}
-    (pair,), _ = read_tool(tool, [(Location("f", 1), row)], source="f", now="2026-01-01T00:00:00Z")
+    row = {"data": {"prompt": dump(PROMPT), **said}}
+    (pair,), _ = read_tool(
+        "label_studio", [(Location("f", 1), row)], source="f", now="2026-01-01T00:00:00Z"
+    )
     assert list(pair.prompt) == PROMPT
     assert [pair.first, pair.second] == list(ANSWERS.values())

@@ -449,7 +449,7 @@ class AnnotateSettings(CommandSettings):
     store: FilePath
     action: Literal["serve", "import", "export", "status"] = "serve"
     file: OptionalPath = None
-    format: Literal["auto", "pairs", "labels", "trl", "argilla", "label_studio"] = "auto"
+    format: Literal["auto", "pairs", "labels", "trl", "label_studio"] = "auto"
     known: Literal["auto", "labels", "gold", "ignore"] = "auto"
     add: bool = False
     labels: Literal["aggregated", "raw"] = "aggregated"
@@ -465,8 +465,7 @@ class AnnotateSettings(CommandSettings):
             raise ValueError(f"file is not set: {self.action} needs a file")
         if self.action == "export" and self.format == "auto":
             raise ValueError(
-                "format=auto tells what is read: export needs one of pairs, labels, trl, argilla, "
-                "label_studio"
+                "format=auto tells what is read: export needs pairs, labels, trl or label_studio"
             )
         if self.action == "export" and (self.format, self.labels) == ("labels", "aggregated"):
             raise ValueError("format=labels holds labels of single annotators: add labels=raw")

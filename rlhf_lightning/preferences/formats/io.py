@@ -5,7 +5,6 @@
 | `pairs`        | JSON Lines            | `Pair` records                                          |
 | `labels`       | JSON Lines            | `Label` records; their pairs are known already          |
 | `trl`          | JSON Lines            | `prompt chosen rejected`, with or without chat messages |
-| `argilla`      | JSON, a list          | records as `Dataset.records.to_json` writes them        |
 | `label_studio` | JSON, a list          | tasks with `Pairwise` annotations                       |
 """
 
@@ -25,7 +24,7 @@ from rlhf_lightning.preferences.formats.tools import read_tool, write_labels, wr
 from rlhf_lightning.preferences.records import Choice, Label, Pair, from_row, to_row
 from rlhf_lightning.runs.atomic import write_text
 
-Format = Literal["pairs", "labels", "trl", "argilla", "label_studio"]
+Format = Literal["pairs", "labels", "trl", "label_studio"]
 Known = Literal["labels", "gold", "ignore"]
 Level = Literal["aggregated", "raw"]
 Method = Literal["people_first", "majority", "dawid_skene"]
@@ -36,7 +35,6 @@ _TELLING: tuple[tuple[str, Format], ...] = (
     ("first", "pairs"),
     ("chosen", "trl"),
     ("rejected", "trl"),
-    ("fields", "argilla"),
     ("data", "label_studio"),
 )
 
@@ -147,7 +145,7 @@ def write_collection(
         for verdict in aggregate(found.pairs, found.labels, people=people, method=method):
             rows += write_verdict(format, verdict, left_out)
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
-    as_list = format in ("argilla", "label_studio")
+    as_list = format == "label_studio"
     text = "[\n" + ",\n".join(lines) + "\n]\n" if as_list else "".join(f"{x}\n" for x in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)

@@ -1,12 +1,8 @@
-"""Pairs and labels as TRL, Argilla 2 and Label Studio write them, from one table of fields.
+"""Pairs and labels as TRL and Label Studio write them.
 
 * TRL: rows `prompt chosen rejected`, plain or as chat messages, with keys of ours that it ignores:
   `domain`, `margin`; of single labels `annotator`, `kind`, `seconds`, `reason`, `created`.
   Source: https://huggingface.co/docs/trl/dataset_formats.
-* Argilla: records as `Dataset.records.to_json` writes them, with `responses` of users and
-  `suggestions` of models. It knows users by UUID and keeps neither order nor time, so ours are in
-  the metadata, and a response is matched with them by a UUID made from the annotator's name.
-  Source: `Record.to_dict` of argilla-io/argilla.
 * Label Studio: tasks with annotations of a `Pairwise` tag, as its JSON export has them. It refuses
   a `completed_by` that is none of its own accounts, so our annotators stand in `rlhf`, beside all
   else that it has no key for. docs/annotate.md has the labelling configuration.
@@ -15,12 +11,10 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,13 +26,13 @@ from rlhf_lightning.data.formats import RowParser, parse_rows
 from rlhf_lightning.data.public_formats import PROMPTS
 from rlhf_lightning.data.records import PreferenceRecord, Text
 from rlhf_lightning.preferences.records import (
+    CHOICES,
     SIDES,
     Choice,
     Label,
     LabError,
     Pair,
     completion_of,
-    from_row,
     pair_name,
     readable,
     to_row,
@@ -47,59 +41,18 @@ from rlhf_lightning.preferences.records import (
 if TYPE_CHECKING:
     from rlhf_lightning.preferences.aggregate import Verdict
 
-Tool = Literal["trl", "argilla", "label_studio"]
+Tool = Literal["trl", "label_studio"]
 Located = Iterable[tuple[Location, Row]]
 AGENT = "verdict"  # the author of a verdict, where a tool asks for a name
 TRL_KEYS = ("annotator", "kind", "seconds", "reason", "created")
 LABEL_STUDIO_KEYS = ("annotator", "kind", "order", "margin")
-ARGILLA_KEYS = ("pair_id", "first_source", "second_source", "gold")
-QUESTION, REASON, LABELS = "preference", "reason", "rlhf_labels"  # keys of Argilla's records
-_USERS = uuid.UUID("6f1d8f5e-8f0e-4a53-9f0e-2f5b6f0f6c11")
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The keys under which a tool keeps the parts of a pair.
-
-    Args:
-        texts: object with the prompt and the two answers.
-        domain: object with the domain.
-        ours: object for all that the tool has no key for.
-        pair: key in it of the fields of `Pair`, as an object or its JSON.
-        export: how such a file is made.
-    """
-
-    texts: str
-    domain: str
-    ours: str
-    pair: str
-    export: str
-
-
-FIELDS = {
-    "argilla": Fields(
-        "fields", "metadata", "metadata", "rlhf_pair", "export the records as JSON with Argilla 2"
-    ),
-    "label_studio": Fields(
-        "data", "data", "meta", "pair", "export as JSON, not as JSON-MIN or CSV"
-    ),
-}
-_NUMBERED = ("answer{}", "answer-{}", "response{}", "response-{}", "response_{}")
+PAIR = "pair"  # key in Label Studio's `meta` of the fields of `Pair`
 ANSWERS = (
     ("first", "second"),
-    *((stem.format(1), stem.format(2)) for stem in _NUMBERED),
-    ("response_a", "response_b"),
-    ("completion1", "completion2"),
+    ("answer1", "answer2"),
+    ("response1", "response2"),
     ("text1", "text2"),
-    ("chosen", "rejected"),
 )
-_WORDS: dict[str, Choice] = {
-    **dict.fromkeys(("first", "1", "a", "left"), "first"),
-    **dict.fromkeys(("second", "2", "b", "right"), "second"),
-    **dict.fromkeys(("tie", "equal", "same", "both"), "tie"),
-    **dict.fromkeys(("both_bad", "both bad", "neither"), "both_bad"),
-    "skip": "skip",
-}
 
 
 def read_tool(
@@ -119,23 +72,18 @@ def read_tool(
     """
     if tool == "trl":
         return _read_trl(rows, source, now)
-    fields, read_labels = FIELDS[tool], {"argilla": _of_argilla, "label_studio": _of_label_studio}
     pairs: list[Pair] = []
     labels: list[Label] = []
     for where, row in rows:
-        texts = row.get(fields.texts)
-        if not isinstance(texts, Mapping):
-            found = f"{fields.texts!r} is {describe(texts)}, expected an object"
-            raise BadRecordError(where, found, fields.export)
-        prompt, first, second, names = find_texts(texts, where)
+        data = row.get("data")
+        if not isinstance(data, Mapping):
+            found = f"'data' is {describe(data)}, expected an object"
+            raise BadRecordError(where, found, "export as JSON, not as JSON-MIN or CSV")
+        prompt, first, second, names = find_texts(data, where)
         with naming_the_place(where):
-            domain = (row.get(fields.domain) or {}).get("domain")
-            pair = Pair.make(prompt, first, second, domain=str(domain or ""))
-            ours = row.get(fields.ours) or {}
-            if fields.pair in ours:
-                own = ours[fields.pair]
-                pair = replace(pair, **(json.loads(own) if isinstance(own, str) else own))
-            labels += read_labels[tool](row, pair, names, where, source, now)
+            pair = Pair.make(prompt, first, second, domain=str(data.get("domain") or ""))
+            pair = replace(pair, **(row.get("meta") or {}).get(PAIR, {}))
+            labels += _of_label_studio(row, pair, names, where, source, now)
         pairs.append(pair)
     return pairs, labels
 
@@ -152,7 +100,7 @@ def write_labels(
         left_out: counts those that the tool has no word for.
     """
     if tool != "trl":
-        return [(_argilla if tool == "argilla" else _label_studio)(pair, labels)]
+        return [_label_studio(pair, labels)]
     rows = []
     for label in labels:
         if label.choice not in SIDES:
@@ -167,7 +115,7 @@ def write_labels(
 
 
 def write_verdict(tool: Tool, verdict: Verdict, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """Return the row of a verdict: for TRL a preference or none, else a suggestion or prediction.
+    """Return the row of a verdict: for TRL a preference or none, else a prediction.
 
     Args:
         tool: that will read it.
@@ -186,7 +134,7 @@ def write_verdict(tool: Tool, verdict: Verdict, left_out: Counter[str]) -> list[
     said = None
     if choice is not None:
         said = choice, round(verdict.votes[choice] / sum(verdict.votes.values()), 6)
-    return [(_argilla if tool == "argilla" else _label_studio)(verdict.pair, said=said)]
+    return [_label_studio(verdict.pair, said=said)]
 
 
 def find_texts(values: Mapping[str, Any], where: Location) -> tuple[Any, str, str, tuple[str, str]]:
@@ -223,27 +171,16 @@ def naming_the_place(where: Location) -> Iterator[None]:
 
 
 def as_choice(value: Any, names: tuple[str, str]) -> Choice | None:
-    """Return the choice that a word of another tool means, None if it means none.
+    """Return the choice that a word of Label Studio means, None if it means none.
 
     Args:
-        value: a side, a number, the name of an answer, `tie`, ..., or a ranking of the answers,
-            `[{"value": ..., "rank": ...}, ...]`.
+        value: a side, the name of an answer, or a choice.
         names: of the two answers there.
     """
-    if isinstance(value, list):
-        ranks = {as_choice(item.get("value"), names): item.get("rank") for item in value}
-        first, second = ranks.get("first"), ranks.get("second")
-        if not isinstance(first, int) or not isinstance(second, int):
-            return None
-        return "tie" if first == second else "first" if first < second else "second"
     word = str(value).strip().lower()
-    own: dict[str, Choice] = {names[0].lower(): "first", names[1].lower(): "second"}
-    return own.get(word) or _WORDS.get(word)
-
-
-def user_id(annotator: str) -> str:
-    """Return the UUID that stands for an annotator at Argilla."""
-    return str(uuid.uuid5(_USERS, annotator))
+    sides: dict[str, Choice] = {"left": "first", "right": "second"}
+    sides |= {names[0].lower(): "first", names[1].lower(): "second"}
+    return sides.get(word, word if word in CHOICES else None)  # type: ignore[arg-type]
 
 
 def _read_trl(rows: Located, source: str, now: str) -> tuple[list[Pair], list[Label]]:
@@ -277,71 +214,6 @@ def _one_answer(text: Text, key: str, where: Location) -> str:
         found = f"{key!r} has {len(text)} messages, expected one answer"
         raise BadRecordError(where, found, "put all turns but the last one into 'prompt'")
     return text[0]["content"]
-
-
-def _of_argilla(
-    row: Row, pair: Pair, names: tuple[str, str], where: Location, source: str, now: str
-) -> Iterator[Label]:
-    texts = (row.get("metadata") or {}).get(LABELS) or ()
-    ours = [from_row(Label, json.loads(text), where) for text in texts]
-    known = {user_id(label.annotator): label for label in ours}
-    responses = row.get("responses") or {}
-    reasons = {given.get("user_id"): given.get("value") for given in responses.get(REASON) or ()}
-    questions = [key for key in responses if key != REASON]
-    if len(questions) > 1 and QUESTION not in questions:
-        found = f"the questions {', '.join(questions)} have responses"
-        raise BadRecordError(where, found, f"name the one about the better answer {QUESTION!r}")
-    question = QUESTION if QUESTION in questions or not questions else questions[0]
-
-    def choice_of(given: Mapping[str, Any], kind: str) -> Choice:
-        choice = as_choice(given.get("value"), names)
-        if choice is None:
-            found = f"the {kind} {describe(given.get('value'))} names neither answer"
-            raise BadRecordError(where, found, "use first, second, tie or both_bad, or a ranking")
-        return choice
-
-    for given in responses.get(question) or ():
-        user, reason = str(given.get("user_id")), reasons.get(given.get("user_id"))
-        choice = choice_of(given, "response")
-        before = known.pop(user, None)
-        if before is None:
-            yield Label(pair.pair_id, user, choice, "person", "first", now, reason=reason)
-        elif before.choice == choice:
-            yield replace(before, reason=reason)
-        else:  # judged anew over there
-            who, kind = before.annotator, before.kind
-            yield Label(pair.pair_id, who, choice, kind, "first", now, reason=reason)
-    yield from (label for label in known.values() if label.choice == "skip")
-    given = (row.get("suggestions") or {}).get(QUESTION)
-    if given is not None:
-        agent = str(given.get("agent") or source)
-        yield Label(pair.pair_id, agent, choice_of(given, "suggestion"), "judge", "first", now)
-
-
-def _argilla(
-    pair: Pair, labels: Sequence[Label] = (), said: tuple[Choice, float] | None = None
-) -> dict[str, Any]:
-    """Return a record; a label that skips is in the metadata only."""
-    own = json.dumps({key: getattr(pair, key) for key in ARGILLA_KEYS}, ensure_ascii=False)
-    metadata: dict[str, Any] = {FIELDS["argilla"].pair: own}
-    if pair.domain:
-        metadata["domain"] = pair.domain
-    if labels:
-        metadata[LABELS] = [json.dumps(to_row(label), ensure_ascii=False) for label in labels]
-    given = [(label, user_id(label.annotator)) for label in labels if label.choice != "skip"]
-    responses = {
-        QUESTION: [{"value": label.choice, "user_id": user} for label, user in given],
-        REASON: [{"value": x.reason, "user_id": user} for x, user in given if x.reason],
-    }
-    suggestion = {"value": said[0], "score": said[1], "agent": AGENT} if said else None
-    return {
-        "id": pair.pair_id,
-        "fields": {"prompt": pair.prompt, "first": pair.first, "second": pair.second},
-        "metadata": metadata,
-        "suggestions": {QUESTION: suggestion} if suggestion else {},
-        "responses": {key: value for key, value in responses.items() if value},
-        "vectors": {},
-    }
 
 
 def _of_label_studio(
@@ -394,7 +266,7 @@ def _label_studio(
     return {
         "data": data | ({"domain": pair.domain} if pair.domain else {}),
         # Without the right answer, which raters may be shown.
-        "meta": {FIELDS["label_studio"].pair: to_row(replace(pair, columns={}))},
+        "meta": {PAIR: to_row(replace(pair, columns={}))},
         "annotations": [
             {
                 "result": _result(label.choice, label.reason),
