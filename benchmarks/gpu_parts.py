@@ -21,8 +21,6 @@ PARITY = ("tests/rehearsal/test_training.py", "tests/rehearsal/test_command_line
 SHARDED = "tests/multiprocess/test_on_gpus.py"
 # What the part `memory` measures, with the same assertions about the plan.
 MEMORY = "tests/memory/test_peaks.py"
-GRAPHS = "rollout=cuda_graphs"
-UNCAPTURED = "+rollout.capture=false"  # the same steps, one kernel at a time
 VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / ".vllm/bin/python"))
 QUICK = ("--quick", "--device", "cpu", "--threads", "1", "--repeats", "1")
 
@@ -77,17 +75,15 @@ def _ppo(name: str, shape: str, shows: str, *overrides: str) -> Part:
     counted = ("--shape", shape, "--warmup", "1", "--iterations", "2")
     return _measured(
         name, shows, "ppo_iteration", (*own, *counted, *_changed(*overrides)),
-        (*own, *_changed(*overrides, *([UNCAPTURED] if GRAPHS in overrides else []))),
+        (*own, *_changed(*overrides)),
     )  # fmt: skip
 
 
-def _generation(name: str, shape: str, shows: str, *overrides: str) -> Part:
+def _generation(name: str, shape: str, shows: str) -> Part:
     engines = ("--engines", "ours", "bf16 weights")
     return _measured(
         name, shows, "generation",
-        ("--shape", shape, "--iterations", "2", *engines, *_changed(*overrides)),
-        ("--iterations", "1", *engines,
-         *_changed(*overrides, *([UNCAPTURED] if GRAPHS in overrides else []))),
+        ("--shape", shape, "--iterations", "2", *engines), ("--iterations", "1", *engines),
     )  # fmt: skip
 
 
@@ -143,7 +139,6 @@ def parts() -> tuple[Part, ...]:
             9 * MINUTE,
         ),
         _generation("generation_0.5b", "0.5b", "generation, 0.5B: `rollout=cached`"),
-        _generation("graphs_0.5b", "0.5b", "generation, 0.5B: captured CUDA graphs", GRAPHS),
         _ppo("ppo_0.5b", "0.5b", "PPO iteration, 0.5B: `model.kernels=none`", "model.kernels=none"),
         replace(
             _ppo("liger_0.5b", "0.5b", "the same: `model.kernels=liger`", "model.kernels=liger"),
@@ -153,9 +148,7 @@ def parts() -> tuple[Part, ...]:
         _ppo("compile_0.5b", "0.5b", "the same: `model.kernels=compile`", "model.kernels=compile"),
         *map(_peaks, ("sft", "reward", "ppo")),
         _ppo("ppo_1b", "1b", "PPO iteration, 1B"),
-        _ppo("ppo_graphs_1b", "1b", "PPO iteration, 1B: captured CUDA graphs", GRAPHS),
         _generation("generation_1b", "1b", "generation, 1B: `rollout=cached`"),
-        _generation("graphs_1b", "1b", "generation, 1B: captured CUDA graphs", GRAPHS),
         _measured("logprob_memory", "memory of log-probabilities", "logprob_memory", (), ()),
         Part(
             "vllm",

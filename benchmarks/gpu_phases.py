@@ -141,10 +141,9 @@ def _size(tensors: Sequence[Tensor]) -> int:
     return sum(t.untyped_storage().nbytes() if 0 in t.stride() else t.nbytes for t in tensors)
 
 
-def seconds(work: Work, gpu: str, *, captured: bool = False) -> float:
+def seconds(work: Work, gpu: str) -> float:
     """Return what a phase takes: kernels, host or links, whichever is longest."""
-    host = 0.0 if captured else work["kernels"] * HOST_SECONDS
-    return max(float(work[gpu]), host, work["link"] / GPUS[gpu].link)
+    return max(float(work[gpu]), work["kernels"] * HOST_SECONDS, work["link"] / GPUS[gpu].link)
 
 
 # -- the phases of a model -------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_every_part_has_a_place_and_a_row_in_the_document_and_files_that_exist()
         for word in (*part.command, *part.rehearsal):
             assert not word.startswith("tests/") or (ROOT / word).is_file(), word
     assert len({part.result for part in parts}) == len(parts)
-    assert "tests/rollout/test_generate_cuda_graphs.py" in gpu_parts.gpu_tests()
+    assert "tests/faults/test_memory.py" in gpu_parts.gpu_tests()
 
 
 def test_wheels_are_what_the_machine_lacks_or_has_too_old():
