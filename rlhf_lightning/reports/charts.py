@@ -28,10 +28,10 @@ class Series:
     Args:
         label: its name, shown when a chart has several.
         points: (iteration, value), sorted; values that are not finite are gaps.
-        bounds: low and high of each point, drawn as a line through it.
+        bounds: low and high of each point, drawn as a line through it where both are finite.
         names: of the points, written above their bounds.
         kind: `line` for a measurement every iteration, `marks` for one now and then, `dots` for
-            points that no line joins.
+            points that no line joins, `reference` for a dashed line without a colour.
     """
 
     label: str
@@ -101,7 +101,7 @@ def line_chart(
     finite = [p for s in series for p in s.points if math.isfinite(p[1])]
     if not finite:
         return ""
-    ends = [end for one in series for bounds in one.bounds for end in bounds]
+    ends = [end for one in series for ends in one.bounds for end in ends if math.isfinite(end)]
     ends += [r.value for r in references]
     low, high = _value_range([p[1] for p in finite] + ends, band, unit)
     ticks = nice_ticks(low, high, 4)
@@ -110,7 +110,7 @@ def line_chart(
     parts = [_band(frame, band), _grid(frame, ticks, unit, over=None if whole else "")]
     parts += [_curve(frame, one, index) for index, one in enumerate(series)]
     parts += [_reference(frame, reference) for reference in references]
-    return svg(title, WIDTH, HEIGHT, "".join(parts))
+    return _svg(title, "".join(parts))
 
 
 def histogram(
@@ -149,24 +149,22 @@ def histogram(
             for edge, count in [(low, 0), *tops, (high, 0)]
         )
         drawn.append(f'<polygon class="s{index % NUM_COLOURS}" points="{corners}"/>')
-    return svg(title, WIDTH, HEIGHT, "".join(drawn))
+    return _svg(title, "".join(drawn))
 
 
-def svg(title: str, width: int, height: int, body: str, *, wide: bool = False) -> Markup:
-    """Return an `<svg>`; a wide one keeps its size, and its place is scrolled on a phone."""
-    size = f' style="width:{width}px"' if wide else ""
+def _svg(title: str, body: str) -> Markup:
     return Markup(
-        f'<svg class="chart" viewBox="0 0 {width} {height}"{size} role="img">'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
         f"<title>{text(title)}</title>{body}</svg>"
     )
 
 
-def dash(index: int) -> str:
+def _dash(index: int) -> str:
     """Return the style of a line, which is dashed from the seventh on: colours repeat there."""
     return ' style="stroke-dasharray:6 3"' * (index >= NUM_COLOURS)
 
 
-def hollow(index: int) -> str:
+def _hollow(index: int) -> str:
     """Return the style of a dot, which is hollow where its line is dashed."""
     colour = f"var(--s{index % NUM_COLOURS})"
     return f' style="fill:var(--card);stroke:{colour}"' * (index >= NUM_COLOURS)
@@ -255,12 +253,12 @@ def _grid(frame: _Frame, ticks: Sequence[float], unit: str, *, over: str | None)
         anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"
         parts.append(
             f'<text class="tick" style="text-anchor:{anchor}" x="{x}" y="{HEIGHT - 7}">'
-            f"{number_of(tick) if over is None else _tick_label(tick, x_ticks, over)}</text>"
+            f"{_number_of(tick) if over is None else _tick_label(tick, x_ticks, over)}</text>"
         )
     return "".join(parts)
 
 
-def number_of(iteration: float) -> str:
+def _number_of(iteration: float) -> str:
     """Return an iteration with a thin space between thousands."""
     return f"{int(iteration):,}".replace(",", "\u202f")
 
@@ -291,6 +289,8 @@ def _reference(frame: _Frame, reference: Reference) -> str:
 def _curve(frame: _Frame, series: Series, index: int) -> str:
     colour = f"s{index % NUM_COLOURS}"
     runs = _runs(series.points)
+    if series.kind == "reference":
+        return f'<polyline class="reference" points="{_steps(frame, series.points)}"/>'
     if series.kind == "dots":
         return "".join(
             f'<circle class="{colour} dot" cx="{frame.x(x)}" cy="{frame.y(y)}" r="2"/>'
@@ -311,14 +311,20 @@ def _curve(frame: _Frame, series: Series, index: int) -> str:
 
 def _bounds(frame: _Frame, series: Series, colour: str) -> str:
     parts = []
-    for (x, _), (low, high), name in zip(series.points, series.bounds, series.names, strict=False):
-        place, top = frame.x(x), frame.y(high)
+    for (x, _), (low, high) in zip(series.points, series.bounds, strict=False):
+        if math.isfinite(low) and math.isfinite(high):
+            ends = _steps(frame, [(x, low), (x, high)])
+            parts.append(f'<polyline class="faint {colour}" points="{ends}"/>')
+    for (x, _), (_, high), name in zip(series.points, series.bounds, series.names, strict=False):
         parts.append(
-            f'<polyline class="faint {colour}" points="{place},{frame.y(low)} {place},{top}"/>'
-            f'<text class="dot-name" style="text-anchor:middle" x="{place}" y="{top - 6:.1f}">'
-            f"{text(name)}</text>"
+            f'<text class="dot-name" style="text-anchor:middle" x="{frame.x(x)}" '
+            f'y="{frame.y(high) - 6:.1f}">{text(name)}</text>'
         )
     return "".join(parts)
+
+
+def _steps(frame: _Frame, points: Sequence[Point]) -> str:
+    return " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
@@ -359,11 +365,11 @@ def _running_mean(points: Sequence[Point]) -> list[Point]:
 def _path(frame: _Frame, points: Sequence[Point], kind: str, index: int) -> str:
     if len(points) == 1:
         return _mark(frame, points[0], index)
-    style = dash(index) if kind == "line" else ""
-    steps = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
-    return f'<polyline class="{kind} s{index % NUM_COLOURS}"{style} points="{steps}"/>'
+    style = _dash(index) if kind == "line" else ""
+    colour = f"s{index % NUM_COLOURS}"
+    return f'<polyline class="{kind} {colour}"{style} points="{_steps(frame, points)}"/>'
 
 
 def _mark(frame: _Frame, point: Point, index: int) -> str:
     x, y = frame.x(point[0]), frame.y(point[1])
-    return f'<circle class="s{index % NUM_COLOURS}"{hollow(index)} cx="{x}" cy="{y}" r="3"/>'
+    return f'<circle class="s{index % NUM_COLOURS}"{_hollow(index)} cx="{x}" cy="{y}" r="3"/>'

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.reports.charts import Figure, Series, line_chart
-from rlhf_lightning.reports.choice import choose
+from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart
 from rlhf_lightning.reports.curves import FIRST
-from rlhf_lightning.reports.frontier import frontier_chart
 from rlhf_lightning.reports.html import render, text
 from rlhf_lightning.reports.samples import figures
-from rlhf_lightning.reports.several import Run, read_runs
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.folder import ITERATION, RunFolder
-from rlhf_lightning.runs.metric_catalog import capitalized, quantity, show
-from rlhf_lightning.runs.summary import run_title
+from rlhf_lightning.runs.changes import ABSENT, flatten
+from rlhf_lightning.runs.changes import show as show_setting
+from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
+from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, quantity, show
+from rlhf_lightning.runs.public_config import public_config
+from rlhf_lightning.runs.saved_yaml import read_yaml
+from rlhf_lightning.runs.summary import Summary, read_summary, run_title
 
+SCORE_WINS = "val/score_win_rate"
+KL = "val/kl_per_token"
 COLUMNS = (
     "val/gold_win_rate",
     "val/score_win_rate",
@@ -32,6 +36,62 @@ COLUMNS = (
 )
 _MAX_PROMPTS = 6
 _HEAD = 250  # characters with which each page of ours begins
+
+
+# Settings that change no figure of a run: they do not name it.
+_WITHOUT_EFFECT = ("callbacks.checkpoint.", "callbacks.samples.", "logger.", "resume", "ckpt_path")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of several runs.
+
+    Args:
+        folder: where it stands.
+        label: what tells it from the others.
+        summary: as it ended.
+        rows: of metrics.csv.
+        samples: of samples.jsonl.
+        settings: dotted key -> value as text, of what differs between the runs.
+    """
+
+    folder: RunFolder
+    label: str
+    summary: Summary
+    rows: Sequence[Mapping[str, float]]
+    samples: Sequence[Mapping[str, Any]]
+    settings: Mapping[str, str]
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        """Final values."""
+        return self.summary.metrics
+
+
+def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
+    """Return the runs with what differs between them; labels are those settings where few do.
+
+    Raises:
+        FileNotFoundError: if a folder has no summary.
+    """
+    configs = [dict(flatten(_config(folder))) for folder in folders]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    values = {key: [show_setting(config.get(key, ABSENT)) for config in configs] for key in keys}
+    different = {key: shown for key, shown in values.items() if len(set(shown)) > 1}
+    runs = []
+    for index, folder in enumerate(folders):
+        settings = {key: shown[index] for key, shown in different.items()}
+        runs.append(
+            Run(
+                folder,
+                _label(folder, settings),
+                read_summary(folder),
+                read_metrics(folder.metrics),
+                read_samples(folder.samples),
+                settings,
+            )
+        )
+    return runs
 
 
 def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
@@ -64,19 +124,13 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     first = [name for name in FIRST if name in logged]
     rest = sorted(name for name in logged if name not in first and not name.startswith("time/"))
     curves, more = ([f for n in names if (f := _figure(runs, n))] for names in (first, rest))
-    rates = ("val/score_win_rate", "val/gold_win_rate")
     body = render(
         "comparison.html",
         runs=runs,
-        choice=choose(runs),
         stages=stages,
         unfinished=sum(run.summary.status != "completed" for run in runs),
         columns={quantity(n).label: [_value(run, n) for run in runs] for n in columns},
-        frontiers=[
-            Figure(quantity(name).label, chart)
-            for name in rates
-            if (chart := frontier_chart(runs, name))
-        ],
+        frontier=_frontier_chart(runs),
         curves=curves,
         more_curves=more,
         samples=_samples(runs),
@@ -85,12 +139,40 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     return str(render("page.html", title=title, body=body, footer="rlhf_lightning"))
 
 
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Return the points that none beats in both: less KL and more wins, by rising KL."""
+    kept: list[Point] = []
+    for kl, rate in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not kept or rate > kept[-1][1]:
+            kept.append((kl, rate))
+    return kept
+
+
+def _frontier_chart(runs: Sequence[Run]) -> list[Figure]:
+    """Return win rate by the score over KL, a mark a run; none with fewer than two."""
+    series = []
+    for run in runs:
+        kl, rate, *ends = (
+            run.metrics.get(key) for key in (KL, SCORE_WINS, *bound_keys(SCORE_WINS))
+        )
+        points = [] if kl is None or rate is None else [(kl, rate)]
+        bounds = [] if None in ends else [ends]
+        series.append(Series(run.label, points, "marks", bounds))
+    known = [point for one in series for point in one.points]
+    if len(known) < 2:
+        return []
+    title, legends = "Win rate by the learnt score over KL", [one.label for one in series]
+    series.append(Series("frontier", frontier(known), "reference"))
+    chart = line_chart(title, series, unit="share", whole=False)
+    return [Figure(title, chart, legends=legends)]
+
+
 def _value(run: Run, name: str) -> tuple[str, str]:
     """Return a final value and its interval as text, "" where it was not measured."""
     value = run.metrics.get(name)
     if value is None:
         return "", ""
-    low, high = (run.metrics.get(f"{name}{bound}") for bound in ("_low", "_high"))
+    low, high = (run.metrics.get(bound) for bound in bound_keys(name))
     if low is None or high is None:
         return show(name, value), ""
     return show(name, value), f"{100 * low:.1f} to {100 * high:.1f} %"
@@ -132,3 +214,21 @@ def _samples(runs: Sequence[Run]) -> str:
     ]
     lead = "Held-out prompts that all runs answered, not selected."
     return render("samples.html", lead=lead, cards=cards, css="") if cards else ""
+
+
+def _label(folder: RunFolder, settings: Mapping[str, str]) -> str:
+    settings = {k: v for k, v in settings.items() if not k.startswith(_WITHOUT_EFFECT)}
+    if 0 < len(settings) <= 3 and all(len(value) <= 24 for value in settings.values()):
+        return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
+    parts = folder.path.resolve().parts
+    return "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
+
+
+def _config(folder: RunFolder) -> dict[str, Any]:
+    if not folder.config.is_file():
+        return {}
+    try:
+        content = read_yaml(folder.config)
+    except (OSError, ValueError):
+        return {}
+    return public_config(content, content) if isinstance(content, dict) else {}

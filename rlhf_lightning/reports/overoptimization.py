@@ -17,8 +17,8 @@ from rlhf_lightning.evaluation.overoptimization import (
     over_sizes,
 )
 from rlhf_lightning.evaluation.trade_off import Measured, over_seeds
-from rlhf_lightning.reports.frontier import Line, lines_chart
-from rlhf_lightning.reports.study_results import Chart, Result, RewardModel, Table
+from rlhf_lightning.reports.charts import Figure, Series, line_chart
+from rlhf_lightning.reports.study_results import Result, RewardModel, Table
 from rlhf_lightning.runs.metric_catalog import number
 
 GOOD_R2 = 0.95
@@ -96,11 +96,11 @@ def _points(rows: Sequence[Mapping[str, float | None]]) -> tuple[list[Point], li
 
 def overoptimization(
     results: Sequence[Result], models: Mapping[str, RewardModel]
-) -> tuple[list[str], list[Table], list[Chart]]:
-    """Return sentences, tables and charts; none where no row follows a named reward model."""
+) -> tuple[list[str], list[Table], tuple[str, list[Figure]]]:
+    """Return sentences, tables, and charts with their lead; none where no row names a model."""
     planned = {r.run for r in results if r.row in models}
     if not planned:
-        return [], [], []
+        return [], [], ("", [])
     found = pursuits(results, models)
     fitted = {(one.row, one.setting, one.seed) for one in found}
     good = sum(one.law.r2 >= GOOD_R2 for one in found)
@@ -114,7 +114,7 @@ def overoptimization(
             f"{names}."
         )
     if not found:
-        return told, [], []
+        return told, [], ("", [])
     sizes, errors = left_out_table(found)
     if errors:
         near = sum(error <= NEAR for error in errors)
@@ -256,25 +256,31 @@ def _peak(point: Point) -> str:
     return f"{number(point.gain)} at {number(point.distance)}"
 
 
-def _charts(found: Sequence[Pursuit]) -> list[Chart]:
-    charts = []
+def _charts(found: Sequence[Pursuit]) -> tuple[str, list[Figure]]:
+    """Return a chart a family, a line a size of reward model, and what is to know to read them."""
+    figures = []
     for name, sizes in _families(found).items():
-        lines = [Line(f"{size:,}", _dots(same)) for size, same in sorted(sizes.items())]
-        title = f"Gold gained over sqrt(KL): {name}"
-        lead = (
-            "A line a size of reward model, in parameters. A dot is the mean over all seeds of the "
-            f"line, of PPO of what was measured within {_STEP:g} of distance; the bar is its 95 % "
-            "interval. Where a seed has no measurement there is no dot."
-        )
-        if any(one.way == "best_of_n" for same in sizes.values() for one in same):
-            lead += " The KL of the best of n is its upper bound."
-        over = "sqrt(KL from SFT), nats a response"
-        drawn = lines_chart(title, lines, over=over, show=number)
-        charts += [Chart(title, lead, drawn)] if drawn else []
-    return charts
+        series = []
+        for size, same in sorted(sizes.items()):
+            points, bounds = _dots(same)
+            series.append(Series(f"{size:,}", points, "marks", bounds))
+        chart = line_chart(name, series, whole=False)
+        if chart:
+            title = f"Gold gained over sqrt(KL from SFT): {name}"
+            figures.append(Figure(title, chart, legends=[one.label for one in series]))
+    lead = (
+        "A line a size of reward model, in parameters; KL in nats a response. A dot is the mean "
+        "over all seeds of the line, of PPO of what was measured within "
+        f"{_STEP:g} of distance; the bar is its 95 % interval. Where a seed has no measurement "
+        "there is no dot."
+    )
+    if any(one.way == "best_of_n" for one in found):
+        lead += " The KL of the best of n is its upper bound."
+    return lead, figures
 
 
-def _dots(found: Sequence[Pursuit]) -> list[tuple[float, float, float, float]]:
+def _dots(found: Sequence[Pursuit]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return distance and mean gain, by distance, and the intervals of the gains."""
     bins: dict[float, dict[int, list[Point]]] = {}
     for one in found:
         for point in one.gold:
@@ -290,5 +296,6 @@ def _dots(found: Sequence[Pursuit]) -> list[tuple[float, float, float, float]]:
         means = [fmean(point.gain for point in points) for points in by_seed.values()]
         mean = over_seeds([Measured(0.0, value) for value in means], same_prompts=False)
         distance = fmean(point.distance for points in by_seed.values() for point in points)
-        dots.append((distance, mean.value, mean.low, mean.high))
-    return dots
+        dots.append(((distance, mean.value), (mean.low, mean.high)))
+    dots.sort()
+    return [point for point, _ in dots], [bounds for _, bounds in dots]

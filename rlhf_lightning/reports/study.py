@@ -24,11 +24,11 @@ from rlhf_lightning.evaluation.trade_off import (
     prompt_error,
 )
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
-from rlhf_lightning.reports.frontier import Line, lines_chart
+from rlhf_lightning.reports.charts import Figure, Series, line_chart
+from rlhf_lightning.reports.compare import KL
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.overoptimization import overoptimization
-from rlhf_lightning.reports.several import COST
-from rlhf_lightning.reports.study_results import Chart, Result, Study, Table, Values, by
+from rlhf_lightning.reports.study_results import Result, Study, Table, Values, by
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import (
@@ -48,7 +48,7 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     runs = {result.run for result in study.results}
     compared, verdicts = compared_table(study)
     tables = [published_table(study), protocol_table(study)]
-    told, law_tables, law_charts = overoptimization(study.results, study.reward_models)
+    told, law_tables, charts = overoptimization(study.results, study.reward_models)
     verdicts = [*told, *(verdicts if compared.rows or not told else [])]
     tables += [*law_tables, settings_table(study), curves_table(study), compared]
     tables += [budget_table(study, AnswerBudget()), budget_table(study, ProcessorBudget())]
@@ -69,7 +69,7 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
         verdicts=verdicts,
         missing=missing,
         tables=shown,
-        charts=law_charts or _charts(study),
+        charts=charts if charts[1] else _charts(study),
         about=about_table(study),
     )
     page, text = folder / "study.html", folder / "study.md"
@@ -166,7 +166,7 @@ def settings_table(study: Study) -> Table:
     header = ["row", "setting", "seeds that ended", *labels]
     header += ["responses sampled", "time", "processor time", "peak memory, MiB"]
     lead = f"Means over seeds that ended, with 95 % intervals. {interval_note(study)}"
-    lead += _bound_note(study) if COST in columns else ""
+    lead += _bound_note(study) if KL in columns else ""
     return Table("Settings", lead, header, rows)
 
 
@@ -283,7 +283,7 @@ def complete_curves(study: Study) -> dict[str, dict[int, list[Measured]]]:
 
 def measured(values: Values) -> Measured | None:
     """Return KL and gain of a run, None where one is missing."""
-    kl, gain = values.get(COST), values.get(GAIN)
+    kl, gain = values.get(KL), values.get(GAIN)
     return None if kl is None or gain is None else Measured(kl, gain, _error(values, GAIN))
 
 
@@ -341,7 +341,7 @@ def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
         lead += (
             " Prompts that were asked in place of others (`max_resampling_rounds`) are not counted."
         )
-    header = ["row", "setting", "seeds that ended", quantity(GAIN).label, quantity(COST).label]
+    header = ["row", "setting", "seeds that ended", quantity(GAIN).label, quantity(KL).label]
     return Table(budget.title, lead, [*header, "measured at"], rows)
 
 
@@ -445,25 +445,23 @@ def _total(result: Result) -> float:
     return result.rows[-1][ITERATION] if result.rows else 0.0
 
 
-def _charts(study: Study) -> list[Chart]:
-    title = "Gold win rate against KL"
+def _charts(study: Study) -> tuple[str, list[Figure]]:
+    """Return gold win rate against KL, a line a row, and what is to know to read it."""
+    series = []
+    for row, results in by(study.results, lambda r: r.row).items():
+        found = []
+        for group in _settings(results):
+            known = [p for r in group if (p := measured(r.metrics)) is not None]
+            if known:
+                mean = over_seeds(known, same_prompts=study.same_prompts)
+                bounds = _within(mean.low), _within(mean.high)
+                found.append(((fmean(p.kl for p in known), mean.value), bounds))
+        points, bounds = ([part[i] for part in sorted(found)] for i in (0, 1))
+        series.append(Series(row, points, "marks", bounds))
     lead = (
         "Up and left is better. A dot is a setting, its mean over the seeds that ended; the bar is "
         f"its 95 % interval.{_bound_note(study)}"
     )
-    drawn = lines_chart(title, _lines(study))
-    return [Chart(title, lead, drawn)] if drawn else []
-
-
-def _lines(study: Study) -> list[Line]:
-    lines = []
-    for row, results in by(study.results, lambda r: r.row).items():
-        points = []
-        for group in _settings(results):
-            known = [p for r in group if (p := measured(r.metrics)) is not None]
-            if known:
-                found = over_seeds(known, same_prompts=study.same_prompts)
-                ends = _within(found.low), _within(found.high)
-                points.append((fmean(p.kl for p in known), found.value, *ends))
-        lines.append(Line(row, points))
-    return lines
+    title = "Gold win rate over KL from SFT, nats a token"
+    chart = line_chart(title, series, unit="share", whole=False)
+    return lead, [Figure(title, chart, legends=[one.label for one in series])] if chart else []

@@ -1,4 +1,4 @@
-"""The results of a study, and the tables and charts of its page."""
+"""The results of a study, and the tables of its page."""
 
 from __future__ import annotations
 
@@ -131,20 +131,6 @@ class Table:
         lines = [self.header, ["---"] * len(self.header), *self.rows]
         cells = ("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
         return "\n".join([f"## {self.title}", "", self.lead, "", *cells, ""])
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart of the page.
-
-    Args:
-        title, lead: above it.
-        svg: the chart.
-    """
-
-    title: str
-    lead: str
-    svg: str
 
 
 def by(results: Sequence[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.reports.several import _config
+from rlhf_lightning.reports.compare import _config
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import settings_of
 

@@ -173,8 +173,6 @@ def test_a_job_that_fails_does_not_stop_a_sweep_which_ends_in_one_page(tmp_path,
     assert statuses == ["failed", "completed", "completed"]
     page = (sweep / "comparison.html").read_text()
     assert all(f"learning_rate={value}" in page for value in ("-1", "0.001", "0.002"))
-    assert "No setting is shown to be better than all others" in page
-    assert "One seed a setting" in page
     assert f"comparison of the 3 jobs: {Path('outputs/multirun/rates/comparison.html')}" in (
         done.stdout
     )

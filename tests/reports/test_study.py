@@ -312,7 +312,7 @@ def test_intervals_and_ticks_of_shares_are_drawn_within_0_and_100_percent(tmp_pa
         assert min(ticks) >= 0
         assert max(ticks) <= 100
         heights = [float(y) for y in re.findall(r"[0-9.]+,(-?[0-9.]+)[ \"]", drawn)]
-        assert min(heights) >= 16, "the top of the plane"
+        assert min(heights) >= 10, "the top of the plane"
 
 
 def test_what_was_run_stands_above_the_tables_and_what_to_do_next_at_the_top(tmp_path):
