@@ -22,14 +22,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.progress import track
+
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.judge import JudgeAnnotator, Judgement, judge_figures
-from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.preferences.public_sets import read_pandalm
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 from rlhf_lightning.preferences.reliability import annotator_figures, people_majority
 
-BATCH = 8  # pairs between two lines of progress
+BATCH = 8  # pairs between two steps of the bar
 
 
 def draw(pairs: Sequence[Pair], count: int | None, seed: int) -> list[Pair]:
@@ -41,12 +42,10 @@ def draw(pairs: Sequence[Pair], count: int | None, seed: int) -> list[Pair]:
 
 
 def ask(judge: JudgeAnnotator, pairs: Sequence[Pair]) -> list[Label]:
-    """Return the judge's labels, with a line of progress now and then."""
+    """Return the judge's labels, and show a bar meanwhile."""
     labels: list[Label] = []
-    with WorkProgress(f"labels by {judge.name}", len(pairs)) as progress:
-        for start in range(0, len(pairs), BATCH):
-            labels += judge.label(pairs[start : start + BATCH])
-            progress.advance(len(pairs[start : start + BATCH]))
+    for start in track(range(0, len(pairs), BATCH), f"labels by {judge.name}"):
+        labels += judge.label(pairs[start : start + BATCH])
     return labels
 
 

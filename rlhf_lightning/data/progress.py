@@ -1,4 +1,4 @@
-"""Word of loading that takes long. Imports nothing heavy: the labelling page reads files, too."""
+"""Word of work that takes long. Imports nothing heavy: the labelling page reads files, too."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
 
 
-def told(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+def told(
+    items: Iterable[Item], what: str, total: int | None = None, unit: str = "rows"
+) -> Iterator[Item]:
     """Yield the items; log how many it were after 5 seconds, after 10, 20, and so on.
 
     Args:
         items: that take their time.
         what: is done, such as `reading data.jsonl`.
         total: their number, where it is known.
+        unit: what an item is.
     """
     begun, wait = time.monotonic(), FIRST_AFTER
     first = (os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0") == "0"
     of = "" if total is None else f" of {total}"
     for number, item in enumerate(items):
         if time.monotonic() - begun > wait and first:
-            logger.info("%s: %d%s rows after %.0f seconds", what, number, of, wait)
+            logger.info("%s: %d%s %s after %.0f seconds", what, number, of, unit, wait)
             wait *= 2
         yield item

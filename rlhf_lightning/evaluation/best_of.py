@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rich import get_console
+from rich.progress import Progress
 from torch import Tensor
 
 from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.data.progress import told
 from rlhf_lightning.evaluation.comparisons import (
     comparisons_won,
     mean_over_prompts,
@@ -24,7 +27,6 @@ from rlhf_lightning.evaluation.generate import GoldReward, Sampling, gold_scores
 from rlhf_lightning.evaluation.win_rate import CONFIDENCE
 from rlhf_lightning.functional.statistics import best_of_n_kl, best_of_n_unbiased
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Scorer
 
@@ -72,8 +74,9 @@ def sample_pool(
     scores: list[list[float]] = []
     lengths: list[list[int]] = []
     golds: list[list[float]] = []
-    with WorkProgress("best of n", size * sum(map(len, batches))) as progress:
-        for place in range(size):
+    with Progress(disable=not get_console().is_terminal) as bar:
+        places = told(range(size), "best of n", size, "answers a prompt")
+        for place in bar.track(places, total=size, description="best of n"):
             answers = sample_answers(
                 policy, batches, sampling, noise=noise.at_iteration(place), scorer=scorer
             )
@@ -86,7 +89,6 @@ def sample_pool(
             lengths.append(answers.lengths)
             if gold is not None:
                 golds.append(gold_scores(gold, answers))
-            progress.advance(len(answers.prompts))
     return Pool(_table(scores), _table(lengths), _table(golds) if golds else None)
 
 

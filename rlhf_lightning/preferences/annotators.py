@@ -9,10 +9,14 @@ from datetime import UTC, datetime
 from random import Random
 from typing import Protocol
 
+from rich import get_console
+from rich.markup import escape
+from rich.progress import Progress
+
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
+from rlhf_lightning.data.progress import told
 from rlhf_lightning.data.records import asked_columns
 from rlhf_lightning.preferences.journal import Journal
-from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.preferences.records import AnnotatorKind, Choice, Label, Pair, Side, readable
 from rlhf_lightning.preferences.rules import Rule
 
@@ -184,7 +188,7 @@ def by_gap(pair: Pair, gap: float, annotator: Annotator, *, tie_below: float = 0
 
 
 def label_pairs(
-    annotator: Annotator, pairs: Iterable[Pair], journal: Journal[Label], *, quiet: bool = False
+    annotator: Annotator, pairs: Iterable[Pair], journal: Journal[Label]
 ) -> list[Label]:
     """Return the annotator's label of every pair, in their order; ask only for what is missing.
 
@@ -194,7 +198,6 @@ def label_pairs(
         annotator: asked for the labels.
         pairs: to be labelled.
         journal: of all labels.
-        quiet: show no progress.
 
     Raises:
         AnnotationError: if the annotator fails; what it said before is in the journal.
@@ -202,14 +205,11 @@ def label_pairs(
     wanted = list(pairs)
     known = {x.pair_id: x for x in journal.read() if x.annotator == annotator.name}
     missing = [pair for pair in wanted if pair.pair_id not in known]
-    progress = WorkProgress(
-        f"labels by {annotator.name}", len(wanted), done=len(wanted) - len(missing)
-    )
-    if quiet:
-        progress.every_n_seconds = math.inf
-        progress.console.quiet = True
-    with progress:
-        for start in range(0, len(missing), annotator.batch_size):
+    starts = range(0, len(missing), annotator.batch_size)
+    what = f"labels by {annotator.name}"
+    with Progress(disable=not get_console().is_terminal) as bar:
+        task = bar.add_task(escape(what), total=len(wanted), completed=len(wanted) - len(missing))
+        for start in told(starts, what, len(starts), "batches"):
             batch = missing[start : start + annotator.batch_size]
             labels = annotator.label(batch)
             if [x.pair_id for x in labels] != [pair.pair_id for pair in batch]:
@@ -219,7 +219,7 @@ def label_pairs(
                 )
             journal.append(labels)
             known |= {x.pair_id: x for x in labels}
-            progress.advance(len(batch))
+            bar.advance(task, len(batch))
     return [known[pair.pair_id] for pair in wanted]
 
 

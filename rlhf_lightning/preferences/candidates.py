@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich import get_console
+from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
+from rlhf_lightning.data.progress import told
 from rlhf_lightning.data.records import PromptRecord, text_key
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import round_frozen_weights
 from rlhf_lightning.preferences.decoding import Decoding, TruncatedGenerator
 from rlhf_lightning.preferences.journal import Journal
-from rlhf_lightning.preferences.progress import WorkProgress
 from rlhf_lightning.preferences.records import Candidate
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_answers
@@ -167,8 +169,6 @@ def sample_candidates(
     prompts: Sequence[PromptRecord],
     sampling: Sampling,
     journal: Journal[DoneUnit],
-    *,
-    progress: WorkProgress | None = None,
 ) -> list[Candidate]:
     """Return every answer, by policy, way to decode and prompt; do only the units not yet done.
 
@@ -176,7 +176,6 @@ def sample_candidates(
         prompts: to be answered.
         sampling: by whom and how.
         journal: of the units that are done.
-        progress: to show; None makes one.
 
     Raises:
         ValueError: if the journal is that of other prompts or settings, or a rendered prompt spells
@@ -193,18 +192,19 @@ def sample_candidates(
     missing = [unit for unit in todo if unit.name not in done]
     total = sampling.per_prompt * len(prompts)
     left = sum(unit.stop - unit.start for unit in missing) * sampling.num_samples
-    with progress or WorkProgress("candidates", total, done=total - left) as shown:
+    with Progress(disable=not get_console().is_terminal) as bar:
+        task = bar.add_task("candidates", total=total, completed=total - left)
         for index, load in enumerate(sampling.policies.values()):
             own = [unit for unit in missing if unit.policy == index]
             if not own:
                 continue
             policy = load()
             encoded = _encode(prompts, policy.tokenizer, sampling)
-            for unit in own:
+            for unit in told(own, "candidates", len(own), "batches"):
                 answers = _answer(unit, policy, encoded, sampling)
                 done[unit.name] = DoneUnit(unit.name, plan, answers)
                 journal.append([done[unit.name]])
-                shown.advance((unit.stop - unit.start) * sampling.num_samples)
+                bar.advance(task, (unit.stop - unit.start) * sampling.num_samples)
             del policy
     return [c for unit in todo for c in _candidates(unit, done[unit.name], prompts, sampling)]
 

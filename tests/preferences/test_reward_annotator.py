@@ -85,7 +85,7 @@ def test_a_label_does_not_depend_on_what_is_asked_together_with_it(
 ) -> None:
     together = RewardModelAnnotator(folder).label(PLAIN)
     alone = RewardModelAnnotator(folder, batch_size=1, micro_batch_size=1)
-    kept = label_pairs(alone, PLAIN, record_journal(Label, tmp_path / "labels.jsonl"), quiet=True)
+    kept = label_pairs(alone, PLAIN, record_journal(Label, tmp_path / "labels.jsonl"))
     for one, other in zip(together, kept, strict=True):
         assert one.choice == other.choice
         assert one.margin == pytest.approx(other.margin, rel=1e-4, abs=1e-5)
