@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
@@ -51,7 +50,7 @@ def write_study(study: Study, folder: Path) -> tuple[Path, Path]:
     told, law_tables, charts = overoptimization(study.results, study.reward_models)
     verdicts = [*told, *(verdicts if compared.rows or not told else [])]
     tables += [*law_tables, settings_table(study), curves_table(study), compared]
-    tables += [budget_table(study, AnswerBudget()), budget_table(study, ProcessorBudget())]
+    tables.append(budget_table(study))
     shown = [table for table in tables if table.rows]
     failed = {r.run: r for r in study.results if not r.completed}
     missing = [replace(r, setting=setting) for (_, setting, _), r in failed.items()]
@@ -155,7 +154,7 @@ def settings_table(study: Study) -> Table:
         cost = ["", "", "", ""]
         if ended:
             cost = [
-                f"{fmean(_total(r) * r.answers for r in ended):.0f}",
+                f"{fmean(_sampled(r) for r in ended):.0f}",
                 whole + duration(fmean(r.seconds for r in ended)),
                 whole + duration(fmean(r.cpu_seconds for r in ended)),
                 f"{max(r.peak_mib for r in ended):.0f}",
@@ -287,43 +286,15 @@ def measured(values: Values) -> Measured | None:
     return None if kl is None or gain is None else Measured(kl, gain, _error(values, GAIN))
 
 
-class AnswerBudget:
-    """Equal responses sampled in training."""
-
-    title = "Equal responses sampled"
-    unit = "responses"
-
-    def spent(self, result: Result) -> list[float]:
-        """Return what had been spent by the end of each row of metrics.csv."""
-        return [row[ITERATION] * result.answers for row in result.rows]
-
-
-class ProcessorBudget:
-    """Equal processor time, which iterations share as they share the wall clock."""
-
-    title = "Equal processor time"
-    unit = "seconds"
-
-    def spent(self, result: Result) -> list[float]:
-        """Return what had been spent by the end of each row of metrics.csv."""
-        times = [
-            sum(v for key, v in row.items() if key.startswith("time/")) or 1.0
-            for row in result.rows
-        ]
-        return [t / sum(times) * result.cpu_seconds for t in accumulate(times)]
-
-
-def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
-    """Return each setting where it had spent what the cheapest training run spent in all."""
+def budget_table(study: Study) -> Table:
+    """Return each setting where it had sampled what the cheapest training run sampled in all."""
     # An evaluation has no course, and a model that others start from sets no limit: both are in the
     # table of settings alone.
     compared = [r for r in study.results if r.completed and r.rows and r.row not in study.starts]
-    spent = {id(r): budget.spent(r) for r in compared}
-    totals = [values[-1] for values in spent.values() if values and values[-1] > 0]
-    limit = min(totals, default=0.0)
+    limit = min((total for r in compared if (total := _sampled(r)) > 0), default=0.0)
     rows = []
     for group in _settings(study.results):
-        found = [_at(r, spent[id(r)], limit) for r in group if id(r) in spent]
+        found = [_at(r, limit) for r in group if r in compared]
         points = [point for point, _ in found if point is not None]
         if points and limit:
             gain = over_seeds(points, same_prompts=study.same_prompts)
@@ -333,26 +304,27 @@ def budget_table(study: Study, budget: AnswerBudget | ProcessorBudget) -> Table:
             cell = shown(GAIN, gain) + _part(gain.num_seeds, len(found), len(group))
             rows.append([*about, cell, kl, where])
     lead = (
-        f"Each run where it had spent {limit:,.0f} {budget.unit}, the total of the cheapest run: "
+        f"Each run where it had sampled {limit:,.0f} responses, the total of the cheapest run: "
         "its last measurement of gold up to there. A run without one is shown at its end, with how "
-        "much more it spent."
+        "much more it sampled."
     )
     if any("rollout/resampling_rounds" in r.rows[-1] for r in compared):
         lead += (
             " Prompts that were asked in place of others (`max_resampling_rounds`) are not counted."
         )
     header = ["row", "setting", "seeds that ended", quantity(GAIN).label, quantity(KL).label]
-    return Table(budget.title, lead, [*header, "measured at"], rows)
+    return Table("Equal responses sampled", lead, [*header, "measured at"], rows)
 
 
-def _at(result: Result, spent: Sequence[float], limit: float) -> tuple[Measured | None, str]:
-    total = spent[-1] if spent else 0.0
-    if total <= limit * (1 + 1e-9):
-        return measured(result.metrics), "end"
-    for row, so_far in reversed(list(zip(result.rows, spent, strict=True))):
-        if so_far <= limit and (point := measured(row)) is not None:
-            return point, f"iteration {row[ITERATION]:.0f}"
-    return measured(result.metrics), f"end, {total / limit:.1f} times as much"
+def _at(result: Result, limit: float) -> tuple[Measured | None, str]:
+    total = _sampled(result)
+    if total > limit:
+        for row in reversed(result.rows):
+            sampled = row[ITERATION] * result.answers
+            if sampled <= limit and (point := measured(row)) is not None:
+                return point, f"iteration {row[ITERATION]:.0f}"
+        return measured(result.metrics), f"end, {total / limit:.1f} times as much"
+    return measured(result.metrics), "end"
 
 
 def shown(name: str, found: Estimate) -> str:
@@ -441,8 +413,8 @@ def _error(values: Values, name: str) -> float:
     return 0.0 if low is None or high is None else prompt_error(low, high)
 
 
-def _total(result: Result) -> float:
-    return result.rows[-1][ITERATION] if result.rows else 0.0
+def _sampled(result: Result) -> float:
+    return result.rows[-1][ITERATION] * result.answers if result.rows else 0.0
 
 
 def _charts(study: Study) -> tuple[str, list[Figure]]:

@@ -9,8 +9,6 @@ import pytest
 
 from rlhf_lightning.evaluation.win_rate import share
 from rlhf_lightning.reports.study import (
-    AnswerBudget,
-    ProcessorBudget,
     budget_table,
     compared_table,
     complete_curves,
@@ -168,7 +166,7 @@ def test_a_mean_over_fewer_seeds_than_ended_says_of_how_many_it_is():
     assert list(row[2:5]) == [
         "3 of 3", "70.0 % (68.0 to 72.0 %) (1 of 3 seeds)", "20.0 (20.0 to 20.0)",
     ]  # fmt: skip
-    table = budget_table(one, AnswerBudget())
+    table = budget_table(one)
     assert table.rows[0][2:4] == ["3 of 3", "70.0 % (68.0 to 72.0 %) (1 of 3 seeds)"]
     theirs = replace(one, published={"a": {"val/gold_win_rate": 0.78}})
     assert published_table(theirs).rows[0][3:] == [
@@ -208,26 +206,24 @@ def test_the_first_column_of_measures_is_left_out_where_nothing_was_measured():
     assert settings_table(replace(study(), results=late)).rows[0][-2] == "at least 0:20"
 
 
-@pytest.mark.parametrize("budget", [AnswerBudget(), ProcessorBudget()])
-def test_at_an_equal_budget_a_longer_run_is_measured_where_it_had_spent_as_much(budget):
+def test_at_an_equal_budget_a_longer_run_is_measured_where_it_had_sampled_as_much():
     short = result("a", "", 1, 0.6, 0.1)
-    long = result("b", "", 1, 0.9, 0.3, cpu_seconds=40.0)
+    long = result("b", "", 1, 0.9, 0.3)
     rows = [{ITERATION: i, "time/update": 1.0} | metrics(0.5 + i / 100, 0.1) for i in range(1, 9)]
     one = Study("mine", "", [short, replace(long, rows=rows)], (), ())
-    table = budget_table(one, budget)
+    table = budget_table(one)
     assert table.rows[0][-1] == "end"
     assert table.rows[1][3:] == ["54.0 % (52.0 to 56.0 %)", "0.10", "iteration 4"]
     bare = [{key: row[key] for key in (ITERATION, "time/update")} for row in rows]
-    table = budget_table(replace(one, results=[short, replace(long, rows=bare)]), budget)
+    table = budget_table(replace(one, results=[short, replace(long, rows=bare)]))
     assert table.rows[1][3:] == ["90.0 % (88.0 to 92.0 %)", "0.30", "end, 2.0 times as much"]
 
 
 def test_a_model_that_others_start_from_is_compared_with_none_and_sets_no_budget():
     one = study()
-    sft = [result("sft", "", seed, 0.5, 0.01, cpu_seconds=1.0) for seed in (1, 2, 3)]
+    sft = [result("sft", "", seed, 0.5, 0.01) for seed in (1, 2, 3)]
     beside = replace(one, results=[*sft, *one.results], starts=frozenset({"sft"}))
-    for budget in (AnswerBudget(), ProcessorBudget()):
-        assert budget_table(beside, budget).rows == budget_table(one, budget).rows != []
+    assert budget_table(beside).rows == budget_table(one).rows != []
     assert compared_table(beside) == compared_table(one)
     assert compared_table(one)[0].rows
 
