@@ -79,7 +79,6 @@ class SkippedRecords:
             raise ValueError(f"on_bad_record={on_bad_record!r} is unknown: use 'raise' or 'skip'")
         self.on_bad_record = on_bad_record
         self.messages: list[str] = []
-        self.num_repeated_keys = 0  # rows of JSON with a key twice
         self._num_told = 0
         self._known: set[str] = set()
 

@@ -38,10 +38,6 @@ SEPARATORS = ",;\t|"
 _PEEKED = 4096  # bytes, behind whose white space the content begins
 
 
-class RepeatedKeys(dict[str, Any]):
-    """A row of JSON in which a key stands twice, in itself or inside; the last one counts."""
-
-
 def read_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield every row of a file with its location; a line that cannot be read yields its error.
 
@@ -277,15 +273,19 @@ def _read_lines(lines: Iterable[bytes], path: Path) -> Iterator[LocatedRow]:
                 yield where, _as_object(row, where)
 
 
+class _RepeatedKey(dict[str, Any]):
+    """An object in which, or inside of which, a key is given twice."""
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    repeated = len(found) < len(pairs) or any(_repeats(value) for value in found.values())
-    return RepeatedKeys(found) if repeated else found
+    repeats = len(found) < len(pairs) or any(map(_repeats, found.values()))
+    return _RepeatedKey(found) if repeats else found
 
 
 def _repeats(value: Any) -> bool:
-    return isinstance(value, RepeatedKeys) or (
-        isinstance(value, list) and any(_repeats(item) for item in value)
+    return isinstance(value, _RepeatedKey) or (
+        isinstance(value, list) and any(map(_repeats, value))
     )
 
 
@@ -320,6 +320,8 @@ def _decode_text(content: bytes, where: Location, encoding: str = "utf-8-sig") -
 
 
 def _as_object(row: Any, where: Location) -> Row | BadRecordError:
+    if _repeats(row):
+        return BadRecordError(where, "it has a key twice", "write each key once in an object")
     if isinstance(row, Mapping):
         return row
     return BadRecordError(where, f"found {describe(row)}", 'write an object, {"prompt": ...}')

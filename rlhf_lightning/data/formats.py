@@ -38,7 +38,7 @@ from rlhf_lightning.data.conversations import (
     style,
 )
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
-from rlhf_lightning.data.files import LocatedRow, RepeatedKeys, Row
+from rlhf_lightning.data.files import LocatedRow, Row
 from rlhf_lightning.data.public_formats import HINTS, TEXT_KEYS, as_ours, with_roles
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
@@ -202,7 +202,6 @@ def parse_rows(
     where = Location("the source")
     num_before = len(skipped.messages)  # of the other split of the source
     for where, row in rows:
-        skipped.num_repeated_keys += isinstance(row, RepeatedKeys)
         try:
             if isinstance(row, BadRecordError):
                 raise row

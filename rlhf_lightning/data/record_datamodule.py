@@ -236,7 +236,6 @@ class RecordDataModule(LightningDataModule):
                 name=f"{split} {self.kind}",
                 report=report,
                 skipped=getattr(noted, "skipped_records", ()),
-                num_repeated_keys=getattr(noted, "num_repeated_keys", 0),
             )
         if not rows["train"]:
             raise ValueError(

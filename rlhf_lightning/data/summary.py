@@ -61,7 +61,6 @@ class DataSummary:
         num_duplicates: rows whose tokens are those of an earlier row.
         num_contradictions: preferences that another row of the same prompt turns round, and
             responses that another row gives the other label.
-        num_repeated_keys: rows of JSON with a key twice, of which the last one counts.
         num_truncated: rows whose prompt was cut from the left.
         num_spelled: rows whose texts spell special tokens, which were encoded as text.
         lost: what the chat template did not write of a record, by the place of the record.
@@ -79,7 +78,6 @@ class DataSummary:
     labels: Mapping[bool, int]
     num_duplicates: int
     num_contradictions: int
-    num_repeated_keys: int
     num_truncated: int
     num_spelled: int
     lost: Mapping[str, Sequence[str]]
@@ -111,7 +109,6 @@ class DataSummary:
                 else "pairs that another one contradicts (A > B and B > A)",
                 self.num_contradictions,
             ),
-            ("rows with a key twice, the last one counts", self.num_repeated_keys),
             ("prompts cut from the left", self.num_truncated),
             (spelled, self.num_spelled),
             (
@@ -143,7 +140,6 @@ def summarize(
     name: str,
     report: EncodingReport | None = None,
     skipped: Sequence[str] = (),
-    num_repeated_keys: int = 0,
 ) -> DataSummary:
     """Return the summary of encoded rows.
 
@@ -152,7 +148,6 @@ def summarize(
         name: the title.
         report: what `encode_all` said about them.
         skipped: messages about bad records that were left out.
-        num_repeated_keys: rows of JSON with a key twice.
     """
     report = report or EncodingReport()
     lengths: dict[str, list[int]] = {}
@@ -168,7 +163,6 @@ def summarize(
         labels=Counter(label for row in encoded if (label := _label(row)) is not None),
         num_duplicates=len(encoded) - len(identities),
         num_contradictions=sum(_contrary(row) in identities for row in encoded),
-        num_repeated_keys=num_repeated_keys,
         num_truncated=report.num_truncated,
         num_spelled=report.num_spelled,
         lost=report.lost,
@@ -201,7 +195,6 @@ def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:
     """
     counts = {
         "data/contradicting_pairs": sum(s.num_contradictions for s in summaries),
-        "data/repeated_keys": sum(s.num_repeated_keys for s in summaries),
         "data/spelled_special_tokens": sum(s.num_spelled for s in summaries),
         "data/merged_boundaries": sum(s.num_merged for s in summaries),
         "data/bad_records_skipped": sum(len(s.skipped) for s in summaries),

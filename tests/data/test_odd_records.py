@@ -6,8 +6,7 @@ import pytest
 
 from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.data.sources.base import FileSource, JoinedSource, MixedSource
-from rlhf_lightning.data.sources.templates import TemplateSource
+from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.summary import data_counts
 
 ASKED = [{"role": "user", "content": "why?"}]
@@ -46,28 +45,18 @@ INSIDE = '{"prompt": [{"role": "user", "content": "a", "content": "b"}], "comple
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_rows_with_a_key_twice_are_counted(tmp_path, name):
+@pytest.mark.parametrize("twice", [TWICE, INSIDE % '[{"role": "assistant", "content": "so"}]'])
+def test_a_row_with_a_key_twice_is_a_bad_record(tmp_path, name, twice):
     good = '{"prompt": "how?", "completion": " so"}'
-    rows = [good, TWICE, TWICE, good]
+    rows = [good, twice, good]
     path = tmp_path / name
     path.write_text("\n".join(rows) if name == "rows.jsonl" else f"[{', '.join(rows)}]")
-    source = FileSource(path, validation_fraction=0)
+    with pytest.raises(BadRecordError, match=" 2: it has a key twice"):
+        FileSource(path, validation_fraction=0).records("demonstrations", "train")
+    source = FileSource(path, validation_fraction=0, on_bad_record="skip")
     records = source.records("demonstrations", "train")
-    assert [record.completion for record in records] == [" so", " b", " b", " so"]
-    assert source.num_repeated_keys == 2
-    assert JoinedSource([source]).num_repeated_keys == 2
-    assert MixedSource([source], [1]).num_repeated_keys == 2
-    template = TemplateSource(path, prompt="{prompt}", validation_fraction=0)
-    assert len(template.records("demonstrations", "train")) == 4
-    assert template.num_repeated_keys == 2
-
-
-def test_a_key_that_stands_twice_inside_a_row_is_counted_too(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(INSIDE % '[{"role": "assistant", "content": "so"}]')
-    source = FileSource(path, validation_fraction=0)
-    assert source.records("demonstrations", "train")[0].prompt[0]["content"] == "b"
-    assert source.num_repeated_keys == 1
+    assert [record.completion for record in records] == [" so", " so"]
+    assert len(source.skipped_records) == 1
 
 
 def test_a_column_that_a_csv_header_names_twice_is_an_error(tmp_path):
@@ -105,11 +94,3 @@ def test_pairs_that_contradict_each_other_are_counted_and_shown(write_jsonl, tok
     alone = pairs_module(write_jsonl(rows[1:], "others.jsonl"), tokenizer)
     assert "contradicts" not in alone.render_summary()
     assert data_counts([alone.summary]) == {}
-
-
-def test_keys_that_stand_twice_are_shown(tmp_path, tokenizer):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "chosen": " b", "rejected": " c", "rejected": " d"}\n')
-    data = pairs_module(path, tokenizer)
-    assert "rows with a key twice, the last one counts" in data.render_summary()
-    assert data_counts([data.summary]) == {"data/repeated_keys": 1.0}

@@ -93,11 +93,6 @@ class RowSource:
         """Messages about the bad records that were left out (of what was read so far)."""
         return tuple(self._skipped.messages)
 
-    @property
-    def num_repeated_keys(self) -> int:
-        """Rows of JSON with a key twice (of what was read so far)."""
-        return self._skipped.num_repeated_keys
-
     def records(self, kind: RecordKind, split: Split) -> list[Record]:
         """Return all records of `split` as `kind`, in the order of the source.
 
@@ -301,11 +296,6 @@ class _SeveralSources:
     def skipped_records(self) -> tuple[str, ...]:
         """Messages about the bad records that the sources left out."""
         return tuple(m for s in self.sources for m in getattr(s, "skipped_records", ()))
-
-    @property
-    def num_repeated_keys(self) -> int:
-        """Rows of JSON in the sources that have a key twice."""
-        return sum(getattr(source, "num_repeated_keys", 0) for source in self.sources)
 
     def left_out(self, kind: RecordKind, split: Split) -> dict[str, int]:
         """Return how many good records are not used, by reason."""
