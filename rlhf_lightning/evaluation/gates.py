@@ -13,6 +13,11 @@ GAP = 0.05  # training minus held-out accuracy from which a model has learnt its
 NEAR = 0.03  # of the ceiling: nothing but the labels keeps it from being better
 LOW = 0.88  # ceiling of labels that are themselves what keeps accuracy down
 GAIN = 0.02  # what a larger model must add to show that size was missing
+PROXY_GAINED = 0.65  # win rate by the learnt score from which training has done its part, and
+PROXY_APART = 0.15  # how far the judge that counts then lags behind, to doubt the reward model
+MOVED = 0.02  # nats a token, below which a policy has hardly left its start
+FINISHED = 0.8  # share of responses that end by themselves, below which they do not know how
+LEVER = "weight of the KL penalty (kl_coef, DPO: beta)"
 
 
 def explain_accuracy(accuracy: float, metrics: Mapping[str, float | None]) -> str:
@@ -72,6 +77,70 @@ def explain_accuracy(accuracy: float, metrics: Mapping[str, float | None]) -> st
         f"Noise or capacity{gap}: train a larger model on the same pairs and give its folder as "
         "evaluation.larger_reward_model, which tells them apart"
     )
+
+
+UNMEASURED = (
+    "Choose gates on what is measured (gates=), or measure it: evaluation.gold, a judge, safety "
+    "prompts"
+)
+
+
+def _explain(
+    metric: str, bound: str, value: float, threshold: float, metrics: Mapping[str, float | None]
+) -> str:
+    """Return the likely cause of a gate that failed, and what to try; "" where neither is known."""
+    if metric == "val/accuracy":
+        if bound == "at_least":
+            return explain_accuracy(value, metrics)
+        return (
+            "Length alone ranks the pairs as well. Where the accuracy is high enough, try pairs "
+            "whose lengths are matched, or in which the shorter response is preferred"
+        )
+    if metric == "val/kl_per_token":
+        if bound == "at_most":
+            return f"Too far from its start. Try a larger {LEVER} or fewer iterations"
+        return _not_moved()
+    if "win_rate" in metric:
+        return _explain_win_rate(metric, threshold, metrics)
+    if "refusal" in metric:
+        return (
+            "What is refused has changed for the worse. Look at the reward model's accuracy on "
+            "harmful prompts: try more pairs about them and their look-alikes where it is low, "
+            f"else a larger {LEVER} or fewer iterations"
+        )
+    return ""
+
+
+def _not_moved() -> str:
+    return f"It has hardly moved. Try more iterations, a larger learning rate or a smaller {LEVER}"
+
+
+def _explain_win_rate(metric: str, threshold: float, metrics: Mapping[str, float | None]) -> str:
+    """Return why the judge of `metric`, a win rate or an end of its interval, sees too few wins."""
+    rate = measured_value(metrics, metric.removesuffix("_low"))
+    proxy = measured_value(metrics, "val/score_win_rate")
+    kl, finished = (measured_value(metrics, f"val/{n}") for n in ("kl_per_token", "eos_fraction"))
+    if kl is not None and kl < MOVED:
+        return _not_moved()
+    if finished is not None and finished < FINISHED:
+        return (
+            f"Only {finished:.3f} of its responses end by themselves. Try training responses that "
+            "end with EOS, or a larger evaluation.max_new_tokens"
+        )
+    if proxy is not None and proxy >= max(PROXY_GAINED, (rate or 0.0) + PROXY_APART):
+        return (
+            f"By the learnt reward it wins {proxy:.3f}: the reward model pays for the wrong "
+            "things. Try pairs of this policy's responses for the reward model, then a larger "
+            f"{LEVER}"
+        )
+    if metric.endswith("_low") and rate is not None and rate >= threshold:
+        return (
+            f"The rate itself is {rate:.3f}, and its interval is wide. Try a larger "
+            "evaluation.num_prompts, then more iterations"
+        )
+    if rate is not None and rate < 0.5:
+        return f"It loses. Read the samples, then try a larger {LEVER}, or other data"
+    return "It was not trained far enough. Try more iterations or a larger learning rate"
 
 
 def measured_value(metrics: Mapping[str, float | None], name: str) -> float | None:
@@ -153,7 +222,7 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
         if missing in metrics:
             return GateResult(name, value, threshold, False, f"{missing} is not a finite number")
         optional = bool(gate.get("optional"))
-        told = ", and need not be" if optional else ""
+        told = ", and need not be" if optional else f". {UNMEASURED}"
         return GateResult(name, value, threshold, optional, f"{missing} was not measured{told}")
     wanted = f"{bound.replace('_', ' ')} {threshold:g}"
     if bound == "above":
@@ -165,8 +234,8 @@ def _check_gate(name: str, gate: Gate, metrics: Metrics) -> GateResult:
         wanted = f"at least {threshold:.3f}, {near['within']:g} below {near['metric']}"
     passed = _HOLDS[bound](value, threshold)
     reason = f"{metric} is {value:.3f}, wanted {wanted}"
-    if not passed and metric == "val/accuracy" and bound == "at_least":
-        reason = f"{reason}. {explain_accuracy(value, metrics)}"
+    if not passed and (hint := _explain(metric, bound, value, threshold, metrics)):
+        reason = f"{reason}. {hint}"
     return GateResult(name, value, threshold, passed, reason)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_lightning.evaluation.root_cause import find_blame
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
@@ -41,10 +40,9 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
         return f"Mend the cause; {way} goes on from the last checkpoint."
     if not summary.judged:
         return "The same command without debug=fast trains."
-    own = {summary.stage: summary.metrics}
-    blame = find_blame(summary.stage, summary.gates, own, policy_stage=summary.stage)
-    if blame is not None:
-        return f"{blame.why}. Try: {blame.attempt}."
+    failed = [gate.reason for gate in summary.gates if not gate.passed]
+    if failed:
+        return f"{failed[0]}. Read the samples, change one setting and run it again."
     tone = verdict(summary).number_tone
     if tone == "bad":
         return _BAD.format(doctor=" and the doctor's findings" * folder.doctor.is_file())

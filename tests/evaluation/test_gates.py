@@ -7,8 +7,6 @@ import math
 import pytest
 
 from rlhf_lightning.evaluation.gates import check_gates, explain_accuracy, gate_problem
-from rlhf_lightning.evaluation.root_cause import find_blame
-from rlhf_lightning.runs.summary import GateResult
 
 CEILING = {"metric": "val/label_ceiling", "within": 0.03, "where_below": 0.88}
 ACCURACY = {"metric": "val/accuracy", "at_least": 0.85, "or_near": CEILING}
@@ -119,141 +117,46 @@ def test_the_cause_of_a_low_accuracy_follows_the_evidence(metrics, cause):
     assert cause in result.reason
 
 
-def failed(**values):
-    return [
-        GateResult(name, value, 0.5, False, f"{name} is {value}") for name, value in values.items()
-    ]
+WINS = {"metric": "val/gold_win_rate", "at_least": 0.75}
+WINS_LOW = {"metric": "val/gold_win_rate_low", "at_least": 0.7}
+NEAR = {"metric": "val/kl_per_token", "at_most": 0.5}
+MOVED = {"metric": "val/kl_per_token", "at_least": 0.01}
+REFUSES = {"metric": "val/refusal_rate_change", "at_least": -0.05}
+BEATS_LENGTH = {"metric": "val/accuracy", "above": "val/longer_wins_accuracy"}
 
 
 @pytest.mark.parametrize(
-    ("stage", "gates", "metrics", "blamed"),
+    ("gate", "metrics", "attempt"),
     [
-        ("ppo", {"kl_per_token": 1.2}, {"ppo": {"val/kl_per_token": 1.2}}, "ppo"),
-        ("ppo", {"gold_win_rate": 0.5}, {"ppo": {"val/kl_per_token": 0.001}}, "ppo"),
-        (
-            "ppo",
-            {"gold_win_rate": 0.4},
-            {"ppo": {"val/kl_per_token": 0.4, "val/score_win_rate": 0.9}},
-            "reward",
-        ),
-        (
-            "ppo",
-            {"gold_win_rate": 0.74, "gold_win_rate_low": 0.7},
-            {"ppo": {"val/kl_per_token": 0.15, "val/score_win_rate": 0.84}},
-            "ppo",
-        ),
-        (
-            "evaluate",
-            {"gold_win_rate": 0.55},
-            {"evaluate": {"val/kl_per_token": 0.1, "val/score_win_rate": 0.55}},
-            "ppo",
-        ),
-        (
-            "ppo",
-            {"still_refuses": -0.3},
-            {"ppo": {}, "reward": {"val/accuracy": 0.9, "val/accuracy/domain/harmful": 0.7}},
-            "reward",
-        ),
-        (
-            "ppo",
-            {"still_refuses": -0.3},
-            {"ppo": {}, "reward": {"val/accuracy": 0.9, "val/accuracy/domain/harmful": 0.9}},
-            "ppo",
-        ),
-        (  # the lower end of the interval is no win rate
-            "ppo",
-            {"gold_win_rate": 0.74, "gold_win_rate_low": 0.64},
-            {
-                "ppo": {
-                    "val/kl_per_token": 0.15,
-                    "val/score_win_rate": 0.80,
-                    "val/gold_win_rate": 0.74,
-                }
-            },
-            "ppo",
-        ),
-        (
-            "ppo",
-            {"gold_win_rate_low": 0.64},
-            {"ppo": {"val/score_win_rate": 0.80, "val/gold_win_rate": 0.76}},
-            "ppo",
-        ),
-        ("reward", {"beats_length": 0.6}, {"reward": {}}, "labels"),
-        ("reward", {"beats_length": 0.5, "accuracy": 0.5}, {"reward": {}}, "reward"),
-        ("reward", {"accuracy": 0.6}, {"reward": {}}, "reward"),
-        ("sft", {"beats_base": 0.5}, {"sft": {"val/eos_fraction": 0.4}}, "sft"),
+        (NEAR, {"kl_per_token": 1.2}, "a larger weight of the KL penalty"),
+        (MOVED, {"kl_per_token": 0.001}, "a smaller weight of the KL penalty"),
+        (WINS, {"gold_win_rate": 0.5, "kl_per_token": 0.001}, "has hardly moved"),
+        (WINS, {"gold_win_rate": 0.4, "score_win_rate": 0.9}, "pairs of this policy's responses"),
+        (WINS, {"gold_win_rate": 0.74, "score_win_rate": 0.84}, "more iterations"),
+        (WINS, {"gold_win_rate": 0.41, "kl_per_token": 0.03}, "Read the samples"),
+        (WINS, {"gold_win_rate": 0.5, "eos_fraction": 0.4}, "end with EOS"),
+        # the lower end of the interval is no win rate
+        (WINS_LOW, {"gold_win_rate": 0.74, "gold_win_rate_low": 0.64, "score_win_rate": 0.8},
+         "a larger evaluation.num_prompts"),
+        (WINS_LOW, {"gold_win_rate": 0.6, "gold_win_rate_low": 0.5, "score_win_rate": 0.6},
+         "more iterations"),
+        (REFUSES, {"refusal_rate_change": -0.3}, "the reward model's accuracy on harmful prompts"),
+        (BEATS_LENGTH, {"accuracy": 0.6, "longer_wins_accuracy": 0.61}, "lengths are matched"),
+        (WINS, {}, "evaluation.gold"),
     ],
-)
-def test_the_stage_to_blame_is_the_one_the_evidence_points_at(stage, gates, metrics, blamed):
-    blame = find_blame(stage, failed(**gates), metrics)
-    assert blame.stage == blamed
-    assert blame.why
-    assert blame.attempt
+)  # fmt: skip
+def test_a_gate_that_failed_says_what_to_try(gate, metrics, attempt):
+    result = verdict(gate, **metrics)
+    assert not result.passed
+    assert attempt in result.reason
 
 
 def test_a_policy_without_a_learnt_reward_is_not_said_to_follow_one():
-    own = {"val/kl_per_token": 0.03, "val/gold_win_rate": 0.41}
-    blame = find_blame("dpo", failed(gold_win_rate=0.41), {"dpo": own})
-    assert "0.41" in blame.why
-    assert "learnt reward" not in blame.why
-    assert "unknown" not in blame.why
-    assert "more iterations" not in blame.attempt  # it is worse than its start
+    reason = verdict(WINS, gold_win_rate=0.41, kl_per_token=0.03).reason
+    assert "learnt reward" not in reason
+    assert "more iterations" not in reason  # it is worse than its start
 
 
-@pytest.mark.parametrize("stage", ["grpo", "dpo"])
-def test_the_remedy_is_of_the_objective_that_trained_the_policy(stage):
-    own = {"val/score_win_rate": 0.6, "val/kl_per_token": 3.0}
-    lever = f"a larger module.{stage}.{'beta' if stage == 'dpo' else 'kl_coef'}"
-    gates = failed(kl_per_token=3.0)
-    assert lever in find_blame(stage, gates, {stage: own}).attempt
-    assert lever in find_blame("evaluate", gates, {"evaluate": own}, policy_stage=stage).attempt
-
-
-@pytest.mark.parametrize("rate", [0.4, 0.9])
-def test_an_objective_of_another_package_is_blamed_as_ours_are(rate):
-    own = {"val/score_win_rate": rate, "val/gold_win_rate": 0.4, "val/kl_per_token": 3.0}
-    for gates, attempt in (
-        (failed(kl_per_token=3.0), "a larger weight of the KL penalty"),
-        (failed(gold_win_rate=0.4), "pairs of this policy" if rate == 0.9 else "more iterations"),
-    ):
-        for stage in ("mine", "evaluate"):
-            blame = find_blame(stage, gates, {stage: own}, policy_stage="mine")
-            assert attempt in blame.attempt
-            assert blame.stage == ("reward" if "pairs" in attempt else "mine")
-
-
-def test_what_was_not_measured_is_no_evidence_and_is_named():
-    own = {"val/score_win_rate": 0.8, "val/kl_per_token": 0.2}
-    gates = {"gold_win_rate": {"metric": "val/gold_win_rate", "at_least": 0.75}}
-    blame = find_blame("ppo", check_gates(gates, own), {"ppo": own})
-    assert blame.stage == "ppo"
-    assert "val/gold_win_rate was not measured" in blame.why
-    gates["kl_per_token"] = {"metric": "val/kl_per_token", "at_most": 0.1}
-    blame = find_blame("ppo", check_gates(gates, own), {"ppo": own})
-    assert (
-        blame.why
-        == "The policy is 0.200 nats a token away from its start (not measured: gold_win_rate)"
-    )
-
-
-def test_a_model_that_learnt_nothing_is_not_blamed_on_the_lengths_of_its_pairs():
-    found = {"val/accuracy": 0.5, "val/longer_wins_accuracy": 0.56, "val/label_ceiling": 0.95}
-    beats = {"metric": "val/accuracy", "above": "val/longer_wins_accuracy"}
-    gates = check_gates({"accuracy": ACCURACY, "beats_length": beats}, found)
-    blame = find_blame("reward", gates, {"reward": found})
-    assert blame.stage == "reward"
-    assert "Capacity or too little training: the labels allow 0.950" in blame.why
-
-
-def test_noise_in_the_labels_is_blamed_on_the_labels():
-    (result,) = check_gates(
-        {"accuracy": ACCURACY},
-        {"val/accuracy": 0.6, "val/train_accuracy": 0.61, "val/larger_model_accuracy": 0.6},
-    )
-    blame = find_blame("reward", [result], {"reward": {}})
-    assert blame.stage == "labels"
-    assert "more raters a pair" in blame.attempt
-
-
-def test_nothing_is_blamed_where_all_gates_passed():
-    assert find_blame("ppo", [GateResult("kl", 0.1, 0.5, True)], {}) is None
+def test_a_gate_that_passed_or_that_nothing_is_known_of_gives_no_advice():
+    assert verdict(NEAR, kl_per_token=0.1).reason == "val/kl_per_token is 0.100, wanted at most 0.5"
+    assert verdict({"metric": "val/x", "at_most": 1}, x=4.0).reason.endswith("wanted at most 1")

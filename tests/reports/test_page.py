@@ -243,7 +243,7 @@ def test_each_run_that_ended_says_what_to_do_next(tmp_path):
     sft.last_checkpoint.mkdir(parents=True)
     assert "resume=auto" in top(sft, status="failed", cause="disk full")
     ppo = fake_ppo_run(tmp_path / "ppo", 5)
-    assert "Try: " in top(ppo)  # a gate failed
+    assert "Next: 0.352 is below 0.36" in top(ppo)  # a gate failed
     assert f"rlhf-evaluate run={tmp_path.parent.name}/{tmp_path.name}/ppo" in top(ppo, gates=())
     assert "It left no checkpoint" in top(ppo, status="failed", cause="disk full", judged=False)
     assert "Next:" in top(ppo, status="completed", cause=None, judged=True)

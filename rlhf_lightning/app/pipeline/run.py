@@ -33,8 +33,6 @@ from rlhf_lightning.app.pipeline.state import (
     write_state,
 )
 from rlhf_lightning.app.pipeline.steps import (
-    LATER,
-    STAGES,
     TRAINED,
     Step,
     accepted,
@@ -44,7 +42,6 @@ from rlhf_lightning.app.pipeline.steps import (
     settings_file,
 )
 from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environment
-from rlhf_lightning.evaluation.root_cause import Blame, find_blame
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.metric_catalog import duration
@@ -80,8 +77,8 @@ def run(settings: PipelineSettings, folder: RunFolder) -> Summary:
             one of fewer rounds.
 
     Returns:
-        The summary, as written to the run folder: `completed`, or `stopped` at a gate with the
-        stage that is to blame as its cause.
+        The summary, as written to the run folder: `completed`, or `stopped` at a gate with what
+        the gate says as its cause.
 
     Raises:
         ConfigError: if the configuration cannot work.
@@ -201,41 +198,14 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
     )
 
 
-def blame_of(step: Step, judged: Mapping[str, Summary]) -> Blame | None:
-    """Return what the failed gates of a step speak of, given the stages of its round so far."""
-    own = {
-        name.partition("/")[2]: result.metrics
-        for name, result in judged.items()
-        if name.startswith(f"round_{step.round}/") or name.startswith("round_1/")
-    }
-    policy = _trained_policy(step, judged)
-    own[policy] = own.get("ppo", {})
-    stage = {"ppo": policy}.get(step.stage, step.stage)
-    return find_blame(stage, judged[step.name].gates, own, policy_stage=policy)
-
-
-def _trained_policy(step: Step, judged: Mapping[str, Summary]) -> str:
-    """Return the stage that trained the round's policy: ppo, or grpo, dpo or another one."""
-    trained = judged.get(f"round_{step.round}/ppo")
-    return "ppo" if trained is None else trained.stage
-
-
 def _cause(step: Step, judged: Mapping[str, Summary]) -> str:
     failed = [gate for gate in judged[step.name].gates if not gate.passed]
     reasons = "; ".join(f"{gate.name}: {gate.reason}" for gate in failed)
-    blame = blame_of(step, judged)
-    change = step.stage
-    if blame is not None:
-        # What trains the policy has the words of `ppo:`, whatever its objective.
-        named = {_trained_policy(step, judged): "ppo"}.get(blame.stage, blame.stage)
-        change = named if named in STAGES else change
-    accept = step.stage
-    if step.round > 1:  # what goes to a stage of every round would begin the first one anew
-        accept = step.name
-        change = f"round_{step.round}/{change}" if change in LATER else change
+    # What goes to a stage of every round would begin the first one anew.
+    within, accept = ("", step.stage) if step.round == 1 else (f"round_{step.round}/", step.name)
     return (
-        f"{step.name} failed its gates ({reasons}). {blame} Then call the pipeline again, with "
-        f"{change}:KEY=VALUE, or with accept=[{accept}]"
+        f"{step.name} failed its gates ({reasons}). Then call the pipeline again, with "
+        f"{within}STAGE:KEY=VALUE for the stage to change, or with accept=[{accept}]"
     )
 
 
