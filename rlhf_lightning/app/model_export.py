@@ -31,7 +31,7 @@ from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.models.rounding import DTYPES, Rounding, base_dtype, measure_rounding
 from rlhf_lightning.modules.export import export_tokenizer, save_hf_model
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.licence import base_licence, hub_base, hub_snapshot
+from rlhf_lightning.runs.hub import base_licence, hub_base, hub_snapshot
 from rlhf_lightning.runs.model_card import CONFIG, CardFacts, plain, write_model_card
 from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.reading import read_json

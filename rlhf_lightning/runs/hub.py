@@ -1,13 +1,15 @@
-"""Upload of a model folder to the Hugging Face hub, on request only."""
+"""The Hugging Face hub: what a base is called and licensed there, and upload on request."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, hf_hub_download, metadata_load
 from huggingface_hub.errors import LocalTokenNotFoundError
 
 from rlhf_lightning.runs.model_folder import check_model_folder
@@ -18,6 +20,11 @@ from rlhf_lightning.runs.reading import read_json
 _LEFT_HERE = ("manifest.json", ".*")
 # JSON files of an adapter, which name its base.
 _NAMING_THE_BASE = ("adapter_config.json", "rlhf_lightning.json")
+
+
+UNKNOWN = "unknown"  # licence
+_SNAPSHOT = re.compile(r"/models--([\w.-]+)/snapshots/([0-9a-f]{40})/?$")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class HubError(RuntimeError):
@@ -72,3 +79,52 @@ def _cut_folders(path: Path) -> None:
         if isinstance(content.get(key), str):
             content[key] = without_folders(content[key])
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def base_licence(configured: str | None, base: str | None) -> str:
+    """Return the hub's word for the licence of the model that training started from.
+
+    Args:
+        configured: `model.license` of the configuration, which counts first.
+        base: folder or hub name, whose model card is asked; None for random weights.
+    """
+    found = configured or (_card(base).get("license") if base is not None else None) or UNKNOWN
+    return str(found[0] if isinstance(found, list) else found)
+
+
+def hub_base(base: str | None, configured: str | None = None) -> str | None:
+    """Return the hub name of the model at the root of `base`, or None if it is not known.
+
+    Args:
+        base: folder or hub name; a folder's model card may name it.
+        configured: `model.source` of the configuration, for a folder whose card does not.
+    """
+    if base is None:
+        return None
+    named: Any = base
+    if Path(base).is_dir():
+        named = _card(base).get("base_model") or configured
+        named = named[0] if isinstance(named, list) else named
+    is_name = bool(named) and _HUB_NAME.fullmatch(str(named)) and not Path(str(named)).is_dir()
+    return str(named) if is_name else None
+
+
+def hub_snapshot(folder: str | Path) -> tuple[str, str] | None:
+    """Return hub name and commit of a folder in the hub's cache, None of any other folder.
+
+    Only there it is certain that a folder holds what stands on the hub: a copy elsewhere may have
+    been trained further.
+    """
+    found = _SNAPSHOT.search(Path(folder).expanduser().absolute().as_posix())
+    return None if found is None else (found.group(1).replace("--", "/"), found.group(2))
+
+
+def _card(base: str) -> dict[str, Any]:
+    """Return the front matter of a model card; nothing where it cannot be read."""
+    try:
+        path = Path(base) / "README.md"
+        if not Path(base).is_dir():
+            path = Path(hf_hub_download(base, "README.md", etag_timeout=5))
+        return metadata_load(path) or {}
+    except Exception:  # of the hub, the disk or the YAML: it must not end a finished training
+        return {}

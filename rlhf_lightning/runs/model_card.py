@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.licence import UNKNOWN, Licence
+from rlhf_lightning.runs.hub import UNKNOWN
 from rlhf_lightning.runs.metric_catalog import bound_keys
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import GateResult, run_title
@@ -50,7 +50,7 @@ class CardFacts:
         run: name of the run folder.
         base: what it was trained from, as the configuration names it; None for random weights.
         data: name of the data.
-        licence: of the base.
+        licence: of the base, in the hub's words.
         hub_base: hub name of the model at the root; None where it is not known.
         datasets: hub names of the data.
         settings: hyper-parameters, flat.
@@ -69,7 +69,7 @@ class CardFacts:
     run: str
     base: str | None
     data: str
-    licence: Licence = field(default_factory=lambda: Licence(UNKNOWN, "not stated"))
+    licence: str = UNKNOWN
     hub_base: str | None = None
     datasets: Sequence[str] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -145,8 +145,8 @@ def _rows(figures: Mapping[str, float]) -> list[tuple[str, float, str]]:
 def _front_matter(facts: CardFacts, kind: _Kind) -> ModelCardData:
     return ModelCardData(
         library_name="peft" if facts.is_adapter else "transformers",
-        license=facts.licence.identifier,
-        license_name=OTHER_LICENCE if facts.licence.identifier == "other" else None,
+        license=facts.licence,
+        license_name=OTHER_LICENCE if facts.licence == "other" else None,
         base_model=facts.hub_base,
         base_model_relation=facts.hub_base and ("adapter" if facts.is_adapter else "finetune"),
         datasets=list(facts.datasets) or None,

@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from rlhf_lightning.modules.export import save_hf_model
-from rlhf_lightning.runs.licence import Licence
 from rlhf_lightning.runs.model_card import CardFacts, write_model_card
 from tests.builders.models import EOS, tiny_policy, tiny_tokenizer
 from tests.entry.hub_server import TOKEN, running_hub
@@ -23,7 +22,7 @@ def exported(tmp_path):
     folder = tmp_path / "export"
     policy = tiny_policy("llama")
     save_hf_model(policy, tiny_tokenizer(), folder, policy.state_dict(), stop_ids=[EOS])
-    facts = CardFacts("sft", "run", "org/base", "data", Licence("mit", "as it says"))
+    facts = CardFacts("sft", "run", "org/base", "data", "mit")
     write_model_card(folder, facts)
     (folder / "manifest.json").write_text(json.dumps({"run": "/home/me/outputs/sft"}))
     adapter = folder / "adapter"

@@ -5,16 +5,14 @@ import re
 import pytest
 from huggingface_hub import ModelCard, metadata_load
 
-from rlhf_lightning.runs.licence import Licence
 from rlhf_lightning.runs.model_card import CardFacts, add_figures, write_model_card
 from rlhf_lightning.runs.summary import GateResult
 
 NORMALIZED = "mean 0 and standard deviation 1"
-APACHE = Licence("apache-2.0", "as the configuration of the model says")
 
 
 def facts(stage="reward", **changes):
-    given = {"run": "run", "base": "sft", "data": "world", "licence": APACHE}
+    given = {"run": "run", "base": "sft", "data": "world", "licence": "apache-2.0"}
     return CardFacts(stage=stage, **(given | changes))
 
 
@@ -51,12 +49,12 @@ def test_the_hub_can_read_the_front_matter(tmp_path):
 
 
 def test_a_base_that_nobody_knows_is_not_invented(tmp_path):
-    path = write_model_card(tmp_path, facts(licence=Licence("unknown", "nobody said")))
+    path = write_model_card(tmp_path, facts(licence="unknown"))
     matter = metadata_load(path)
     assert matter["license"] == "unknown"
     assert "base_model" not in matter
     assert "datasets" not in matter
-    assert "Licence: unknown: nobody said" in path.read_text()
+    assert "Licence: unknown." in path.read_text()
 
 
 def test_gates_stand_in_the_card_also_those_that_were_missed(tmp_path):
@@ -140,7 +138,7 @@ def test_what_comes_from_outside_is_plain_text_of_a_card(stage, tmp_path):
         run=HOSTILE,
         against=HOSTILE,
         checkpoint=HOSTILE,
-        licence=Licence("other", HOSTILE),
+        licence=HOSTILE,
         hub_base=HOSTILE,
         datasets=(HOSTILE,),
         metrics={HOSTILE: 1.0},
