@@ -45,7 +45,6 @@ from rlhf_lightning.runs.stopping import (
     SignalWatch,
     deadline,
 )
-from rlhf_lightning.runs.taken import check_no_checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -203,7 +202,6 @@ class IterationCheckpoint(Checkpoint):
         """Take up where the checkpoint left off, and drop what was written after it.
 
         Raises:
-            FolderTakenError: if the run starts from nothing and a complete checkpoint is there.
             FileNotFoundError: on every rank, if early stopping needs a best checkpoint that is
                 neither here nor beside the one that is continued.
         """
@@ -214,10 +212,6 @@ class IterationCheckpoint(Checkpoint):
         if self._dry:
             self.best_model_score = self.best_iteration = None
             return
-        if start == 0:
-            check_no_checkpoint(self.dirpath)
-        # Every rank has looked before rank 0 deletes, so that all of them raise or none.
-        trainer.strategy.barrier("IterationCheckpoint.on_train_start")
         if self.best_iteration is not None:  # first: a run that is refused has deleted nothing
             self._bring_best(trainer, start, self.best_iteration)
         if trainer.is_global_zero:

@@ -28,12 +28,9 @@ from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
-from rlhf_lightning.runs.taken import WayOn, check_free, spent_seconds
+from rlhf_lightning.runs.taken import check_free, spent_seconds
 
 logger = logging.getLogger(__name__)
-LIBRARY = WayOn(
-    'go on with it by fit(..., ckpt_path="last")', "give trainer_arguments another folder"
-)
 
 
 class RunRecord(Callback):
@@ -78,7 +75,7 @@ class RunRecord(Callback):
 
     def _take(self, stage: str, resumes: bool) -> str | None:
         """Claim the folder until the fit has ended; return why that cannot be."""
-        check = partial(check_free, self.folder, stage, way_on=LIBRARY)
+        check = partial(check_free, self.folder, stage)
         try:
             claim = claim_run(self.folder.path, lambda: None if resumes else check())
             self._claim.enter_context(claim)

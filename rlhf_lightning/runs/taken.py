@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_lightning.runs.atomic import link_atomically
@@ -18,27 +17,10 @@ HYDRA = ".hydra"  # and in it what Hydra writes
 _SAVED = ("config.yaml", "hydra.yaml", "overrides.yaml")
 
 
-@dataclass(frozen=True)
-class WayOn:
-    """What to do where a folder is taken, in the words of who asked for it.
-
-    Args:
-        go_on: how its run is continued, with `{last}` for its last checkpoint.
-        elsewhere: how another folder is chosen.
-    """
-
-    go_on: str = (
-        "continue it with ckpt_path={last} (with resume=auto if it is of this configuration)"
-    )
-    elsewhere: str = "choose another folder with hydra.run.dir="
+ELSEWHERE = "choose another folder (hydra.run.dir=, in Python that of trainer_arguments)"
 
 
-COMMAND = WayOn()
-
-
-def check_free(
-    folder: RunFolder, stage: str, *, log: str = "", begun: bool = False, way_on: WayOn = COMMAND
-) -> None:
+def check_free(folder: RunFolder, stage: str, *, log: str = "", begun: bool = False) -> None:
     """Check that a new run may write into a folder; nothing is written here.
 
     It may where there is no folder, where it is empty, and where it is that of a run of the same
@@ -50,26 +32,27 @@ def check_free(
         stage: of the run.
         log: name of Hydra's log, which a run has written before its summary.
         begun: whether Hydra may have written there by now, as in the folder of a sweep's job.
-        way_on: for the message.
 
     Raises:
         FolderTakenError: if it may not.
     """
+    go_on = f"continue it with ckpt_path={folder.last_checkpoint} (or resume=auto), or {ELSEWHERE}"
     if folder.summary.exists():
         try:
             summary = read_summary(folder)
         except (OSError, ValueError) as error:
-            raise FolderTakenError(
-                f"{folder.path} is not free: {error}; or {way_on.elsewhere}"
-            ) from error
+            raise FolderTakenError(f"{folder.path} is not free: {error}; or {ELSEWHERE}") from error
         if summary.status == "completed" or summary.stage != stage:
             ended = "a finished" if summary.status == "completed" else "an unfinished"
-            go_on = f"{way_on.go_on}, or " if summary.stage == stage and way_on != COMMAND else ""
             raise FolderTakenError(
                 f"the folder {folder.path} holds {ended} run ({summary.stage}), which would be "
-                f"overwritten: {go_on}{way_on.elsewhere}"
+                f"overwritten: {go_on if summary.stage == stage else ELSEWHERE}"
             )
-    check_no_checkpoint(folder.checkpoints, way_on)
+    if (found := newest_complete_in(folder.checkpoints)) is not None:
+        raise FolderTakenError(
+            f"the folder {folder.path} holds the checkpoints of another run, e.g. {found.name}: "
+            f"{go_on}"
+        )
     if folder.summary.exists():
         return
     ours = {LOCK, HYDRA, log} if begun or is_signed(folder.path) else {LOCK}
@@ -77,21 +60,7 @@ def check_free(
         raise FolderTakenError(
             f"the folder {folder.path} holds {others[0]}"
             + (f" and {len(others) - 1} more" if others[1:] else "")
-            + f", which no run has written there: {way_on.elsewhere}"
-        )
-
-
-def check_no_checkpoint(checkpoints: Path, way_on: WayOn = COMMAND) -> None:
-    """Check that no run could be continued from the checkpoints in a folder.
-
-    Raises:
-        FolderTakenError: if one could.
-    """
-    if (found := newest_complete_in(checkpoints)) is not None:
-        raise FolderTakenError(
-            f"the folder {checkpoints.parent} holds the checkpoints of another run, e.g. "
-            f"{found.name}: {way_on.go_on.format(last=checkpoints / 'last.ckpt')}, or "
-            f"{way_on.elsewhere}"
+            + f", which no run has written there: {ELSEWHERE}"
         )
 
 

@@ -309,14 +309,6 @@ def test_going_back_to_an_older_checkpoint_removes_what_came_after(tmp_path):
     )
 
 
-def test_starting_over_in_a_folder_with_checkpoints_is_refused(tmp_path):
-    run(tmp_path, num_iterations=2)
-    before = (tmp_path / "metrics.csv").read_bytes()
-    with pytest.raises(FileExistsError, match="resume=auto"):
-        run(tmp_path, num_iterations=2)
-    assert (tmp_path / "metrics.csv").read_bytes() == before
-
-
 def test_a_monitor_nobody_logs_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"val/losss.* with one of val/loss"):
         run(tmp_path, num_iterations=2, monitor="val/losss")
