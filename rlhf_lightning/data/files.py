@@ -1,4 +1,4 @@
-"""Rows out of JSONL, JSON, CSV, TSV and Parquet files, each with the place it was read from.
+"""Rows out of JSONL, JSON, CSV, TSV, Parquet and Arrow files, each with its place in the file.
 
 The text formats may be compressed: `pairs.jsonl.gz` is read as `pairs.jsonl` is. Compression,
 encoding and separator, and whether JSON has a line a row, are told by the content, not by the name.
@@ -35,6 +35,7 @@ LARGEST_JSON = 2**32  # bytes of a file that is read as a whole
 LONGEST_TEXT = 2**24  # characters of a row: of 100 million a tokenizer ends the process
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SEPARATORS = ",;\t|"
+_WRAPPERS = ("data", "rows", "records", "examples", "instances", "items", "samples", "train")
 _PEEKED = 4096  # bytes, behind whose white space the content begins
 
 
@@ -141,7 +142,7 @@ _FOREIGN: dict[bytes, tuple[str, str]] = {
     ),
     b"\xd0\xcf\x11\xe0": ("an Excel workbook of the old form", "save it as CSV UTF-8"),
     b"PAR1": ("a Parquet file", "let its name end with .parquet"),
-    b"ARROW1": ("an Arrow file", "write it as Parquet or JSON Lines"),
+    b"ARROW1": ("an Arrow file", "let its name end with .arrow"),
     b"version https://git-lfs": ("a pointer of Git LFS and no data", "fetch it by git lfs pull"),
     b"<!DOCTYPE": ("a web page", "download the data set's file itself"),
     b"<html": ("a web page", "download the data set's file itself"),
@@ -351,11 +352,19 @@ def _read_json(path: Path) -> Iterator[LocatedRow]:
             raise  # it is no JSON Lines either
         yield from _read_lines(lines, path)
         return
+    rows = _list_inside(rows)
     if not isinstance(rows, list):
-        raise BadRecordError(where, f"found {describe(rows)}", "write a list of objects")
+        fix = 'write a list of objects (pandas does with to_json(path, orient="records"))'
+        raise BadRecordError(where, f"found {describe(rows)}", fix)
     for number, row in enumerate(rows, start=1):
         located = Location(str(path), number, "record")
         yield located, _as_object(row, located)
+
+
+def _list_inside(value: Any) -> Any:
+    """Return the rows of `{"version": 1, "data": [...]}`, where no other list is beside them."""
+    lists = [k for k, v in value.items() if isinstance(v, list)] if isinstance(value, dict) else ()
+    return value[lists[0]] if len(lists) == 1 and lists[0] in _WRAPPERS else value
 
 
 def _as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
@@ -423,20 +432,37 @@ def _check_cells(row: dict[Any, Any], where: Location, separator: str) -> Row | 
     return row
 
 
-def _read_parquet(path: Path) -> Iterator[LocatedRow]:
+def _read_columns(path: Path) -> Iterator[LocatedRow]:
     import pyarrow
-    from pyarrow import parquet
 
+    kind = "a Parquet" if extension(path) == ".parquet" else "an Arrow"
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Location(str(path), number, "row"), row
+        for batch in _batches(path):
+            for row in batch.to_pylist():
+                number += 1
+                yield Location(str(path), number, "row"), row
     except (pyarrow.ArrowException, OSError) as error:  # while it is opened, or in its middle
-        found = f"it is not a Parquet file ({' '.join(str(error).split())[:200]})"
+        found = f"it is not {kind} file ({' '.join(str(error).split())[:200]})"
         raise BadRecordError(Location(str(path)), found, "write it anew") from error
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    """Yield the batches of a Parquet file, or of an Arrow file or stream."""
+    from pyarrow import ipc, parquet
+
+    if extension(path) == ".parquet":
+        with parquet.ParquetFile(path) as file:
+            yield from file.iter_batches()
+        return
+    with path.open("rb") as content:
+        is_stream = content.read(6) != b"ARROW1"  # as `datasets` saves it
+        content.seek(0)
+        if is_stream:
+            yield from ipc.open_stream(content)
+        else:
+            file = ipc.open_file(content)
+            yield from map(file.get_batch, range(file.num_record_batches))
 
 
 _READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
@@ -444,12 +470,14 @@ _READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".tsv": _read_csv,
-    ".parquet": _read_parquet,
+    ".parquet": _read_columns,
+    ".arrow": _read_columns,
+    ".feather": _read_columns,
 }
 ENDINGS = f"{', '.join(_READERS)}, or one of these texts with {', '.join(COMPRESSED)}"
 _READERS |= {
     text + ending: reader
     for text, reader in _READERS.items()
     for ending in COMPRESSED
-    if text != ".parquet"
+    if reader is not _read_columns
 }

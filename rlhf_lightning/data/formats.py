@@ -39,7 +39,7 @@ from rlhf_lightning.data.conversations import (
 )
 from rlhf_lightning.data.errors import BadRecordError, Location, SkippedRecords, closest, describe
 from rlhf_lightning.data.files import LocatedRow, Row
-from rlhf_lightning.data.public_formats import HINTS, TEXT_KEYS, as_ours, with_roles
+from rlhf_lightning.data.public_formats import HINTS, PROMPTS, TEXT_KEYS, as_ours, with_roles
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -142,6 +142,10 @@ PARSERS: dict[str, Callable[[Row, Location], Record]] = {
 }
 FORMATS = {name: tuple(name.split("+")) for name in PARSERS}
 MAPPING = "columns={ours: theirs} (in Python FileSource(path, columns=...))"
+_OTHER_NAMES = {  # of columns that are read only where they are mapped
+    "prompt": (*PROMPTS, "problem", "user", "human", "source"),
+    "completion": ("answer", "response", "output", "solution", "assistant", "gpt", "target"),
+}
 KNOWN_KEYS = (*TEXT_KEYS, "domain", "margin", "label", "rendered", *ROW_KEYS)
 _PANDAS_NULLS = ("NAType", "NaTType")  # whose truth value is an error
 _EMPTY = ("None", "", "[]", "{}", "nan")
@@ -271,6 +275,17 @@ def to_kind(parsed: ParsedRow, kind: RecordKind) -> Record:
 def _hint(row: Mapping[str, Any]) -> str | None:
     """Return what to do with rows of a public set that are no records alone."""
     return next((fix for own, fix in HINTS if all(name in row for name in own)), None)
+
+
+def _mapping(row: Row) -> str:
+    """Return how the columns are mapped, with the row's own names where they say what they are."""
+    found = {
+        ours: next((name for name in row if str(name).lower() in names), None)
+        for ours, names in _OTHER_NAMES.items()
+    }
+    if found["prompt"] is None:
+        return MAPPING
+    return MAPPING.replace("ours: theirs", ", ".join(f"{k}: {v}" for k, v in found.items() if v))
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -412,7 +427,7 @@ class RowParser:
             )
             formats = "; ".join(" ".join(keys) for keys in FORMATS.values())
             found = f"no known format has its keys: found {_names(row)}, expected one of: {formats}"
-            fix = _hint(row) or f"{meant}map the columns with {MAPPING}"
+            fix = _hint(row) or f"{meant}map the columns with {_mapping(row)}"
             raise BadRecordError(where, found, fix)
         for key in FORMATS[name]:
             if key not in ours:

@@ -21,12 +21,21 @@ from rlhf_lightning.data.sources.base import FileSource
 from tests.builders.record_files import PAIRS, RECORDS, write
 
 
-@pytest.mark.parametrize("extension", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("extension", ["jsonl", "json", "csv", "parquet", "arrow", "feather"])
 def test_every_kind_of_file_gives_the_same_records(tmp_path, extension):
     path = write(tmp_path / f"pairs.{extension}", PAIRS)
     source = FileSource(path, validation_fraction=0)
     assert source.records("preferences", "train") == RECORDS
     assert source.records("preferences", "validation") == []
+
+
+@pytest.mark.parametrize("wrapper", [{}, {"version": "1.1", "count": 2}])
+@pytest.mark.parametrize("key", ["data", "rows", "train"])
+def test_rows_under_a_key_of_a_json_file_are_read(tmp_path, key, wrapper):
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps(wrapper | {key: PAIRS}))
+    source = FileSource(path, validation_fraction=0)
+    assert source.records("preferences", "train") == RECORDS
 
 
 def test_a_parquet_file_holds_conversations_and_nulls(tmp_path):
@@ -90,6 +99,10 @@ BAD_FILES = {
     "empty list": ("a.json", "[]", "holds no records"),
     "empty CSV": ("a.csv", "prompt\n", "holds no records"),
     "empty Parquet": ("a.parquet", "", "not a Parquet file"),
+    "empty Arrow": ("a.arrow", "", "not an Arrow file"),
+    "Arrow of another name": ("a.json", "ARROW1...", "Arrow.*end with .arrow"),
+    "two lists in .json": ("a.json", '{"train": [{}], "test": [{}]}', "found an object.*orient"),
+    "a record with a list": ("a.json", '{"prompt": "a", "answers": [{"text": "b"}]}', "an object"),
     "an object in .json": ("a.json", '{"prompt": "a"}', "found an object"),
     "a bad row in .json": ("a.json", '[{"prompt": "a"}, 3]', "record 2: found the number 3"),
     "too many cells": ("a.csv", "prompt,domain\na,b,c\n", "line 2: .*more cells than the 2 head"),

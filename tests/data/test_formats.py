@@ -254,6 +254,8 @@ CALLED = [assistant("call weather"), {"role": "tool", "content": "sunny"}, assis
         ({"prompt": ""}, "'prompt' is empty"),
         ({"text": "  "}, "'text' is empty"),
         ({"text": [user("a")]}, "conversations under the key 'messages'"),
+        ({"question": "a", "answer": "b"}, "{prompt: question, completion: answer}"),
+        ({"Problem": "a", "id": 3}, "{prompt: Problem}"),
         ({"promt": "a"}, "no known format.*found promt.*rename 'promt' to 'prompt'"),
         ({"completion": "a"}, "'prompt' is missing"),
         ({}, "found no keys"),

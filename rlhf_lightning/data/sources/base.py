@@ -188,9 +188,10 @@ class RowSource:
 @checked
 @dataclass(eq=False, repr=False)
 class FileSource(RowSource):
-    """Records of a .jsonl, .json, .csv, .tsv or .parquet file, or of a folder with split files.
+    """Records of a file, or of a folder with split files.
 
-    Texts may be compressed, see `data.files`. Further arguments are those of `RowSource`.
+    Files are .jsonl, .json, .csv, .tsv, .parquet, .arrow and .feather. Texts may be compressed, see
+    `data.files`. Further arguments are those of `RowSource`.
 
     Args:
         path: the file, or a folder with `train.<ext>` and perhaps `validation.<ext>`.
