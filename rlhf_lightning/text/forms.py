@@ -37,15 +37,15 @@ class Form:
         text_arguments: the arguments of a call are JSON text to it.
         thought: the key under which it writes the thought of an answer; None if under none.
         written: by the roles of a conversation, which of its messages the template writes.
-        read: by role and further key of its messages, whether the template reads it: -1 if so, else
-            how many messages show that it does not.
+        read: has a role and a further key of its messages where the template reads it; else, with a
+            number of messages, how many conversations of that length show that it does not.
     """
 
     parts: frozenset[str] = frozenset()
     text_arguments: bool = False
     thought: str | None = THOUGHT
     written: dict[Any, frozenset[Any]] = field(default_factory=dict)
-    read: dict[tuple[str, str], int] = field(default_factory=dict)
+    read: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def shaped(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message of a record in this shape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from rlhf_lightning.text.template_date import leading_settings
 _OTHER = "set another template with model.chat_template=FILE or NAME"
 _SKIP = "leave such records out with dataset.source.on_bad_record=skip"
 _SYSTEM = "put system texts into the user's turn with dataset.source.system_into_user=true"
-_PROBES = 4  # messages of a role that show that a key is not read
+_PROBES = 4  # conversations of a length that show that a key is not read
 _COUNT = "learn the rest with dataset.source.on_template_loss=warn"
 
 
@@ -112,12 +112,10 @@ def unread_keys(
 ) -> Iterator[str]:
     """Yield the keys of messages, and the variables, that the chat template does not read."""
     template = str(tokenizer.chat_template)
-    for number, message in enumerate(messages):
-        for key in message.keys() - READ_BY_US if len(message) > 2 else ():
-            if not _names(key, template) or not _is_read(
-                key, number, messages, variables, tokenizer
-            ):
-                yield str(key)
+    further = ((m["role"], key) for m in messages if len(m) > 2 for key in m.keys() - READ_BY_US)
+    for role, key in set(further):
+        if not _names(key, template) or not _is_read(role, key, messages, variables, tokenizer):
+            yield str(key)
     for key in variables.keys() - {"tools", "documents"}:  # those are looked for in the text
         if not _names(key, template) or key in leading_settings(template):
             yield str(key)
@@ -128,28 +126,31 @@ def _names(key: str, template: str) -> bool:
 
 
 def _is_read(
+    role: str,
     key: str,
-    number: int,
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
 ) -> bool:
-    """Return True unless the template writes the same whatever the key of a message holds.
+    """Return True unless the template writes the same whatever the key holds in a role's messages.
 
-    A template may name the key of something else: a call of a tool has a name, too. A few messages
-    of a role are enough to tell.
+    A template may name the key of something else: a call of a tool has a name, too. It may read the
+    key of some messages only, such as the last: a few conversations of a length are enough to tell.
     """
     known = form_of(tokenizer).read
-    place = str(messages[number]["role"]), key
-    tried = known.get(place, 0)
-    if 0 <= tried < _PROBES:
-        without = {name: value for name, value in messages[number].items() if name != key}
-        texts = set()
+    place = role, key, len(messages)
+    if (role, key) not in known and known.get(place, 0) < _PROBES:
+
+        def changed(change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> list[Any]:
+            return [change(m) if m["role"] == role and key in m else m for m in messages]
+
+        other = changed(lambda message: {**message, key: "zq"})
+        without = changed(lambda message: {k: v for k, v in message.items() if k != key})
         try:
-            for message in (messages[number], without | {key: "zq"}, without):
-                changed = [*messages[:number], message, *messages[number + 1 :]]
-                texts.add(write_chat(changed, tokenizer, variables=variables))
+            texts = {
+                write_chat(m, tokenizer, variables=variables) for m in (messages, other, without)
+            }
         except ChatTemplateError:  # sides of a pair are no conversation
             texts = set()
-        known[place] = tried + 1 if len(texts) == 1 else -1
-    return known[place] < 0
+        known[place if len(texts) == 1 else (role, key)] = known.get(place, 0) + 1
+    return (role, key) in known

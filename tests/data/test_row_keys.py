@@ -243,3 +243,16 @@ def test_a_key_that_the_template_does_not_read_is_looked_for_a_few_times(monkeyp
         counts.append(len(written))
     assert counts[0] > 0
     assert counts[4] == counts[8]
+
+
+@pytest.mark.parametrize("where", ["loop.last", "loop.index > 4", "loop.index == 2"])
+def test_a_key_that_the_template_reads_of_some_messages_only_is_not_named(where):
+    flag = "{% if " + where + " %}{{ m.flag }}{% endif %}{{ m.content }}"
+    tokenizer = build_tokenizer(template=WRITES_ALL.replace("{{ m.content }}", flag))
+    short = [user("hi"), assistant("ho")]
+    for _ in range(5):  # the flag of the first message is not read, and then no flag is looked for
+        unread = list(unread_keys([short[0] | {"flag": "a"}, *short[1:]], {}, tokenizer))
+        assert unread == ["flag"]
+    later = [*short, user("hi"), assistant("ho"), user("hi")]
+    later[1 if "2" in where else -1] |= {"flag": "b"}
+    assert not list(unread_keys(later, {}, tokenizer))
