@@ -381,7 +381,7 @@ def make_callbacks(
         RandomState(),
         IterationCheckpoint(folder.checkpoints, **kept, started=started()),
         SaveFaultyBatch(folder, cast(Any, tokenizer)),
-        WandbContent(folder, cast(Any, tokenizer), **given.samples.model_dump()),
+        WandbContent(cast(Any, tokenizer), **given.samples.model_dump()),
         ProgressBar(settings.name),
         SameConfiguration(settings.config_hash, str(folder.path)),
         *own.last,

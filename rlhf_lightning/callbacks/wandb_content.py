@@ -1,4 +1,4 @@
-"""W&B content besides curves: histograms, samples, alerts, and rows repeated at a resume.
+"""W&B content besides curves: histograms, samples, alerts, lineage.
 
 Nothing here is bound to a service: a run without a W&B logger does none of it.
 """
@@ -24,11 +24,9 @@ from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.samples import describe_rollout
 from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger
 from rlhf_lightning.modules.base import skips_special_tokens
-from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, to_json
+from rlhf_lightning.runs.folder import ITERATION, to_json
 from rlhf_lightning.runs.stopping import RunStoppedError
 
-# W&B writes in the background: a kill takes its last rows, those of some seconds.
-REPEATED_ROWS = 100
 NUM_BINS = 64
 LONGEST_TEXT = 2000  # characters of a cell
 
@@ -48,14 +46,13 @@ TABLES = ("samples/held_out", "samples/best", "samples/worst")
 
 
 class WandbContent(Callback):
-    """Show rollouts in W&B, and repeat what it may have lost when a run resumes.
+    """Show rollouts in W&B, and send an alert when a run ends early.
 
     Histograms `histograms/<name>` every iteration: scores and response lengths by row, advantages
     by token, of the first process; probability ratios of the updates by token, of all. Tables
     `samples/best` and `samples/worst` by score every few iterations, of the first process.
 
     Args:
-        folder: the run folder.
         tokenizer: decodes ids.
         every_n_iterations: how often the tables are written, besides after the first iteration.
         num_samples: rows of each table.
@@ -63,26 +60,14 @@ class WandbContent(Callback):
 
     def __init__(
         self,
-        folder: RunFolder,
         tokenizer: PreTrainedTokenizerBase,
         *,
         every_n_iterations: int = 10,
         num_samples: int = 8,
     ) -> None:
-        self.folder = folder
         self.tokenizer = tokenizer
         self.every_n_iterations = every_n_iterations
         self.num_samples = num_samples
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the last rows before the checkpoint again: a kill may have taken them from W&B."""
-        start = current_iteration(trainer)
-        if not trainer.is_global_zero or not start:
-            return
-        rows = [row for row in read_metrics(self.folder.metrics) if row[ITERATION] <= start]
-        for logger in wandb_loggers(trainer):
-            for row in rows[-REPEATED_ROWS:]:
-                logger.log_row(int(row[ITERATION]), row)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import netrc
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlparse
 
 import wandb
 from lightning.pytorch.loggers import WandbLogger
@@ -28,20 +24,13 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 MODES = ("auto", "online", "offline", "disabled")
-_KEY_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
-def choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
+def choose_mode(mode: Mode) -> str:
     """Return the mode to use, without a network and without a prompt."""
-    wanted: str = mode
-    if mode == "auto":
-        wanted = os.environ.get("WANDB_MODE", "online").lower()
-        if wanted in ("dryrun", "shared"):
-            wanted = "offline" if wanted == "dryrun" else "online"
-    if wanted in ("disabled", "offline"):
-        return "disabled" if wanted == "disabled" else "offline"
-    if is_logged_in():
-        return "online"
+    wanted = os.environ.get("WANDB_MODE", "online") if mode == "auto" else mode
+    if wanted not in ("online", "shared") or is_logged_in():
+        return wanted
     if mode == "online":
         logger.warning(
             "logger.mode=online, but there is no login to Weights & Biases: running offline; "
@@ -51,20 +40,13 @@ def choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
 
 def is_logged_in() -> bool:
-    """Return whether there is a key for the W&B host: in the environment or in the netrc file."""
-    if any(os.environ.get(name) for name in _KEY_VARIABLES):
-        return True
-    base = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    host = urlparse(base).netloc or base
-    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
-        if path and (file := Path(path).expanduser()).is_file():
-            try:
-                found = netrc.netrc(str(file)).authenticators(host)
-            except (netrc.NetrcParseError, OSError):
-                continue
-            if found and found[2]:
-                return True
-    return False
+    """Return whether wandb finds a key for its host; it asks neither the user nor the host."""
+    wandb.setup(wandb.Settings(silent=True))  # otherwise it asks the host for the user's name
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except wandb.errors.AuthenticationError as error:
+        logger.warning("%s", error)
+        return False
 
 
 AlertLevel = Literal["INFO", "WARN", "ERROR"]
@@ -78,15 +60,19 @@ _GATE_COLUMNS = ("gate", "result", "value", "threshold", "reason")
 class IterationWandbLogger(WandbLogger):
     """Lightning's logger with `iteration` as the x-axis of everything.
 
-    If W&B cannot be reached, the run is recorded offline; if it cannot start or fails later, the
-    run goes on without it: `metrics.csv` has the same numbers. A warning says so once. Needs
-    `Trainer(log_every_n_steps=1)`.
+    If W&B cannot start or fails later, the run goes on without it: `metrics.csv` has the same
+    numbers. A warning says so once. Needs `Trainer(log_every_n_steps=1)`.
+
+    Args:
+        id_file: keeps the id of the W&B run.
+        settings: of `WandbLogger`.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, id_file: Path, **settings: Any) -> None:
         super().__init__(**settings)
         self._wandb_init.pop("anonymous", None)  # deprecated by wandb, and warned about
         self._failed = False
+        self._id_file = id_file
 
     @property
     @rank_zero_experiment
@@ -96,7 +82,7 @@ class IterationWandbLogger(WandbLogger):
             try:
                 self._experiment = self._start(**self._wandb_init)
             except Exception as error:  # any failure of a service must not end hours of training
-                self._start_offline(error)
+                self._give_up(error)
         return self._experiment
 
     @rank_zero_only
@@ -172,30 +158,13 @@ class IterationWandbLogger(WandbLogger):
         if self._failed:
             return DummyLogger().experiment
         run = wandb.init(**settings)
+        write_text(self._id_file, f"{run.id}\n")
         run.define_metric(ITERATION)
         # Each by its name: then the workspace shows its x-axis, and a new name has it too.
         families = [f for f in FAMILIES if f.index("*") == len(f) - 1]  # as W&B wants them
         for name in (*QUANTITIES, *families, "*"):
             run.define_metric(name, step_metric=ITERATION)
         return run
-
-    def _start_offline(self, error: Exception) -> None:
-        if self._wandb_init.get("mode") != "online":
-            self._give_up(error)
-            return
-        # The service still holds the name of the run that could not start.
-        self._wandb_init |= {"mode": "offline", "id": f"{self._wandb_init['id']}-offline"}
-        try:
-            self._experiment = self._start(**self._wandb_init)
-        except Exception as second:  # see `experiment`
-            self._give_up(second)
-            return
-        logger.warning(
-            "Weights & Biases cannot be reached (%s): the run is recorded offline, upload it with "
-            "wandb sync %s",
-            " ".join(str(error).split()),
-            Path(self._experiment.dir).parent,
-        )
 
     def guarded(self, action: Any) -> None:
         """Do something with the W&B run; if it fails, the run goes on without W&B."""
@@ -210,7 +179,7 @@ class IterationWandbLogger(WandbLogger):
         if not self._failed:
             logger.warning(
                 "Weights & Biases does not work (%s: %s): the run goes on without it, its numbers "
-                "are in metrics.csv; logger=none turns it off",
+                "are in metrics.csv; logger.mode=offline records them for wandb sync",
                 type(error).__name__,
                 error,
             )
@@ -247,19 +216,22 @@ def wandb_logger(
     """
     if mode not in MODES:
         raise ValueError(f"logger.mode={mode!r}, expected one of {', '.join(MODES)}")
-    chosen = choose_mode(mode)
     command = " ".join(sys.argv)
     _keep_files_in(folder)
-    # W&B asks on the terminal when it finds no key; offline it never does.
+    id_file = folder.create().wandb / _RUN_ID
+    # An agent of a W&B sweep says itself which run it has begun.
+    given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    kept = id_file.read_text("utf-8").strip() if id_file.is_file() else None
     return IterationWandbLogger(
+        id_file,
         project=project,
         name=name or folder.name,
         group=group,
         tags=list(tags),
         config=dict(config or {}),
-        save_dir=str(folder.create().path),
-        id=run_id(folder),
-        mode=chosen,
+        save_dir=str(folder.path),
+        id=given or kept,
+        mode=choose_mode(mode),
         reinit="create_new",
         settings=wandb.Settings(
             silent=True,
@@ -283,20 +255,3 @@ def _keep_files_in(folder: RunFolder) -> None:
         place = str(folder.wandb.resolve())
         _OWN_PLACES.add(place)
         os.environ[_DATA_FOLDER] = place
-
-
-def run_id(folder: RunFolder) -> str:
-    """Return the id of the W&B run of a run folder: that of its first start, wherever it is now.
-
-    An agent of a W&B sweep says itself which run it has begun.
-    """
-    if os.environ.get("WANDB_SWEEP_ID") and (given := os.environ.get("WANDB_RUN_ID")):
-        return given
-    path = folder.wandb / _RUN_ID
-    if path.is_file() and (kept := path.read_text("utf-8").strip()):
-        return kept
-    identity = hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:10]
-    new = f"{re.sub('[^A-Za-z0-9_-]', '-', folder.name)}-{identity}"
-    if getattr(rank_zero_only, "rank", 0) == 0:
-        write_text(path, f"{new}\n")
-    return new

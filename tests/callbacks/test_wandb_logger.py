@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import wandb
+from wandb.sdk.lib import wbauth
 
 from rlhf_lightning.callbacks.wandb_logger import choose_mode, is_logged_in, wandb_logger
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -84,22 +85,40 @@ def test_a_run_goes_on_when_wandb_cannot_start(tmp_path, monkeypatch, caplog):
     assert "no space left" in caplog.text
 
 
-def test_the_mode_follows_the_key_and_the_environment(nobody_logged_in, monkeypatch, caplog):
+@pytest.fixture
+def forgetful(nobody_logged_in):
+    """W&B keeps the settings and the login of a process."""
+    wbauth.unauthenticate_session(update_settings=False)
+    wandb.teardown()
+    yield nobody_logged_in
+    wbauth.unauthenticate_session(update_settings=False)
+    wandb.teardown()
+
+
+def test_the_mode_follows_the_key_and_the_environment(forgetful, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_BASE_URL", "https://api.example.org")
     assert not is_logged_in()
     assert choose_mode("auto") == "offline"
     assert choose_mode("online") == "offline"
     assert "wandb login" in caplog.text
-    netrc = nobody_logged_in / "netrc"
-    netrc.write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    key = "0123456789" * 4
+    netrc = forgetful / "netrc"
+    netrc.write_text(f"machine elsewhere.org\n  login user\n  password {key}\n")
+    assert not is_logged_in(), "a key for another host is no key"
+    netrc.write_text(f"machine api.example.org\n  login user\n  password {key}\n")
     assert is_logged_in()
     assert choose_mode("auto") == "online"
     assert choose_mode("offline") == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert choose_mode("auto") == "disabled"
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not is_logged_in(), "a key for another host is no key"
-    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_API_KEY", key)
     assert choose_mode("online") == "online"
+
+
+def test_a_key_that_is_none_is_no_login_and_a_warning(forgetful, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    assert choose_mode("auto") == "offline"
+    assert "WANDB_API_KEY invalid" in caplog.text
 
 
 def test_an_unknown_mode_is_named(tmp_path):

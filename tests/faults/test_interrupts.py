@@ -49,7 +49,7 @@ def test_control_c_stops_the_run_and_says_how_to_continue(start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["refused", "silent"])
-def test_a_wandb_that_cannot_be_reached_is_recorded_offline(
+def test_a_run_goes_on_without_a_wandb_that_cannot_be_reached(
     start, tmp_path, monkeypatch, caplog, kind
 ):
     with socket.socket() as server:
@@ -65,7 +65,5 @@ def test_a_wandb_that_cannot_be_reached_is_recorded_offline(
     assert json.loads(folder.summary.read_text())["status"] == "completed"
     assert len(read_metrics(folder.metrics)) == 3
     (told,) = [r.getMessage() for r in caplog.records if "Weights & Biases" in r.getMessage()]
-    assert told.startswith("Weights & Biases cannot be reached (")
-    (offline,) = folder.wandb.glob("offline-run-*")
-    assert told.endswith(f"wandb sync {offline}")
-    assert list(offline.glob("*.wandb"))
+    assert "the run goes on without it" in told
+    assert told.endswith("logger.mode=offline records them for wandb sync")
