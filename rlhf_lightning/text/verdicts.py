@@ -1,7 +1,6 @@
 r"""The verdict in a judge's reply: which of two answers it finds better.
 
-Structure (JSON, `\boxed{B}`, `<answer>B</answer>`) is rewritten to `[[B]]`; one grammar reads that
-and words.
+JSON, `\boxed{B}` and `<answer>B</answer>` are rewritten to `[[B]]`; one grammar reads it and words.
 """
 
 from __future__ import annotations
@@ -93,6 +92,7 @@ _FILLER = (
     rf"|{_any('should can if however first second former latter other')}\b|[ABC]\b)"
     r"\(?[\w'-]+\)?\s+"
 )
+_BAD = r"[^\n,.;。]{0,6}?(?:悪|劣|不|低|弱|差|糟|錯|错|間違|나[쁘쁜쁩빠]|못|부[족정]|약|틀|낮|불)"
 _GOOD = _any(
     "better best superior stronger strongest preferable preferred winner "
     "bessere? meilleure? mejor migliore melhor beter bättre bedre lepsz[aey] préférable"
@@ -108,13 +108,13 @@ _SEEMS_GOOD = (
     rf"\s+{_any('is was does has provides gives seems appears looks sounds')}\s+"
     rf"(?:{_FILLER}){{0,5}}?(?:{_GOOD}|(?i:more)\s+"
     + _any("accurate helpful correct relevant complete useful informative precise convincing")
-    + r")\b|\s*更"
+    + rf")\b|\s*更(?!{_BAD})"
 )
 _ELSEWHERE = (
     r"\s*(?:(?:(?!не |không|chưa)[^\n,.;ABC不]){0,8}?"
     r"(?:更好|更优|更佳|较好|较优|胜出|获胜|优于|胜过|略好|略优"
     r"|лучше|daha\s+iyi(?!\s+değil)|tốt\s+hơn|胜(?=[\s.,]|$))"
-    r"|比[^\n,.;不]{1,8}?(?:好|优|佳|强)|の(?:方|ほう)が|(?:가|이)\s*더)"
+    rf"|比[^\n,.;不]{{1,8}}?(?:好|优|佳|强)|(?:の(?:方|ほう)が|(?:가|이)\s*더)(?!{_BAD}))"
 )
 # "Better written" and "better in tone" are praise; they count where nothing else is said.
 _OUTRIGHT = (
@@ -133,13 +133,14 @@ _NEITHER = (
 )
 _PICKED = _any(r"winner verdict choice preference (?:better|best|preferred)_\w+")
 _WORSE = "(?:worse|weaker|inferior|lesser)"
+_IS_BAD = rf"{_VERB}\s+{_any('schlechter pire peor pior peggiore slechter sämre dårligere')}\b|хуже"
 _EXPLICIT = re.compile(
     r"\[\[\s*(?P<marked>[^\[\]\n]{1,40}?)\s*\]\](?!\s*(?:if|or|for\s+an?\s+tie|means)\b)"
     r"(?<!\]\] or \[\[[ABC]\]\])"
     rf"|(?P<compared>{_LABEL}{_COMPARISON}{_LABEL})(?!\s*[<>=])"
     rf"|(?P<neither>{_NEITHER})"
     rf"|(?P<loser>{_LABEL})\s+(?:loses(?:\s+to\b|(?=[.!]|\s*$))|(?:is|was)\s+"
-    rf"(?:{_FILLER}){{0,2}}?(?:the\s+{_WORSE}\b|(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b)"
+    rf"(?:{_FILLER}){{0,2}}?(?:the\s+{_WORSE}\b|(?:worse|weaker|inferior)\s+(?:than|to)|(?:out\w+ed|beaten|surpassed)\s+by)\b|{_IS_BAD})"
     rf"|{_KEYWORD}{_SEPARATOR}(?P<named>{_LABEL}|{_TIE}){_AFTER}"
     rf"|{_CHOOSES}(?P<chosen>{_LABEL}|(?i:neither|none)\b){_AFTER}"
     rf"|(?P<better>{_LABEL})(?:{_IS_GOOD}{_OUTRIGHT}|\s*:?\s+(?:\w+ly\s+)?{_WINS}\b|{_ELSEWHERE})"
