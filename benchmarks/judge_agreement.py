@@ -24,9 +24,9 @@ from typing import Any
 
 from rich.progress import track
 
+from benchmarks.public_sets import read_pandalm
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.judge import JudgeAnnotator, Judgement, judge_figures
-from rlhf_lightning.preferences.public_sets import read_pandalm
 from rlhf_lightning.preferences.records import SIDES, Label, Pair
 from rlhf_lightning.preferences.reliability import annotator_figures, people_majority
 

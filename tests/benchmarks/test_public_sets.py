@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from statsmodels.stats import inter_rater
 
-from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.preferences.aggregate import aggregate
-from rlhf_lightning.preferences.agreement import fleiss_kappa
-from rlhf_lightning.preferences.public_sets import (
+from benchmarks.public_sets import (
     REPEATED,
     SAME,
     read_arguments,
     read_pandalm,
 )
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.preferences.aggregate import aggregate
+from rlhf_lightning.preferences.agreement import fleiss_kappa
 from rlhf_lightning.preferences.reliability import people_figures, verdicts_agree
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
