@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url
 from rlhf_lightning.rollout.service_client import ServiceClient, root_cause
+from rlhf_lightning.runs.reading import loads
 from rlhf_lightning.runs.secrets import learn_secrets
 
 NUM_SHOWN = 200  # characters of an error that a service sent
@@ -259,8 +259,8 @@ class JudgeService:
     def _reply(self, body: bytes, sent: str, logprobs: bool) -> Reply:
         """Read the body of an answer to the texts `sent`."""
         try:
-            answer = json.loads(body)
-        except (ValueError, RecursionError):
+            answer = loads(body)
+        except ValueError:
             answer = None
         message, problem = _at(answer, "choices", 0, "message"), None
         text, thoughts = _text(_at(message, "content")), _text(_at(message, "reasoning_content"))

@@ -127,5 +127,5 @@ def _json(file: Path) -> Any:
     """Return the content of a file, None where there is none that can be read."""
     try:
         return read_json(file)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None

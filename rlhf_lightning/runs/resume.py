@@ -69,18 +69,15 @@ def config_hash(container: Mapping[str, Any]) -> str:
 
     Left out are `resume`, `ckpt_path`, `paths`, `logger`, `hydra`, the number of devices and
     nodes, the name of the strategy, the size of validation batches, when checkpoints are written,
-    how a judge is asked and what it may cost, and how much the callbacks say. A string that begins
-    with one of the values below `paths` counts as that path's name, so that a folder named after
-    the time of the start, as in `dirpath: ${paths.run}/checkpoints`, does not tell two starts of
-    one configuration apart.
+    how a judge is asked and what it may cost, and how much the callbacks say.
 
     Args:
         container: the configuration as plain dicts and lists. Interpolations that it holds count
-            as they are written; a command's settings replace those of environment variables first.
+            as they are written: the folder of `${paths.run}/checkpoints`, which is named after the
+            time of the start, is none of it. A command's settings replace those of environment
+            variables first.
     """
-    folders = _flat_strings(container.get("paths", {}))
-    kept = _without(container, "", sorted(folders, key=lambda item: -len(item[1])))
-    text = json.dumps(kept, sort_keys=True, default=str)
+    text = json.dumps(_without(container, ""), sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
@@ -207,7 +204,7 @@ def _folder_problem(folder: Path) -> str | None:
     except FileNotFoundError as error:
         missing = _escaped(Path(error.filename).name)
         return f"it was not written to its end, {missing} is missing"
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         return f"it is damaged ({_escaped(str(error))})"
     return None
 
@@ -229,28 +226,16 @@ def _candidates(checkpoints: Path) -> list[Path]:
     return sorted(found, key=age, reverse=True)
 
 
-def _flat_strings(value: Any, name: str = "paths") -> list[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        return [
-            pair for key, item in value.items() for pair in _flat_strings(item, f"{name}.{key}")
-        ]
-    return [(name, value)] if isinstance(value, str) and value not in ("", ".", "/") else []
-
-
-def _without(value: Any, name: str, folders: list[tuple[str, str]]) -> Any:
+def _without(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         items = [(key, f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
         return {
-            str(key): _without(item, path, folders)
+            str(key): _without(item, path)
             for key, path, item in items
             if path not in _LEFT_OUT and not (path.startswith("callbacks.") and key in _VERBOSITY)
         }
     if isinstance(value, list | tuple):
-        return [_without(item, name, folders) for item in value]
-    if isinstance(value, str):
-        for key, folder in folders:
-            if value == folder or value.startswith(folder.rstrip("/") + "/"):
-                return f"<{key}>{value[len(folder.rstrip('/')) :]}"
+        return [_without(item, name) for item in value]
     return value
 
 

@@ -26,12 +26,12 @@ CONFIG = {
     "ckpt_path": None,
     "paths": {"run": "/home/a/outputs/ppo/2026-11-21_10-00", "artifacts": "artifacts"},
     "logger": {"mode": "auto"},
-    "module": {"ppo": {"kl_coef": 0.05}, "policy": "artifacts/demo/sft"},
+    "module": {"ppo": {"kl_coef": 0.05}, "policy": "${paths.artifacts}/demo/sft"},
     "data": {"batch_size": 8, "validation_batch_size": None},
     "trainer": {"devices": 1, "num_nodes": 1, "max_epochs": 1},
     "strategy": {"name": "auto", "compute_dtype": None},
     "callbacks": {
-        "checkpoint": {"dirpath": "/home/a/outputs/ppo/2026-11-21_10-00/checkpoints"},
+        "checkpoint": {"dirpath": "${paths.run}/checkpoints"},
         "progress": {"every_n_seconds": 10, "verbose": False},
         "samples": [{"num_samples": 8}],
     },
@@ -64,10 +64,7 @@ def test_the_hash_leaves_out_what_does_not_change_the_training():
         changed("callbacks", "progress", "verbose", to=True),
     ]
     later = changed("paths", "run", to="/home/b/elsewhere/2026-11-22_11-00")
-    later["callbacks"]["checkpoint"]["dirpath"] = "/home/b/elsewhere/2026-11-22_11-00/checkpoints"
-    moved = changed("paths", "artifacts", to="/data/artifacts")
-    moved["module"]["policy"] = "/data/artifacts/demo/sft"
-    for config in (*same, later, moved):
+    for config in (*same, later):
         assert config_hash(config) == config_hash(CONFIG), config
 
 
@@ -76,7 +73,7 @@ def test_the_hash_changes_with_everything_else():
         changed("seed", to=2),
         changed("data", "batch_size", to=4),
         changed("module", "ppo", "kl_coef", to=0.0500001),
-        changed("module", "policy", to="artifacts/demo/base"),
+        changed("module", "policy", to="${paths.artifacts}/demo/base"),
         changed("module", "policy", to="artifacts_of_mine/demo/sft"),
         changed("trainer", "max_epochs", to=2),
         changed("strategy", "compute_dtype", to="bfloat16"),

@@ -24,6 +24,7 @@ from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
 from rlhf_lightning.rollout.scorers.functions import LARGEST
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
 from rlhf_lightning.rollout.service_client import MOST_BYTES, ServiceClient, root_cause
+from rlhf_lightning.runs.reading import loads
 from rlhf_lightning.runs.secrets import learn_secrets
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import AnswerText
@@ -145,10 +146,10 @@ class RewardService:
                 f"{self._shown(body)}. {self._advice(status)}"
             )
         try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
+            return loads(body)
+        except ValueError as error:
             raise ServiceError(
-                f"{self.url} answered HTTP {status} with something that is not JSON: "
+                f"{self.url} answered HTTP {status} with something that is no JSON, or too deep: "
                 f"{self._shown(body)}. Check that scorer.url is the path that scores"
             ) from error
 
@@ -316,13 +317,7 @@ class HttpScorer:
         Raises:
             ServiceError: if they are not there, not that many, or not finite numbers.
         """
-        try:
-            found = self._find(answer, self.path)
-        except RecursionError as error:
-            raise ServiceError(
-                f"{self.hparams.url} answered with lists within lists, too deep to walk: it must "
-                f"return a list with one number a response{self._where()}"
-            ) from error
+        found = self._find(answer, self.path)
         if not isinstance(found, list) or len(found) != count:
             got = f"{len(found)} scores" if isinstance(found, list) else type(found).__name__
             raise ServiceError(
