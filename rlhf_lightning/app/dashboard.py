@@ -10,6 +10,20 @@ from typing import Any
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import DashboardSettings
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.reports.compare import COLUMNS
+from rlhf_lightning.reports.curves import FIRST
+from rlhf_lightning.runs.folder import ITERATION
+from rlhf_lightning.runs.metric_catalog import capitalized, quantity
+
+MEDIA = (
+    "samples/held_out",
+    "samples/best",
+    "samples/worst",
+    "histograms/scores",
+    "histograms/ratios",
+    "histograms/advantages",
+    "histograms/lengths",
+)
 
 
 def run(settings: DashboardSettings) -> list[str]:
@@ -31,15 +45,22 @@ def run(settings: DashboardSettings) -> list[str]:
     return places
 
 
+def sections() -> dict[str, list[str]]:
+    """Return what one looks at first in a run: metrics by the first part of their names."""
+    found: dict[str, list[str]] = {}
+    for name in FIRST:
+        found.setdefault(name.partition("/")[0], []).append(name)
+    return {**found, "samples and distributions": list(MEDIA)}
+
+
 def make_workspace(entity: str, project: str, name: str) -> Any:
-    """Return the workspace: a section a stage, iterations on every x-axis.
+    """Return the workspace: what one looks at first, then all that W&B finds.
+
+    Iterations are on every x-axis.
 
     Raises:
         ConfigError: if wandb-workspaces is not installed.
     """
-    from rlhf_lightning.reports.panels import SECTIONS
-    from rlhf_lightning.runs.folder import ITERATION
-
     workspaces, _ = _libraries()
     return workspaces.Workspace(
         entity=entity,
@@ -47,14 +68,15 @@ def make_workspace(entity: str, project: str, name: str) -> Any:
         name=name,
         sections=[
             workspaces.Section(
-                name=section.name,
-                panels=[_panel(panel) for panel in section.panels],
-                is_open=index < 3,
+                name=title,
+                panels=[_panel(metric) for metric in metrics],
+                is_open=True,
                 panel_settings=workspaces.SectionPanelSettings(x_axis=ITERATION),
             )
-            for index, section in enumerate(SECTIONS)
+            for title, metrics in sections().items()
         ],
         settings=workspaces.WorkspaceSettings(x_axis=ITERATION),
+        auto_generate_panels=True,
     )
 
 
@@ -69,9 +91,6 @@ def make_report(entity: str, project: str, runs: Sequence[str]) -> Any:
     Raises:
         ConfigError: if wandb-workspaces is not installed.
     """
-    from rlhf_lightning.reports.panels import OUTCOMES, PPO_SECTIONS
-    from rlhf_lightning.runs.metric_catalog import quantity
-
     _, reports = _libraries()
     names = ", ".join(f"'{name}'" for name in runs)
     runset = reports.Runset(
@@ -79,7 +98,7 @@ def make_report(entity: str, project: str, runs: Sequence[str]) -> Any:
     )
     outcomes = [
         reports.BarPlot(title=quantity(name).label, metrics=[reports.SummaryMetric(name)])
-        for name in OUTCOMES
+        for name in COLUMNS
     ]
     blocks: list[Any] = [
         reports.H1("Outcomes"),
@@ -88,9 +107,9 @@ def make_report(entity: str, project: str, runs: Sequence[str]) -> Any:
         reports.H1("What differs"),
         reports.PanelGrid(runsets=[runset], panels=[reports.RunComparer(diff_only="split")]),
     ]
-    for section in PPO_SECTIONS:
-        panels = [_panel(panel) for panel in section.panels]
-        blocks += [reports.H1(section.name), reports.PanelGrid(runsets=[runset], panels=panels)]
+    for title, metrics in sections().items():
+        panels = [_panel(metric) for metric in metrics]
+        blocks += [reports.H1(title), reports.PanelGrid(runsets=[runset], panels=panels)]
     return reports.Report(
         entity=entity,
         project=project,
@@ -139,13 +158,18 @@ def default_entity() -> str:
     return str(wandb.Api().default_entity)
 
 
-def _panel(panel: Any) -> Any:
-    from rlhf_lightning.runs.folder import ITERATION
-
+def _panel(metric: str) -> Any:
+    """Return a panel, with where a healthy run keeps the metric in its title."""
     _, reports = _libraries()
-    if panel.kind == "media":
-        return reports.MediaBrowser(title=panel.title, media_keys=list(panel.metrics))
-    return reports.LinePlot(title=panel.title, x=ITERATION, y=list(panel.metrics))
+    if metric in MEDIA:
+        title = metric.rpartition("/")[2].replace("_", " ")
+        return reports.MediaBrowser(title=title, media_keys=[metric])
+    about = quantity(metric)
+    usual = ""
+    if about.healthy is not None:
+        low, high = map(about.show, about.healthy)
+        usual = f", usually {low} to {high}"
+    return reports.LinePlot(title=capitalized(about.label) + usual, x=ITERATION, y=[metric])
 
 
 def _libraries() -> tuple[Any, Any]:

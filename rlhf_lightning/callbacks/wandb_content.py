@@ -41,8 +41,6 @@ HELD_OUT_COLUMNS = {
     "SFT score": "baseline_score",
     **_FIGURES,
 }
-HISTOGRAMS = ("scores", "ratios", "advantages", "lengths")
-TABLES = ("samples/held_out", "samples/best", "samples/worst")
 
 
 class WandbContent(Callback):
@@ -150,7 +148,7 @@ def log_samples(
 def rollout_histograms(
     rollout: RolloutBatch, ratio_counts: Tensor | None = None
 ) -> dict[str, wandb.Histogram]:
-    """Return the histograms of a rollout by the names of `HISTOGRAMS`.
+    """Return the histograms of a rollout: scores, lengths, advantages and, where known, ratios.
 
     Args:
         rollout: of this process.

@@ -13,14 +13,15 @@ from rlhf_lightning.app.config.commands import DashboardSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.dashboard import (
+    MEDIA,
     default_entity,
     make_report,
     make_workspace,
     run,
     run_id_of,
+    sections,
 )
 from rlhf_lightning.callbacks.wandb_logger import is_logged_in
-from rlhf_lightning.reports.panels import OUTCOMES, SECTIONS
 from tests import offline_wandb
 
 
@@ -45,37 +46,33 @@ def named(value) -> set[str]:
 
 
 @pytest.mark.timeout(120)
-def test_every_panel_of_ppo_names_a_metric_that_a_run_logs(tracked):
+def test_the_panels_of_ppo_name_what_a_run_logs(tracked):
     logged = logged_by(tracked)
-    wanted = {m for s in SECTIONS if s.stage == "ppo" for panel in s.panels for m in panel.metrics}
-    assert len(wanted) > 20
+    wanted = {*sections()["rollout"], *sections()["ppo"], *MEDIA} - {"rollout/informative_groups"}
+    assert len(wanted) > 14
     assert wanted <= logged, sorted(wanted - logged)
-    assert set(OUTCOMES) <= logged
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_every_panel_of_the_other_stages_names_a_metric_that_a_run_logs(stage, start, tmp_path):
+def test_the_panels_of_the_other_stages_name_what_a_run_logs(stage, start, tmp_path):
     from tests.builders.runs import completed
 
     folder = completed(tmp_path / stage, stage, start, "logger=wandb", "logger.mode=offline")
-    wanted = {m for s in SECTIONS if s.stage == stage for panel in s.panels for m in panel.metrics}
-    assert wanted
-    assert wanted <= logged_by(folder)
+    assert set(sections()[stage]) <= logged_by(folder)
 
 
 def test_the_workspace_holds_every_panel_with_iterations_as_its_axis():
     model = make_workspace("me", "mine", "RLHF")._to_model().model_dump(by_alias=True)
     bank = model["spec"]["section"]["panelBankConfig"]
-    sections = {s["name"]: s for s in bank["sections"] if s["panels"]}
-    assert list(sections) == [section.name for section in SECTIONS]
-    for section in SECTIONS:
-        made = sections[section.name]
-        assert len(made["panels"]) == len(section.panels)
+    shown = {s["name"]: s for s in bank["sections"] if s["panels"]}
+    assert list(shown) == list(sections())
+    for title, metrics in sections().items():
+        made = shown[title]
+        assert len(made["panels"]) == len(metrics)
         assert made["localPanelSettings"]["xAxis"] == "iteration"
-        wanted = {m for panel in section.panels for m in panel.metrics}
-        assert named(json.loads(json.dumps(made, default=str))) == wanted
+        assert named(json.loads(json.dumps(made, default=str))) == set(metrics)
 
 
 def test_the_report_of_two_runs_is_made_of_the_same_panels():
@@ -85,7 +82,7 @@ def test_the_report_of_two_runs_is_made_of_the_same_panels():
     runsets = {runset.filters for grid in grids for runset in grid.runsets}
     assert runsets == {"ID in ['one', 'two']"}
     shown = {m for g in grids for p in g.panels for m in getattr(p, "media_keys", [])}
-    assert shown == {m for s in SECTIONS for p in s.panels if p.kind == "media" for m in p.metrics}
+    assert shown == set(MEDIA)
     lines = {m for g in grids for p in g.panels if hasattr(p, "y") for m in p.y}
     assert {"rollout/score", "ppo/clipfrac"} <= lines
 
