@@ -165,10 +165,7 @@ def _panel(metric: str) -> Any:
         title = metric.rpartition("/")[2].replace("_", " ")
         return reports.MediaBrowser(title=title, media_keys=[metric])
     about = quantity(metric)
-    usual = ""
-    if about.healthy is not None:
-        low, high = map(about.show, about.healthy)
-        usual = f", usually {low} to {high}"
+    usual = f", usually {about.usual}" if about.usual else ""
     return reports.LinePlot(title=capitalized(about.label) + usual, x=ITERATION, y=[metric])
 
 

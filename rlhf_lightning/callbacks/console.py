@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_lightning.callbacks.iterations import current_iteration, fresh_metrics, last_iteration
+from rlhf_lightning.reports.curves import FIRST
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.metric_catalog import duration, quantity
@@ -28,81 +28,52 @@ from rlhf_lightning.runs.summary import Summary, run_title
 from rlhf_lightning.runs.verdict import verdict
 
 COURSE_LENGTH = 16  # characters, one a value or a mean of neighbours
+KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and what is said needs the room
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDE = 76  # below it the course is left out
 _REST = 70  # what the other columns take where they have their widest entries
-_KEPT = 4096
+_LINE_METRICS = 6  # of a line on a pipe
+_KEPT = 4096  # values of a course
+_COLOURS = {"good": "green", "bad": "red", "neutral": "yellow", "undecided": "bright_black"}
 
 
-class MetricHistory:
-    """The values of some metrics, iteration by iteration."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        self.first: dict[str, float] = {}
-        self.values: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in names}
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Note the values of one iteration; a metric that it did not measure gets none."""
-        for name in self.names:
-            if name in metrics:
-                self.first.setdefault(name, metrics[name])
-                self.values[name].append(metrics[name])
-
-
-def measures_table(history: MetricHistory, *, width: int) -> Table:
+def measures_table(history: Mapping[str, Sequence[float]], *, width: int) -> Table:
     """Return one row a metric that was measured; values outside the healthy range in red.
 
     Args:
-        history: the values so far.
+        history: the values so far, by metric.
         width: of the terminal, in characters.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=34)
-    for title in ("now", "start"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=KEY_WIDTH)
+    table.add_column("now", justify="right", no_wrap=True)
+    table.add_column("start", justify="right", no_wrap=True)
     if width >= _WIDE:
-        table.add_column("trend", no_wrap=True)
+        table.add_column("trend", no_wrap=True, style="cyan")
     table.add_column("healthy", no_wrap=True, style="dim")
     length = min(COURSE_LENGTH, max(width - _REST, 2))
-    for name in history.names:
-        values = history.values[name]
-        if not values:
-            continue
-        healthy = quantity(name).healthy
+    for name, values in history.items():
+        about = quantity(name)
         now = Text(
-            quantity(name).show(values[-1]), style="" if _within(values[-1], healthy) else "red"
+            about.show(values[-1]), style="" if _within(values[-1], about.healthy) else "red"
         )
-        cells: list[Text] = [
-            Text(quantity(name).label),
-            now,
-            Text(quantity(name).show(history.first[name])),
-        ]
-        if width >= _WIDE:
-            cells.append(Text(course(list(values), length), style="cyan"))
-        cells.append(Text(_range(name, healthy)))
-        table.add_row(*cells)
+        trend = [course(values[-_KEPT:], length)] if width >= _WIDE else []
+        table.add_row(about.label, now, about.show(values[0]), *trend, about.usual)
     return table
 
 
 def course(values: Sequence[float], length: int = COURSE_LENGTH) -> str:
     """Return the values as a line of blocks, from the lowest to the highest; gaps are spaces."""
-    finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < 2:
-        return ""
     if len(values) > length:
         edges = [round(i * len(values) / length) for i in range(length + 1)]
         values = [_mean(values[a:b]) for a, b in pairwise(edges)]
-        finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite), max(finite)
-    top = len(_BLOCKS) - 1
-    span = high - low
-    return "".join(
-        (_BLOCKS[round((value - low) / span * top) if span else top // 2])
-        if math.isfinite(value)
-        else " "
-        for value in values
-    )
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, top = min(finite), len(_BLOCKS) - 1
+    span = max(finite) - low
+    heights = [(value - low) / span * top if span else top // 2 for value in values]
+    return "".join(_BLOCKS[round(h)] if math.isfinite(h) else " " for h in heights)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -111,51 +82,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _within(value: float, healthy: tuple[float, float] | None) -> bool:
+    low, high = healthy or (-math.inf, math.inf)
     # Below a range that is a warning of too much, such as that of a KL, a run has only begun.
-    if not math.isfinite(value):
-        return False
-    if healthy is None:
-        return True
-    low, high = healthy
-    return value <= high and (value >= low or (low > 0 and high > 2 * low))
-
-
-def _range(name: str, healthy: tuple[float, float] | None) -> str:
-    if healthy is None:
-        return ""
-    low, high = healthy
-    if quantity(name).unit == "share":
-        return f"{100 * low:g} to {100 * high:g} %"
-    return f"{low:g} to {high:g}"
-
-
-KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and what is said needs the room
-# In the order in which they are shown, with the names that a line has room for.
-SHOWN_METRICS = {
-    "rollout/score": "score",
-    "rollout/kl_per_token": "kl/token",
-    "rollout/response_length": "length",
-    "ppo/clipfrac": "clipped",
-    "ppo/explained_variance": "critic",
-    "rollout/eos_fraction": "finished",
-    "rollout/distinct_2": "distinct-2",
-    "ppo/approx_kl": "update KL",
-    "ppo/entropy": "entropy",
-    "grpo/clipfrac": "clipped",
-    "grpo/approx_kl": "update KL",
-    "grpo/entropy": "entropy",
-    "rollout/informative_groups": "telling groups",
-    "sft/loss": "loss",
-    "reward/loss": "loss",
-    "reward/accuracy": "accuracy",
-    "dpo/loss": "loss",
-    "dpo/accuracy": "accuracy",
-    "dpo/chosen_reward": "chosen",
-    "dpo/rejected_reward": "rejected",
-    "val/loss": "held-out loss",
-    "val/accuracy": "held-out accuracy",
-}
-_COLOURS = {"good": "green", "bad": "red", "neutral": "yellow", "undecided": "bright_black"}
+    begun = low > 0 and high > 2 * low
+    return math.isfinite(value) and value <= high and (value >= low or begun)
 
 
 class ProgressBar(LightningProgressBar):
@@ -172,7 +102,7 @@ class ProgressBar(LightningProgressBar):
         self,
         stage: str = "",
         *,
-        metrics: Sequence[str] = tuple(SHOWN_METRICS),
+        metrics: Sequence[str] = FIRST,
         every_n_seconds: float = 10.0,
         console: Console | None = None,
     ) -> None:
@@ -182,10 +112,8 @@ class ProgressBar(LightningProgressBar):
         self.every_n_seconds = every_n_seconds
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._enabled = True
-        self._progress: Progress | None = None
         self._live: Live | None = None
-        self._history = MetricHistory(self.metrics)
-        self._latest: dict[str, float] = {}
+        self._history: dict[str, list[float]] = {}
         self._started = 0.0
         self._start_iteration = 0
         self._next_line = 0.0
@@ -204,44 +132,36 @@ class ProgressBar(LightningProgressBar):
         self._next_line = self._started + min(self.every_n_seconds, 2.0)
         self._start_iteration = current_iteration(trainer)
         if self._enabled and self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[status]}"),
-                console=self.console,
-            )
-            self._progress.add_task(
-                escape(self.stage) or "training",
-                total=last_iteration(trainer),
-                completed=self._start_iteration,
-                status="",
-            )
-            self._live = Live(self._progress, console=self.console, refresh_per_second=4)
+            self._live = Live(console=self.console, refresh_per_second=4)
             self._live.start()
+            self._show(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move on by one iteration."""
-        self._note(fresh_metrics(trainer))
-        self._show(trainer)
+        self._note(trainer)
+        now = time.monotonic()
+        if self._live is not None:
+            self._show(trainer)
+        elif self._enabled and now >= self._next_line:
+            self._next_line = now + self.every_n_seconds
+            self._write_line(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say that a validation takes the time now."""
-        if self._progress is not None and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
             self._show(trainer, doing="validating")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show what the validation measured."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._note(fresh_metrics(trainer))
-            if self._progress is not None:
-                self._show(trainer)
+            self._note(trainer)
+            self._show(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the bar, or a last line, at where training ended."""
-        if self._progress is not None:
+        if self._live is not None:
             self._close()
         elif self._enabled:
             self._write_line(trainer)
@@ -252,33 +172,45 @@ class ProgressBar(LightningProgressBar):
         """Give the terminal back before the error is printed."""
         self._close()
 
-    def _note(self, metrics: Mapping[str, float]) -> None:
-        self._latest |= metrics
-        self._history.add(metrics)
+    def _note(self, trainer: Trainer) -> None:
+        fresh = fresh_metrics(trainer)
+        for name in self.metrics:
+            if name in fresh:
+                self._history.setdefault(name, []).append(fresh[name])
 
     def _close(self) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = self._progress = None
+            self._live = None
 
     def _show(self, trainer: Trainer, doing: str = "") -> None:
-        if not self._enabled:
+        """Draw the bar and the table anew, on a tty."""
+        if self._live is None:
             return
-        if self._progress is not None and self._live is not None:
-            status = doing or self._time(trainer)
-            task = self._progress.task_ids[0]
-            self._progress.update(task, completed=current_iteration(trainer), status=escape(status))
-            table = measures_table(self._history, width=self.console.width)
-            self._live.update(Group(self._progress, table))
-        elif (now := time.monotonic()) >= self._next_line:
-            self._next_line = now + self.every_n_seconds
-            self._write_line(trainer)
+        bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[status]}"),
+            console=self.console,
+        )
+        bar.add_task(
+            escape(self.stage) or "training",
+            total=last_iteration(trainer),
+            completed=current_iteration(trainer),
+            status=doing or self._time(trainer),
+        )
+        shown = {name: self._history[name] for name in self.metrics if name in self._history}
+        self._live.update(Group(bar, measures_table(shown, width=self.console.width)))
 
     def _write_line(self, trainer: Trainer) -> None:
         iteration, total = current_iteration(trainer), last_iteration(trainer)
-        share = f"{100 * iteration / total:.0f} %" if total else ""
-        parts = [f"{self.stage} {iteration}/{total}".strip(), share, self._describe(trainer)]
-        self.console.print(" · ".join(part for part in parts if part), markup=False)
+        parts = [f"{self.stage} {iteration}/{total}".strip()]
+        parts += [f"{100 * iteration / total:.0f} %"] if total else []
+        parts += filter(None, [self._time(trainer)])
+        for name in [name for name in self.metrics if name in self._history][:_LINE_METRICS]:
+            parts.append(f"{quantity(name).label} {quantity(name).show(self._history[name][-1])}")
+        self.console.print(" · ".join(parts), markup=False)
 
     def _time(self, trainer: Trainer) -> str:
         """Return the time left, or taken; "" before it can be known."""
@@ -288,16 +220,6 @@ class ProgressBar(LightningProgressBar):
         if iteration >= total:
             return f"took {duration(passed)}"
         return f"{duration(passed / done * (total - iteration))} left" if done > 0 else ""
-
-    def _describe(self, trainer: Trainer) -> str:
-        clock = self._time(trainer)
-        parts = [clock] if clock else []
-        shown = [name for name in self.metrics if name in self._latest][:6]
-        parts += [
-            f"{SHOWN_METRICS.get(name, name)} {quantity(name).show(self._latest[name])}"
-            for name in shown
-        ]
-        return " · ".join(parts)
 
 
 def print_start(

@@ -97,7 +97,6 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
     if not chart:
         return None
     finite = [value for _, value in series[-1].points if math.isfinite(value)]
-    usual = [about.show(v).replace(".0 %", " %") for v in about.healthy or ()]
     return Figure(
         capitalized(about.label.removeprefix("training ") if together else about.label),
         chart,
@@ -105,13 +104,8 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
         start=show(name, finite[0]) if len(finite) > 1 else "",
         code="" if together else name,
         legends=list(lines) if together else (),
-        note=f"usual {' to '.join(map(_trim, usual))}" if usual else "",
+        note=f"usual {about.usual}" if about.usual else "",
     )
-
-
-def _trim(value: str) -> str:
-    head, dot, tail = value.partition(".")
-    return value if not dot or not tail.isdigit() else f"{head}.{tail}".rstrip("0").rstrip(".")
 
 
 def _series(name: str, rows: Rows, label: str) -> Series:

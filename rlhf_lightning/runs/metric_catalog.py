@@ -29,6 +29,16 @@ class Quantity:
             return f"{100 * value:+.1f}"
         return percent(value) if self.unit == "share" else number(value)
 
+    @property
+    def usual(self) -> str:
+        """The healthy range as text, e.g. `90 to 100 %`; "" where there is none."""
+        if self.healthy is None:
+            return ""
+        low, high = self.healthy
+        if self.unit == "share":
+            return f"{100 * low:g} to {100 * high:g} %"
+        return f"{low:g} to {high:g}"
+
 
 QUANTITIES: dict[str, Quantity] = {
     "rollout/score": Quantity("score"),

@@ -7,24 +7,18 @@ import re
 import pytest
 from rich.console import Console
 
-from rlhf_lightning.callbacks.console import COURSE_LENGTH, MetricHistory, course, measures_table
+from rlhf_lightning.callbacks.console import COURSE_LENGTH, course, measures_table
 
 
-def shown(history: MetricHistory, width: int) -> str:
+def shown(history: dict[str, list[float]], width: int) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system="standard")
     console.print(measures_table(history, width=width))
     return out.getvalue()
 
 
-def history(**values: list[float]) -> MetricHistory:
-    names = [name.replace("__", "/") for name in values]
-    found = MetricHistory(names)
-    for step in range(max(map(len, values.values()))):
-        found.add(
-            {n: v[step] for n, v in zip(names, values.values(), strict=True) if step < len(v)}
-        )
-    return found
+def history(**values: list[float]) -> dict[str, list[float]]:
+    return {name.replace("__", "/"): column for name, column in values.items()}
 
 
 def test_a_row_has_the_value_now_and_at_first_its_course_and_the_healthy_range():
@@ -53,10 +47,6 @@ def test_no_line_is_wider_than_the_terminal(width):
     for line in shown(history(**names), width).splitlines():
         plain = line.replace("\x1b[0m", "").replace("\x1b[31m", "").replace("\x1b[36m", "")
         assert len(plain.replace("\x1b[2m", "").rstrip()) <= width
-
-
-def test_a_metric_that_nobody_logged_has_no_row():
-    assert "score" not in shown(MetricHistory(["rollout/score"]), 100)
 
 
 def test_a_course_goes_from_the_lowest_to_the_highest_block_and_keeps_its_length():
