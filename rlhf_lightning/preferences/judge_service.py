@@ -14,7 +14,7 @@ from rlhf_lightning.arguments import Address, SecretName
 from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url
-from rlhf_lightning.rollout.service_client import ServiceClient, root_cause
+from rlhf_lightning.rollout.service_client import ServiceClient, root_cause, unused_proxy
 from rlhf_lightning.runs.reading import loads
 from rlhf_lightning.runs.secrets import learn_secrets
 
@@ -240,8 +240,10 @@ class JudgeService:
         """Say what an error of the client means, and what to do."""
         status = getattr(error, "status_code", None)  # none without a connection
         if status is None or status in (408, 409, 429) or status >= 500:
+            direct = status is None and not self._base_url.startswith("https:")
+            proxy = unused_proxy(self._base_url) if direct else ""
             return (
-                f"did not answer: {self._shown(error)} ({_retries(error) + 1} attempts). "
+                f"did not answer: {self._shown(error)} ({_retries(error) + 1} attempts){proxy}. "
                 "Check that it runs and keeps up; judge.timeout, judge.max_retries and "
                 f"judge.requests_per_minute say how it is asked. What was answered is kept: {GO_ON}"
             )

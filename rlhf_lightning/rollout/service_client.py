@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
+from urllib.request import getproxies_environment
 
 import httpx
 
@@ -69,3 +70,12 @@ def root_cause(error: BaseException) -> BaseException:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
         inner = error.__cause__ or error.__context__  # they raise "from None", too
     return error
+
+
+def unused_proxy(url: str) -> str:
+    """Return a sentence on the proxy that the environment names for a URL asked directly, or ""."""
+    named = getproxies_environment().keys() & {url.partition(":")[0].lower(), "all"}
+    names = " and ".join(f"{scheme.upper()}_PROXY" for scheme in sorted(named))
+    return f". {names} of the environment is not used: give an address that needs none" * bool(
+        names
+    )

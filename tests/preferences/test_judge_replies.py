@@ -398,6 +398,17 @@ def test_a_proxy_of_the_environment_sees_no_key_that_is_sent_in_the_clear(monkey
     assert "elsewhere" not in str(server.headers)
 
 
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "all_proxy", None])
+def test_a_proxy_that_is_not_used_is_named_where_a_judge_is_not_reached(monkeypatch, variable):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    with pytest.raises(AnnotationError) as error:
+        judge(None, base_url="http://127.0.0.1:1/v1", max_retries=0).label(PAIRS[:1])
+    assert ("_PROXY of the environment is not used" in str(error.value)) == (variable is not None)
+
+
 @pytest.mark.parametrize(
     ("url", "organization"),
     [

@@ -221,6 +221,12 @@ def test_the_service_is_asked_directly_whatever_proxy_and_passwords_the_machine_
     assert "Authorization" not in server.headers[0]
 
 
+def test_a_proxy_that_is_not_used_is_named_where_the_service_is_not_reached(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with pytest.raises(ServiceError, match="HTTP_PROXY of the environment is not used"):
+        scorer("http://127.0.0.1:1/", max_retries=0)(answers())
+
+
 def test_a_service_is_asked_from_a_running_event_loop_such_as_a_notebooks():
     async def cell():
         return scorer(server.url)(answers()).total.tolist()

@@ -23,7 +23,12 @@ from rlhf_lightning.rollout.concurrent_requests import request_all, run_async
 from rlhf_lightning.rollout.scorers.base import Answers, Scores, answer_texts
 from rlhf_lightning.rollout.scorers.functions import LARGEST
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
-from rlhf_lightning.rollout.service_client import MOST_BYTES, ServiceClient, root_cause
+from rlhf_lightning.rollout.service_client import (
+    MOST_BYTES,
+    ServiceClient,
+    root_cause,
+    unused_proxy,
+)
 from rlhf_lightning.runs.reading import loads
 from rlhf_lightning.runs.secrets import learn_secrets
 from rlhf_lightning.text.messages import as_text
@@ -129,7 +134,8 @@ class RewardService:
                     f"{self.url}: its certificate is not trusted ({cause}): add its authority to "
                     "the system's certificates, or set SSL_CERT_FILE"
                 ) from error
-            raise _UnavailableError(f"{type(cause).__name__}: {cause}") from error
+            found = f"{type(cause).__name__}: {cause}{unused_proxy(self.url)}"
+            raise _UnavailableError(found) from error
         status, body = answer.status_code, answer.content
         if len(body) > MOST_BYTES:
             raise ServiceError(
