@@ -97,7 +97,6 @@ def test_the_last_comparison_is_the_one_on_the_page_and_says_by_what_and_against
     assert summary.about["reward"] == "length"
     assert summary.about["baseline"].endswith(material["other_policy"].name)
     assert "trained on" not in verdict(summary).sentence
-    assert "SFT" not in verdict(summary).caption
     assert len(held_out(folder)) == 1
     domains = {name for name in summary.metrics if "/domain/" in name}
     rows = [{"prompt": f"w1 w{i}"} for i in range(2, 12)]

@@ -8,15 +8,6 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import Summary
 from rlhf_lightning.runs.verdict import verdict
 
-_NEXT = {
-    "base": "rlhf-train +experiment=sft artifacts.base={} fine-tunes it on demonstrations.",
-    "sft": "rlhf-train +experiment=reward artifacts.sft={} trains a reward model from it.",
-    "reward": "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it.",
-    "evaluate": "Read the samples. human=export asks people, judge= a language model.",
-    "pipeline": "Read the samples on the page of the last stage. rounds=2 trains once more.",
-    "demonstrations": "rlhf-train +experiment=sft data.path={} fine-tunes on them.",
-    "collect": "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs.",
-}
 _COMPARE = (
     "Read the samples. rlhf-evaluate run={run} compares it on other prompts, also by a language "
     "model (judge=) or by people (human=export)."
@@ -47,14 +38,34 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
     if tone == "bad":
         return _BAD.format(doctor=" and the doctor's findings" * folder.doctor.is_file())
     undecided = "More held-out rows or a longer run may decide it. " * (tone == "undecided")
+    template = _what_takes_it(summary, folder)
     if not folder.config.is_file():
-        told = "" if summary.stage in _NEXT else _IN_PYTHON
+        told = _IN_PYTHON if template == _COMPARE else ""
         if "compared by" in summary.about:
             told = "Read the samples. "
         return f"{undecided}{told}export_model(module, FOLDER) exports it for the next stage."
-    key = "demonstrations" if "collect/score_best" in summary.metrics else summary.stage
     made = next((p for p in (folder.export, folder.path / "data") if p.is_dir()), folder.path)
-    return undecided + _NEXT.get(key, _COMPARE).format(place_of(made), run=place_of(folder.path))
+    return undecided + template.format(place_of(made), run=place_of(folder.path))
+
+
+def _what_takes_it(summary: Summary, folder: RunFolder) -> str:
+    """Return the command that takes what a run has made: records, a policy or a reward model."""
+    metrics = summary.metrics
+    if "collect/score_best" in metrics:
+        return "rlhf-train +experiment=sft data.path={} fine-tunes on them."
+    if "collect/train_records" in metrics:
+        return "rlhf-train +experiment=reward data.path={} trains a reward model on the pairs."
+    if "stages" in summary.about:
+        return "Read the samples on the page of the last stage. rounds=2 trains once more."
+    if not folder.metrics.is_file():  # nothing was trained
+        return "Read the samples. human=export asks people, judge= a language model."
+    if "val/accuracy" in metrics and "val/chosen_reward" not in metrics:
+        return "rlhf-train +experiment=ppo artifacts.reward={} trains a policy against it."
+    if "val/loss" not in metrics or "val/accuracy" in metrics:
+        return _COMPARE
+    if "baseline" not in summary.about and "val/baseline_loss" not in metrics:
+        return "rlhf-train +experiment=sft artifacts.base={} fine-tunes it on demonstrations."
+    return "rlhf-train +experiment=reward artifacts.sft={} trains a reward model from it."
 
 
 def place_of(path: Path) -> str:

@@ -64,13 +64,6 @@ def figure(metrics: Metrics, name: str) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def unmeasured(metrics: Metrics, name: str, what: str, facts: list[Fact]) -> Verdict:
-    """Return the verdict without the figure that says most: it is broken, or was not taken."""
-    if name in metrics:
-        return Verdict("bad", sentence=f"{name} is not a finite number.", facts=tuple(facts))
-    return Verdict(sentence=f"No {what} was recorded.", facts=tuple(facts))
-
-
 def by_interval(
     metrics: Metrics,
     name: str,

@@ -74,8 +74,8 @@ def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
     print_verdict(read_summary(folder), folder, console=Console(file=out, width=200))
     text = out.getvalue()
     for part in (
-        "81.2 % of comparisons won against SFT (95 % interval 77.1 to 84.8 %)",
-        "PPO answers better than SFT",
+        "81.2 % of comparisons with the baseline won (95 % interval 77.1 to 84.8 %)",
+        "The policy answers better than the baseline",
         "-0.02 → 1.41",
         "0.24  (nats a token)",
         "14.1 → 17.9",

@@ -49,7 +49,7 @@ def test_the_verdict_comes_first_with_its_interval_and_the_gates_with_their_reas
     path = write_report(fake_ppo_run(tmp_path / "run"))
     assert path.name == "report.html"
     outline = Outline(path.read_text())
-    order = ["81.2 %", "77.1 to 84.8 %", "PPO answers better than SFT", "-0.02 → 1.41", "Gates"]
+    order = ["81.2 %", "77.1 to 84.8 %", "The policy answers better than", "-0.02 → 1.41", "Gates"]
     places = [
         outline.text.index(part) for part in [*order, "Curves", "Samples", "Time", "Settings"]
     ]
@@ -251,7 +251,9 @@ def test_each_run_that_ended_says_what_to_do_next(tmp_path):
     assert "Do not build on it" in top(ppo, gates=(), metrics=lost)
     collection = fake_sft_run(tmp_path / "collect")
     (collection.path / "data").mkdir()
-    assert f"data.path={tmp_path.name}/collect/data" in top(collection, stage="collect")
+    assert f"data.path={tmp_path.name}/collect/data" in top(
+        collection, stage="collect", metrics={"collect/train_records": 5.0}
+    )
     ppo.config.unlink()
     told = top(ppo, gates=(), metrics={"val/score": 1.0})
     assert "compare(module" in told

@@ -23,8 +23,8 @@ def ppo(rate: float, low: float, high: float) -> Summary:
 @pytest.mark.parametrize(
     ("rate", "low", "high", "tone", "words"),
     [
-        (0.8, 0.76, 0.84, "good", "better than SFT"),
-        (0.2, 0.16, 0.24, "bad", "worse than SFT"),
+        (0.8, 0.76, 0.84, "good", "better than the base"),
+        (0.2, 0.16, 0.24, "bad", "worse than the base"),
         (0.52, 0.47, 0.57, "undecided", "no difference"),
         (0.48, 0.43, 0.53, "undecided", "no difference"),
     ],
@@ -49,6 +49,7 @@ def test_a_figure_that_is_broken_is_not_one_that_was_not_taken(stage, name):
 
 def test_without_a_gold_reward_the_verdict_rests_on_the_score_and_is_never_good():
     metrics = {"val/score_win_rate": 0.9, "val/score_win_rate_low": 0.87}
+    metrics["rollout/score_std_max"] = 1.0
     result = verdict(Summary("ppo", "completed", 1, metrics=metrics))
     assert (result.tone, result.number) == ("neutral", "90.0 %")
     assert "reward it was trained on" in result.sentence
@@ -185,7 +186,7 @@ def test_a_pipeline_ends_in_the_verdict_on_its_last_stage_not_in_the_figures_of_
 def test_how_many_answers_ended_by_themselves_stands_beside_the_win_rate():
     cut = {"val/eos_fraction": 0.0, "val/baseline_eos_fraction": 0.02}
     found = verdict(replace(ppo(0.6, 0.55, 0.65), metrics=ppo(0.6, 0.55, 0.65).metrics | cut))
-    assert Fact("ended by themselves", "2.0 % → 0.0 %", "SFT → now") in found.facts
+    assert Fact("responses that end", "2.0 % → 0.0 %", "baseline → now") in found.facts
 
 
 @pytest.mark.parametrize("stage", ["evaluate", "pipeline", "ppo"])
