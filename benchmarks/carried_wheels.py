@@ -21,7 +21,7 @@ from benchmarks.machine import ROOT
 
 WHEELS = ROOT / "benchmarks/.gpu_day/wheels"
 SITE = WHEELS.with_name("site")
-BESIDE = ("pytest", "pytest-timeout", "liger-kernel")  # of the tests and of the measurements
+BESIDE = ("pytest", "pytest-timeout")  # of the tests
 THERE = re.compile(r"^(torch|triton|nvidia-.*|cuda-.*)$")  # torch's own
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
 PLATFORMS += [f"manylinux{year}_x86_64" for year in (2014, 2010, 1)]

@@ -113,7 +113,7 @@ def _attempt(
     """Run a part unless it has a result, cannot run here, or has no time."""
     if (results / part.result).exists():
         return Outcome(part, "done before")
-    reason = part.not_rehearsed if rehearse else part.missing()
+    reason = None if rehearse else part.missing()
     if reason is not None:
         return Outcome(part, "skipped", reason)
     if left < min(SHORTEST, part.limit):

@@ -5,12 +5,11 @@ Must not import torch: the program that starts the parts holds no memory of a GP
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import ROOT
@@ -37,7 +36,6 @@ class Part:
         limit: seconds.
         tests: the command is pytest's, and the result is made from its report.
         missing: returns why the part cannot run on this machine, or None.
-        not_rehearsed: why there is no stand-in, or None.
     """
 
     name: str
@@ -47,7 +45,6 @@ class Part:
     limit: int
     tests: bool = False
     missing: Callable[[], str | None] = lambda: None
-    not_rehearsed: str | None = None
 
     @property
     def result(self) -> str:
@@ -101,12 +98,6 @@ def _peaks(stage: str) -> Part:
     )
 
 
-def no_liger() -> str | None:
-    """Return why Liger's kernels cannot be measured."""
-    found = importlib.util.find_spec("liger_kernel") is not None
-    return None if found else "liger-kernel is not installed"
-
-
 def no_vllm() -> str | None:
     """Return why vLLM cannot be tested."""
     return None if VLLM.exists() else f"no {VLLM.name} of an environment with vLLM (make vllm)"
@@ -139,13 +130,7 @@ def parts() -> tuple[Part, ...]:
             9 * MINUTE,
         ),
         _generation("generation_0.5b", "0.5b", "generation, 0.5B: `rollout=cached`"),
-        _ppo("ppo_0.5b", "0.5b", "PPO iteration, 0.5B: `model.kernels=none`", "model.kernels=none"),
-        replace(
-            _ppo("liger_0.5b", "0.5b", "the same: `model.kernels=liger`", "model.kernels=liger"),
-            missing=no_liger,
-            not_rehearsed="Liger's kernels run on CUDA alone",
-        ),
-        _ppo("compile_0.5b", "0.5b", "the same: `model.kernels=compile`", "model.kernels=compile"),
+        _ppo("ppo_0.5b", "0.5b", "PPO iteration, 0.5B"),
         *map(_peaks, ("sft", "reward", "ppo")),
         _ppo("ppo_1b", "1b", "PPO iteration, 1B"),
         _generation("generation_1b", "1b", "generation, 1B: `rollout=cached`"),

@@ -20,7 +20,6 @@ from benchmarks.shapes import prompts as prompt_rows
 from benchmarks.worker import StepCounter, Stopwatch, Task, worker_main
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
-from rlhf_lightning.models.layer_kernels import layer_kernels
 from rlhf_lightning.modules.ppo import PPOModule
 
 
@@ -87,7 +86,7 @@ def run(task: Task) -> dict[str, Any]:
     watch = Watch(task["device"])
     trainer = bare_trainer(task, watch)
     settings = training_settings("ppo", *task["overrides"]).model
-    with cpu_kernels(settings.cpu_kernels), layer_kernels(settings.kernels):
+    with cpu_kernels(settings.cpu_kernels):
         trainer.fit(module, DataLoader(batches, batch_size=None))
     result: dict[str, Any] = {"iterations": watch.iterations[task["warmup"] :]}
     if profiled:

@@ -10,18 +10,14 @@ from contextlib import contextmanager
 
 from rlhf_lightning.distributed.process import cpu_threads as set_cpu_threads
 from rlhf_lightning.models.cpu_kernels import cpu_kernels as set_cpu_kernels
-from rlhf_lightning.models.layer_kernels import Kernels, layer_kernels
 from rlhf_lightning.models.micro_batching import micro_batching
 
 
 @contextmanager
-def computing(
-    *, cpu_kernels: bool, kernels: Kernels, micro_batches: str, cpu_threads: int | None
-) -> Iterator[None]:
+def computing(*, cpu_kernels: bool, micro_batches: str, cpu_threads: int | None) -> Iterator[None]:
     """Compute inside by these settings of a model; see the functions that are called."""
     with (
         set_cpu_kernels(cpu_kernels),
-        layer_kernels(kernels),
         micro_batching(micro_batches),
         set_cpu_threads(cpu_threads),
     ):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
-
-from rlhf_lightning.models.layer_kernels import as_now
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -30,11 +28,9 @@ def checkpoint_activations(
 
     Source: Chen et al. 2016.
     """
-    options = {
-        "use_reentrant": False,
-        "preserve_rng_state": _has_dropout(model),
-        "context_fn": lambda: _as_now(contexts or _nothing),
-    }
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _has_dropout(model)}
+    if contexts is not None:
+        options["context_fn"] = contexts
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.23
@@ -46,21 +42,3 @@ def _has_dropout(model: PreTrainedModel) -> bool:
     fields = (value for name, value in vars(model.config).items() if "drop" in name)
     modules = (module.p for module in model.modules() if isinstance(module, _DropoutNd))
     return any(isinstance(p, int | float) and p > 0 for p in (*fields, *modules))
-
-
-def _nothing() -> Contexts:
-    return nullcontext(), nullcontext()
-
-
-def _as_now(contexts: Callable[[], Contexts]) -> Contexts:
-    """Return `contexts()`, the repetition also by the kernels that the forward takes now."""
-    first, repeated = contexts()
-    return first, _within(as_now(), repeated)
-
-
-@contextmanager
-def _within(
-    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
-) -> Iterator[None]:
-    with outer, inner:
-        yield

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf_lightning.models.layer_kernels import compiles
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -39,14 +37,12 @@ def cpu_kernels(enabled: bool) -> Iterator[None]:
 def prepare(model: PreTrainedModel, *, adapted: bool = False) -> None:
     """Let `model` compute by the CPU kernels wherever it is on a CPU, unless they are off.
 
-    Layers that are to be compiled stay as they are.
-
     Args:
         model: changed in place.
         adapted: it is the base of adapters: its layers stay as they are, so that it computes the
             same bits with adapters that are off and without any.
     """
-    if _enabled and not compiles():
+    if _enabled:
         from rlhf_lightning.models import cpu
 
         cpu.prepare(model, adapted=adapted)

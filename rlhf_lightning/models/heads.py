@@ -23,14 +23,15 @@ from rlhf_lightning.models.cpu_kernels import (
     prepare,
     weight_grad_adder,
 )
-from rlhf_lightning.models.known_masks import masks_known
-from rlhf_lightning.models.layer_kernels import full_sequences, use_layer_kernels
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing
 
 # Fewer rows than this take CPU kernels of their own, and a ratio of 1 would be 1 + 5e-7. Any number
 # above it would leave a kernel behind, see `kernel_rows`; its multiples are few.
 CPU_ROWS = 16
+# Of packed rows, which attention keeps apart by their lengths. Where there is no mask, transformers
+# makes one of `[1, 1, W, W]`; one of four dimensions goes to the layers as it is.
+_NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 class TokenStatistics(NamedTuple):
@@ -55,18 +56,21 @@ def hidden_states(
     """
     if row_lengths is not None:
         position_ids = torch.cat([torch.arange(length) for length in row_lengths]).unsqueeze(0)
-        options = {"position_ids": position_ids, "row_lengths": row_lengths, "use_cache": False}
-        with masks_known():
-            packed: Tensor = trunk(input_ids=input_ids, **options).last_hidden_state  # [1, W, H]
-        return packed
+        packed = trunk(
+            input_ids=input_ids,
+            attention_mask=_NO_MASK,
+            position_ids=position_ids,
+            row_lengths=row_lengths,
+            use_cache=False,
+        )
+        return packed.last_hidden_state  # type: ignore[no-any-return]
     rows = len(input_ids)
     if rows == 1 and input_ids.device.type == "cpu":
         # One row takes other CPU kernels than two or more, and a ratio of 1 would be 1 + 5e-7.
         input_ids = input_ids.expand(2, -1)
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
     position_ids = position_ids.expand_as(input_ids)
-    with masks_known(), full_sequences():
-        output = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    output = trunk(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     hidden: Tensor = output.last_hidden_state[:rows]  # [b, W, H]
     return hidden
 
@@ -98,7 +102,6 @@ class PolicyModel(nn.Module):
         prepare(model)
         self.model = model
         check_head_split(model)
-        use_layer_kernels(model)
 
     @property
     def root(self) -> nn.Module:
@@ -178,7 +181,6 @@ class ScalarHeadModel(nn.Module):
         if not isinstance(head, ScalarHead):
             raise TypeError(f"head={type(head).__name__} is no ScalarHead: use scalar_head()")
         prepare(trunk)
-        use_layer_kernels(trunk)
         self.trunk = trunk
         self.head = head
 

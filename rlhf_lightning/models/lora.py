@@ -34,7 +34,6 @@ from rlhf_lightning.models.heads import (
     check_head_split,
     scalar_head,
 )
-from rlhf_lightning.models.layer_kernels import use_layer_kernels
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.models.precision import computing, round_frozen_weights
 
@@ -62,7 +61,6 @@ class AdaptedBase(nn.Module):
         super().__init__()
         prepare(model, adapted=True)
         check_head_split(model)
-        use_layer_kernels(model)
         self.lora = lora
         self.targets = target_modules(model, lora.target_modules)
         _tell_of_experts(model, self.targets)

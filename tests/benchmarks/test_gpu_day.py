@@ -65,12 +65,11 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_rest_runs_and_is_not_run_ag
         Part("bad", "", (), bad, 60),
         Part("hangs", "", (), script(tmp_path, "hanging_part", late), 1),
         Part("no_result", "", (), script(tmp_path, "empty_part", ""), 60),
-        Part("absent", "", (), (), 60, not_rehearsed="no such thing here"),
         Part("good", "", (), script(tmp_path, "good_part", WRITES), 60),
     ]
     started = time.monotonic()
     statuses, failure = day(parts)
-    expected = {"bad": "failed", "hangs": "failed", "no_result": "failed", "absent": "skipped"}
+    expected = {"bad": "failed", "hangs": "failed", "no_result": "failed"}
     assert statuses == {**expected, "good": "done"}
     assert failure.startswith("failed: bad, hangs, no_result; logs in")
     assert day(parts)[0] == {**expected, "good": "done before"}
@@ -162,10 +161,8 @@ def test_carried_wheels_are_installed_once(tmp_path, monkeypatch):
 def test_the_whole_day_is_rehearsed(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_day, "STATE", tmp_path / "state")
     outcomes = gpu_day.main(["--rehearse", "--results", str(tmp_path)])
-    assert {o.part.name for o in outcomes if o.status == "skipped"} == {"liger_0.5b"}
-    assert {o.status for o in outcomes} == {"done", "skipped"}
+    assert {o.status for o in outcomes} == {"done"}
     for outcome in outcomes:
-        if outcome.status == "done":
-            result = json.loads((tmp_path / outcome.part.result).read_text())
-            render = importlib.import_module(f"benchmarks.{result['benchmark']}").render
-            assert render(result).count("|") > 5
+        result = json.loads((tmp_path / outcome.part.result).read_text())
+        render = importlib.import_module(f"benchmarks.{result['benchmark']}").render
+        assert render(result).count("|") > 5

@@ -361,14 +361,13 @@ class ModelSettings(Settings):
     activation_checkpointing: bool = False
     cpu_kernels: bool = True
     cpu_threads: Count | None = None
-    kernels: Literal["auto", "liger", "compile", "none"] = "auto"
     micro_batches: Literal["auto", "buckets", "tokens"] = "auto"
     shape: dict[str, Any] | None = None
 
     @property
     def computing(self) -> dict[str, Any]:
         """Kernels, micro-batches and threads, as `app.computing` takes them."""
-        names = ("cpu_kernels", "kernels", "micro_batches", "cpu_threads")
+        names = ("cpu_kernels", "micro_batches", "cpu_threads")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -22,7 +22,6 @@ from rlhf_lightning.models.activation_checkpointing import checkpoint_activation
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
-from rlhf_lightning.models.layer_kernels import layer_kernels
 from rlhf_lightning.models.lora import AdaptedBase, add_policy, add_scalar_model
 from rlhf_lightning.models.precision import round_frozen_weights
 
@@ -107,8 +106,8 @@ class FakeModels:
         dtype = None if as_held else self.run.style.compute_dtype
         key = (num_layers, dtype, *self._key(kind))
         if key not in _MADE:
-            # Fake tensors are on a CPU, always, and layers as transformers wrote them.
-            with cpu_kernels(self.run.device == "cpu"), layer_kernels("none"):
+            # Fake tensors are on a CPU, always.
+            with cpu_kernels(self.run.device == "cpu"):
                 model = self.build(kind, num_layers)
             _make_fake(model.root, dtype)
             _MADE[key] = model

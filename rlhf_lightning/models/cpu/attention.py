@@ -52,12 +52,11 @@ def short_attention(
 ) -> tuple[Tensor, None]:
     """Return `[B, W, G * Q, D]`; the signature is that of transformers' attention functions.
 
-    With `row_lengths` in `options`, B is 1, and the positions are rows one after the other.
+    With `row_lengths` in `options`, B is 1, the positions are rows one after the other, each of
+    which attends within itself, and there is nothing in the mask.
     """
     row_lengths: tuple[int, ...] | None = options.pop("row_lengths", None)
     if row_lengths is not None:
-        if attention_mask is not None:
-            raise ValueError("packed rows have a mask, and attend within their row only")
         options |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return _row_by_row(row_lengths, module, query, key, value, **options)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)

@@ -89,7 +89,7 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
             and hidden_states.dtype == torch.float32
             and _compute_dtype(hidden_states) in (torch.float32, torch.bfloat16)
             and 1 < max(options.get("row_lengths", (hidden_states.shape[1],))) <= LONGEST
-            and options.get("attention_mask") is None
+            and ("row_lengths" in options or options.get("attention_mask") is None)
             and options.get("past_key_values") is None
             and options.get("position_embeddings") is not None
             and attention.config._attn_implementation == NAME

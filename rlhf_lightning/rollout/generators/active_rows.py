@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.models.forward import equal_widths
-from rlhf_lightning.models.known_masks import masks_known
 from rlhf_lightning.rollout.generators.kv_cache import InPlaceCache
 
 
@@ -150,14 +149,13 @@ class RunningRows:
         if int(lengths.min()) < self.width - start:  # without padding attention needs no mask
             mask = (self.columns[start:end_after] >= first).long()
         model: Any = self.model
-        with masks_known():
-            output = model(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=(self.columns[end:end_after] - first).clamp(min=0),
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        output = model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=(self.columns[end:end_after] - first).clamp(min=0),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         logits: Tensor = output.logits[:, -1]
         return logits
