@@ -1,6 +1,10 @@
 """The page where people label pairs: `python -m rlhf_lightning.annotate file=PAIRS`."""
 
-from rlhf_lightning.app.annotate import main
+from functools import partial
+
+from rlhf_lightning.app.start import start
+
+main = partial(start, "annotate")
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,10 @@
 """The dashboard of a project in Weights & Biases: `python -m rlhf_lightning.dashboard`."""
 
-from rlhf_lightning.app.dashboard import main
+from functools import partial
+
+from rlhf_lightning.app.start import start
+
+main = partial(start, "dashboard")
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,10 @@
 """All stages in a row, each judged by its gates: `python -m rlhf_lightning.pipeline`."""
 
-from rlhf_lightning.app.pipeline.run import main
+from functools import partial
+
+from rlhf_lightning.app.start import start
+
+main = partial(start, "pipeline", "pipeline.run")
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,10 @@
 """A matrix of runs and one page of what they show: `python -m rlhf_lightning.study NAME`."""
 
-from rlhf_lightning.app.study.run import main
+from functools import partial
+
+from rlhf_lightning.app.start import start
+
+main = partial(start, "study", "study.run")
 
 if __name__ == "__main__":
     main()

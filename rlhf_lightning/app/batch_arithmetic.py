@@ -1,19 +1,18 @@
-"""Batch arithmetic: minibatches, devices, optimizer steps. Must not import torch."""
+"""Batch arithmetic: minibatches, devices, optimizer steps."""
 
 from __future__ import annotations
 
 import math
 
-from rlhf_lightning.app.stages.spec import StageSpec
+from rlhf_lightning.app.stages.spec import Stage
 
 FEW_STEPS = 30  # Adam's moments and a warm-up of 5 % mean little in fewer
 SMALLEST_BATCH = 8  # of the batches that are suggested
 
 
-def minibatches_key(stage: StageSpec) -> str | None:
+def minibatches_key(stage: Stage) -> str | None:
     """Return the setting that divides a batch into minibatches; None where nothing does."""
-    minibatches = stage.minibatches
-    return None if minibatches is None else f"module.{stage.settings}.{minibatches.count}"
+    return f"module.{stage.settings}.num_minibatches" if stage.rolls_out else None
 
 
 def more_steps(

@@ -334,7 +334,7 @@ def make_trainer(
 ) -> L.Trainer:
     """Return the Trainer: one epoch of `num_iterations` batches, our callbacks, our checkpoints."""
     given = settings.trainer
-    validates = settings.spec.validates and given.validations > 0
+    validates = not settings.spec.rolls_out and given.validations > 0
     total, limit = data.num_iterations, given.limit_train_batches
     total = total if limit is None else min(total, limit)
     trainer = L.Trainer(

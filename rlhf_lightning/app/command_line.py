@@ -6,7 +6,6 @@ in one line, at once, and before Hydra makes a folder for the run.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -25,7 +24,6 @@ from hydra.types import RunMode
 from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import ConfigError, composed, conf_dir, primary, register
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
-from rlhf_lightning.app.config.help import help_text
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import exit_with
@@ -41,10 +39,6 @@ from rlhf_lightning.runs.summary import Summary, write_summary
 
 MISTAKE = 2  # exit status
 _HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
-
-# Imports make half a million objects that stay. The collector looks through those that are there
-# after every 700 new ones by default, which is a seventh of the time to import torch and Lightning.
-gc.set_threshold(10_000)
 
 
 def fail(message: str, status: int = MISTAKE) -> NoReturn:
@@ -70,8 +64,8 @@ def started(folder: RunFolder, summary: Summary, lines: Mapping[str, object]) ->
     return summary
 
 
-def _arguments(entry: str) -> list[str]:
-    """Return the arguments of the command line; for help, write it and end the process.
+def _arguments() -> list[str]:
+    """Return the arguments of the command line.
 
     From here on no output that fails ends the process. A `~` at the beginning of a path is the
     home folder, which a shell does not see behind `=`.
@@ -84,17 +78,11 @@ def _arguments(entry: str) -> list[str]:
         )
     home = str(Path.home())
     sys.argv[1:] = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
-    arguments = sys.argv[1:]
-    if {"-h", "--help"} & set(arguments):
-        say(help_text(entry))
-        raise SystemExit(0)
-    return arguments
+    return sys.argv[1:]
 
 
 def check_command_line(entry: str) -> Any:
     """Return the settings that the command line composes; end the process if it is a mistake.
-
-    `--help` is answered, and ends the process too.
 
     Args:
         entry: the command, and its file in `conf/`.
@@ -103,7 +91,7 @@ def check_command_line(entry: str) -> Any:
         The settings; None for a sweep, which checks each of its jobs, and where flags are given,
         which are Hydra's to read.
     """
-    overrides = _arguments(entry)
+    overrides = _arguments()
     if any(argument.startswith("-") for argument in overrides):
         return None
     try:
@@ -127,7 +115,7 @@ def run_command(entry: str, run: Callable[[Any], object], config: str | None = N
         run: called with the settings.
         config: another file, to which the command adds the group of its name.
     """
-    words = [f"++{one}" if one.startswith(f"{entry}.") else one for one in _arguments(entry)]
+    words = [f"++{one}" if one.startswith(f"{entry}.") else one for one in _arguments()]
     register()
     with ending_without_them(), ended_in_one_line(), stopping_on_signals():
         run(load_settings(COMMANDS[entry], config or entry, with_run(entry, words)))

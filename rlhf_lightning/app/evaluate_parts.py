@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.targets import TargetError
-from rlhf_lightning.app.prerequisites import KINDS, is_available, prepare_inputs
+from rlhf_lightning.app.prerequisites import is_available, prepare_inputs
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     used: set[str | None] = set(sides.values())
     if scorer is not None and (settings.benchmark is None or not sides):
         used.add(scorer.get("source"))
-    kinds = [kind for kind in KINDS if models.get(kind) in used and kind in models]
+    kinds = [kind for kind in MODELS if models.get(kind) in used and kind in models]
     prepare_inputs(settings, overrides, kinds=kinds)
     if scorer is not None and "policy" in scorer.arguments:
         return settings.updated({"scorer.policy": settings.policy if sides else None})

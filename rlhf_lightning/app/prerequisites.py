@@ -1,8 +1,6 @@
 """The models a stage starts from: found, or trained first where they are built-in ones.
 
 Where a run only shows that it runs, what is missing is made of random weights.
-
-Must not import torch: it runs in a process that will train later.
 """
 
 from __future__ import annotations
@@ -12,17 +10,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_lightning.app.config.compose import ConfigError, choices
-from rlhf_lightning.app.config.settings import RunSettings
+from rlhf_lightning.app.config.groups import MODELS
+from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
+from rlhf_lightning.app.config.validate import load_settings
+from rlhf_lightning.app.untrained import write_untrained
 from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.runs.lock import artifact_lock
 from rlhf_lightning.runs.model_folder import is_adapter
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
-KINDS = ("base", "sft", "reward", "ppo")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Words of a command line that all stages share, and those that go to no process of one device.
 _SHARED = (
@@ -30,8 +31,6 @@ _SHARED = (
     *("trainer.accelerator", "paths.outputs", "paths.artifacts", "paths.suffix"),
 )
 _OF_DEVICES = ("strategy", "trainer.")
-_STARTS = {"sft": ("base",), "reward": ("sft",), "ppo": ("sft", "reward")}
-_RECORDS = {"base": "texts", "sft": "demonstrations", "reward": "preferences"}
 
 
 def prepare_inputs(
@@ -39,7 +38,7 @@ def prepare_inputs(
     overrides: list[str],
     say: Callable[[str], None] = print,
     *,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = MODELS,
 ) -> SettingsT:
     """Make sure that the models in `artifacts` exist; train the built-in ones that do not.
 
@@ -66,7 +65,7 @@ def prepare_inputs(
         folder = Path(source)
         usual = source == f"{settings.select('model.folder')}/{kind}"
         base = settings.select("artifacts.base") or settings.select("model.base")
-        if settings.only_runs and usual and (kind == "reward" or base):
+        if settings.only_runs and usual and (base or not _recipe(kind).spec.trains_policy):
             changed = _untrained(kind, settings, base, say)
             settings = settings.updated(changed) if changed else settings
             continue
@@ -83,6 +82,12 @@ def prepare_inputs(
                 )
                 _train(kind, settings, overrides)
     return settings
+
+
+@cache
+def _recipe(kind: str) -> TrainSettings:
+    """Return the settings of the experiment that makes a `kind` model of the built-in world."""
+    return load_settings(TrainSettings, "train", [f"+experiment={kind}"])
 
 
 def is_available(source: str) -> bool:
@@ -118,27 +123,30 @@ def _maker(settings: RunSettings, kind: str, overrides: Sequence[str]) -> str:
     """Return the words by which an experiment makes a `kind` model for these settings."""
     sibling = "_".join([kind, *settings.name.split("_")[1:]])
     experiment = sibling if sibling in choices("experiment") else kind
-    starts = (f"artifacts.{start}=" for start in _STARTS.get(kind, ()))
+    recipe = _recipe(kind)
+    starts = (f"artifacts.{start}=" for start in recipe.spec.uses if start != kind)
     kept = (*_SHARED, *_OF_DEVICES, "seed=", "debug=fast", "paths.apart=", *starts)
     words = [word for word in overrides if word.lstrip("+").startswith(kept)]
-    if experiment == "sft" and not any(map(settings.select, ("artifacts.base", "model.base"))):
-        words.append("artifacts.base=NAME")
-    other = settings.select("dataset.sft_dataset") if kind == "sft" else None
+    start = f"artifacts.{recipe.spec.starts_from}"
+    has_start = any(map(settings.select, (start, "model.base")))
+    if experiment == kind and recipe.start is not None and not has_start:
+        words.append(f"{start}=NAME")
+    other = settings.select(f"dataset.{kind}_dataset")
     if other is not None and not any(word.startswith("dataset.family=") for word in words):
         words = [f"dataset={other}" if word.startswith("dataset=") else word for word in words]
     elif not _holds(settings, kind):
-        file = f"dataset.path={_RECORDS[kind].upper()}"
+        file = f"dataset.path={recipe.data.get('kind').upper()}"
         words = [file if word.startswith("dataset.path=") else word for word in words]
     return shlex.join([experiment, *words])
 
 
 def _holds(settings: Any, kind: str) -> bool:
     """Return whether the files of the data set hold the records that a `kind` model learns from."""
-    path = settings.select("dataset.path")
-    if path is None or not Path(path).exists() or kind not in _RECORDS:
+    path, records = settings.select("dataset.path"), _recipe(kind).data.get("kind")
+    if path is None or not Path(path).exists() or records is None:
         return True
     try:
-        return bool(settings.dataset.source.build().records(_RECORDS[kind], "train"))
+        return bool(settings.dataset.source.build().records(records, "train"))
     except ValueError:
         return False
 
@@ -147,16 +155,15 @@ def _untrained(
     kind: str, settings: RunSettings, base: str | None, say: Callable[[str], None]
 ) -> dict[str, str | None]:
     """Make a model of random weights; a pretrained base takes the place of a missing policy."""
-    from rlhf_lightning.app.untrained import write_untrained
-
     source = str(settings.select(f"artifacts.{kind}"))
-    if kind != "reward" and not settings.select("model.from_scratch"):
+    stage = _recipe(kind).spec
+    if stage.trains_policy and not settings.select("model.from_scratch"):
         say(f"There is no {kind} model in {source}: this run starts from {base}.")
         return {f"artifacts.{kind}": base}
     with artifact_lock(Path(source), report=say):
         if not is_available(source):
             say(f"There is no {kind} model in {source}: one of random weights is made.")
-            write_untrained(kind, Path(source), settings)
+            write_untrained(stage, Path(source), settings)
     return {}
 
 

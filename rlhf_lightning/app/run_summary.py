@@ -81,8 +81,9 @@ def batch_arithmetic(settings: TrainSettings, iterations: int, world_size: int) 
     stage = settings.spec
     epochs, minibatches = settings.passes
     at_once = _at_once(settings, rows // world_size // minibatches)
-    if stage.minibatches is None:
-        kind = "pairs" if stage.paired and settings.data.get("kind") != "unpaired" else "rows"
+    if not stage.rolls_out:
+        is_paired = stage.sequences_per_row == 2 and settings.data.get("kind") != "unpaired"
+        kind = "pairs" if is_paired else "rows"
         return (
             f"{iterations} iterations of {rows} {kind}{share}{at_once} = "
             f"{count_steps(settings, iterations):,} optimizer steps"

@@ -37,7 +37,7 @@ from rlhf_lightning.app.failures import (
     record_failure,
 )
 from rlhf_lightning.app.prerequisites import prepare_inputs
-from rlhf_lightning.app.stages.spec import StageSpec, run_kind
+from rlhf_lightning.app.stages.spec import Stage, run_kind
 from rlhf_lightning.app.sweep import goes_on, in_sweep
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
@@ -240,7 +240,7 @@ def _where_to_start(settings: TrainSettings, folder: RunFolder) -> tuple[RunFold
     return folder, None
 
 
-def objective(summary: Summary, stage: StageSpec) -> float | None:
+def objective(summary: Summary, stage: Stage) -> float | None:
     """Return what a sweep maximises, of a summary of this stage.
 
     PPO: win rate by the learnt score; reward model: accuracy; SFT: minus the held-out loss.

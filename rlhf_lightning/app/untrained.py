@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf_lightning.app.build import vocabulary_of
 from rlhf_lightning.app.command_line import quieten
+from rlhf_lightning.app.stages.spec import Stage
 from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.factory import head_std, load_base, load_policy
 from rlhf_lightning.models.heads import ScalarHeadModel, scalar_head
@@ -27,18 +28,18 @@ _TINY = {
 }
 
 
-def write_untrained(kind: str, folder: Path, settings: Any) -> None:
+def write_untrained(stage: Stage, folder: Path, settings: Any) -> None:
     """Write a model folder of random weights, with a manifest.
 
     Args:
-        kind: key of `artifacts`: `reward` is a reward model for the policy in `artifacts.sft`, with
-            its tokenizer; others are policies with the tokenizer of `model`.
+        stage: makes such models: a policy has the tokenizer of `model`, a reward model that of the
+            policy that it starts from.
         folder: a new one.
         settings: of a command that has a model.
     """
     quieten()
     model = settings.model
-    policy = settings.artifacts.sft if kind == "reward" else None
+    policy = None if stage.trains_policy else settings.artifacts.of(stage.starts_from)
     if policy is None:
         tokenizer = with_template(model.tokenizer.build(), model.chat_template)
     else:
@@ -47,14 +48,14 @@ def write_untrained(kind: str, folder: Path, settings: Any) -> None:
     drawn: Any = load_policy(from_scratch=fields, seed=settings.seed)
     stops = stop_ids(tokenizer, policy, revision=model.revision)
     with replacing_folder(folder) as staging:
-        if kind == "reward":
+        if not stage.trains_policy:
             size = drawn.model.get_output_embeddings().in_features
             head = scalar_head(size, init_std=head_std(size, "reward"))
             drawn = ScalarHeadModel(drawn.model.base_model, head)
         save_hf_model(drawn, tokenizer, staging, drawn.state_dict(), stop_ids=stops)
         if policy is not None and settings.select("lora") is not None:
             _save_adapter(policy, staging / ADAPTER, settings)
-        write_manifest(staging, stage=kind, run="none")
+        write_manifest(staging, stage=stage.name, run="none")
 
 
 def _save_adapter(policy: str, folder: Path, settings: Any) -> None:

@@ -41,7 +41,7 @@ PURE_PARTS = {"arguments", "functional", "batches", "hparams"}
 NOT_PURE = HEAVY - {"torch", "scipy"} | HYDRA
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 MAX_FILE_LINES = 500
-MAX_ENTRY_POINT_LINES = 6
+MAX_ENTRY_POINT_LINES = 10
 MAX_FOLDERS = 14
 MAX_FUNCTION_LINES = 50
 

@@ -22,7 +22,7 @@ def composed(*overrides: str) -> TrainSettings:
 def test_every_experiment_composes_and_its_hyperparameters_build(experiment):
     settings = composed(f"+experiment={experiment}")
     assert settings.stage in ("sft", "reward", "dpo", "ppo", "grpo")
-    assert type(settings.hparams) is settings.spec.hparams[settings.spec.settings]
+    assert type(settings.hparams) is settings.spec.module.kinds[settings.spec.settings]
     assert settings.artifacts.publish, "a stage that publishes nothing cannot be built upon"
 
 

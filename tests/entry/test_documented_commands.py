@@ -177,7 +177,7 @@ def compose_stage(overrides: tuple[str, ...]) -> TrainSettings:
 @pytest.mark.parametrize("command", TRAINING, ids=str)
 def test_a_documented_training_command_composes_and_its_hyper_parameters_are_built(command):
     settings = settings_of(command)
-    assert type(settings.hparams) is settings.spec.hparams[settings.spec.settings]
+    assert type(settings.hparams) is settings.spec.module.kinds[settings.spec.settings]
 
 
 def made_by_default(command: Command, settings: TrainSettings, kind: str) -> str | None:

@@ -1,7 +1,4 @@
-"""The folder of configurations, and their registration with Hydra.
-
-Must not import torch: `--help` and a config error answer at once.
-"""
+"""The folder of configurations, and their registration with Hydra."""
 
 from __future__ import annotations
 
@@ -19,19 +16,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_lightning import hparams
 from rlhf_lightning.app.config.groups import check_path_name
-from rlhf_lightning.app.stages.spec import find_stage, stage_names
 from rlhf_lightning.distributed.launch import launch_time
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
-from rlhf_lightning.hparams import LoraHparams
-
-HPARAMS: dict[str, Any] = {
-    "doctor": DoctorThresholds,
-    "doctor_actions": ActionSettings,
-    "lora": LoraHparams,
-    **{key: cls for stage in stage_names() for key, cls in find_stage(stage).hparams.items()},
-}
 
 
 class ConfigError(Exception):
@@ -45,6 +34,18 @@ def conf_dir() -> Path:
         if (folder / "train.yaml").is_file():
             return folder
     raise FileNotFoundError(f"no conf/train.yaml in {here} or beside it: the package is incomplete")
+
+
+# The config group `hparams`: `ppo` is `PPOHparams`.
+HPARAMS: dict[str, Any] = {
+    "doctor": DoctorThresholds,
+    "doctor_actions": ActionSettings,
+    **{
+        name.removesuffix("Hparams").lower(): cls
+        for name, cls in vars(hparams).items()
+        if name.endswith("Hparams") and not cls.__subclasses__()
+    },
+}
 
 
 def register() -> None:

@@ -217,8 +217,10 @@ class ArtifactsSettings(Settings):
 
     def models(self) -> dict[str, str]:
         """Return all models that are named, by kind."""
-        kinds = ("base", "sft", "reward", "ppo")
-        return {kind: found for kind in kinds if (found := self.of(kind)) is not None}
+        return {kind: found for kind in MODELS if (found := self.of(kind)) is not None}
+
+
+MODELS = tuple(key for key in ArtifactsSettings.model_fields if key != "publish")
 
 
 class TrainerSettings(Settings):

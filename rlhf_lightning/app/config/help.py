@@ -8,9 +8,8 @@ import textwrap
 from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import choices, conf_dir
+from rlhf_lightning.app.stages.spec import stage_names
 
-STAGES = ("sft", "reward", "ppo", "grpo", "dpo")
-BUILT_IN = ("base", *STAGES)
 # In the order of how often one chooses in them; the others belong to other commands.
 GROUPS = (
     ("preset", "recipes often seen in tutorials, with a +: +preset=NAME"),
@@ -49,11 +48,12 @@ def choices_text(width: int | None = None) -> str:
         width: in characters; that of the terminal, at most 100, where it is None.
     """
     width = width or min(shutil.get_terminal_size().columns, 100)
-    heads = tuple(f"{stage}_" for stage in STAGES)
-    names = [name for name in choices("experiment") if name not in BUILT_IN]
+    stages = stage_names()
+    heads, built_in = tuple(f"{stage}_" for stage in stages), ["base", *stages]
+    names = [name for name in choices("experiment") if name not in built_in]
     recipes = sorted({name.partition("_")[2] for name in names if name.startswith(heads)})
     objectives = [name for name in names if not name.startswith(heads)]
-    lines = _row("built-in world", " ".join((*BUILT_IN, *objectives)), width)
+    lines = _row("built-in world", " ".join((*built_in, *objectives)), width)
     lines += _row(
         "your own", "all but base, with model=, dataset=, lora=lora, strategy=fsdp", width
     )

@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.compose import ConfigError, primary
 from rlhf_lightning.app.config.errors import explain_invalid
-from rlhf_lightning.app.config.groups import ArtifactsSettings
+from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.local_files import (
     UNREADABLE,
     Named,
@@ -133,17 +133,15 @@ def read_training(folder: RunFolder) -> TrainSettings:
         raise ConfigError(f"run={folder.path}: {error}") from error
 
 
-def models_of(trained: TrainSettings, folder: RunFolder) -> dict[str, str | None]:
+def models_of(trained: TrainSettings, folder: RunFolder) -> dict[str, str]:
     """Return the models of a training run by kind, with what it made itself, as found from here."""
     start = working_folder(folder)
-    found: dict[str, str | None] = {}
-    for kind in ("base", "sft", "reward"):
-        source = trained.artifacts.of(kind)
-        beside = None if source is None else start / source
-        gone = beside is not None and not os.path.exists(str(source)) and os.path.exists(beside)
+    found = {}
+    for kind, source in trained.artifacts.models().items():
+        beside = start / source
+        gone = not os.path.exists(source) and os.path.exists(beside)
         found[kind] = str(beside) if gone else source
-    found[trained.spec.name] = _made(trained, folder)
-    return found
+    return found | {trained.spec.name: _made(trained, folder)}
 
 
 def _made(trained: TrainSettings, folder: RunFolder) -> str:
@@ -192,22 +190,29 @@ def take_over(
     for theirs, ours in _SINGLE[entry].items():
         if (value := trained.select(theirs)) is not None:
             OmegaConf.update(changed, ours, value)
-    # Candidates for labels come from the policy that the run started from, and its base if any.
-    kinds = ("sft", "reward", "ppo") if entry == "evaluate" else ("sft", "base")
-    for kind in kinds:
-        if models.get(kind) is not None or kind == "base":
+    for kind in _artifacts(entry):
+        if kind in models or entry == "collect":
             OmegaConf.update(changed, f"artifacts.{kind}", models.get(kind))
     if entry == "evaluate" and trained.only_runs:
         OmegaConf.update(changed, "paths.apart", trained.paths.apart)
-    if entry == "evaluate" and trained.spec.name != "ppo":
-        start = trained.spec.starts_from
-        changed.policy = models[trained.spec.name]
-        # Another artifacts.sft on the command line is another baseline, as after PPO.
-        changed.baseline = "${artifacts.sft}" if start == "sft" else models[start]
+    if entry == "evaluate":
+        # Another artifacts.sft on the command line is another baseline, as by default.
+        for side, kind in (("policy", trained.spec.name), ("baseline", trained.spec.starts_from)):
+            key = f"${{artifacts.{kind}}}"
+            changed[side] = key if key == primary(entry)[side] else models.get(kind)
     for key in keys:
         if "." in key or key in ("seed", "policy", "baseline"):
             OmegaConf.update(changed, key, OmegaConf.select(cfg, key), force_add=True)
     return cast(DictConfig, changed)
+
+
+def _artifacts(entry: str) -> list[str]:
+    """Return the keys of the models that a command reads where it is given none.
+
+    Candidates for labels come from the policy that a run started from, and its base if any.
+    """
+    given = primary(entry)["artifacts"]
+    return [kind for kind in MODELS if given.get(kind) is not None]
 
 
 def _updated(
@@ -217,8 +222,7 @@ def _updated(
     models: Mapping[str, str | None],
 ) -> TrainSettings:
     """Return a run's settings with models where they are now, and what the command line names."""
-    known = ArtifactsSettings.model_fields
-    moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in known}
+    moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in MODELS}
     # What they say is said by all that refers to them, such as the data set's source.
     named = {k: OmegaConf.select(cfg, k) for k in keys if k.startswith(("artifacts.", "dataset."))}
     computed = {"trainer.precision": trained.compute_precision}  # of models that are not sharded
@@ -257,7 +261,7 @@ def read_again(entry: str, trained: TrainSettings) -> Iterator[tuple[Named, list
 
     With the keys by which a command line names it: its place, and what that refers to.
     """
-    kinds = {trained.spec.starts_from} if entry == "evaluate" else {"sft", "base"}
+    kinds = {trained.spec.starts_from} if entry == "evaluate" else set(_artifacts(entry))
     kinds -= {trained.spec.name}  # its own
     for found in local_files(trained):
         group, _, kind = found.place.partition(".")

@@ -43,9 +43,9 @@ from rlhf_lightning.app.config.groups import (
     builds,
     hparams_of,
 )
-from rlhf_lightning.app.stages.spec import StageSpec, find_stage
+from rlhf_lightning.app.stages.spec import Stage, find_stage
 from rlhf_lightning.arguments import Seed
-from rlhf_lightning.hparams import LoraHparams
+from rlhf_lightning.hparams import LoraHparams, OnPolicyHparams
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.runs.secrets import is_secret
 
@@ -246,7 +246,7 @@ class TrainSettings(RunSettings):
 
     @model_validator(mode="after")
     def _build_hparams(self) -> Self:
-        for key, cls in self.spec.hparams.items():
+        for key, cls in self.spec.module.kinds.items():
             node = self.module.get(key)
             if not isinstance(node, Mapping) or "_target_" not in node:
                 raise ValueError(
@@ -262,7 +262,7 @@ class TrainSettings(RunSettings):
         return self
 
     @property
-    def spec(self) -> StageSpec:
+    def spec(self) -> Stage:
         """The stage."""
         return find_stage(self.stage)
 
@@ -295,11 +295,9 @@ class TrainSettings(RunSettings):
     @property
     def passes(self) -> tuple[int, int]:
         """Epochs over the rows of an iteration, and minibatches of each."""
-        minibatches = self.spec.minibatches
-        if minibatches is None:
-            return 1, 1
         hparams = self.hparams
-        return int(getattr(hparams, minibatches.epochs)), int(getattr(hparams, minibatches.count))
+        of_rollouts = isinstance(hparams, OnPolicyHparams)
+        return (hparams.num_passes, hparams.num_minibatches) if of_rollouts else (1, 1)
 
     @property
     def batch_unit(self) -> int:

@@ -192,7 +192,7 @@ def _check_training(settings: TrainSettings) -> None:
             "model"
         )
     early = settings.callbacks.early_stopping
-    if early is not None and not settings.spec.validates:
+    if early is not None and settings.spec.rolls_out:
         raise ConfigError(
             f"callbacks.early_stopping={early.model_dump()} stops SFT and reward training by "
             f"val/loss, which {settings.spec.title} does not have: leave it null"

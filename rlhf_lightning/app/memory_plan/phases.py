@@ -109,7 +109,7 @@ class Parts:
             names = {kind: f"{name}'s adapter" for kind, name in names.items()}
         for kind in run.spec.trains:
             found[names[kind]] = weights(kind)[TRAINED]
-        if run.spec.holds_reference and run.style.lora is None:
+        if run.spec.rolls_out and run.style.lora is None:
             found["reference"] = weights(REFERENCE)[FROZEN]
         count = run.scoring.count
         if run.scoring.kind == "model":
@@ -221,7 +221,7 @@ class Parts:
         if run.evaluation is not None and run.evaluation.during_training:
             return held
         start = 0
-        if not run.spec.holds_reference and run.style.lora is None:  # where the policy started
+        if not run.spec.rolls_out and run.style.lora is None:  # where the policy started
             start = self._share(self.fake.weights(REFERENCE)[FROZEN])
         if run.device == "cpu":  # training's gradients and optimizer state are freed before
             left = Counter({part: size for part, size in held.items() if part != OPTIMIZER})

@@ -262,7 +262,7 @@ def _one_scorer(node: Mapping[str, Any], shape: Shape | None) -> Scoring | None:
 
 
 def _validation_rows(settings: TrainSettings) -> int:
-    if not settings.spec.validates:
+    if settings.spec.rolls_out:
         return 0
     data, rows = settings.data, settings.data.get("validation_batch_size")
     if rows is None:

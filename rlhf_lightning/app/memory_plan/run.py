@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from rlhf_lightning.app.stages.spec import StageSpec, find_stage
+from rlhf_lightning.app.stages.spec import Stage, find_stage
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import set_dropout
 from rlhf_lightning.runs.reading import read_json
@@ -198,7 +198,7 @@ class Run:
     objective: str | None = None
 
     @property
-    def spec(self) -> StageSpec:
+    def spec(self) -> Stage:
         """The stage itself."""
         return find_stage(self.stage)
 

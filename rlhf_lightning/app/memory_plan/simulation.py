@@ -175,7 +175,7 @@ class _Rank:
     def _build(self, fake: FakeModels, num_layers: int) -> dict[str, Any]:
         run = self.run
         kinds = [*run.spec.trains]
-        if run.spec.holds_reference:
+        if run.spec.rolls_out:
             kinds.append(REFERENCE)
         count = run.scoring.count if run.scoring.kind == "model" else 0
         rewards = {f"{REWARD} {n}": fake.build(REWARD, num_layers) for n in range(1, count + 1)}

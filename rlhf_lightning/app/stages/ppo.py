@@ -3,136 +3,207 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, ClassVar, cast
 
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.app.build import function_digests, make_doctor, scorer_fingerprints
+from rlhf_lightning.app.config.compose import ConfigError, choices
+from rlhf_lightning.app.config.groups import Target
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import nodes
+from rlhf_lightning.app.config.validate import built
+from rlhf_lightning.app.evaluation import compare, held_out_comparison
 from rlhf_lightning.app.stages.spec import (
     POLICY,
     SCALAR,
-    Minibatches,
+    Stage,
     StageCallbacks,
-    StageSpec,
     TrainingComponents,
 )
-from rlhf_lightning.hparams import PPOHparams, SamplingHparams
+from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
+from rlhf_lightning.callbacks.same_configuration import SameSources
+from rlhf_lightning.callbacks.samples import SampleLog
+from rlhf_lightning.evaluation.final_metrics import Findings, score_spread
+from rlhf_lightning.evaluation.generate import Sampling
+from rlhf_lightning.functional.losses import POLICY_LOSSES
+from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
+from rlhf_lightning.models.ppo_models import ADAPTER
+from rlhf_lightning.modules.ppo import PPOModule
+from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.rollout.scorers.hparams import check_scorer
+from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-    from rlhf_lightning.app.config.groups import Target
-    from rlhf_lightning.app.config.settings import TrainSettings
-    from rlhf_lightning.evaluation.final_metrics import Findings
-    from rlhf_lightning.evaluation.generate import Sampling
-    from rlhf_lightning.rollout.scorers.base import Scorer
-    from rlhf_lightning.runs.folder import RunFolder
+class PPOStage(Stage):
+    """Policy gradients on responses of the policy, with a value model and a reference."""
 
+    module: ClassVar[Any] = PPOModule
+    title = "PPO"
+    rates: ClassVar = {"learning_rate": "policy", "value_learning_rate": "value"}
+    starts_from = "sft"
+    uses = ("sft", "reward", "ppo")
+    measures_with = ("gold", "micro_batch_size", "every_n_iterations")
+    trains: ClassVar[tuple[str, ...]] = (POLICY, SCALAR)
+    models = "models"
+    factory = "rlhf_lightning.models.ppo_models.ppo_models"
+    rolls_out = True
+    context = (
+        ("data.max_prompt_length", "module.sampling.max_new_tokens"),
+        ("data.max_prompt_length", "evaluation.max_new_tokens"),
+    )
+    shortened_by = "module.sampling.max_new_tokens"
+    objective = "val/score_win_rate"
 
-def check(settings: TrainSettings) -> None:
-    """Check the KL controller, the penalty on length, the scorer, and adapters' dropout.
+    def check(self, settings: TrainSettings) -> None:
+        """Check surrogate, KL controller, penalty on length, scorer, and adapters' dropout.
 
-    Raises:
-        ConfigError: with the key, what it got and what it wants.
-    """
-    from rlhf_lightning.app.config.compose import ConfigError
+        Raises:
+            ConfigError: with the key, what it got and what it wants.
+        """
+        hparams, place = settings.hparams, f"module.{self.settings}"
+        if hparams.surrogate not in POLICY_LOSSES:
+            raise ConfigError(
+                f"{place}.surrogate={hparams.surrogate!r}: use {', '.join(POLICY_LOSSES)}"
+            )
+        rows = settings.data.num_rows
+        if hparams.kl_target is not None and hparams.kl_horizon * 5 <= rows:
+            raise ConfigError(
+                f"{place}.kl_horizon={hparams.kl_horizon} is too small for {rows} responses an "
+                f"iteration: the KL coefficient would change its sign; use more than {rows // 5}"
+            )
+        warmup = getattr(hparams, "critic_warmup_iterations", 0)
+        iterations = settings.data.get("num_iterations")
+        if isinstance(iterations, int) and 0 < iterations <= warmup:
+            raise ConfigError(
+                f"{place}.critic_warmup_iterations={warmup} leaves none of "
+                f"data.num_iterations={iterations} to train the policy: use fewer"
+            )
+        buffer, longest = hparams.overlong_buffer, settings.all_hparams["sampling"].max_new_tokens
+        if buffer is not None and buffer > longest:
+            raise ConfigError(
+                f"{place}.overlong_buffer={buffer} must be at most "
+                f"module.sampling.max_new_tokens={longest}: use about a fifth of it"
+            )
+        if settings.scorer is None:
+            names = ", ".join(choices("scorer"))
+            raise ConfigError(f"{self.title} needs a scorer: scorer=NAME, one of {names}")
+        try:
+            check_scorer(settings.scorer.node())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        if settings.lora is not None and (rate := settings.lora.dropout):
+            raise ConfigError(
+                f"lora.dropout={rate}: {self.title} needs 0, or the ratio does not start at 1"
+            )
 
-    _check_kl_horizon(settings)
-    _check_warmup(settings)
-    buffer, longest = settings.hparams.overlong_buffer, settings.all_hparams["sampling"]
-    if buffer is not None and buffer > longest.max_new_tokens:
-        raise ConfigError(
-            f"module.{settings.spec.settings}.overlong_buffer={buffer} must be at most "
-            f"module.sampling.max_new_tokens={longest.max_new_tokens}: use about a fifth of it"
+    def check_buildable(self, settings: TrainSettings) -> None:
+        """Build the scorers once that need no model.
+
+        Raises:
+            ConfigError: with the place, what it got and what it wants.
+        """
+        for node in nodes(_scorer(settings).read("scorer")):
+            if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
+                with built(node.where, node):
+                    node.make()
+
+    def arguments(
+        self,
+        settings: TrainSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        generator: Any,
+        fingerprint: str,
+    ) -> dict[str, Any]:
+        """Return what the module samples and scores with.
+
+        Raises:
+            ConfigError: if an adapter or a value model does not fit the policy.
+        """
+        made = {
+            "scorer": _scorer(settings).build(),
+            "generator": generator,
+            "tokenizer": tokenizer,
+            "seed": settings.seed,
+        }
+        check_adapters(settings, fingerprint)
+        if SCALAR in self.trains:
+            _check_value_tokenizer(settings, tokenizer)
+        return made
+
+    def callbacks(
+        self,
+        settings: TrainSettings,
+        folder: RunFolder,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        scorer: Scorer | None,
+    ) -> StageCallbacks:
+        """Return the evaluation every few iterations, the doctor, and the log of samples."""
+        scorer_node = _scorer(settings).node()
+        every, during = settings.evaluation.every_n_iterations, []
+        if every is not None:
+            comparison = held_out_comparison(
+                settings,
+                tokenizer,
+                sampling,
+                scorer,
+                num_prompts=settings.evaluation.during_training,
+            )
+            if comparison is not None:
+                during = [PeriodicEvaluation(comparison, every_n_iterations=every)]
+        return StageCallbacks(
+            first=[*during, *make_doctor(settings, folder)],
+            last=[
+                SameSources(scorer_fingerprints(scorer_node), function_digests(scorer_node)),
+                SampleLog(folder, cast(Any, tokenizer), **settings.callbacks.samples.model_dump()),
+            ],
         )
-    _check_scorer(settings)
-    if settings.lora is not None and (rate := settings.lora.dropout):
-        raise ConfigError(
-            f"lora.dropout={rate}: {settings.spec.title} needs 0, or the ratio does not start at 1"
+
+    def finish(
+        self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
+    ) -> Findings:
+        """Compare the policy with its reference, and say how far the scores of the run spread."""
+        findings = Findings({})
+        if settings.artifacts.sft is not None:  # else there is nothing to compare with
+            findings = compare(settings, parts, parts.module.reference, {})
+        if parts.trainer.is_global_zero:
+            findings.metrics |= score_spread(read_metrics(folder.metrics))
+        return findings
+
+    def start_lines(self, settings: TrainSettings) -> dict[str, object]:
+        """Return what scores the responses, and how they are sampled."""
+        hparams, sampling = settings.hparams, settings.all_hparams["sampling"]
+        target = (
+            "" if hparams.kl_target is None else f", aims at {hparams.kl_target:g} nats a response"
         )
+        where = "" if hparams.kl_in == "reward" else f" in the loss ({hparams.kl_estimator})"
+        scorer = _scorer(settings)
+        source = scorer.get("source") or scorer.get("function") or scorer.get("url") or ""
+        return {
+            "reward": f"{scorer.class_name} {source}".strip(),
+            "rollouts": f"up to {sampling.max_new_tokens} tokens at temperature "
+            f"{sampling.temperature:g}; kl_coef {hparams.kl_coef:g}{where}{target}",
+        }
+
+    def start_notes(self, settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
+        """Return what asks for more prompts than there are."""
+        asked = self.num_answered(settings)
+        if held_out >= asked:
+            return []
+        more = ""
+        if settings.data.source.get("validation_fraction") is not None:
+            more = "; a larger dataset.source.validation_fraction holds out more"
+        return [
+            f"evaluation.num_prompts={asked} is more than the {held_out:,} held-out prompts, which "
+            f"are asked once each{more}"
+        ]
 
 
-def _check_kl_horizon(settings: TrainSettings) -> None:
-    from rlhf_lightning.app.config.compose import ConfigError
-
-    rows, hparams = settings.data.num_rows, settings.hparams
-    if hparams.kl_target is not None and hparams.kl_horizon * 5 <= rows:
-        raise ConfigError(
-            f"module.{settings.spec.settings}.kl_horizon={hparams.kl_horizon} is too small for "
-            f"{rows} responses an iteration: the KL coefficient would change its sign; use more "
-            f"than {rows // 5}"
-        )
-
-
-def _check_warmup(settings: TrainSettings) -> None:
-    from rlhf_lightning.app.config.compose import ConfigError
-
-    warmup = getattr(settings.hparams, "critic_warmup_iterations", 0)
-    iterations = settings.data.get("num_iterations")
-    if isinstance(iterations, int) and 0 < iterations <= warmup:
-        raise ConfigError(
-            f"module.{settings.spec.settings}.critic_warmup_iterations={warmup} leaves none of "
-            f"data.num_iterations={iterations} to train the policy: use fewer"
-        )
-
-
-def _check_scorer(settings: TrainSettings) -> Target:
-    from rlhf_lightning.app.config.compose import ConfigError, choices
-    from rlhf_lightning.rollout.scorers.hparams import check_scorer
-
-    if settings.scorer is None:
-        names = ", ".join(choices("scorer"))
-        raise ConfigError(f"{settings.spec.title} needs a scorer: scorer=NAME, one of {names}")
-    try:
-        check_scorer(settings.scorer.node())
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+def _scorer(settings: TrainSettings) -> Target:
+    assert settings.scorer is not None  # `check` has refused it
     return settings.scorer
-
-
-def check_buildable(settings: TrainSettings) -> None:
-    """Look up the surrogate, and build the scorers once that need no model.
-
-    Raises:
-        ConfigError: with the place, what it got and what it wants.
-    """
-    from rlhf_lightning.app.config.compose import ConfigError
-    from rlhf_lightning.app.config.targets import nodes
-    from rlhf_lightning.app.config.validate import built
-    from rlhf_lightning.functional.losses import POLICY_LOSSES
-
-    if (surrogate := settings.hparams.surrogate) not in POLICY_LOSSES:
-        raise ConfigError(
-            f"module.{settings.spec.settings}.surrogate={surrogate!r}: use "
-            f"{', '.join(POLICY_LOSSES)}"
-        )
-    for node in nodes(_check_scorer(settings).read("scorer")):
-        if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
-            with built(node.where, node):
-                node.make()
-
-
-def arguments(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, generator: Any, fingerprint: str
-) -> dict[str, Any]:
-    """Return what the module samples and scores with.
-
-    Raises:
-        ConfigError: if an adapter or a value model does not fit the policy.
-    """
-    made = sampled_and_scored(settings, tokenizer, generator)
-    check_adapters(settings, fingerprint)
-    _check_value_tokenizer(settings, tokenizer)
-    return made
-
-
-def sampled_and_scored(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, generator: Any
-) -> dict[str, Any]:
-    """Return what every module is given that learns from its own scored responses."""
-    return {
-        "scorer": _check_scorer(settings).build(),
-        "generator": generator,
-        "tokenizer": tokenizer,
-        "seed": settings.seed,
-    }
 
 
 def check_adapters(settings: TrainSettings, fingerprint: str) -> None:
@@ -178,9 +249,6 @@ def _check_adapter(
     fix: str,
     goes_on: bool = False,
 ) -> None:
-    from rlhf_lightning.app.config.compose import ConfigError
-    from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
-    from rlhf_lightning.models.ppo_models import ADAPTER
 
     folder = Path(str(source)) / ADAPTER
     try:
@@ -201,8 +269,6 @@ def _check_adapter(
 
 
 def _check_value_tokenizer(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-    from rlhf_lightning.app.config.compose import ConfigError
-    from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
     models = settings.module.get("models")
     value, head = models["value"], models["value_head"]
@@ -216,113 +282,4 @@ def _check_value_tokenizer(settings: TrainSettings, tokenizer: PreTrainedTokeniz
         raise ConfigError(str(error)) from error
 
 
-def callbacks(
-    settings: TrainSettings,
-    folder: RunFolder,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    scorer: Scorer | None,
-) -> StageCallbacks:
-    """Return the evaluation every few iterations, the doctor, and the log of samples."""
-    from rlhf_lightning.app.build import function_digests, make_doctor, scorer_fingerprints
-    from rlhf_lightning.app.evaluation import held_out_comparison
-    from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
-    from rlhf_lightning.callbacks.same_configuration import SameSources
-    from rlhf_lightning.callbacks.samples import SampleLog
-
-    scorer_node = _check_scorer(settings).node()
-    every, during = settings.evaluation.every_n_iterations, []
-    if every is not None:
-        comparison = held_out_comparison(
-            settings, tokenizer, sampling, scorer, num_prompts=settings.evaluation.during_training
-        )
-        if comparison is not None:
-            during = [PeriodicEvaluation(comparison, every_n_iterations=every)]
-    return StageCallbacks(
-        first=[*during, *make_doctor(settings, folder)],
-        last=[
-            SameSources(scorer_fingerprints(scorer_node), function_digests(scorer_node)),
-            SampleLog(folder, cast(Any, tokenizer), **settings.callbacks.samples.model_dump()),
-        ],
-    )
-
-
-def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents) -> Findings:
-    """Compare the policy with its reference, and say how far the scores of the run spread."""
-    from rlhf_lightning.app.evaluation import compare
-    from rlhf_lightning.evaluation.final_metrics import Findings, score_spread
-    from rlhf_lightning.runs.folder import read_metrics
-
-    findings = Findings({})
-    if settings.artifacts.sft is not None:  # else there is nothing to compare with
-        findings = compare(settings, parts, parts.module.reference, {})
-    if parts.trainer.is_global_zero:
-        findings.metrics |= score_spread(read_metrics(folder.metrics))
-    return findings
-
-
-def num_answered(settings: TrainSettings) -> int:
-    """Return how many held-out prompts are answered."""
-    return int(settings.evaluation.num_prompts)
-
-
-def start_lines(settings: TrainSettings) -> dict[str, object]:
-    """Return what scores the responses, and how they are sampled."""
-    hparams, sampling = settings.hparams, settings.all_hparams["sampling"]
-    target = "" if hparams.kl_target is None else f", aims at {hparams.kl_target:g} nats a response"
-    where = "" if hparams.kl_in == "reward" else f" in the loss ({hparams.kl_estimator})"
-    scorer = _check_scorer(settings)
-    source = scorer.get("source") or scorer.get("function") or scorer.get("url") or ""
-    return {
-        "reward": f"{scorer.class_name} {source}".strip(),
-        "rollouts": f"up to {sampling.max_new_tokens} tokens at temperature "
-        f"{sampling.temperature:g}; kl_coef {hparams.kl_coef:g}{where}{target}",
-    }
-
-
-def start_notes(settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
-    """Return what asks for more prompts than there are."""
-    del num_rows
-    asked = num_answered(settings)
-    if held_out >= asked:
-        return []
-    more = ""
-    if settings.data.source.get("validation_fraction") is not None:
-        more = "; a larger dataset.source.validation_fraction holds out more"
-    return [
-        f"evaluation.num_prompts={asked} is more than the {held_out:,} held-out prompts, which "
-        f"are asked once each{more}"
-    ]
-
-
-STAGE = StageSpec(
-    name="ppo",
-    title="PPO",
-    settings="ppo",
-    hparams={"ppo": PPOHparams, "sampling": SamplingHparams},
-    rates={"learning_rate": "policy", "value_learning_rate": "value"},
-    starts_from="sft",
-    uses=("sft", "reward", "ppo"),
-    measures_with=("gold", "micro_batch_size", "every_n_iterations"),
-    trains=(POLICY, SCALAR),
-    models="models",
-    factory="rlhf_lightning.models.ppo_models.ppo_models",
-    validates=False,
-    rolls_out=True,
-    holds_reference=True,
-    minibatches=Minibatches(count="num_minibatches", epochs="num_ppo_epochs"),
-    context=(
-        ("data.max_prompt_length", "module.sampling.max_new_tokens"),
-        ("data.max_prompt_length", "evaluation.max_new_tokens"),
-    ),
-    shortened_by="module.sampling.max_new_tokens",
-    objective="val/score_win_rate",
-    finish=finish,
-    num_answered=num_answered,
-    check=check,
-    check_buildable=check_buildable,
-    arguments=arguments,
-    callbacks=callbacks,
-    start_lines=start_lines,
-    start_notes=start_notes,
-)
+STAGE = PPOStage()

@@ -3,64 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, ClassVar, cast
 
-from rlhf_lightning.app.stages.spec import SCALAR, StageSpec, TrainingComponents
-from rlhf_lightning.hparams import RewardHparams
-
-if TYPE_CHECKING:
-    from rlhf_lightning.app.config.settings import TrainSettings
-    from rlhf_lightning.data.encode import EncodedPreference
-    from rlhf_lightning.evaluation.final_metrics import Findings
-    from rlhf_lightning.evaluation.reward_accuracy import ScoredPair
-    from rlhf_lightning.models.heads import ScalarHeadModel
-    from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.evaluation import placed, prompt_data, start_policy, validate
+from rlhf_lightning.app.stages.spec import SCALAR, Stage, TrainingComponents
+from rlhf_lightning.data.encode import EncodedPreference
+from rlhf_lightning.evaluation.final_metrics import Findings, normalize_reward_model
+from rlhf_lightning.evaluation.reward_accuracy import (
+    ScoredPair,
+    comparable_rows,
+    held_out_pairs,
+    score_pairs,
+    share_right,
+)
+from rlhf_lightning.models.factory import frozen, load_scalar_model
+from rlhf_lightning.models.heads import ScalarHeadModel
+from rlhf_lightning.modules.reward import RewardModule
+from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
 MOST_TRAINING_PAIRS = 1000  # that are scored once more, to hold against held-out ones
 
 
-def finish(settings: TrainSettings, folder: RunFolder, parts: TrainingComponents) -> Findings:
-    """Validate, add what the data knows of its own noise, and normalize."""
-    from rlhf_lightning.app.evaluation import placed, prompt_data, start_policy, validate
-    from rlhf_lightning.evaluation.final_metrics import Findings, normalize_reward_model
-    from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
+class RewardStage(Stage):
+    """A Bradley-Terry reward model, normalized on responses of the policy that it starts from."""
 
-    del folder
-    metrics, values = validate(parts), dict[str, Any]()
-    ceiling = getattr(parts.data.source, "label_ceiling", None)
-    if ceiling is not None:
-        metrics["val/label_ceiling"] = float(ceiling())
-    if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
-        measures, values = held_out_pairs(
-            placed(parts, parts.module.model),
-            rows,
-            parts.tokenizer,
-            batch_size=settings.evaluation.batch_size,
-        )
-        metrics |= measures
-        metrics |= _evidence(settings, parts, rows)
-    count = num_answered(settings)
-    if count:
-        policy = start_policy(settings, parts)
-        data = prompt_data(settings, parts.tokenizer, num_prompts=count)
-        metrics |= normalize_reward_model(
-            placed(parts, parts.module.model),
-            placed(parts, policy),
-            data.train_dataloader(),
-            parts.sampling,
-            seed=settings.seed,
-        )
-    return Findings(metrics, values=values)
+    module = RewardModule
+    title = "reward model"
+    rates: ClassVar = {"learning_rate": "reward"}
+    starts_from = "sft"
+    uses = ("sft",)
+    trains = (SCALAR,)
+    trained = models = "model"
+    measures_with = ("gold", "micro_batch_size", "larger_reward_model")
+    sequences_per_row = 2
+    objective = "val/accuracy"
+
+    def finish(
+        self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
+    ) -> Findings:
+        """Validate, add what the data knows of its own noise, and normalize."""
+        metrics, values = validate(parts), dict[str, Any]()
+        ceiling = getattr(parts.data.source, "label_ceiling", None)
+        if ceiling is not None:
+            metrics["val/label_ceiling"] = float(ceiling())
+        if rows := cast("Sequence[EncodedPreference]", parts.data.rows("validation")):
+            measures, values = held_out_pairs(
+                placed(parts, parts.module.model),
+                rows,
+                parts.tokenizer,
+                batch_size=settings.evaluation.batch_size,
+            )
+            metrics |= measures
+            metrics |= _evidence(settings, parts, rows)
+        count = self.num_answered(settings)
+        if count:
+            policy = start_policy(settings, parts)
+            data = prompt_data(settings, parts.tokenizer, num_prompts=count)
+            metrics |= normalize_reward_model(
+                placed(parts, parts.module.model),
+                placed(parts, policy),
+                data.train_dataloader(),
+                parts.sampling,
+                seed=settings.seed,
+            )
+        return Findings(metrics, values=values)
+
+    def num_answered(self, settings: TrainSettings) -> int:
+        """Return how many training prompts are answered to normalize the scores."""
+        return int(settings.hparams.normalization_samples)
+
+    def start_notes(self, settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
+        """Return what asks for more prompts than there are."""
+        samples = self.num_answered(settings)
+        if samples <= num_rows:
+            return []
+        return [
+            f"module.reward.normalization_samples={samples} is more than the {num_rows:,} training "
+            "records: prompts are answered several times, each time anew"
+        ]
 
 
 def _evidence(
     settings: TrainSettings, parts: TrainingComponents, rows: Sequence[EncodedPreference]
 ) -> dict[str, float]:
     """Return what tells overfitting, noise and too small a model apart."""
-    from rlhf_lightning.evaluation.reward_accuracy import comparable_rows, share_right
-    from rlhf_lightning.models.factory import frozen, load_scalar_model
-    from rlhf_lightning.text.tokenizers import check_same_tokenizer
-
     train = cast("Sequence[EncodedPreference]", parts.data.rows("train"))
     found = {}
     if seen := comparable_rows(train, rows, count=min(len(rows), MOST_TRAINING_PAIRS)):
@@ -82,9 +110,6 @@ def _scored(
     model: ScalarHeadModel,
     rows: Sequence[EncodedPreference],
 ) -> list[ScoredPair]:
-    from rlhf_lightning.app.evaluation import placed
-    from rlhf_lightning.evaluation.reward_accuracy import score_pairs
-
     return score_pairs(
         placed(parts, model),
         rows,
@@ -93,38 +118,4 @@ def _scored(
     )
 
 
-def num_answered(settings: TrainSettings) -> int:
-    """Return how many training prompts are answered to normalize the scores."""
-    return int(settings.hparams.normalization_samples)
-
-
-def start_notes(settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
-    """Return what asks for more prompts than there are."""
-    del held_out
-    samples = num_answered(settings)
-    if samples <= num_rows:
-        return []
-    return [
-        f"module.reward.normalization_samples={samples} is more than the {num_rows:,} training "
-        "records: prompts are answered several times, each time anew"
-    ]
-
-
-STAGE = StageSpec(
-    name="reward",
-    title="reward model",
-    settings="reward",
-    hparams={"reward": RewardHparams},
-    rates={"learning_rate": "reward"},
-    starts_from="sft",
-    uses=("sft",),
-    trains=(SCALAR,),
-    trained="model",
-    models="model",
-    measures_with=("gold", "micro_batch_size", "larger_reward_model"),
-    paired=True,
-    objective="val/accuracy",
-    finish=finish,
-    num_answered=num_answered,
-    start_notes=start_notes,
-)
+STAGE = RewardStage()

@@ -1,16 +1,13 @@
-"""The type of a stage: everything in which one kind of training differs from another.
-
-Must not import torch: configurations are checked with it.
-"""
+"""What an application knows of a kind of training, besides the module that does it."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf_lightning.app.config.targets import trusted_targets
 
@@ -22,6 +19,7 @@ if TYPE_CHECKING:
     from rlhf_lightning.evaluation.final_metrics import Findings
     from rlhf_lightning.evaluation.generate import Sampling
     from rlhf_lightning.models.learning_rates import Kind
+    from rlhf_lightning.modules.base import RLHFModule
     from rlhf_lightning.rollout.scorers.base import Scorer
     from rlhf_lightning.runs.folder import RunFolder
 
@@ -57,125 +55,131 @@ class StageCallbacks:
     last: Sequence[L.Callback] = ()
 
 
-@dataclass(frozen=True)
-class Minibatches:
-    """Settings of a stage that makes several optimizer steps of one batch.
+class Stage:
+    """One kind of training. Each file of this folder has one, as `STAGE`.
 
-    Args:
-        count: the key of how many minibatches a batch is divided into.
-        epochs: the key of how often all of them are gone through.
-    """
-
-    count: str
-    epochs: str
-
-
-def _checks_nothing(settings: TrainSettings) -> None:
-    del settings
-
-
-def _adds_no_arguments(*_: Any) -> dict[str, Any]:
-    return {}
-
-
-def _adds_no_callbacks(*_: Any) -> StageCallbacks:
-    return StageCallbacks()
-
-
-def _starts_with_no_line(settings: TrainSettings) -> dict[str, object]:
-    del settings
-    return {}
-
-
-def _notes_nothing(settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
-    del settings, num_rows, held_out
-    return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSpec:
-    """One stage of training.
-
-    Args:
-        name: in summaries, manifests and messages.
+    Attributes:
+        module: trains. Its `stage` is the key of its hyper-parameters below `module`, its `kinds`
+            are their classes.
         title: in a sentence.
-        settings: the key below `module` at which its hyper-parameters stand.
-        hparams: what `hparams/NAME` of the configuration is made of.
         rates: what each learning rate among its settings is the rate of.
         starts_from: the key below `artifacts` of the model that it starts from.
         uses: the keys below `artifacts` of all models that it loads.
+        objective: the final metric that a sweep looks at: never gold, which may not choose.
+        maximised: whether more of it is better.
         measures_with: the keys below `evaluation` that it reads, of those that are null by default.
         trains: the kinds of models that it trains.
         trained: the attribute of the module that is exported.
         models: the key below `module` of what builds that.
         factory: a `_target_` that builds it together with others, from the source that its
             argument `trained` names.
-        paired: a row of its data is a pair of sequences.
-        validates: `val/loss` is measured during training, and may end it.
-        rolls_out: it generates and scores responses during training.
-        holds_reference: the policy that it started from stays in memory.
-        minibatches: where it makes several optimizer steps of one batch.
+        sequences_per_row: sequences that go through a model for each row of the data.
+        rolls_out: it generates and scores responses during training, next to a reference in memory;
+            else `val/loss` is measured during training, and may end it.
         context: settings whose sums must be within the model's context.
         shortened_by: the setting that makes its rows shorter.
-        objective: the final metric that a sweep looks at: never gold, which may not choose.
-        maximised: whether more of it is better.
-        finish: measures the trained model.
-        num_answered: how many prompts are answered when training is over.
-        check: refuses settings that cannot work; must not import torch.
-        check_buildable: builds what is cheap once, before anything is trained.
-        arguments: what its module is given besides the common: of the settings, tokenizer,
-            generator, and the fingerprint of the start. The scorer is named `scorer`.
-        callbacks: what it adds: of settings, run folder, tokenizer, sampling, scorer.
-        start_lines: what the first screen says of it, by topic.
-        start_notes: what the first screen says of settings that ask for more rows than there are.
     """
 
-    name: str
-    title: str
-    settings: str
-    hparams: Mapping[str, type]
-    rates: Mapping[str, Kind]
-    starts_from: str
-    uses: tuple[str, ...]
-    objective: str
-    finish: Callable[[TrainSettings, RunFolder, TrainingComponents], Findings]
-    num_answered: Callable[[TrainSettings], int]
-    maximised: bool = True
-    measures_with: tuple[str, ...] = ("gold", "micro_batch_size")
-    trains: tuple[str, ...] = (POLICY,)
-    trained: str = "policy"
-    models: str = "policy"
-    factory: str | None = None
-    paired: bool = False
-    validates: bool = True
-    rolls_out: bool = False
-    holds_reference: bool = False
-    minibatches: Minibatches | None = None
-    context: tuple[tuple[str, ...], ...] = (("data.max_length",), ("evaluation.max_new_tokens",))
-    shortened_by: str = "data.max_length"
-    check: Callable[[TrainSettings], None] = field(default=_checks_nothing)
-    check_buildable: Callable[[TrainSettings], None] = field(default=_checks_nothing)
-    arguments: Callable[[TrainSettings, PreTrainedTokenizerBase, Any, str], dict[str, Any]] = field(
-        default=_adds_no_arguments
+    module: ClassVar[type[RLHFModule]]
+    title: ClassVar[str]
+    rates: ClassVar[dict[str, Kind]]
+    starts_from: ClassVar[str]
+    uses: ClassVar[tuple[str, ...]]
+    objective: ClassVar[str]
+    maximised: ClassVar[bool] = True
+    measures_with: ClassVar[tuple[str, ...]] = ("gold", "micro_batch_size")
+    trains: ClassVar[tuple[str, ...]] = (POLICY,)
+    trained: ClassVar[str] = "policy"
+    models: ClassVar[str] = "policy"
+    factory: ClassVar[str | None] = None
+    sequences_per_row: ClassVar[int] = 1
+    rolls_out: ClassVar[bool] = False
+    context: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("data.max_length",),
+        ("evaluation.max_new_tokens",),
     )
-    callbacks: Callable[
-        [TrainSettings, RunFolder, PreTrainedTokenizerBase, Sampling, Scorer | None], StageCallbacks
-    ] = field(default=_adds_no_callbacks)
-    start_lines: Callable[[TrainSettings], dict[str, object]] = field(default=_starts_with_no_line)
-    start_notes: Callable[[TrainSettings, int, int], list[str]] = field(default=_notes_nothing)
+    shortened_by: ClassVar[str] = "data.max_length"
+
+    @property
+    def name(self) -> str:
+        """Its name in summaries, manifests and messages."""
+        return self.module.stage
+
+    @property
+    def settings(self) -> str:
+        """The key below `module` of its hyper-parameters."""
+        return self.module.stage
 
     @property
     def trains_policy(self) -> bool:
         """True if it trains a policy; else it trains a reward model."""
         return POLICY in self.trains
 
-    @property
-    def sequences_per_row(self) -> int:
-        """Sequences that go through a model for each row of the data."""
-        return 2 if self.paired else 1
+    def check(self, settings: TrainSettings) -> None:
+        """Refuse settings that cannot work.
+
+        Raises:
+            ConfigError: with the key, what it got and what it wants.
+        """
+
+    def check_buildable(self, settings: TrainSettings) -> None:
+        """Build what is cheap once, before anything is trained.
+
+        Raises:
+            ConfigError: with the place, what it got and what it wants.
+        """
+
+    def arguments(
+        self,
+        settings: TrainSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        generator: Any,
+        fingerprint: str,
+    ) -> dict[str, Any]:
+        """Return what its module is given besides the common; the scorer is named `scorer`.
+
+        Args:
+            settings: of the run.
+            tokenizer: of the start.
+            generator: continues prompts.
+            fingerprint: of the start.
+
+        Raises:
+            ConfigError: if a model does not fit the others.
+        """
+        return {}
+
+    def callbacks(
+        self,
+        settings: TrainSettings,
+        folder: RunFolder,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        scorer: Scorer | None,
+    ) -> StageCallbacks:
+        """Return what it adds to the callbacks of every run."""
+        return StageCallbacks()
+
+    def finish(
+        self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents
+    ) -> Findings:
+        """Measure the trained model."""
+        raise NotImplementedError
+
+    def num_answered(self, settings: TrainSettings) -> int:
+        """Return how many prompts are answered when training is over."""
+        return int(settings.evaluation.num_prompts)
+
+    def start_lines(self, settings: TrainSettings) -> dict[str, object]:
+        """Return what the first screen says of it, by topic."""
+        return {}
+
+    def start_notes(self, settings: TrainSettings, num_rows: int, held_out: int) -> list[str]:
+        """Return what the first screen says of settings that ask for more rows than there are."""
+        return []
 
 
-def find_stage(name: object) -> StageSpec:
+def find_stage(name: object) -> Stage:
     """Return the stage of a name, or of the dotted path at which another package holds one.
 
     A path must be below a prefix that `RLHF_ALLOWED_TARGETS` lists.
@@ -197,13 +201,13 @@ def find_stage(name: object) -> StageSpec:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise StageError(f"stage={text} cannot be imported: {error}") from error
-    if not isinstance(found, StageSpec):
-        raise StageError(f"stage={text} is {type(found).__name__}, expected a StageSpec")
+    if not isinstance(found, Stage):
+        raise StageError(f"stage={text} is {type(found).__name__}, expected a Stage")
     return found
 
 
 def stage_names() -> list[str]:
-    """Return the names of our stages."""
+    """Return the names of our stages; imports none of them."""
     folder = importlib.import_module(FOLDER).__path__
     return sorted(module.name for module in pkgutil.iter_modules(folder) if module.name != "spec")
 

@@ -19,10 +19,10 @@ from rlhf_lightning.app.config.commands import (
 )
 from rlhf_lightning.app.config.compose import ConfigError, composed
 from rlhf_lightning.app.config.errors import COMPOSE_ERRORS, explain
+from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.pipeline.steps import given
-from rlhf_lightning.app.prerequisites import KINDS
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.taken import summary_or_none
 
@@ -176,7 +176,7 @@ def _model_words(starts_from: Mapping[str, PlannedRun], models: Path, *, makes: 
         words += [given(_ROW, models), f"artifacts.publish=${{{_ROW.lstrip('+')}}}"]
     if starts_from:
         words.append(given("+paths.rows", models))
-    keys = {kind: f"artifacts.{kind}" if kind in KINDS else kind for kind in starts_from}
+    keys = {kind: f"artifacts.{kind}" if kind in MODELS else kind for kind in starts_from}
     return words + [f"{keys[k]}=${{paths.rows}}/{one.model}" for k, one in starts_from.items()]
 
 

@@ -25,12 +25,13 @@ from typing import Any
 from rlhf_lightning.app.command_line import check_command_line, fail, run_job, say, this_job
 from rlhf_lightning.app.config.commands import EvaluateSettings, StudySettings
 from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.run_claim import check_folder
 from rlhf_lightning.app.config.save import keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.pipeline.steps import as_overrides, given
-from rlhf_lightning.app.prerequisites import KINDS, prepare_inputs
+from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.study.plan import PlannedRun, plan
 from rlhf_lightning.distributed.launch import agree_on, launch_time, own_environment
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -107,7 +108,7 @@ def _prepare(runs: Sequence[PlannedRun], folder: Path) -> None:
     for planned in runs:
         if isinstance(planned.settings, TrainSettings):
             words = [*planned.words, given("paths.outputs", folder / "prerequisites")]
-            kinds = [kind for kind in KINDS if kind not in planned.starts_from]
+            kinds = [kind for kind in MODELS if kind not in planned.starts_from]
             prepare_inputs(planned.settings, words, say, kinds=kinds)
 
 
