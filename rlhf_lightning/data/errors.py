@@ -48,13 +48,16 @@ class BadRecordError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by the message, so that the error survives a worker process."""
-        return (_restore, (self.where, str(self)))
+        return (_restore, (type(self), self.where, str(self)))
 
 
-def _restore(where: Location, message: str) -> BadRecordError:
-    error = BadRecordError.__new__(BadRecordError)
-    ValueError.__init__(error, message)
-    error.where = where
+class MissingFileError(BadRecordError, FileNotFoundError):
+    """A file or folder of records that does not exist."""
+
+
+def _restore(kind: type[BadRecordError], where: Location, message: str) -> BadRecordError:
+    error = kind(where, "", "")
+    error.args = (message,)
     return error
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
-from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe
+from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, closest, describe
 from rlhf_lightning.data.progress import told
 
 Row = Mapping[str, Any]
@@ -43,14 +43,14 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield every row of a file with its location; a line that cannot be read yields its error.
 
     Raises:
-        BadRecordError: if the file is missing, of an unknown extension, empty, or unreadable as a
-            whole.
+        MissingFileError: if there is no such file; it is a BadRecordError and a FileNotFoundError.
+        BadRecordError: if the file is of an unknown extension, empty, or unreadable as a whole.
     """
     where = Location(str(path))
     if not path.exists():
         similar = closest(path.name, [p.name for p in path.parent.glob("*")])
         hint = f"did you mean {path.parent / similar}?" if similar else "check the path"
-        raise BadRecordError(where, "there is no such file or folder", hint)
+        raise MissingFileError(where, "there is no such file or folder", hint)
     reader = _READERS.get(extension(path))
     if reader is None:
         raise BadRecordError(

@@ -8,7 +8,8 @@ import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import DemonstrationRecord, PromptRecord, prompt_key
-from rlhf_lightning.data.sources.base import FileSource, HubSource, MixedSource
+from rlhf_lightning.data.sources.base import FileSource, HubSource, MixedSource, PreferenceFolder
+from rlhf_lightning.data.sources.given import as_source
 from tests.builders.record_files import PAIRS, RECORDS, write
 
 
@@ -252,3 +253,23 @@ def test_skipped_records_of_all_sources_are_named_by_the_mix(write_jsonl):
     mixed = MixedSource([source, ListSource([PromptRecord("b")])], [1, 1])
     assert len(mixed.records("prompts", "train")) == 2
     assert len(mixed.skipped_records) == 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: as_source(path, "data"),
+        lambda path: as_source(str(path), "data"),
+        lambda path: PreferenceFolder(path),
+        lambda path: FileSource(path).records("prompts", "train"),
+    ],
+)
+def test_a_missing_source_is_a_data_error_and_a_missing_file(read, tmp_path):
+    path = tmp_path / "nosuch.jsonl"
+    with pytest.raises(
+        BadRecordError, match=r"nosuch\.jsonl: there is no such file.*Fix: "
+    ) as caught:
+        read(path)
+    assert isinstance(caught.value, FileNotFoundError)
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), str(copied)) == (type(caught.value), str(caught.value))

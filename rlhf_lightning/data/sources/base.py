@@ -16,6 +16,7 @@ from rlhf_lightning.data.conversations import placed
 from rlhf_lightning.data.errors import (
     BadRecordError,
     Location,
+    MissingFileError,
     OnBadRecord,
     OnTemplateLoss,
     SkippedRecords,
@@ -372,7 +373,7 @@ class PreferenceFolder(FileSource):
         validation_fraction: of the prompts, held out where there is no validation file.
 
     Raises:
-        ValueError: if there is nothing at `path`.
+        MissingFileError: if there is nothing at `path`.
     """
 
     def __init__(
@@ -381,9 +382,11 @@ class PreferenceFolder(FileSource):
         """Read what is known of the noise; records are read at the first call of `records`."""
         super().__init__(path, seed=seed, validation_fraction=validation_fraction)
         if not self.folder_or_file.exists():
-            raise ValueError(
-                f"data.path={path} does not exist: give preference records (prompt, chosen, "
-                "rejected), or make them with  python -m rlhf_lightning.collect"
+            raise MissingFileError(
+                Location(f"data.path={path}"),
+                "there is no such file or folder",
+                "give preference records (prompt, chosen, rejected), or make them with  "
+                "python -m rlhf_lightning.collect",
             )
         file = self.folder_or_file / RELIABILITY
         content = read_json(file) if file.is_file() else {}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.arguments import PathOrName, fitting
-from rlhf_lightning.data.errors import BadRecordError, Location
-from rlhf_lightning.data.files import LocatedRow
+from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError
+from rlhf_lightning.data.files import ENDINGS, LocatedRow
 from rlhf_lightning.data.records import Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
 
@@ -56,7 +56,8 @@ def as_source(source: RecordSource | Rows | str | Path, name: str = "source") ->
         name: of the argument, for errors.
 
     Raises:
-        FileNotFoundError: for a path, or a name with the ending of a file, that does not exist.
+        MissingFileError: for a path, or a name with the ending of a file, that does not exist: a
+            BadRecordError, as other faults of a source are, and a FileNotFoundError.
         TypeError: if it is none of these.
         ValueError: if it is empty.
     """
@@ -98,8 +99,9 @@ def _named(source: str | Path, name: str) -> RecordSource:
     if path.exists():
         return FileSource(path)
     if isinstance(source, Path) or path.suffix:
-        raise FileNotFoundError(
-            f"{name}={source} does not exist: give a .jsonl, .json, .csv or .parquet file, a "
-            "folder, or the hub name of a data set"
+        raise MissingFileError(
+            Location(f"{name}={source}"),
+            "there is no such file or folder",
+            f"give a folder, the hub name of a data set, or a file that ends with one of {ENDINGS}",
         )
     return HubSource(source)
