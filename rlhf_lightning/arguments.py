@@ -19,7 +19,17 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     AfterValidator,
@@ -46,6 +56,13 @@ class NamedAgain:
 
     A run folder may come from someone else: such a value in it has to be named again by the user.
     """
+
+
+@dataclass(frozen=True)
+class Default:
+    """Marks an option of a `TypedDict` that has another default than None."""
+
+    value: Any
 
 
 def _limit(holds: Callable[[Any], bool], wanted: str) -> AfterValidator:
@@ -131,29 +148,57 @@ def checked(call: CallT | None = None, /, *, but: tuple[str, ...] = ()) -> Any:
     if inspect.isclass(call):
         call.__init__ = checked(call.__init__, but=but)  # type: ignore[misc, method-assign]
         return call
-    signature = inspect.signature(call)
+    signature = _signature(call)
+    options = [p for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY]
 
     @functools.wraps(call)
     def checking(*args: Any, **kwargs: Any) -> Any:
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            return call(*args, **kwargs)  # Python names what is missing or unknown
+        except TypeError as error:
+            raise TypeError(f"{call.__qualname__}() {error}") from None
         hints = annotations_of(call)
         for name, value in bound.arguments.items():
             kind = signature.parameters[name].kind
             if name in hints and name not in but and kind not in (2, 4):  # *args, **kwargs
                 bound.arguments[name] = fitting(name, value, hints[name])
+        for option in options:
+            if option.default is not option.empty:
+                bound.arguments.setdefault(option.name, option.default)
         return call(*bound.args, **bound.kwargs)
 
+    checking.__signature__ = signature  # type: ignore[attr-defined]
     return checking
+
+
+def _signature(call: Callable[..., Any]) -> inspect.Signature:
+    """Return a signature in which `**options: Unpack[T]` is the keys of the `TypedDict` T.
+
+    An option that may be left out is None then, or its `Default`.
+    """
+    found = inspect.signature(call)
+    named = list(found.parameters.values())
+    if not named or not str(named[-1].annotation).startswith("Unpack["):
+        return found
+    last = named.pop()
+    (options,) = get_args(typing.get_type_hints(call, include_extras=True)[last.name])
+    for name, hint in typing.get_type_hints(options, include_extras=True).items():
+        optional = not options.__total__ or get_origin(hint) is NotRequired
+        hint = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+        marked = [m.value for m in getattr(hint, "__metadata__", ()) if isinstance(m, Default)]
+        default = [*marked, None][0] if optional else last.empty
+        named.append(inspect.Parameter(name, last.KEYWORD_ONLY, default=default, annotation=hint))
+    return found.replace(parameters=named)
 
 
 @functools.cache
 def annotations_of(call: Any) -> dict[str, Any]:
     """Return the annotations of a function, or of the constructor of a class, markers included."""
     found = inspect.unwrap(call.__init__ if inspect.isclass(call) else call)
-    return typing.get_type_hints(found, include_extras=True)
+    hints = typing.get_type_hints(found, include_extras=True)
+    own = inspect.signature(found).parameters
+    options = {k: p.annotation for k, p in _signature(found).parameters.items() if k not in own}
+    return options | {name: hint for name, hint in hints.items() if get_origin(hint) is not Unpack}
 
 
 def is_number(text: str) -> bool:

@@ -378,9 +378,14 @@ class OnPolicyHparams(Checked):
         raise NotImplementedError
 
     @property
+    def num_resampling_rounds(self) -> int:
+        """How often at most an iteration asks following prompts in place of its own."""
+        return 0
+
+    @property
     def num_spare_batches(self) -> int:
         """Following batches of prompts that an iteration is given besides its own."""
-        return self.rollout_lag
+        return self.rollout_lag or self.num_resampling_rounds
 
 
 @dataclass(frozen=True)
@@ -470,6 +475,6 @@ class GRPOHparams(OnPolicyHparams):
         return self.num_epochs
 
     @property
-    def num_spare_batches(self) -> int:
-        """Following batches of prompts that an iteration is given besides its own."""
-        return self.rollout_lag or self.max_resampling_rounds
+    def num_resampling_rounds(self) -> int:
+        """How often at most an iteration asks following prompts in place of its own."""
+        return self.max_resampling_rounds

@@ -224,7 +224,7 @@ def test_a_checkpoint_is_loaded_with_its_hyper_parameters(material, whole):
     with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward=function\)"):
         PPOModule.load_from_checkpoint(checkpoint)
     loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length)
-    assert loaded.ppo == PPO
+    assert loaded.algorithm == PPO
     assert loaded.sampling.max_new_tokens == 5
     for name, value in trained.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
@@ -418,7 +418,8 @@ def test_a_function_in_a_file_is_a_reward_that_no_checkpoint_runs(material, tmp_
     last = tmp_path / "run/checkpoints/last.ckpt"
     with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward="):
         PPOModule.load_from_checkpoint(last)
-    assert PPOModule.load_from_checkpoint(last, reward=reward).ppo == PPO
+    loaded = PPOModule.load_from_checkpoint(last, reward=reward)
+    assert loaded.algorithm == PPO
     with pytest.raises(ValueError, match=r"'missing' is no callable there"):
         PPOModule.from_pretrained(material["policy"], f"{file}:missing")
 

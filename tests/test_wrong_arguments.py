@@ -32,7 +32,6 @@ from rlhf_lightning import (
     trainer_arguments,
 )
 from rlhf_lightning.arguments import annotations_of, fitting
-from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from tests.builders.record_files import write_material
@@ -119,7 +118,7 @@ def call_of(name: str, made: dict[str, Any]) -> tuple[Callable[..., Any], dict[s
     if method:
         parts = {"scorer": FunctionScorer(length), "generator": CachedGenerator([0], 0)}
         parts |= {"tokenizer": made["module"].tokenizer, "optimizer": torch.optim.SGD, "seed": 1}
-        parts |= {key: cls() for key, cls in pretrained.HPARAMS.items()}
+        parts |= {key: cls() for key, cls in call.kinds.items()}
         parts |= dict.fromkeys(("models", "model", "policy"), no_arguments)
         parts |= {"schedule": Schedule()}
         return call, {key: parts[key] for key in arguments_of(call) if key in parts}

@@ -21,6 +21,7 @@ from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
+from rlhf_lightning.modules.dpo import DPOModule
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
@@ -164,7 +165,7 @@ def _held_out(trainer: Trainer, module: LightningModule) -> Findings:
     whole = isinstance(limit, float) and limit == 1
     if not isinstance(module, RewardModule) or not rows or not whole:
         return Findings({})
-    most = module.reward.micro_batch_size  # pairs of a training forward: two responses each
+    most = module.algorithm.micro_batch_size  # pairs of a training forward: two responses each
     batch_size = data.batch_size if most is None else min(data.batch_size, 2 * most)
     try:
         with trainer.strategy.precision_plugin.forward_context():
@@ -183,8 +184,8 @@ def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     data, scorer = getattr(trainer, "datamodule", None), getattr(module, "scorer", None)
     about = {"trained from": given.get("policy") or given.get("source") or type(module).__name__}
     about["data"] = "batches of its own" if data is None else _data(data)
-    if (objective := getattr(module, "dpo", None)) is not None:
-        about["objective"] = objective.kind
+    if isinstance(module, DPOModule):
+        about["objective"] = module.algorithm.kind
     if scorer is not None:
         about["reward"] = _reward(given.get("reward") or scorer)
         about["baseline"] = "the policy that it was trained from"

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration, last_iteration
-from rlhf_lightning.modules.base import skips_special_tokens
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.text.decoding import decoded, response_texts
 
@@ -73,7 +72,7 @@ class SampleLog(Callback):
                 rollout,
                 tokenizer,
                 self.num_samples,
-                skip_special_tokens=skips_special_tokens(module),
+                skip_special_tokens=module.sampling.skip_special_tokens,
             )
             self._appender.append(iteration, rows)
             self._values.append(iteration, [rollout_values(rollout)])

@@ -23,7 +23,6 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.samples import describe_rollout
 from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger
-from rlhf_lightning.modules.base import skips_special_tokens
 from rlhf_lightning.runs.folder import ITERATION, to_json
 from rlhf_lightning.runs.stopping import RunStoppedError
 
@@ -92,7 +91,7 @@ class WandbContent(Callback):
         scored = rollout[rollout.scored]
         order = scored.scores.float().cpu().argsort(descending=best, stable=True)
         rows = order[: min(self.num_samples, len(scored))]
-        skip = skips_special_tokens(module)
+        skip = module.sampling.skip_special_tokens
         return describe_rollout(
             scored[rows], self.tokenizer, self.num_samples, skip_special_tokens=skip
         )

@@ -1,23 +1,36 @@
-"""What every module does alike: refuse flags of a Trainer, and write responses."""
+"""Base of the modules: models, optimizer, checkpoints, what is asked of a Trainer, responses."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, cast
+from contextlib import AbstractContextManager
+from typing import Annotated, Any, ClassVar, NotRequired, Self, TypedDict
 
 import lightning as L
 import torch
 from lightning.pytorch import Callback
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import PathOrName, Seed, Size, Temperature, checked
-from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.arguments import Default, PathOrName, RunsCode, Seed, Size, Temperature, checked
+from rlhf_lightning.batches import PromptBatch, TensorBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
+from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, unsharded
+from rlhf_lightning.hparams import (
+    DPOHparams,
+    LoraHparams,
+    OnPolicyHparams,
+    RewardHparams,
+    SamplingHparams,
+    SFTHparams,
+)
 from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.models.learning_rates import Kind
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import (
     Stateful,
@@ -25,15 +38,69 @@ from rlhf_lightning.modules.checkpoint_state import (
     load_states,
     save_states,
 )
-from rlhf_lightning.modules.non_finite import SkippedSteps
+from rlhf_lightning.modules.checks import check_data, check_steps, check_trainer
+from rlhf_lightning.modules.metrics import Gaps
+from rlhf_lightning.modules.non_finite import SkippedSteps, finite
+from rlhf_lightning.modules.optimization import (
+    Measured,
+    Optimizer,
+    Term,
+    accumulate_gradients,
+    clip_and_step,
+    parameter_group,
+    with_schedule,
+)
 from rlhf_lightning.modules.placement import move_models, sharing_models
-from rlhf_lightning.modules.trainer_flags import check_steps, check_trainer
-from rlhf_lightning.rollout.generators.base import CachedGenerator, gathers_layers
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.generators.base import CachedGenerator, Generator, gathers_layers
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import make_answers
 from rlhf_lightning.runs.source import Source
 from rlhf_lightning.text.tokenizers import stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
+
+Hparams = SFTHparams | RewardHparams | DPOHparams | OnPolicyHparams
+
+
+class ModuleParts(TypedDict):
+    """What every module is made of, besides its hyper-parameters and what builds its models.
+
+    Attributes:
+        optimizer: parameter groups -> optimizer (AdamW with everything but the learning rates).
+        schedule: factor on the learning rates over iterations.
+        fingerprint: of the model's source; a checkpoint resumes only from the same one.
+        compute_dtype: of sharded forwards; None computes in the parameters' dtype.
+    """
+
+    optimizer: Optimizer
+    schedule: Schedule
+    fingerprint: NotRequired[Annotated[str, Default("")]]
+    compute_dtype: NotRequired[torch.dtype | None]
+
+
+class ModuleOptions(TypedDict, total=False):
+    """What every `from_pretrained` takes; None, 1 or False where it is left out.
+
+    Attributes:
+        lora: train adapters on one frozen base instead of whole models.
+        schedule: of the learning rates; linear to 0 by default.
+        optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by default.
+        seed: seeds new weights, the order of the data, and of rollouts the sampling noise.
+        activation_checkpointing: compute decoder layers again in the backward pass.
+        chat_template: file of a template, or the name of one of ours, in place of the model's;
+            exported with it.
+        revision: branch, tag or commit of a hub name.
+        trust_remote_code: run the code beside the weights.
+    """
+
+    lora: LoraHparams | None
+    schedule: Schedule | None
+    optimizer: Optimizer | None
+    seed: Annotated[Seed, Default(1)]
+    activation_checkpointing: Annotated[bool, Default(False)]
+    chat_template: str | None
+    revision: str | None
+    trust_remote_code: Annotated[RunsCode, Default(False)]
 
 
 class SameStart(Callback):
@@ -45,31 +112,212 @@ class SameStart(Callback):
 
 
 class RLHFModule(L.LightningModule):
-    """Base of the modules.
+    """Base of the modules: one optimizer step, or several, on each batch of a DataModule.
+
+    Args:
+        algorithm: hyper-parameters.
+        build: builds what is trained.
+        parts: see `ModuleParts`.
 
     Attributes:
+        stage: first part of the names of its metrics, and its place in a configuration.
         kinds: classes of its hyper-parameters, by the names of the arguments.
+        data: the DataModule that it trains on.
+        batch: what that DataModule gives.
+        rate: what the default of its learning rate goes by.
+        unit: what its throughput counts.
         source: the model that it starts from, as it was when the module was made.
     """
 
+    stage: ClassVar[str]
     kinds: ClassVar[Mapping[str, type]] = {}
-    source: Source | None = None
+    data: ClassVar[type[RecordDataModule]]
+    batch: ClassVar[type[TensorBatch]]
+    rate: ClassVar[Kind] = "policy"
+    unit: ClassVar[str] = "pairs"
+    algorithm: Hparams
     policy: Any
-    fingerprint: str
-    skipped: SkippedSteps
+    source: Source | None = None
+    tokenizer: PreTrainedTokenizerBase | None
+    sampling = SamplingHparams()
+    generator: Generator | None = None
+    sums: Any  # torchmetrics of a validation, by name
+    validation_started = batch_started = 0.0
+
+    def __init__(
+        self,
+        algorithm: Hparams,
+        build: Callable[[], Any],
+        *,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        fingerprint: str = "",
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.algorithm = algorithm
+        self.build_models = build
+        self.build_optimizer = optimizer
+        self.schedule = schedule
+        self.fingerprint = fingerprint
+        self.compute_dtype = compute_dtype
+        self.tokenizer = None
+        self.gaps = Gaps()
+        key = f"module.{self.stage}.max_skipped_steps"
+        self.skipped = SkippedSteps(algorithm.max_skipped_steps, key)
+
+    # -- made from names --------------------------------------------------------------------
+
+    def keep(self, start: pretrained.Start, **given: Any) -> None:
+        """Keep what the module was built from, in `hparams` and in checkpoints."""
+        self.save_hyperparameters(pretrained.plain(given | start.kept))
+        self.source = start.source
+
+    @classmethod
+    @checked
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: PathOrName, **changes: Any
+    ) -> Self:
+        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
+
+        Args:
+            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
+            changes: arguments of `from_pretrained` that are to differ.
+
+        Raises:
+            ValueError: if the checkpoint holds no hyper-parameters, or if its model runs code and
+                `changes` do not say `trust_remote_code=True`.
+        """
+        return cls._restored(checkpoint_path, changes)
+
+    @classmethod
+    def _restored(cls, path: PathOrName, changes: Mapping[str, Any]) -> Self:
+        checkpoint, given = pretrained.read_checkpoint(path, changes)
+        given = {**pretrained.revived(given, cls.kinds), **changes}
+        cls.check_kept(path, given, changes)
+        made: Any = cls
+        module: Self = made.from_pretrained(**given)
+        module.configure_model()
+        module.load_state_dict(checkpoint["state_dict"])
+        module.on_load_checkpoint(checkpoint)
+        return module.eval()
+
+    @classmethod
+    def check_kept(
+        cls, path: PathOrName, given: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> None:
+        """Check that a checkpoint's arguments build the module without running code."""
+
+    # -- models and optimizer ---------------------------------------------------------------
+
+    @property
+    def record_kinds(self) -> Sequence[str]:
+        """The kinds of records that the objective learns from."""
+        return self.data.kinds
 
     @property
     def trained(self) -> Any:
-        """The model whose adapters a checkpoint is compared with; None before it is built."""
+        """The model that is trained, or the first one; None before it is built."""
         return self.policy
 
-    def stateful(self) -> dict[str, Stateful]:
-        """Return what changes during a run and is no parameter, by its name in a checkpoint."""
-        return {"skipped_steps": self.skipped}
+    @property
+    def roots(self) -> Sequence[nn.Module]:
+        """Models that the module itself moves to the device."""
+        return [self.trained.root]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an iteration, at most."""
+        return 1
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What multiplies the learning rates of the schedule."""
+        return 1.0
+
+    def configure_model(self) -> None:
+        """Build the models, and shard each if ranks share them."""
+        if self.trained is None:
+            with self.sharing_models():
+                self.take(self.build_models())
+
+    def sharing_models(self) -> AbstractContextManager[None]:
+        """Shard the models that are built inside, if ranks share them."""
+        if self.device_mesh is not None:
+            strategy: Any = self.trainer.strategy
+            self.compute_dtype = self.compute_dtype or strategy.compute_dtype
+        return sharing_models(self, self.compute_dtype, self.source)
+
+    def take(self, built: Any) -> None:
+        """Take what `build_models` has built."""
+        self.policy = built
+        completed(built.root)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of the optimizer, with their learning rates."""
+        return [parameter_group(self.trained, self.rate, self.algorithm.learning_rate)]
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Make the optimizer; the schedule counts iterations."""
+        optimizer = self.build_optimizer(self.parameter_groups())
+        return with_schedule(self, optimizer, self.schedule, lambda: self.learning_rate_factor)
+
+    # -- the Trainer ------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse the flags that a Trainer refuses by itself, and name the setting to use."""
+        check_steps(self.trainer)
+        return [SameStart()]
+
+    def on_fit_start(self) -> None:
+        """Refuse flags and data that would train something else; place what is no submodule."""
+        check_trainer(self.trainer, num_steps=self.num_steps)
+        check_data(
+            self,
+            getattr(self.trainer, "datamodule", None),
+            fitting=self.data,
+            kinds=self.record_kinds,
+            tokenizer=self.tokenizer,
+            max_new_tokens=self.sampling.max_new_tokens,
+        )
+        move_models(self, self.roots)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the clock of the iteration.
+
+        Raises:
+            TypeError: for a batch of another DataModule.
+        """
+        self.batch_started = time.perf_counter()
+        if not isinstance(batch, self.batch):
+            raise TypeError(
+                f"{type(self).__name__} was given a batch that is {type(batch).__name__}, expected "
+                f"{self.batch.__name__}: give the Trainer a {self.data.__name__}, by "
+                "fit(module, datamodule=...)"
+            )
+
+    def on_validation_start(self) -> None:
+        """Start the clock; place the base of an adapter, where no training came before."""
+        self.validation_started = time.perf_counter()
+        move_models(self, self.roots)
+        for metric in self.sums.values():
+            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
+
+    def log_validation_time(self) -> None:
+        """Log the seconds of a validation, if it is one of a training."""
+        if self.trainer.state.fn == "fit":
+            self.log("time/validate", time.perf_counter() - self.validation_started)
 
     def on_train_end(self) -> None:
         """Refuse to end well if no step was taken."""
         self.skipped.end_run()
+
+    # -- checkpoints ------------------------------------------------------------------------
+
+    def stateful(self) -> dict[str, Stateful]:
+        """Return what changes during a run and is no parameter, by its name in a checkpoint."""
+        return {"skipped_steps": self.skipped}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the state, and the fingerprint of the model's source."""
@@ -85,10 +333,51 @@ class RLHFModule(L.LightningModule):
         load_states(checkpoint, self.fingerprint, self.trained, **self.stateful())
         compare_hyper_parameters(checkpoint, self)
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Refuse the flags that a Trainer refuses by itself, and name the setting to use."""
-        check_steps(self.trainer)
-        return [SameStart()]
+    # -- training ---------------------------------------------------------------------------
+
+    def learn(
+        self,
+        batch: TensorBatch,
+        batch_idx: int,
+        parts: list[Tensor],
+        term: Term,
+        counts: Any,
+        *,
+        size: Tensor,
+    ) -> None:
+        """Take one optimizer step on a batch, and log it.
+
+        Args:
+            batch: this rank's share.
+            batch_idx: of the iteration, from 0.
+            parts: rows of each micro-batch.
+            term: the loss.
+            counts: global counts that it divides by.
+            size: what the step has learnt from on all ranks, in `unit`.
+        """
+        measured = accumulate_gradients(self, batch, parts, [term], counts)
+        learning_rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        norms = clip_and_step(
+            self,
+            {f"{self.stage}/grad_norm": self.trained},
+            self.algorithm.max_grad_norm,
+            lambda norms: self.skipped.should_step(measured | norms, batch, batch_idx),
+        )
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        seconds = time.perf_counter() - self.batch_started
+        measures = finite(self.reported(measured | (norms or {}))) | {
+            f"{self.stage}/skipped_steps": self.skipped.end_iteration(),
+            f"{self.stage}/learning_rate": learning_rate,
+            "time/update": seconds,
+            f"throughput/{self.unit}_per_second": float(size) / seconds,
+        }
+        self.log_dict(self.gaps.filled(measures))
+
+    def reported(self, measured: Measured) -> Mapping[str, Tensor]:
+        """Return the metrics that the measures of a step give."""
+        return measured
+
+    # -- responses --------------------------------------------------------------------------
 
     @checked(but=("prompts",))
     @torch.no_grad()
@@ -125,10 +414,8 @@ class RLHFModule(L.LightningModule):
         rows = [p if isinstance(p, Mapping) else {"prompt": p} for p in prompts]
         if not rows:
             raise ValueError(f"prompts={prompts!r} is empty: give at least one")
-        sampling = getattr(self, "sampling", None)
-        length = max_new_tokens or getattr(sampling, "max_new_tokens", 64)
-        policy: Any = self.policy
-        room = (max_positions(policy.model) or 2**31) - length
+        length = max_new_tokens or self.sampling.max_new_tokens
+        room = (max_positions(self.policy.model) or 2**31) - length
         if room < 1:
             raise ValueError(
                 f"max_new_tokens={length} leaves no room for a prompt in the {room + length} "
@@ -143,82 +430,27 @@ class RLHFModule(L.LightningModule):
         """Return the responses to a `PromptBatch`, or to prompts as `generate` takes them."""
         if not isinstance(batch, PromptBatch):
             return self.generate([batch] if isinstance(batch, str) else batch)
-        length = getattr(getattr(self, "sampling", None), "max_new_tokens", 64)
-        return self._written(batch, length, None, RowNoise(1, "generate"))
+        return self._written(batch, self.sampling.max_new_tokens, None, RowNoise(1, "generate"))
 
     def _written(
         self, prompts: PromptBatch, length: int, temperature: float | None, noise: RowNoise
     ) -> list[str]:
-        policy: Any = self.policy
         tokenizer: Any = self.tokenizer
-        generator = getattr(self, "generator", None)
+        generator = self.generator
         if generator is None:
             source = self.hparams.get("policy")
             generator = CachedGenerator(stop_ids(tokenizer, source), int(tokenizer.pad_token_id))
         if temperature is None:
-            temperature = getattr(getattr(self, "sampling", None), "temperature", 1.0)
-        prompts = prompts.to(policy.device)
-        gathered = unsharded(policy.root, layers=gathers_layers(generator))
-        with gathered, policy.generating() as model:
+            temperature = self.sampling.temperature
+        prompts = prompts.to(self.policy.device)
+        gathered = unsharded(self.policy.root, layers=gathers_layers(generator))
+        with gathered, self.policy.generating() as model:
             generation = generator(
                 model, prompts, noise=noise, temperature=temperature, max_new_tokens=length
             )
-        skip = skips_special_tokens(self)
+        skip = self.sampling.skip_special_tokens
         answers = make_answers(prompts, generation, tokenizer, skip_special_tokens=skip)
         return list(answers.completions)
-
-
-class OneModelModule(RLHFModule):
-    """Base of the modules that train one model on records."""
-
-    build_policy: Callable[[], Any]
-    sums: Any
-    validation_started = 0.0
-
-    @classmethod
-    @checked
-    def load_from_checkpoint(  # type: ignore[override]
-        cls, checkpoint_path: PathOrName, **changes: Any
-    ) -> Self:
-        """Return a module with the weights of a checkpoint, on the CPU, in eval mode.
-
-        Args:
-            checkpoint_path: a checkpoint of a module that `from_pretrained` built.
-            changes: arguments of `from_pretrained` that are to differ.
-
-        Raises:
-            ValueError: if the checkpoint holds no hyper-parameters, or if its model runs code and
-                `changes` do not say `trust_remote_code=True`.
-        """
-        checkpoint, given = pretrained.read_checkpoint(checkpoint_path, changes)
-        made: Any = cls
-        given = pretrained.revived(given, cls.kinds) | changes
-        return cast(Self, pretrained.restored(made.from_pretrained(**given), checkpoint))
-
-    def configure_model(self) -> None:
-        """Build the model, and shard it if ranks share it."""
-        if self.policy is None:
-            with sharing_models(self):
-                self.policy = self.build_policy()
-                completed(self.policy.root)
-
-    def on_fit_start(self) -> None:
-        """Refuse flags that would train something else; place the base of an adapter."""
-        check_trainer(self.trainer)
-        move_models(self, [self.trained.root])
-
-    def on_validation_start(self) -> None:
-        """Start the clock; place the base of an adapter, where no training came before."""
-        self.validation_started = time.perf_counter()
-        move_models(self, [self.trained.root])
-        for metric in self.sums.values():
-            metric.reset()  # here: `fit` cannot add to what `validate` made in inference mode
-
-
-def skips_special_tokens(module: Any) -> bool:
-    """Return whether texts of a module's responses are without special tokens."""
-    sampling = getattr(module, "sampling", None)
-    return bool(getattr(sampling, "skip_special_tokens", False))
 
 
 def _batches(

@@ -21,11 +21,8 @@ ADAPTERS = "adapters"
 HYPER_PARAMETERS = "hyper_parameters"  # Lightning's key in a checkpoint
 # By the fingerprint of the source, by `Controls`, and with the state of the optimizer; what the
 # value model starts from is of no effect later.
-_COMPARED_ELSEWHERE = {"policy", "source", "revision", "value", "sampling.temperature"} | {
-    f"{group}.{name}"
-    for group in ("sft", "reward", "dpo", "ppo", "grpo")
-    for name in ("kl_coef", "learning_rate", "value_learning_rate")
-}
+_COMPARED_ELSEWHERE = {"policy", "source", "revision", "value", "temperature"}
+_COMPARED_ELSEWHERE |= {"kl_coef", "learning_rate", "value_learning_rate"}
 
 
 class Stateful(Protocol):
@@ -100,7 +97,7 @@ def compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningM
                 f"seed={given[name]}: the rest of the run would not be the one that began. Give "
                 f"from_pretrained seed={saved[name]}, or start anew in another folder"
             )
-        if name not in _COMPARED_ELSEWHERE:
+        if name.rpartition(".")[2] not in _COMPARED_ELSEWHERE:
             say_changed(name, given[name], saved[name])
 
 

@@ -56,14 +56,13 @@ class Controls:
         }
         return controls
 
-    def shaping(self, hparams: OnPolicyHparams, estimator: AdvantageEstimator) -> RewardShaping:
+    def shaping(
+        self, hparams: OnPolicyHparams, estimator: AdvantageEstimator, score_clip: float | None
+    ) -> RewardShaping:
         """Return how the scores of the next rollout become rewards and advantages."""
-        assert not isinstance(
-            hparams.score_clip, str
-        )  # `on_policy.place_models` put a number there
         return RewardShaping(
             kl_coef=self.kl_coef if hparams.kl_in == "reward" else 0.0,
-            score_clip=hparams.score_clip,
+            score_clip=score_clip,
             missing_eos_penalty=hparams.missing_eos_penalty,
             overlong_buffer=hparams.overlong_buffer,
             estimator=estimator,

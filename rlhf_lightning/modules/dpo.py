@@ -8,47 +8,34 @@ Legend: B pairs or rows, b those of a micro-batch, T tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import SumMetric
-from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import PathOrName, RunsCode, Seed, checked
+from rlhf_lightning.arguments import PathOrName, checked
 from rlhf_lightning.batches import PreferenceBatch
+from rlhf_lightning.data.datamodules import PreferenceDataModule
 from rlhf_lightning.distributed.collectives import agreed_max, gathered, global_sum
 from rlhf_lightning.functional.preference_losses import dpo_loss, kto_loss
 from rlhf_lightning.functional.statistics import wilson_interval
-from rlhf_lightning.hparams import DPOHparams, LoraHparams
+from rlhf_lightning.hparams import DPOHparams
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.models.forward import by_micro_batch, micro_batches
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules import pretrained
-from rlhf_lightning.modules.base import OneModelModule
-from rlhf_lightning.modules.data_checks import check_batch
-from rlhf_lightning.modules.metrics import Gaps
-from rlhf_lightning.modules.non_finite import SkippedSteps, finite
-from rlhf_lightning.modules.optimization import (
-    Measured,
-    Term,
-    accumulate_gradients,
-    clip_and_step,
-    of_rows,
-    parameter_group,
-    with_schedule,
-)
-from rlhf_lightning.modules.pretrained import Optimizer
+from rlhf_lightning.modules.base import ModuleOptions, ModuleParts, RLHFModule
+from rlhf_lightning.modules.non_finite import finite
+from rlhf_lightning.modules.optimization import Measured, Term
 from rlhf_lightning.modules.reference_logprobs import (
     SPLITS,
     ReferenceLogprobs,
     pair_logprobs,
     side_logprobs,
 )
-from rlhf_lightning.modules.schedules import Schedule
 
 CONFIDENCE = 0.95
 MEASURES = (
@@ -65,7 +52,7 @@ BY_LABEL = (
 )
 
 
-class DPOModule(OneModelModule):
+class DPOModule(RLHFModule):
     """Raises the log-probability of preferred answers over that of rejected ones.
 
     Both are taken relative to the reference, the policy that training starts from. Its
@@ -74,10 +61,7 @@ class DPOModule(OneModelModule):
     Args:
         dpo: hyper-parameters.
         policy: builds the model, and the reference where no adapter is trained.
-        optimizer: parameter groups -> optimizer.
-        schedule: factor on the learning rate over iterations.
-        fingerprint: of the model's source; a checkpoint resumes only from the same one.
-        compute_dtype: of sharded forwards.
+        parts: see `ModuleParts`.
 
     Source: Rafailov et al. 2023, equation 7; Azar et al. 2023 (`kind="ipo"`); Ethayarajh et al.
     2024 (`kind="kto"`).
@@ -85,31 +69,18 @@ class DPOModule(OneModelModule):
 
     stage = "dpo"
     kinds: ClassVar = {"dpo": DPOHparams}
+    data = PreferenceDataModule
+    batch = PreferenceBatch
+    algorithm: DPOHparams
+    policy: PolicyModel | None
 
     @checked
     def __init__(
-        self,
-        *,
-        dpo: DPOHparams,
-        policy: Callable[[], PolicyModel],
-        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        schedule: Schedule,
-        fingerprint: str = "",
-        compute_dtype: torch.dtype | None = None,
+        self, *, dpo: DPOHparams, policy: Callable[[], PolicyModel], **parts: Unpack[ModuleParts]
     ) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.dpo = dpo
-        self.build_policy = policy
-        self.build_optimizer = optimizer
-        self.schedule = schedule
-        self.fingerprint = fingerprint
-        self.compute_dtype = compute_dtype
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        self.gaps = Gaps()
-        self.skipped = SkippedSteps(dpo.max_skipped_steps, "module.dpo.max_skipped_steps")
-        self.references = ReferenceLogprobs(fingerprint, policy, dpo.micro_batch_size)
-        self.policy: PolicyModel | None = None
+        super().__init__(dpo, policy, **parts)
+        self.references = ReferenceLogprobs(self.fingerprint, policy, dpo.micro_batch_size)
+        self.policy = None
         names = ("pairs", *MEASURES)
         self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.validated: list[list[float]] = []  # of KTO, by row: see `validation_step`
@@ -117,89 +88,39 @@ class DPOModule(OneModelModule):
     @property
     def record_kinds(self) -> tuple[str, ...]:
         """The kind of the records that the objective is of."""
-        return ("unpaired",) if self.dpo.kind == "kto" else ("preferences",)
+        return ("unpaired",) if self.algorithm.kind == "kto" else ("preferences",)
 
     @classmethod
     @checked
     def from_pretrained(
-        cls,
-        source: PathOrName,
-        *,
-        dpo: DPOHparams | None = None,
-        lora: LoraHparams | None = None,
-        schedule: Schedule | None = None,
-        optimizer: Optimizer | None = None,
-        seed: Seed = 1,
-        activation_checkpointing: bool = False,
-        chat_template: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: RunsCode = False,
+        cls, source: PathOrName, *, dpo: DPOHparams | None = None, **options: Unpack[ModuleOptions]
     ) -> Self:
         """Return the module that trains the policy `source`, loaded when training starts.
 
         Args:
             source: folder or hub name of the SFT policy, which is the reference too.
             dpo: hyper-parameters; the defaults of `DPOHparams`.
-            lora: train an adapter on the frozen model instead of the model.
-            schedule: of the learning rate; linear to 0 by default.
-            optimizer: parameter groups, which hold the learning rates -> optimizer; AdamW by
-                default.
-            seed: of new weights, and of the order of the data.
-            activation_checkpointing: compute decoder layers again in the backward pass.
-            chat_template: file of a template, or the name of one of ours, in place of the
-                model's; exported with it.
-            revision: branch, tag or commit of a hub name.
-            trust_remote_code: run the code beside the weights.
+            options: see `ModuleOptions`.
         """
-        return pretrained.one_model_module(
-            cls,
-            source,
-            argument="policy",
-            load=load_policy,
-            hparams={"dpo": dpo or DPOHparams()},
-            lora=lora,
-            schedule=schedule,
-            optimizer=optimizer,
-            seed=seed,
-            activation_checkpointing=activation_checkpointing,
-            chat_template=chat_template,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        """One group; the schedule counts iterations."""
-        group = parameter_group(self.policy, "policy", self.dpo.learning_rate)
-        return with_schedule(self, self.build_optimizer([group]), self.schedule)
+        hparams = {"dpo": dpo or DPOHparams()}
+        return pretrained.of_one_model(cls, source, load_policy, "policy", hparams, options)
 
     def on_train_start(self) -> None:
         """Look up what the reference says of the pairs, or compute it."""
-        if self.dpo.kind == "kto":
+        if self.algorithm.kind == "kto":
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            warn_of_weights(self.dpo, [row.label for row in data.rows("train")])
+            warn_of_weights(self.algorithm, [row.label for row in data.rows("train")])
         self.references.prepare(self, SPLITS)
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Take one optimizer step on the batch of pairs, or of unpaired rows."""
-        check_batch(self, batch, PreferenceBatch)
-        started = time.perf_counter()
         num_pairs = global_sum(torch.tensor(float(len(batch)), device=self.device))
-        parts = micro_batches(batch.either_attention_mask, self.dpo.micro_batch_size)
-        measured = accumulate_gradients(self, parts, [self.objective(batch, num_pairs)])
-        norms = clip_and_step(
-            self,
-            {"dpo/grad_norm": self.policy},
-            self.dpo.max_grad_norm,
-            lambda norms: self.skipped.should_step(measured | norms, batch, batch_idx),
-        )
-        self.finish_iteration(measured | (norms or {}), num_pairs, time.perf_counter() - started)
-
-    def objective(self, batch: PreferenceBatch, num_pairs: Tensor) -> Term:
-        """Return the loss of the batch's rows, by the kind of the objective."""
-        if self.dpo.kind == "kto":
-            counts = (num_pairs, self.reference_point(batch, num_pairs))
-            return of_rows(self.unpaired_loss, batch, counts)
-        return of_rows(self.loss, batch, num_pairs)
+        parts = micro_batches(batch.either_attention_mask, self.algorithm.micro_batch_size)
+        term: Term = self.loss
+        counts: Any = num_pairs
+        if self.algorithm.kind == "kto":
+            term, counts = self.unpaired_loss, (num_pairs, self.reference_point(batch, num_pairs))
+        self.learn(batch, batch_idx, parts, term, counts, size=num_pairs)
 
     def loss(self, batch: PreferenceBatch, num_pairs: Tensor | float) -> tuple[Tensor, Measured]:
         """Return the sum of the pairs' losses over `num_pairs`, and measures over the same."""
@@ -218,9 +139,9 @@ class DPOModule(OneModelModule):
             chosen,
             rejected,
             *self.references.of(batch, split),
-            beta=self.dpo.beta,
-            label_smoothing=self.dpo.label_smoothing,
-            kind=self.dpo.kind,  # type: ignore[arg-type]
+            beta=self.algorithm.beta,
+            label_smoothing=self.algorithm.label_smoothing,
+            kind=self.algorithm.kind,  # type: ignore[arg-type]
             num_pairs=num_pairs,
         )
         measures = {
@@ -240,7 +161,7 @@ class DPOModule(OneModelModule):
         (logprobs,) = by_micro_batch(
             lambda rows: (side_logprobs(self.policy, batch[rows], "rejected"),),
             batch.either_attention_mask,
-            self.dpo.micro_batch_size,
+            self.algorithm.micro_batch_size,
             agree=agreed_max,
         )
         _, reference = self.references.of(batch, "train")
@@ -269,9 +190,9 @@ class DPOModule(OneModelModule):
             reference,
             label,
             kl=kl,
-            beta=self.dpo.beta,
-            desirable_weight=self.dpo.desirable_weight,
-            undesirable_weight=self.dpo.undesirable_weight,
+            beta=self.algorithm.beta,
+            desirable_weight=self.algorithm.desirable_weight,
+            undesirable_weight=self.algorithm.undesirable_weight,
             num_rows=num_rows,
         )
         rows = torch.stack([torch.ones_like(result.rewards), result.rewards, logprobs.detach()], -1)
@@ -280,18 +201,9 @@ class DPOModule(OneModelModule):
         measures["dpo/kl"] = kl * (len(rows) / num_rows)
         return result.loss, measures | {BY_LABEL: sides @ rows}
 
-    def finish_iteration(
-        self, measured: Mapping[str, Tensor], num_pairs: Tensor, seconds: float
-    ) -> None:
-        """Log one row of metrics and step the schedule."""
-        measures = finite(by_label(measured)) | {
-            "dpo/skipped_steps": self.skipped.end_iteration(),
-            "dpo/learning_rate": self.optimizers().param_groups[0]["lr"],
-            "time/update": seconds,
-            "throughput/pairs_per_second": float(num_pairs) / seconds,
-        }
-        self.lr_schedulers().step()
-        self.log_dict(self.gaps.filled(measures))
+    def reported(self, measured: Measured) -> Mapping[str, Tensor]:
+        """Return the metrics that the measures of a step give."""
+        return by_label(measured)
 
     def on_validation_start(self) -> None:
         """Start the clock and place the base; before or without training, look up the reference."""
@@ -306,10 +218,10 @@ class DPOModule(OneModelModule):
         chosen, rejected = by_micro_batch(
             lambda rows: pair_logprobs(self.policy, batch[rows]),
             batch.either_attention_mask,
-            self.dpo.micro_batch_size,
+            self.algorithm.micro_batch_size,
             agree=agreed_max,
         )
-        if self.dpo.kind == "kto":  # its reference point is that of all held-out rows
+        if self.algorithm.kind == "kto":  # its reference point is that of all held-out rows
             columns = (chosen, rejected, *self.references.of(batch, "validation"), batch.label)
             self.validated += torch.stack(columns, -1).double().tolist()  # type: ignore[arg-type]
             return
@@ -320,7 +232,7 @@ class DPOModule(OneModelModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all held-out pairs of all ranks, accuracy with its interval."""
-        if self.dpo.kind == "kto":
+        if self.algorithm.kind == "kto":
             pairs, measures = self._validated_rows()
         else:
             total = {name: float(metric.compute()) for name, metric in self.sums.items()}
@@ -329,9 +241,8 @@ class DPOModule(OneModelModule):
         right = round(measures["val/accuracy"] * pairs)
         low, high = wilson_interval(right, pairs, confidence=CONFIDENCE)
         measures |= {"val/accuracy_low": low, "val/accuracy_high": high}
-        if self.trainer.state.fn == "fit":  # not of a validation by itself
-            measures["time/validate"] = time.perf_counter() - self.validation_started
         self.log_dict(measures)
+        self.log_validation_time()
 
     def _validated_rows(self) -> tuple[int, dict[str, float]]:
         """Return the number of held-out rows, and KTO's measures over all of them."""

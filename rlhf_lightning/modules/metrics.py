@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, RolloutBatch
-from rlhf_lightning.distributed.collectives import gathered, global_moments, global_sum
+from rlhf_lightning.distributed.collectives import gathered, global_moments, global_sum, rank
 from rlhf_lightning.functional.advantages import informative_groups
 from rlhf_lightning.functional.diversity import distinct_n
 from rlhf_lightning.functional.kl import MAX_LOG_RATIO, kl_k1
@@ -24,6 +26,8 @@ from rlhf_lightning.functional.rewards import adjust_scores
 from rlhf_lightning.functional.statistics import explained_variance
 from rlhf_lightning.hparams import OnPolicyHparams
 
+logger = logging.getLogger(__name__)
+MANY_CLIPPED = 0.25  # share of the first scores; the doctor's `clipped_warn` too
 RATIO_BINS = 80  # of width 0.025 over [0, 2]
 CLIPPED = "rollout/clipped"
 
@@ -158,6 +162,42 @@ def rollout_measures(
     if rollout.values is not None and rollout.returns is not None:
         measures |= _explained(rollout.values, rollout.returns, rollout.loss_mask, stage)
     return measures | _components(rollout.score_components)
+
+
+def warn_of_clip(
+    rollout: RolloutBatch, clip: float, key: str, share: float, iteration: int
+) -> bool:
+    """Warn if two different scores become one, or if many of the first are clipped; return whether.
+
+    Args:
+        rollout: of this rank.
+        clip: `score_clip`.
+        key: its place in a configuration.
+        share: of the scores of all ranks that are at the clip or beyond.
+        iteration: from 0.
+    """
+    beyond = rollout.scores[rollout.scores.abs() >= clip]
+    sides = [
+        (float(side.min()), float(side.max()))
+        for side in (beyond[beyond < 0], beyond[beyond > 0])
+        if len(side)
+    ]
+    found = sorted({score for own in gathered(sides) for side in own for score in side})
+    pairs = [(a, b) for a, b in pairwise(found) if a * b > 0]
+    if not pairs and (iteration or share <= MANY_CLIPPED):
+        return False
+    if rank() == 0:
+        same = f"the scores {pairs[0][0]:g} and {pairs[0][1]:g} are" if pairs else "such scores are"
+        logger.warning(
+            "iteration %d: %.0f %% of the scores are at %s=%g or beyond, and %s worth the same: "
+            "normalise the scorer (mean 0, std 1), or raise score_clip (null does not clip)",
+            iteration + 1,
+            100 * share,
+            key,
+            clip,
+            same,
+        )
+    return True
 
 
 def _components(components: Mapping[str, Tensor]) -> dict[str, float]:

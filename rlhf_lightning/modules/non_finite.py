@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_lightning.batches import RolloutBatch, TensorBatch
 from rlhf_lightning.distributed.collectives import agreed_max, global_sum, rank
 from rlhf_lightning.modules.metrics import read_numbers
+from rlhf_lightning.rollout.generators.base import Generator
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +167,33 @@ def non_finite_in_rollout(rollout: RolloutBatch) -> tuple[list[str], int]:
         f"{n} of {total} {name}" for name, n, total in zip(names, counts, sizes, strict=True) if n
     ]
     return found[:1], sizes[0]  # the rest follows from it
+
+
+def check_sampler(rollout: RolloutBatch, generator: Generator, setting: str) -> None:
+    """Check that a correction has the log-probabilities that it weighs tokens by.
+
+    Args:
+        rollout: of this rank.
+        generator: that has sampled it.
+        setting: the correction, as the user writes it.
+
+    Raises:
+        RuntimeError: if some are not finite where the policy's are.
+        ValueError: if there are none.
+    """
+    sampler = rollout.sampler_logprobs
+    if sampler is None:
+        raise ValueError(
+            f"{setting} needs the log-probabilities of the sampler, and {type(generator).__name__} "
+            "gives none: use rollout=cached, or off_policy=none"
+        )
+    wrong = rollout.response_mask & ~sampler.isfinite() & rollout.logprobs.isfinite()
+    if count := int(global_sum(wrong.sum())):
+        name = getattr(generator, "name", type(generator).__name__)
+        raise RuntimeError(
+            f"{count} log-probabilities of {name} are not finite, and {setting} weighs tokens by "
+            "them: mend the sampler, or use off_policy=none"
+        )
 
 
 def finite(values: Mapping[str, Tensor | float]) -> dict[str, float]:

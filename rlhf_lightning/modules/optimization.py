@@ -23,15 +23,16 @@ from rlhf_lightning.distributed.collectives import (
     rank,
     world_size,
 )
-from rlhf_lightning.models.cpu_kernels import SideBySide, side_by_side
+from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
-from rlhf_lightning.modules.iteration_schedule import IterationSchedule
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.schedules import IterationSchedule, Schedule
 
 logger = logging.getLogger(__name__)
+Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Measured = dict[str, Tensor]
-Term = Callable[[Tensor], tuple[Tensor, Measured]]
+# A micro-batch and global counts -> the micro-batch's share of a loss, with its measures.
+Term = Callable[[Any, Any], tuple[Tensor, Measured]]
 
 
 class StepCounts(NamedTuple):
@@ -46,13 +47,12 @@ class StepCounts(NamedTuple):
     num_sequences: Tensor | float
 
 
-TermOfBatch = Callable[[Any, Any], tuple[Tensor, Measured]]
-
-
 def accumulate_gradients(
     module: L.LightningModule,
+    batch: TensorBatch,
     parts: list[Tensor],
     terms: Sequence[Term],
+    counts: Any,
     models: Sequence[nn.Module] = (),
 ) -> Measured:
     """Add up the gradients of one loss over micro-batches and ranks; return its measures.
@@ -63,70 +63,49 @@ def accumulate_gradients(
 
     Args:
         module: whose `manual_backward` and strategy are used.
-        parts: rows of each micro-batch of this rank.
-        terms: each rows -> that micro-batch's share of the term (sums over its tokens divided by
-            the global count), with its measures.
+        batch: this rank's rows.
+        parts: rows of each micro-batch.
+        terms: each a micro-batch's share (sums over its tokens divided by a global count).
+        counts: those global counts.
         models: whose gradients the terms give, if each is of one model alone.
+
+    Raises:
+        TypeError: if a term returns something else than a loss with its measures.
     """
     count = agreed_max(len(parts), module.device)
     measured: Measured = {}
     apart = 1 < len(terms) == len(models) and world_size() == 1
     beside = side_by_side(*models) if apart else None
-    for term in terms if beside is None else [_together(terms, beside)]:
+    for together in [[term] for term in terms] if beside is None else [terms]:
         for index in range(count):
             # A rank with fewer micro-batches runs one again at weight 0, or the others hang.
             rows, weight = (parts[index], 1.0) if index < len(parts) else (parts[0], 0.0)
+            tasks = [partial(_computed, term, batch[rows], counts) for term in together]
             with accumulating(module.trainer.strategy, module, last=index + 1 == count):
-                loss, values = term(rows)
+                found = [task() for task in tasks] if beside is None else beside.run(tasks)
+                losses = [loss for loss, _ in found]
+                loss = losses[0] if beside is None else beside.sum(losses)
                 # Gradients are averaged over ranks, so the sum needs the world size back.
                 module.manual_backward(loss * (weight * world_size()))
-            for name, value in values.items():
-                measured[name] = measured.get(name, 0.0) + value.detach() * weight
+            for _, measures in found:
+                for name, value in measures.items():
+                    measured[name] = measured.get(name, 0.0) + value.detach() * weight
             # They hold thousands of small objects, between which the C library could not join what
             # is free: the next micro-batch would find no room for its tensors.
-            del loss, values
+            del loss, losses, found, measures, value
     average_gradients(module.parameters(), module.trainer.strategy)
     return {name: global_sum(value) for name, value in measured.items()}
 
 
-def _together(terms: Sequence[Term], beside: SideBySide) -> Term:
-    """Return the sum of `terms`, which are computed at the same time, forward and backward."""
-
-    def term(rows: Tensor) -> tuple[Tensor, Measured]:
-        computed = beside.run([partial(term, rows) for term in terms])
-        measured = {name: value for _, values in computed for name, value in values.items()}
-        return beside.sum([loss for loss, _ in computed]), measured
-
-    return term
-
-
-def of_rows(term: TermOfBatch, batch: TensorBatch, counts: Any) -> Term:
-    """Return `term`, a function of a batch and global counts, as one of `batch`'s rows.
-
-    It raises TypeError where `term` returns something else than a loss with its measures.
-    """
-
-    def of(rows: Tensor) -> tuple[Tensor, Measured]:
-        found = term(batch[rows], counts)
-        _check_term(term, found)
-        return found
-
-    return of
-
-
-def _check_term(term: TermOfBatch, found: Any) -> None:
-    if not (isinstance(found, tuple) and len(found) == 2):
-        got = type(found).__name__
-    elif not (isinstance(found[0], Tensor) and isinstance(found[1], Mapping)):
-        got = f"({', '.join(type(part).__name__ for part in found)})"
-    else:
-        plain = [f"{k}={v!r}" for k, v in found[1].items() if not isinstance(v, Tensor)]
-        if not plain:
-            return
-        got = f"measures that are no tensors, {', '.join(plain)}"
+def _computed(term: Term, micro_batch: TensorBatch, counts: Any) -> tuple[Tensor, Measured]:
+    found: Any = term(micro_batch, counts)
+    loss, measures = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    values = measures.values() if isinstance(measures, Mapping) else [None]
+    if isinstance(loss, Tensor) and all(isinstance(value, Tensor) for value in values):
+        return loss, measures
     raise TypeError(
-        f"{getattr(term, '__qualname__', term)} returned {got}: return (loss, {{name: measure}}), "
-        "each a micro-batch's share as a scalar tensor"
+        f"{getattr(term, '__qualname__', term)} returned {found!r}: return (loss, {{name: measure}}"
+        "), each a micro-batch's share as a scalar tensor"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import lightning as L
 import torch
 from torch import nn
 
@@ -13,12 +14,17 @@ from rlhf_lightning.distributed.collectives import gathered, is_sharded, rank, s
 from rlhf_lightning.distributed.read_weights import ReadWeights
 from rlhf_lightning.models.building import building_for
 from rlhf_lightning.models.precision import release_freed_memory
+from rlhf_lightning.runs.source import Source
 
 T = TypeVar("T")
 
 
 @contextmanager
-def sharing_models(module: Any) -> Iterator[None]:
+def sharing_models(
+    module: L.LightningModule,
+    compute_dtype: torch.dtype | None = None,
+    source: Source | None = None,
+) -> Iterator[None]:
     """Build the models of a module inside; `configure_model` does.
 
     Where ranks share them, rank 0 alone reads weights, and every model is sharded as soon as a
@@ -26,30 +32,25 @@ def sharing_models(module: Any) -> Iterator[None]:
     holds one at a time. What fails on one rank fails on all.
 
     Args:
-        module: the LightningModule; its `compute_dtype` becomes the strategy's where it has none.
+        module: of the models.
+        compute_dtype: of sharded forwards.
+        source: of the weights that are read, which must not change meanwhile.
     """
     if module.device_mesh is None:
         yield
-        _check_source(module)
+        if source is not None:
+            source.check()
         release_freed_memory()  # what loading left
         return
-    place = module.trainer.strategy
-    module.compute_dtype = module.compute_dtype or place.compute_dtype
-    builders = _Builders(place, module.compute_dtype)
+    builders = _Builders(module.trainer.strategy, compute_dtype)
     try:
         with building_for(builders):
             yield
-        _check_source(module)
+        if source is not None:
+            source.check()
     except Exception as error:
         builders.fail(error)
         raise
-
-
-def _check_source(module: Any) -> None:
-    """Check that the weights that were read are those of the module's tokenizer and fingerprint."""
-    source = getattr(module, "source", None)
-    if source is not None:
-        source.check()
 
 
 class _Builders:
@@ -96,7 +97,7 @@ class _Builders:
         return told[0][1]
 
 
-def move_models(module: Any, models: Sequence[nn.Module]) -> None:
+def move_models(module: L.LightningModule, models: Sequence[nn.Module]) -> None:
     """Move models to the device where no strategy has placed them.
 
     `on_fit_start` and `on_validation_start` call it: Lightning moves submodules alone, and the base

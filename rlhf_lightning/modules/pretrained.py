@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import lightning as L
 import torch
@@ -20,20 +20,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.distributed.checkpoint import read_full
-from rlhf_lightning.hparams import (
-    DPOHparams,
-    GRPOHparams,
-    LoraHparams,
-    PPOHparams,
-    RewardHparams,
-    SamplingHparams,
-    SFTHparams,
-)
+from rlhf_lightning.hparams import LoraHparams, SamplingHparams
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.loading import loading_options, naming_source
 from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
+from rlhf_lightning.modules.checks import TRAINED_IN
 from rlhf_lightning.modules.schedules import Schedule
-from rlhf_lightning.modules.trainer_flags import TRAINED_IN
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import (
     FunctionScorer,
@@ -54,15 +46,6 @@ from rlhf_lightning.text.tokenizers import (
 )
 
 ModuleT = TypeVar("ModuleT", bound=L.LightningModule)
-Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-HPARAMS: dict[str, type] = {
-    "dpo": DPOHparams,
-    "grpo": GRPOHparams,
-    "ppo": PPOHparams,
-    "reward": RewardHparams,
-    "sampling": SamplingHparams,
-    "sft": SFTHparams,
-}
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -158,182 +141,109 @@ def _weighted(scorers: Sequence[Scorer], weights: Sequence[float] | None) -> Wei
     )
 
 
-def _names_function(reward: str | None) -> bool:
-    return reward is not None and reward.rpartition(":")[0].endswith(".py")
+def _names_function(reward: Any) -> bool:
+    return isinstance(reward, str) and reward.rpartition(":")[0].endswith(".py")
 
 
-def on_policy_module(
+def of_one_model(
+    cls: type[ModuleT],
+    source: str | Path,
+    load: Callable[..., Any],
+    argument: str,
+    hparams: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> ModuleT:
+    """Return a module that trains the model which `load` loads from `source`.
+
+    Args:
+        cls: of the module.
+        source: folder or hub name.
+        load: a function of `models.factory`.
+        argument: the name under which `cls` takes what builds the model.
+        hparams: hyper-parameters, by the names under which `cls` takes them.
+        options: all of `ModuleOptions`.
+    """
+    start = Start.read(source, "source", options)
+
+    def build() -> Any:
+        return load(str(source), lora=of_trainer(module, options["lora"])["lora"], **start.loading)
+
+    made: Any = cls
+    module: Any = made(**{argument: build}, **hparams, **start.parts)
+    module.tokenizer = start.tokenizer
+    module.keep(start, source=str(source), **hparams)
+    return module  # type: ignore[no-any-return]
+
+
+def of_policy(
     cls: type[ModuleT],
     policy: str | Path,
     reward: Any,
-    *,
-    reward_weights: Sequence[float] | None,
-    models: Callable[..., Any],
+    build: Callable[..., Any],
     hparams: Mapping[str, Any],
-    lora: LoraHparams | None,
-    schedule: Schedule | None,
-    optimizer: Optimizer | None,
-    seed: int,
-    activation_checkpointing: bool,
-    chat_template: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    options: Mapping[str, Any],
     **kept: Any,
 ) -> ModuleT:
-    """Return a module that trains a policy on its own scored responses.
+    """Return a module that trains `policy` on its own scored responses.
 
     Args:
         cls: of the module.
         policy: folder or hub name of the policy to start from, which is the reference too.
         reward: see `as_scorer`.
-        reward_weights: of a list of rewards.
-        models: (policy, scorer, options) -> models, a function of `models.ppo_models`.
-        hparams: the hyper-parameters, by the name under which `cls` takes them.
-        lora: as in `PPOModule.from_pretrained`, and so are all below.
-        schedule: of the learning rates.
-        optimizer: parameter groups -> optimizer.
-        seed: of sampling noise, minibatches and new weights.
-        activation_checkpointing: compute decoder layers again in the backward pass.
-        chat_template: in place of the model's.
-        revision: of a hub name.
-        trust_remote_code: run the code beside the weights.
-        kept: further arguments of `from_pretrained`, for the checkpoint.
+        build: (policy, scorer, options) -> models, by a function of `models.ppo_models`.
+        hparams: hyper-parameters, by the names under which `cls` takes them.
+        options: all of `OnPolicyOptions`.
+        kept: further arguments, for the checkpoint.
     """
+    lora, weights = options["lora"], options["reward_weights"]
     if lora is not None and lora.dropout:  # of every forward: the ratio would not start at 1
         raise ValueError(f"lora.dropout={lora.dropout:g} must be 0 in {cls.__name__}: leave it out")
-    policy = str(policy)
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    start, template, tokenizer = _start(policy, "policy", chat_template, options)
-    stops = stop_ids(tokenizer, policy, revision=revision)
-    scorer = as_scorer(reward, policy, tokenizer, reward_weights)
-    built: list[ModuleT] = []
-    given = {"activation_checkpointing": activation_checkpointing, "seed": seed, **options}
-    module = cls(
-        models=lambda: models(policy, scorer, **of_trainer(built[0], lora), **given),
+    start = Start.read(policy, "policy", options)
+    tokenizer = start.tokenizer
+    stops = stop_ids(tokenizer, str(policy), revision=options["revision"])
+    scorer = as_scorer(reward, str(policy), tokenizer, weights)
+    hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
+
+    def models() -> Any:
+        return build(str(policy), scorer, **of_trainer(module, lora), **start.loading)
+
+    made: Any = cls
+    module: Any = made(
+        models=models,
         scorer=scorer,
         generator=CachedGenerator(stops, int(tokenizer.pad_token_id)),
         tokenizer=tokenizer,
-        seed=seed,
+        seed=options["seed"],
         **hparams,
-        **common_arguments(start, optimizer=optimizer, schedule=schedule),
+        **start.parts,
     )
-    built.append(module)
-    return keep_hyper_parameters(
-        module,
+    module.keep(
         start,
-        policy=policy,
+        policy=str(policy),
         reward=str(reward) if isinstance(reward, str | Path) else reward,
-        reward_weights=None if reward_weights is None else list(reward_weights),
+        reward_weights=None if weights is None else list(weights),
         **hparams,
-        lora=lora,
-        schedule=module.schedule,
-        chat_template=template,
-        **(kept | given),
+        **kept,
     )
+    return module  # type: ignore[no-any-return]
 
 
-def restored_on_policy(
-    cls: Any, path: str | Path, reward: Any, kinds: Mapping[str, type], changes: Mapping[str, Any]
-) -> Any:
-    """Return the module of a checkpoint whose module `on_policy_module` built.
+def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
+    """Check that the reward of a checkpoint is known, and is code only where the user gives it.
 
     Raises:
-        ValueError: if the checkpoint holds no hyper-parameters, if no reward is known, or if its
-            model runs code and `changes` do not say so.
+        ValueError: if not.
     """
-    checkpoint, given = read_checkpoint(path, changes)
-    given = revived(given, kinds) | dict(changes)
-    if reward is not None:
-        given["reward"] = reward
-    elif _names_function(given.get("reward")):
-        raise ValueError(
-            f"{path} was trained with reward={given['reward']!r}, which is code, and no checkpoint "
-            f"runs code: give load_from_checkpoint(path, reward={given['reward']!r})"
-        )
-    if given.get("reward") is None:
+    if reward is None:
         raise ValueError(
             f"{path} was trained with a reward that no checkpoint can hold: give "
             "load_from_checkpoint(path, reward=function)"
         )
-    return restored(cls.from_pretrained(**given), checkpoint)
-
-
-def one_model_module(
-    cls: type[ModuleT],
-    source: str | Path,
-    *,
-    argument: str,
-    load: Callable[..., Any],
-    hparams: Mapping[str, Any],
-    lora: LoraHparams | None,
-    schedule: Schedule | None,
-    optimizer: Optimizer | None,
-    seed: int,
-    activation_checkpointing: bool,
-    chat_template: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
-) -> ModuleT:
-    """Return a module that trains one model, of SFT or a reward model.
-
-    Args:
-        cls: of the module.
-        source: folder or hub name of the model to start from.
-        argument: under which `cls` takes what builds the model.
-        load: loads it, a function of `models.factory`.
-        hparams: the hyper-parameters, by the name under which `cls` takes them.
-        lora: as in `SFTModule.from_pretrained`, and so are all below.
-        schedule: of the learning rate.
-        optimizer: parameter groups -> optimizer.
-        seed: of new weights.
-        activation_checkpointing: compute decoder layers again in the backward pass.
-        chat_template: in place of the model's.
-        revision: of a hub name.
-        trust_remote_code: run the code beside the weights.
-    """
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    start, template, tokenizer = _start(source, "source", chat_template, options)
-    built: list[ModuleT] = []
-
-    def build() -> Any:
-        return load(
-            str(source),
-            seed=seed,
-            lora=of_trainer(built[0], lora)["lora"],
-            activation_checkpointing=activation_checkpointing,
-            **options,
+    if not is_given and _names_function(reward):
+        raise ValueError(
+            f"{path} was trained with reward={reward!r}, which is code, and no checkpoint runs "
+            f"code: give load_from_checkpoint(path, reward={reward!r})"
         )
-
-    module = cls(
-        **{argument: build},
-        **hparams,
-        **common_arguments(start, optimizer=optimizer, schedule=schedule),
-    )
-    built.append(module)
-    module.tokenizer = tokenizer
-    return keep_hyper_parameters(
-        module,
-        start,
-        source=str(source),
-        **hparams,
-        lora=lora,
-        schedule=module.schedule,
-        seed=seed,
-        activation_checkpointing=activation_checkpointing,
-        chat_template=template,
-        **options,
-    )
-
-
-def _start(
-    name: str | Path, key: str, chat_template: str | None, options: dict[str, Any]
-) -> tuple[Source, str | None, Any]:
-    """Return the model that a module starts from, as it is now, its template and its tokenizer."""
-    template = None if chat_template is None else read_template(chat_template)
-    with naming_argument(key, name):
-        loading_options(name, **options)  # which says what else than a model it is
-        start = Source.of(name, key, options["revision"])
-        return start, template, load_tokenizer(name, chat_template=chat_template, **options)
 
 
 @contextmanager
@@ -345,33 +255,77 @@ def naming_argument(key: str, source: str | Path) -> Iterator[None]:
         raise ValueError(f"{key}={str(source)!r}: {error}") from error
 
 
-def common_arguments(
-    start: Source, *, optimizer: Optimizer | None, schedule: Schedule | None
-) -> dict[str, Any]:
-    """Return what all modules are given alike."""
-    return {
-        "optimizer": adamw if optimizer is None else optimizer,
-        "schedule": Schedule() if schedule is None else schedule,
-        "fingerprint": start.fingerprint,
-    }
+@dataclass(frozen=True)
+class Start:
+    """What a module starts from: a model's source as it is now, its tokenizer, and the options.
+
+    Args:
+        source: of the model.
+        tokenizer: of the model, with `template` in place of its own.
+        template: a chat template, if one was given.
+        options: all of `ModuleOptions`.
+    """
+
+    source: Source
+    tokenizer: Any
+    template: str | None
+    options: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, name: str | Path, argument: str, options: Mapping[str, Any]) -> Self:
+        """Read the tokenizer and the fingerprint of a model.
+
+        Args:
+            name: folder or hub name.
+            argument: that it was given as.
+            options: all of `ModuleOptions`.
+        """
+        given = options["chat_template"]
+        template = None if given is None else read_template(given)
+        origin = {key: options[key] for key in ("revision", "trust_remote_code")}
+        with naming_argument(argument, name):
+            loading_options(name, **origin)  # which says what else than a model it is
+            source = Source.of(name, argument, options["revision"])
+            tokenizer = load_tokenizer(name, chat_template=given, **origin)
+        return cls(source, tokenizer, template, options)
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """How models are loaded."""
+        names = ("activation_checkpointing", "seed", "revision", "trust_remote_code")
+        return {name: self.options[name] for name in names}
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The `ModuleParts`."""
+        return {
+            "optimizer": self.options["optimizer"] or adamw,
+            "schedule": self.options["schedule"] or Schedule(),
+            "fingerprint": self.source.fingerprint,
+        }
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The options that a checkpoint holds."""
+        schedule = self.parts["schedule"]
+        own = {"lora": self.options["lora"], "schedule": schedule, "chat_template": self.template}
+        return self.loading | own
 
 
-def keep_hyper_parameters(module: Any, start: Source, **given: Any) -> Any:
-    """Return a module that keeps what it was built from, in `hparams` and in checkpoints.
+def plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was given as values that a checkpoint can hold.
 
     What has no plain form, a reward function or an optimizer of one's own, is left out and has to
     be given again.
     """
-    plain: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for name, value in given.items():
         numbers = isinstance(value, list) and name == "reward_weights"
         if numbers or value is None or isinstance(value, str | int | float | bool):
-            plain[name] = value
+            kept[name] = value
         elif hasattr(value, "__dataclass_fields__"):
-            plain[name] = asdict(value)
-    module.save_hyperparameters(plain)
-    module.source = start
-    return module
+            kept[name] = asdict(value)
+    return kept
 
 
 def revived(given: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
@@ -381,7 +335,8 @@ def revived(given: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
         ValueError: if they are those of another kind of module.
     """
     if not all(isinstance(given.get(name), Mapping) for name in kinds):
-        held = [name for name in HPARAMS if isinstance(given.get(name), Mapping)]
+        others = ("lora", "schedule")
+        held = [k for k, v in given.items() if isinstance(v, Mapping) and k not in others]
         raise ValueError(
             f"the checkpoint is of another module: it holds the hyper-parameters {held}, expected "
             f"{sorted(kinds)}: call load_from_checkpoint of the module that was trained"
@@ -422,11 +377,3 @@ def read_checkpoint(
             "load_from_checkpoint(path, trust_remote_code=True) if you trust the model's own"
         )
     return checkpoint, given
-
-
-def restored(module: ModuleT, checkpoint: dict[str, Any]) -> ModuleT:
-    """Give a module the weights and the state of a checkpoint; return it in eval mode."""
-    module.configure_model()
-    module.load_state_dict(checkpoint["state_dict"])
-    module.on_load_checkpoint(checkpoint)
-    return module.eval()

@@ -37,7 +37,8 @@ from rlhf_lightning.models.forward import by_micro_batch, response_logprobs
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.lora import AdaptedPolicy
 from rlhf_lightning.models.precision import release_freed_memory
-from rlhf_lightning.modules.placement import move_models, sharing_models
+from rlhf_lightning.modules.base import RLHFModule
+from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.runs.atomic import replacing
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class ReferenceLogprobs:
         chosen, rejected = self.tables[split][batch.row_ids].unbind(-1)
         return chosen, rejected
 
-    def prepare(self, module: Any, splits: Sequence[str]) -> None:
+    def prepare(self, module: RLHFModule, splits: Sequence[str]) -> None:
         """Read the file of the run, compute the rows that it lacks, and write it anew.
 
         Args:
@@ -98,7 +99,8 @@ class ReferenceLogprobs:
             ValueError: if the rows do not come from a `PreferenceDataModule`, if the file was
                 computed for something else, or if the reference is not finite.
         """
-        trainer, data = module.trainer, module.trainer.datamodule
+        trainer: Any = module.trainer
+        data = trainer.datamodule
         if data is None:
             raise ValueError(
                 "DPO finds the reference by row: give fit or validate a PreferenceDataModule"
@@ -119,7 +121,7 @@ class ReferenceLogprobs:
 
     def _compute(
         self,
-        module: Any,
+        module: RLHFModule,
         data: RecordDataModule,
         tables: Mapping[str, Tensor],
         missing: Mapping[str, list[int]],
@@ -131,7 +133,7 @@ class ReferenceLogprobs:
         if isinstance(policy, AdaptedPolicy):
             reference: PolicyModel = frozen(AdaptedPolicy(policy.base, None))
         else:
-            with sharing_models(module):
+            with module.sharing_models():
                 reference = completed(frozen(self.build()), frozen=True)
             move_models(module, [reference])
         with torch.no_grad(), module.trainer.strategy.precision_plugin.forward_context():

@@ -6,7 +6,6 @@ Every figure is reduced over ranks, so that all of them end alike.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.models.micro_batching import in_buckets
+from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.optimization import Measured
 
 EXACT, ROUNDED = 1e-3, 1e-2  # nats a token on a GPU: in fp32, and in bf16
@@ -34,7 +34,7 @@ class Step0Error(RuntimeError):
     """The policy is not what it started from before it was updated; the message says why."""
 
 
-def rounding_tolerance(module: Any) -> float:
+def rounding_tolerance(module: RLHFModule) -> float:
     """Return what rounding may make of a log-ratio of 0, as a mean of nats a token.
 
     On a CPU a row is evaluated at one width, so that the same bits come out, unless micro-batches
@@ -68,7 +68,7 @@ class Step0:
         """The policy has been updated before: there is nothing to look at."""
         self.awaits_rollout = self.awaits_minibatch = False
 
-    def check_reference(self, rollout: RolloutBatch, module: Any) -> None:
+    def check_reference(self, rollout: RolloutBatch, module: RLHFModule) -> None:
         """Check that policy and reference agree on the first rollout.
 
         Raises:
@@ -103,7 +103,9 @@ class Step0:
             return {}
         return {LOG_RATIO: zero_off_mask(log_ratio.detach().abs(), mask).sum() / num_tokens}
 
-    def check_ratio(self, measured: dict[str, Tensor], module: Any) -> None:
+    def check_ratio(
+        self, measured: dict[str, Tensor], module: RLHFModule, cliprange: float
+    ) -> None:
         """Check that the first minibatch starts with ratio 1, and take its measure out.
 
         Raises:
@@ -120,7 +122,7 @@ class Step0:
         self.awaits_minibatch = False
         tolerance = rounding_tolerance(module)
         # A range as narrow as GSPO's clips what rounding alone makes.
-        narrow = tolerance >= module.algorithm.cliprange
+        narrow = tolerance >= cliprange
         if error > tolerance or (clipped > 0 and not narrow):
             raise Step0Error(
                 f"before the first update mean |log-ratio| is {error:.3g} nats a token and "
@@ -129,6 +131,6 @@ class Step0:
             )
 
 
-def _allowed(tolerance: float, module: Any) -> str:
+def _allowed(tolerance: float, module: RLHFModule) -> str:
     allowed = f"at most {tolerance:g}" if tolerance else "exactly"
     return f"{allowed} on {module.device.type} with precision {module.trainer.precision}"

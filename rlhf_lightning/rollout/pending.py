@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered
+from rlhf_lightning.rollout.collect import RolloutParts, begin_responses, sample_responses
+from rlhf_lightning.rollout.noise import RowNoise
 
 _PER_TOKEN = ("responses", "response_mask", "logprobs")
 
@@ -38,6 +40,52 @@ class PendingGeneration:
         """
         self.iteration = iteration
         self._waiting = prompts, generation
+
+    def exchange(
+        self,
+        parts: RolloutParts,
+        prompts: PromptBatch,
+        noise: RowNoise,
+        iteration: int,
+        *,
+        is_last: bool,
+        **how: Any,
+    ) -> tuple[PromptBatch, Generation]:
+        """Return prompts and responses of an iteration; begin with the responses of the next one.
+
+        Args:
+            parts: models and functions.
+            prompts: of the iteration, and those of the next one as spares.
+            noise: of the run.
+            iteration: from 0.
+            is_last: no other one follows.
+            how: as of `sample_responses`.
+
+        Raises:
+            ValueError: if there are not as many prompts of the one as of the other.
+            RuntimeError: if the responses of an iteration but the first are missing.
+        """
+        own, following = prompts[~prompts.spare], prompts[prompts.spare]
+        if len(own) != len(following):
+            raise ValueError(
+                f"rollout_lag=1 needs the prompts of the next iteration as spare rows, and the "
+                f"batch has {len(following)} spare of {len(prompts)} rows: give the Trainer a "
+                "PromptDataModule, which adds them, by trainer.fit(module, datamodule=...), or use "
+                "rollout_lag=0"
+            )
+        generation = self.take(iteration, own)
+        if generation is None:
+            if iteration > 0:
+                raise RuntimeError(
+                    f"the responses of iteration {iteration + 1} were not sampled in the one "
+                    "before, and rollout_lag=1 trains on no others: start anew with resume=never"
+                )
+            generation = sample_responses(parts, own, noise=noise.at_iteration(0), **how)
+        if not is_last:
+            following_noise = noise.at_iteration(iteration + 1)
+            begun = begin_responses(parts, following, noise=following_noise, **how)
+            self.put(iteration + 1, following, begun)
+        return own, generation
 
     def _arrive(self) -> None:
         if self._waiting is None:

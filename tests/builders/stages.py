@@ -34,7 +34,7 @@ from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.forward import micro_batches
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PolicyModels, PPOModels
-from rlhf_lightning.modules import dpo, reward, sft
+from rlhf_lightning.modules import base
 from rlhf_lightning.modules.dpo import DPOModule
 from rlhf_lightning.modules.grpo import PolicyGradientModule
 from rlhf_lightning.modules.metrics import RunningMeans
@@ -415,8 +415,7 @@ def train_ranks(
                 parameter.grad = global_sum(parameter.grad) / size
         return clip_and_step(module, *rest)
 
-    for file in (sft, reward, dpo):
-        monkeypatch.setattr(file, "clip_and_step", averaged_step)
+    monkeypatch.setattr(base, "clip_and_step", averaged_step)
 
     def one(rank: int) -> None:
         for number, batch in enumerate(batches):

@@ -209,7 +209,7 @@ def test_actions_turn_the_controls_and_act_on_the_next_rollout(tmp_path):
     assert coefs[first.iteration] == pytest.approx(0.1)
     slowed = next(e for e in events if "learning_rate_factor" in e.changes).iteration
     rates = [row["ppo/learning_rate"] for row in read_metrics(RunFolder(tmp_path).metrics)]
-    plain = [module.ppo.learning_rate * (1 - i / ITERATIONS) for i in range(ITERATIONS)]
+    plain = [module.algorithm.learning_rate * (1 - i / ITERATIONS) for i in range(ITERATIONS)]
     assert rates[: slowed + 1] == pytest.approx([*plain[:slowed], plain[slowed] / 2])
 
 

@@ -117,7 +117,7 @@ def test_a_reference_that_is_not_finite_leaves_the_kl_coefficient_alone(caplog):
     poison = Poison("nothing")
     with pytest.raises(RuntimeError, match="no optimizer step was taken in 4 iterations"):
         fit(module, batches, poison)
-    assert module.controls.kl_coef == module.ppo.kl_coef
+    assert module.controls.kl_coef == module.algorithm.kl_coef
     assert [row["ppo/num_updates"] for row in poison.rows] == [0] * 4
     assert " ref_logprobs is not finite" in caplog.text, "the cause, not what follows from it"
 

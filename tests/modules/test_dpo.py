@@ -26,7 +26,7 @@ from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.modules import dpo
+from rlhf_lightning.modules import base, dpo
 from rlhf_lightning.modules.reference_logprobs import (
     FOLDER,
     data_key,
@@ -66,7 +66,7 @@ def step(module: Any, batch: PreferenceBatch) -> tuple[dict[str, float], torch.T
         return {"dpo/grad_norm": torch.zeros(())}
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(dpo, "clip_and_step", capture)
+        monkeypatch.setattr(base, "clip_and_step", capture)
         module.training_step(batch, 0)
     measures = {name: float(value) for name, value in module.logged[-1].items()}
     return measures, captured["gradient"]
@@ -420,7 +420,7 @@ def test_pairs_that_come_from_no_data_module_are_refused(tmp_path):
 def test_a_validation_by_itself_has_the_measures_of_the_pairs(material, trained, tmp_path):
     module, trainer, folder, _ = trained
     loaded = DPOModule.load_from_checkpoint(folder / "checkpoints/last.ckpt")
-    assert loaded.dpo == module.dpo
+    assert loaded.algorithm == module.algorithm
     data: Any = trainer.datamodule
     again = L.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -21,7 +21,7 @@ from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import EncodedSequence
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.unpaired import beside_other_answers
-from rlhf_lightning.modules import dpo
+from rlhf_lightning.modules import base, dpo
 from rlhf_lightning.modules.dpo import by_label
 from rlhf_lightning.modules.reference_logprobs import FOLDER, pair_logprobs
 from rlhf_lightning.runs.folder import RunFolder
@@ -59,7 +59,7 @@ def step(module: Any, batch: Any) -> tuple[dict[str, float], torch.Tensor]:
         return {}
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(dpo, "clip_and_step", capture)
+        monkeypatch.setattr(base, "clip_and_step", capture)
         module.training_step(batch, 0)
     return {name: float(v) for name, v in module.logged[-1].items()}, captured["gradient"]
 

@@ -39,8 +39,8 @@ class RankPPO(RecordedPPO):
     def prepare(self) -> None:
         built(self)
         groups = [
-            {"params": list(self.policy.parameters()), "lr": self.ppo.learning_rate},
-            {"params": list(self.value.parameters()), "lr": self.ppo.value_learning_rate},
+            {"params": list(self.policy.parameters()), "lr": self.algorithm.learning_rate},
+            {"params": list(self.value.parameters()), "lr": self.algorithm.value_learning_rate},
         ]
         self.the_optimizer = adamw(groups)
 
@@ -137,7 +137,7 @@ def test_two_ranks_take_the_same_steps_as_one(one_and_two):
 
 def test_two_ranks_log_and_control_the_same(one_and_two):
     one, two = one_and_two
-    assert one.controls.kl_coef != one.ppo.kl_coef, "the controller must have acted"
+    assert one.controls.kl_coef != one.algorithm.kl_coef, "the controller must have acted"
     for rank in two:
         assert rank.controls.kl_coef == pytest.approx(one.controls.kl_coef, rel=1e-5)
         for ours, theirs in zip(rank.logged, one.logged, strict=True):

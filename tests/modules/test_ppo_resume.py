@@ -125,7 +125,7 @@ def test_a_killed_and_resumed_run_is_bitwise_the_run_never_killed(whole, killed)
             assert torch.equal(ours["state"][parameter][name], value), (parameter, name)
     assert module.controls == whole_module.controls
     assert module.controls.learning_rate_factor == 0.5
-    assert module.controls.kl_coef != module.ppo.kl_coef
+    assert module.controls.kl_coef != module.algorithm.kl_coef
     assert the_trainer.global_step == whole_trainer.global_step == ITERATIONS * 2 * 2
     schedulers = [t.lr_scheduler_configs[0].scheduler for t in (the_trainer, whole_trainer)]
     assert schedulers[0].state_dict() == schedulers[1].state_dict()

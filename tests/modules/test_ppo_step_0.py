@@ -56,7 +56,7 @@ class WithRatios(RecordedPPO):
     def update(self, minibatch: RolloutBatch, steps: RunningMeans, *, iteration: int) -> bool:
         if not self.steps:
             self.log_ratios, self.first = [], minibatch
-        size = self.ppo.micro_batch_size
+        size = self.algorithm.micro_batch_size
         for rows in micro_batches(minibatch.attention_mask, size):
             part = minibatch[rows]
             with torch.enable_grad():

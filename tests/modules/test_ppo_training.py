@@ -385,7 +385,7 @@ def test_scores_of_a_function_are_not_clipped_unless_it_is_asked_for():
         (WeightedScorer({"model": model, "two": SaysSoOnceBuilt(some_score)}), "auto", 5),
     ):
         module = built(tiny_module(scorer=scorer, ppo=ppo_hparams(score_clip=asked)))
-        assert module.algorithm.score_clip == clip
+        assert module.score_clip == clip
     rollout = rollout_of(built(tiny_module(scorer=function)))
     assert rollout.rewards.sum(1).max() > 20
 
@@ -443,15 +443,15 @@ def test_a_warmup_that_leaves_the_policy_no_iteration_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("answer", "got"),
+    "answer",
     [
-        (lambda loss, measures: loss, "Tensor"),
-        (lambda loss, measures: (loss, loss), r"\(Tensor, Tensor\)"),
-        (lambda loss, measures: (loss, {"mine/x": 1.0}), r"mine/x=1\.0"),
+        lambda loss, measures: loss,
+        lambda loss, measures: (loss, loss),
+        lambda loss, measures: (loss, {"mine/x": 1.0}),
     ],
 )
-def test_a_loss_of_one_s_own_that_is_no_loss_with_measures_is_named(answer, got):
-    with pytest.raises(TypeError, match=rf"OwnLoss\.policy_loss returned .*{got}.*\(loss, {{"):
+def test_a_loss_of_one_s_own_that_is_no_loss_with_measures_is_named(answer):
+    with pytest.raises(TypeError, match=r"OwnLoss\.policy_loss returned .*\(loss, {name"):
         fit(with_answer(answer), 1)
 
 

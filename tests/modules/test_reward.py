@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.models.forward import sequence_scores
-from rlhf_lightning.modules import reward
+from rlhf_lightning.modules import base, reward
 from tests.builders.models import EOS, MODEL_TYPES, PAD, flat_gradients, flat_parameters
 from tests.builders.stages import (
     preference_batch,
@@ -61,7 +61,7 @@ def step(module, batch: PreferenceBatch) -> tuple[dict[str, float], torch.Tensor
         return {"reward/grad_norm": torch.zeros(())}
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(reward, "clip_and_step", capture)
+        monkeypatch.setattr(base, "clip_and_step", capture)
         module.training_step(batch, 0)
     measures = {name: float(value) for name, value in module.logged[-1].items()}
     return measures, captured["gradient"]

@@ -16,7 +16,7 @@ from rlhf_lightning.data.records import DemonstrationRecord
 from rlhf_lightning.evaluation.final_metrics import held_out_loss
 from rlhf_lightning.functional.sequences import next_token_labels
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.modules import sft
+from rlhf_lightning.modules import base
 from tests.builders.models import (
     EOS,
     MODEL_TYPES,
@@ -76,9 +76,9 @@ def gradient(module, micro_batch_size: int | None, fill: int = PAD, width: int =
         module.zero_grad()
         return {"sft/grad_norm": torch.zeros(())}
 
-    module.sft = type(module.sft)(learning_rate=1e-3, micro_batch_size=micro_batch_size)
+    module.algorithm = type(module.algorithm)(learning_rate=1e-3, micro_batch_size=micro_batch_size)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sft, "clip_and_step", capture)
+        monkeypatch.setattr(base, "clip_and_step", capture)
         module.training_step(sft_batch(fill=fill, width=width), 0)
     return float(module.logged[-1]["sft/loss"]), captured["gradient"]
 
@@ -178,7 +178,7 @@ def test_a_held_out_batch_that_is_not_finite_makes_no_better_loss(tmp_path):
 
 def test_dropout_trains_and_the_validation_has_none():
     module = tiny_sft()
-    module.build_policy = lambda: load_policy(from_scratch=config_fields("gpt2"), dropout=0.2)
+    module.build_models = lambda: load_policy(from_scratch=config_fields("gpt2"), dropout=0.2)
     batch = sft_batch()
     the_trainer = trainer()
     loader = DataLoader([batch], batch_size=None)

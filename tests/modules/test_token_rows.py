@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
-from rlhf_lightning.modules.data_checks import check_token_rows
+from rlhf_lightning.modules.checks import check_token_rows
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import EOS, tiny_policy, tiny_tokenizer

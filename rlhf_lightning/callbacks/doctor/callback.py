@@ -256,7 +256,7 @@ class Doctor(Callback):
         records = all_records(rollout, answers, self.refusals, seconds)
         measured = measure_answers(
             records,
-            score_clip=module.algorithm.score_clip,
+            score_clip=module.score_clip,
             second_scorer=self.second_scorer is not None,
         )
         logged = {

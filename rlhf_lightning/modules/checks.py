@@ -1,0 +1,223 @@
+"""What a module asks of its Trainer and its data: else it would silently train something else."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.first_screen import warn_of_cut_responses
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.distributed.collectives import whole
+from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.text.decoding import token_names
+
+logger = logging.getLogger(__name__)
+TRAINED_IN = ("32-true", "bf16-mixed")
+DEAD_ROW = 1e-3  # of the median norm
+
+
+def check_trainer(trainer: L.Trainer, *, num_steps: int) -> None:
+    """Check what a stage asks of its Trainer.
+
+    `trainer_arguments` gives all that is asked.
+
+    Args:
+        trainer: that was given the module.
+        num_steps: optimizer steps of an iteration, at most.
+
+    Raises:
+        ValueError: naming the flag, what it is, why that is wrong and what to write.
+    """
+    problem = _problem(trainer, num_steps)
+    if problem is not None:
+        raise ValueError(f"{problem}. trainer_arguments(folder, ...) sets what a stage needs")
+
+
+def check_steps(trainer: Any) -> None:
+    """Check the flags that Lightning refuses under manual optimization, before it does.
+
+    Raises:
+        ValueError: naming the flag, and the setting to use in its place.
+    """
+    given = {
+        "gradient_clip_val": (trainer.gradient_clip_val, None),
+        "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1),
+        "overfit_batches": (trainer.overfit_batches, 0.0),
+    }
+    for name, (value, default) in given.items():
+        if value is not None and value != default:
+            raise ValueError(f"Trainer({name}={value}): {_INSTEAD[name]}")
+
+
+_INSTEAD = {
+    "gradient_clip_val": "gradients are clipped by max_grad_norm of the module's hyper-parameters",
+    "accumulate_grad_batches": "an iteration is one batch of the DataModule's batch_size, which "
+    "micro_batch_size of the module's hyper-parameters cuts into what fits the memory",
+    "overfit_batches": "a batch of the same rows comes from a DataModule with no more rows than "
+    "its batch_size and max_iterations=..., that is limit_train_batches",
+}
+
+
+def _problem(trainer: Any, num_steps: int) -> str | None:
+    if trainer.max_epochs != 1:
+        given = "its default" if trainer.max_epochs in (None, 1000) else "given"
+        return (
+            f"Trainer(max_epochs={trainer.max_epochs}), {given}: a stage is one epoch, as "
+            "long as the DataModule or max_iterations says, and a second one would repeat the "
+            "sampling noise of the first: use max_epochs=1"
+        )
+    if trainer.max_steps != -1 and num_steps > 1 and not trainer.fast_dev_run:
+        return (
+            f"Trainer(max_steps={trainer.max_steps}) counts optimizer steps, up to "
+            f"{num_steps} an iteration here, and the schedule counts iterations: use "
+            "trainer_arguments(max_iterations=...), that is limit_train_batches, and max_steps=-1"
+        )
+    if trainer.precision not in TRAINED_IN:
+        return (
+            f"Trainer(precision={trainer.precision!r}): weights in 16 bits lose the small updates "
+            f"of RLHF: use one of {', '.join(TRAINED_IN)}"
+        )
+    name = type(trainer.strategy).__name__
+    if name in ("FSDPStrategy", "DeepSpeedStrategy"):
+        return (
+            f"Trainer(strategy={name}) does not work under manual optimization: use "
+            "strategy=FSDP2Strategy()"
+        )
+    connector = trainer._accelerator_connector
+    if trainer.world_size > 1 and connector.use_distributed_sampler:
+        return (
+            "Trainer(use_distributed_sampler=True), its default: Lightning would deal the rows "
+            "anew, which our DataModules deal to ranks: use use_distributed_sampler=False"
+        )
+    module = trainer.lightning_module
+    stopping = [c for c in trainer.callbacks if isinstance(c, EarlyStopping)]
+    if stopping and not is_overridden("validation_step", module, L.LightningModule):
+        return (
+            f"{type(stopping[0]).__name__}(monitor={stopping[0].monitor!r}) stops SFT, reward and "
+            f"DPO training by val/loss, which {type(module).__name__} does not have, and would "
+            "never stop it: leave it out"
+        )
+    return None
+
+
+def check_data(
+    module: L.LightningModule,
+    data: Any,
+    *,
+    fitting: type[RecordDataModule],
+    kinds: Sequence[str],
+    tokenizer: Any,
+    max_new_tokens: int,
+) -> None:
+    """Check that a module can train on the data of a DataModule of ours; others are not checked.
+
+    Args:
+        module: whose models are built.
+        data: the Trainer's DataModule; None where it was given a loader.
+        fitting: the DataModule of the module.
+        kinds: of the records that it learns from.
+        tokenizer: its own.
+        max_new_tokens: longest response, where it samples.
+
+    Raises:
+        TypeError: if the data are records of another kind.
+        ValueError: if their tokenizer is not the module's, if the rows may be longer than the
+            model's context, or if they hold a token that it has no embedding for.
+    """
+    if not isinstance(data, RecordDataModule):
+        return
+    name, given = type(module).__name__, type(data).__name__
+    if data.kind not in kinds:
+        raise TypeError(
+            f"{name} trains on {' or '.join(kinds)}, and {given} gives {data.kind}: give a "
+            f"{fitting.__name__} of kind={kinds[0]}"
+        )
+    theirs = data.tokenizer
+    same = tokenizer is None or tokenizer is theirs or tokenizer.get_vocab() == theirs.get_vocab()
+    if not same:
+        raise ValueError(
+            f"{given} has another tokenizer ({len(theirs)} tokens) than {name} ({len(tokenizer)} "
+            f"tokens), whose ids would mean other words: give {given}(..., module.tokenizer)"
+        )
+    samples = max_new_tokens if isinstance(data, PromptDataModule) else None
+    _check_context(list(_models(module)), data, samples)
+    if samples is not None:
+        key = "sampling.max_new_tokens"
+        warn_of_cut_responses(data.source, "train", theirs, samples, key=key)
+    for model in _models(module):
+        check_token_rows(model, theirs, data.token_ids())
+        break  # policy, value and reward model read the same ids
+
+
+def _check_context(
+    models: Sequence[PreTrainedModel], data: RecordDataModule, max_new_tokens: int | None
+) -> None:
+    limits = [limit for model in models if (limit := max_positions(model)) is not None]
+    name = "max_length" if max_new_tokens is None else "max_prompt_length"
+    asked = {f"{type(data).__name__}.{name}": data.max_length}
+    if max_new_tokens is not None:
+        asked["SamplingHparams.max_new_tokens"] = max_new_tokens
+    total = sum(asked.values())
+    if limits and total > min(limits):
+        given = " + ".join(f"{key}={value}" for key, value in asked.items())
+        summed = f" = {total}" if len(asked) > 1 else ""
+        raise ValueError(
+            f"{given}{summed} tokens are more than the model's context of {min(limits)} "
+            f"(max_position_embeddings): lower {' or '.join(asked)}"
+        )
+
+
+@torch.no_grad()
+def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
+    """Check that a model has an embedding for every token of the data, and name untrained ones.
+
+    Added tokens of a base model, such as those of a chat template, may have rows that nobody has
+    trained: (nearly) 0, or the same as that of another one. The first gradients are then huge.
+
+    Args:
+        model: of transformers.
+        tokenizer: of the data.
+        used: ids of the data.
+
+    Raises:
+        ValueError: if there is no embedding for one of them.
+    """
+    weight = model.get_input_embeddings().weight
+    if beyond := sorted(i for i in used if i >= len(weight)):
+        raise ValueError(
+            f"the data hold {token_names(beyond, tokenizer)} (id {beyond[0]} and up), and "
+            f"{type(model).__name__} has {len(weight)} embeddings: call "
+            f"resize_token_embeddings({len(tokenizer)}) on the model and save it, or take the "
+            "tokenizer that it was published with"
+        )
+    added = sorted(set(used) & set(tokenizer.added_tokens_decoder) - {tokenizer.pad_token_id})
+    size, total = (whole(each.float()) for each in (weight.norm(dim=1), weight.sum(dim=1)))
+    rows = list(zip(size.tolist(), total.tolist(), strict=True))
+    times = Counter(rows)
+    least = DEAD_ROW * float(size.median())
+    dead = [i for i in added if rows[i][0] <= least or times[rows[i]] > 1]
+    if dead:
+        logger.warning(
+            "nobody has trained the embeddings of %s, which the data hold: they are 0 or equal to "
+            "others, and the first gradients may be a hundred times the later ones. Start from a "
+            "model that knows these tokens, or set their rows to the mean of the others",
+            token_names(dead, tokenizer),
+        )
+
+
+def _models(module: L.LightningModule) -> Iterator[PreTrainedModel]:
+    """Yield the models whose weights are trained, or that adapters are trained on."""
+    for name in ("policy", "model", "value"):
+        root = getattr(getattr(module, name, None), "root", None)
+        if isinstance(root, nn.Module):
+            yield from (part for part in root.modules() if isinstance(part, PreTrainedModel))
