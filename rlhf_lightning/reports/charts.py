@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from rlhf_lightning.reports.html import text
+from rlhf_lightning.runs.metric_catalog import number
 
 WIDTH, HEIGHT = 360, 196
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
@@ -269,7 +270,7 @@ def _tick_label(tick: float, ticks: Sequence[float], unit: str) -> str:
         return f"{100 * tick:.{_digits(100 * step)}f} %"
     size = max(abs(t) for t in ticks)
     if size and (size >= 1e5 or size < 1e-3):
-        return "0" if tick == 0 else f"{tick:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+        return number(tick, like=size)
     return f"{tick:.{_digits(step)}f}"
 
 

@@ -17,7 +17,7 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.changes import ABSENT, flatten
 from rlhf_lightning.runs.changes import show as show_setting
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
-from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, quantity, show
+from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.saved_yaml import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary, run_title
@@ -172,10 +172,7 @@ def _value(run: Run, name: str) -> tuple[str, str]:
     value = run.metrics.get(name)
     if value is None:
         return "", ""
-    low, high = (run.metrics.get(bound) for bound in bound_keys(name))
-    if low is None or high is None:
-        return show(name, value), ""
-    return show(name, value), f"{100 * low:.1f} to {100 * high:.1f} %"
+    return show(name, value), ends(run.metrics, name)
 
 
 def _figure(runs: Sequence[Run], name: str) -> Figure | None:

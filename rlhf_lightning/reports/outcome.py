@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -13,9 +12,8 @@ from rlhf_lightning.runs.metric_catalog import (
     best_of_counts,
     bound_keys,
     capitalized,
-    number,
     part_key,
-    percent,
+    quantity,
 )
 
 Metrics = Mapping[str, float | None]
@@ -32,17 +30,10 @@ _BEST_OF = {
     "score": "learnt score",
     "response_length": "tokens a response",
 }
-_ROUND = re.compile(r"round_(\d+)/(\w+)/(.+)")
 # Judges of a win rate, the one that counts most first.
 _ROUND_JUDGES = {"gold": "gold reward", "human": "people", "judge": "a judge"}
-_ROUND_COLUMNS = (
-    ("policy", "score_win_rate", "wins by learnt score", percent),
-    ("policy", "gold", "gold reward", number),
-    ("policy", "kl_per_token", "KL from SFT, nats a token", number),
-    ("policy", "response_length", "tokens a response", number),
-    ("reward", "accuracy", "reward model's accuracy", percent),
-    ("reward", "label_ceiling", "its ceiling", percent),
-)
+_ROUND_COLUMNS = ("score_win_rate", "gold", "kl_per_token", "response_length")
+_ROUND_COLUMNS += ("accuracy", "label_ceiling")
 
 
 def domains_section(metrics: Metrics) -> str:
@@ -71,57 +62,52 @@ def domain_rates(
     return found
 
 
-def rounds_section(metrics: Metrics) -> str:
+def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     """Return win rate by round with its interval, and a table of the other differences.
 
-    Reads `round_<k>/<stage>/<name>` of a pipeline's summary; the policy's figures are those of the
-    evaluation, or of PPO where there is none. "" with fewer than two rounds.
+    Args:
+        metrics: `round_<k>/<stage>/<name>` of a pipeline's summary.
+        stages: its `round_<k>/<stage>`, as they ran; a later one's figure takes an earlier one's
+            place.
+
+    Returns:
+        "" with fewer than two rounds that have a policy.
     """
-    rounds = by_round(metrics)
+    rounds = by_round(metrics, stages)
     if len(rounds) < 2:
         return ""
-    policies = {k: found["policy"] for k, found in rounds.items()}
     name = next(
         (
             name
             for name in _ROUND_JUDGES
-            if all(policy.get(f"{name}_win_rate") is not None for policy in policies.values())
+            if all(found.get(f"{name}_win_rate") is not None for found in rounds.values())
         ),
         "score",
     )
-    key = f"{name}_win_rate"
     rates = {
-        k: [p.get(key), p.get(f"{key}_low"), p.get(f"{key}_high")] for k, p in policies.items()
+        k: [found.get(key) for key in (f"{name}_win_rate", *bound_keys(f"{name}_win_rate"))]
+        for k, found in rounds.items()
     }
+    columns = [n for n in _ROUND_COLUMNS if any(f.get(n) is not None for f in rounds.values())]
+    abouts = {name: quantity(f"val/{name}") for name in columns}
     cells = {
-        label: [
-            "" if (value := found[part].get(name)) is None else show(value)
-            for found in rounds.values()
-        ]
-        for part, name, label, show in _ROUND_COLUMNS
+        k: ["" if (v := found.get(n)) is None else about.show(v) for n, about in abouts.items()]
+        for k, found in rounds.items()
     }
-    columns = {label: column for label, column in cells.items() if any(column)}
-    return render(
-        "rounds.html",
-        judge=_ROUND_JUDGES.get(name, "learnt score"),
-        rates=rates,
-        columns=columns,
-        rows=dict(zip(rounds, zip(*columns.values(), strict=True), strict=False)),
-    )
+    judge = _ROUND_JUDGES.get(name, "learnt score")
+    labels = [about.label for about in abouts.values()]
+    return render("rounds.html", judge=judge, rates=rates, columns=labels, rows=cells)
 
 
-def by_round(metrics: Metrics) -> dict[int, dict[str, dict[str, float | None]]]:
-    """Return round -> `policy` or `reward` -> name -> value, of the rounds that have a policy."""
-    found: dict[int, dict[str, dict[str, float | None]]] = defaultdict(lambda: defaultdict(dict))
-    for key, value in metrics.items():
-        match = _ROUND.fullmatch(key)
-        if match is not None:
-            found[int(match[1])][match[2]][match[3]] = value
-    return {
-        k: {"policy": policy, "reward": stages["reward"]}
-        for k, stages in sorted(found.items())
-        if (policy := stages["evaluate"] or stages["ppo"])
-    }
+def by_round(metrics: Metrics, stages: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Return round -> name -> value, of the rounds whose policy was compared with another."""
+    found: dict[str, dict[str, float | None]] = defaultdict(dict)
+    for stage in stages:
+        own = found[stage.partition("/")[0].removeprefix("round_")]
+        for key, value in metrics.items():
+            if key.startswith(f"{stage}/") and value is not None:
+                own[key.removeprefix(f"{stage}/")] = value
+    return {k: own for k, own in found.items() if any(name.endswith("win_rate") for name in own)}
 
 
 def overoptimization_section(rows: Rows, metrics: Metrics) -> str:

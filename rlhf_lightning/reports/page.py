@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from rlhf_lightning.doctor.catalog import DETECTORS
-from rlhf_lightning.reports.chain import chain_section
+from rlhf_lightning.reports.chain import chain_section, stages_of
 from rlhf_lightning.reports.distributions import pairs_section
 from rlhf_lightning.reports.html import render
 from rlhf_lightning.reports.next_step import next_step, place_of
@@ -35,6 +34,7 @@ from rlhf_lightning.runs.doctor_log import (
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples
 from rlhf_lightning.runs.metric_catalog import duration, number, percent, quantity
 from rlhf_lightning.runs.reading import read_file
+from rlhf_lightning.runs.secrets import redacted_yaml
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, run_title
 from rlhf_lightning.runs.verdict import verdict
 
@@ -54,9 +54,6 @@ _PHASES = {
     "judges": "judging",
 }
 _MAX_PARTS, _LEAST_SHARE = 6, 0.005
-_SECRET = re.compile(
-    r"(?im)^(\s*(?:-\s+)?[\w.]*(?:api_?key|secret|password|access_token|auth_token)[\w.]*\s*[:=]\s*)\S.*$"
-)
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -90,7 +87,7 @@ def render_report(folder: RunFolder) -> str:
     chain = chain_section(folder, summary)
     own: tuple[str, ...]
     # The page of a pipeline's last stage has the figures that the pipeline takes from it.
-    own = (chain, rounds_section(metrics))
+    own = (chain, rounds_section(metrics, stages_of(summary)))
     if not chain:
         own = (
             render("gates.html", gates=_gates(summary)),
@@ -252,7 +249,7 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
     ):
         content = read_file(path).decode("utf-8", "replace").strip() if path.is_file() else ""
         if content not in ("", "[]"):
-            files[title] = _SECRET.sub(r"\1(hidden)", content)
+            files[title] = redacted_yaml(content)
     if not facts and not files:
         return ""
     return render("settings.html", facts=facts, changes=read_changes(folder), files=files)

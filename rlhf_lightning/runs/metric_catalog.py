@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -328,6 +329,14 @@ def capitalized(label: str) -> str:
 def percent(value: float) -> str:
     """Return a share as percent, e.g. `82.4 %`."""
     return f"{100 * value:.1f} %"
+
+
+def ends(metrics: Mapping[str, float | None], name: str) -> str:
+    """Return the interval of a share, e.g. `79.7 to 86.2 %`; "" where none was measured."""
+    low, high = (metrics.get(key) for key in bound_keys(name))
+    if low is None or high is None or not math.isfinite(low) or not math.isfinite(high):
+        return ""
+    return f"{100 * low:.1f} to {percent(high)}"
 
 
 def duration(seconds: float) -> str:

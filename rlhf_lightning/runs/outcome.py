@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_lightning.runs.metric_catalog import percent
+from rlhf_lightning.runs.metric_catalog import ends, percent
 
 Metrics = Mapping[str, float | None]
 # `undecided`: an interval holds what the figure is held against.
@@ -52,10 +52,8 @@ class Verdict:
 
 def interval(metrics: Metrics, name: str) -> str:
     """Return the interval of a share in brackets, "" where none was measured."""
-    low, high = figure(metrics, f"{name}_low"), figure(metrics, f"{name}_high")
-    if low is None or high is None:
-        return ""
-    return f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+    known = ends(metrics, name)
+    return f" (95 % interval {known})" if known else ""
 
 
 def figure(metrics: Metrics, name: str) -> float | None:

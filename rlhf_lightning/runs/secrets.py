@@ -128,11 +128,12 @@ def redact_files(*files: Path) -> None:
     for file in files:
         if file.is_file():
             text = file.read_text(encoding="utf-8", errors="surrogateescape")
-            if (clean := _redacted_yaml(text)) != text:
+            if (clean := redacted_yaml(text)) != text:
                 write_text(file, clean)
 
 
-def _redacted_yaml(text: str) -> str:
+def redacted_yaml(text: str) -> str:
+    """Return the text of a YAML file with its secrets removed, each where it stands."""
     try:
         places = list(_secret_places("", yaml.compose(text, Loader=yaml.SafeLoader)))
     except yaml.YAMLError:

@@ -10,6 +10,7 @@ from rlhf_lightning.runs.metric_catalog import (
     best_of_counts,
     bound_keys,
     duration,
+    ends,
     number,
     percent,
     quantity,
@@ -251,8 +252,7 @@ def _benchmark(metrics: Metrics) -> Verdict:
         if value is None or whole_key(name).endswith(("_low", "_high")):
             continue
         low, high = (figure(metrics, key) for key in bound_keys(name))
-        note = "" if low is None or high is None else f"{percent(low)} to {percent(high)}"
-        facts.append(Fact(quantity(name).label, show(name, value), note))
+        facts.append(Fact(quantity(name).label, show(name, value), ends(metrics, name)))
         if whole_key(name).endswith("_change"):
             changes.append((low or 0.0) > 0 or (high or 0.0) < 0)
     if changes:

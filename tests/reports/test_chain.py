@@ -66,7 +66,7 @@ def test_what_trained_the_policy_is_titled_by_its_own_objective(tmp_path: Path) 
     about = {"objective": "kto"}
     write_summary(trained, replace(read_summary(trained), stage="dpo", about=about))
     titles = re.findall(r"<h3><b>(.*?)</b>", write_report(run).read_text())
-    assert titles == ["Supervised fine-tuning", "Reward model", "KTO", "Evaluation"]
+    assert titles == ["sft: Supervised fine-tuning", "reward: Reward model", "ppo: KTO", "evaluate"]
 
 
 def test_what_was_not_run_says_for_what_it_waits_and_the_top_says_what_to_do(

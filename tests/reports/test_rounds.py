@@ -22,16 +22,22 @@ METRICS: dict[str, float | None] = {
 }
 
 
-def test_a_round_is_told_by_its_evaluation_or_else_by_ppo() -> None:
-    rounds = by_round(METRICS)
-    assert list(rounds) == [1, 2]
-    assert rounds[1]["policy"]["gold_win_rate"] == 0.8
-    assert rounds[2]["policy"]["gold_win_rate"] == 0.9
-    assert rounds[2]["reward"] == {"accuracy": 0.88}
+STAGES = [
+    *(f"round_{k}/{stage}" for k in (1, 2) for stage in ("reward", "ppo", "evaluate")),
+    "round_10/collect",
+]
+
+
+def test_a_round_is_told_by_the_last_stage_that_measured_a_figure() -> None:
+    rounds = by_round(METRICS, STAGES)
+    assert list(rounds) == ["1", "2"]
+    assert rounds["1"]["gold_win_rate"] == 0.8
+    assert rounds["2"]["gold_win_rate"] == 0.9
+    assert rounds["2"]["accuracy"] == 0.88
 
 
 def test_every_round_has_its_win_rate_with_the_interval_and_a_row() -> None:
-    section = rounds_section(METRICS)
+    section = rounds_section(METRICS, STAGES)
     assert "by gold reward" in section
     assert section.index("round 1") < section.index("round 2")
     assert '<i style="width:80.0%"></i><u style="left:75.0%;width:10.0%"></u>' in section
@@ -44,9 +50,9 @@ def test_every_round_has_its_win_rate_with_the_interval_and_a_row() -> None:
 def test_where_a_round_has_no_gold_the_learnt_score_is_shown_of_all() -> None:
     metrics = METRICS | {"round_2/ppo/gold_win_rate": None}
     metrics |= {f"round_{k}/{s}/score_win_rate": 0.7 for k, s in ((1, "evaluate"), (2, "ppo"))}
-    assert "by learnt score" in rounds_section(metrics)
+    assert "by learnt score" in rounds_section(metrics, STAGES)
 
 
 def test_one_round_needs_no_section() -> None:
-    assert rounds_section({k: v for k, v in METRICS.items() if "round_2" not in k}) == ""
-    assert rounds_section({}) == ""
+    assert rounds_section({k: v for k, v in METRICS.items() if "round_2" not in k}, STAGES) == ""
+    assert rounds_section({}, []) == ""
