@@ -411,6 +411,7 @@ _WORDS |= {
     "is_instance_of": "a list",
     "finite_number": "finite",
     "too_long": "fewer items",
+    "too_short": "not empty",
     "missing": "more items",
 }
 _VALUE_ERRORS: tuple[str, ...] = (

@@ -12,18 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from rich import get_console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_lightning.arguments import Count
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.progress import told
 from rlhf_lightning.data.records import PromptRecord, text_key
+from rlhf_lightning.hparams import Checked
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import round_frozen_weights
@@ -83,7 +86,7 @@ def load_candidate_policy(
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Checked):
     """Settings of the sampling of candidates.
 
     Args:
@@ -97,22 +100,14 @@ class Sampling:
         skip_special_tokens: leave special tokens out of the answers.
     """
 
-    policies: Mapping[str, Callable[[], LoadedPolicy]]
-    decodings: Sequence[Decoding]
-    num_samples: int
-    max_new_tokens: int
-    max_prompt_length: int
-    batch_size: int
+    policies: Annotated[Mapping[str, Callable[[], LoadedPolicy]], Field(min_length=1)]
+    decodings: Annotated[Sequence[Decoding], Field(min_length=1)]
+    num_samples: Count
+    max_new_tokens: Count
+    max_prompt_length: Count
+    batch_size: Count
     seed: int
     skip_special_tokens: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name in ("num_samples", "max_new_tokens", "max_prompt_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"candidates.{name}={getattr(self, name)} must be at least 1")
-        if not self.policies or not self.decodings:
-            raise ValueError("candidates need at least one policy and one way to decode")
 
     @property
     def per_prompt(self) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.hparams import Checked, number
-from rlhf_lightning.preferences.aggregate import METHODS, Method, Verdict, aggregate, by_pair
+from rlhf_lightning.preferences.aggregate import Method, Verdict, aggregate, by_pair
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
 from rlhf_lightning.preferences.budget import (
     BudgetHparams,
@@ -41,7 +41,6 @@ from rlhf_lightning.preferences.journal import Journal, record_journal, write_re
 from rlhf_lightning.preferences.judge import JudgeAnnotator, JudgeFigures, judge_figures
 from rlhf_lightning.preferences.near_duplicates import near_duplicates
 from rlhf_lightning.preferences.pairing import (
-    PAIRINGS,
     Pairing,
     ScoreFunction,
     WorstSamples,
@@ -67,22 +66,15 @@ class LabHparams(Checked):
         seed: of what is drawn.
     """
 
-    pairing: str = "random"
+    pairing: Pairing = "random"
     pairs_per_prompt: int = number(2, at_least=1)
     num_pairs: int | None = number(None, at_least=1)
     keep_unfinished: bool = False
-    aggregation: str = "people_first"
+    aggregation: Method = "people_first"
     margin_scale: float = number(1.0, at_least=0)
     near_duplicate: float = number(0.7, above=0, at_most=1, usual=(0.5, 0.95))
     near_duplicate_n: int = number(3, at_least=1)
     seed: int = number(1)
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        for key, known in (("pairing", PAIRINGS), ("aggregation", METHODS)):
-            if getattr(self, key) not in known:
-                raise ValueError(f"LabHparams.{key}={getattr(self, key)!r}: use {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -170,7 +162,7 @@ class Lab:
         names = frozenset(label.annotator for label in theirs)
         judged = self._judge_figures()
         charges = judged.cost if judged else 0.0
-        method: Method = self.hparams.aggregation  # type: ignore[assignment]
+        method = self.hparams.aggregation
         trained_on = (*routing.automatic, *routing.people)
         return Collection(
             train=tuple(aggregate(trained_on, [*automatic, *theirs], people=names, method=method)),
@@ -198,10 +190,9 @@ class Lab:
         if len(sampled) < num_asked:
             dropped[OVER_LONG] = num_asked - len(sampled)
         write_records(self.folder / "candidates.jsonl", kept)
-        method: Pairing = self.hparams.pairing  # type: ignore[assignment]
         pairs = make_pairs(
             kept,
-            method=method,
+            method=self.hparams.pairing,
             per_prompt=self.hparams.pairs_per_prompt,
             num_pairs=None,
             seed=self.hparams.seed,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_lightning.data.errors import closest
+from rlhf_lightning.arguments import checked
 from rlhf_lightning.preferences.agreement import Share
 from rlhf_lightning.preferences.annotators import AnnotationError, now
 from rlhf_lightning.preferences.journal import Journal
@@ -197,11 +197,12 @@ class JudgeAnnotator:
 
     Hparams = JudgeHparams
 
+    @checked
     def __init__(
         self,
         *,
         name: str | None = None,
-        read: str = "text",
+        read: Literal["text", "logprobs"] = "text",
         system: str | None = SYSTEM,
         template: str = TEMPLATE,
         extra: Mapping[str, Any] | None = None,
@@ -211,13 +212,6 @@ class JudgeAnnotator:
         known: str | None = None,
         **hparams: Any,
     ) -> None:
-        if read not in ("text", "logprobs"):
-            raise ValueError(f"judge.read={read!r}: use text or logprobs")
-        for key in hparams:
-            if key not in (fields := JudgeHparams.__dataclass_fields__):
-                hint = closest(key, fields)
-                meant = f", did you mean {hint}?" if hint else f": use one of {', '.join(fields)}"
-                raise ValueError(f"unknown key judge.{key}{meant}")
         self.hparams = JudgeHparams(**hparams)
         self.prompt = JudgePrompt(template, system, seed)
         self.name = name or self.hparams.model

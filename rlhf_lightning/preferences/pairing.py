@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
+from rlhf_lightning.arguments import Count
 from rlhf_lightning.data.records import Text
 from rlhf_lightning.data.splits import split_fraction
+from rlhf_lightning.hparams import Checked
 from rlhf_lightning.preferences.journal import record_journal
 from rlhf_lightning.preferences.near_duplicates import jaccard, word_grams
 from rlhf_lightning.preferences.records import Candidate, Pair, readable
 from rlhf_lightning.runs.reading import loads, read_file
 
 Pairing = Literal["random", "most_different", "best_against_worst"]
-PAIRINGS: tuple[str, ...] = get_args(Pairing)
 # (prompt, response) -> a number, the better the higher.
 ScoreFunction = Callable[[str, str], float]
 Couple = tuple[Candidate, Candidate]
@@ -59,14 +60,8 @@ def make_pairs(
         score: of an answer; `best_against_worst` needs it, the others do not use it.
 
     Raises:
-        ValueError: for an unknown method, a count below 1, or a method without its score.
+        ValueError: for a method without its score.
     """
-    if method not in PAIRINGS:
-        raise ValueError(f"pairing.method={method!r} is unknown: use {', '.join(PAIRINGS)}")
-    if per_prompt < 1 or (num_pairs is not None and num_pairs < 1):
-        raise ValueError(
-            f"pairing.per_prompt={per_prompt}, num_pairs={num_pairs} must be at least 1"
-        )
     if method == "best_against_worst" and score is None:
         raise ValueError("pairing.method=best_against_worst needs pairing.score: what is better?")
     by_prompt: dict[str, list[Candidate]] = {}
@@ -154,7 +149,7 @@ class Defeat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WorstSamples:
+class WorstSamples(Checked):
     """The worst answers of a collection, to be paired again.
 
     Args:
@@ -168,12 +163,11 @@ class WorstSamples:
 
     run: Path
     score: AnswerScores
-    num_pairs: int
+    num_pairs: Count
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.num_pairs < 1:
-            raise ValueError(f"adversarial.num_pairs={self.num_pairs} must be at least 1")
+        super().__post_init__()
         if not (self.run / "data" / "train.jsonl").is_file():
             raise ValueError(
                 f"adversarial.run={self.run} holds no data/train.jsonl: give the folder of a "

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from rlhf_lightning.arguments import Count
 from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedSequence, encode_demonstration
 from rlhf_lightning.data.records import DemonstrationRecord, Text
+from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.preferences.annotators import by_gap, now
@@ -31,7 +33,7 @@ def _load(source: str | Path, revision: str | None, precision: str | None) -> tu
 
 
 @dataclass(eq=False)
-class RewardModelAnnotator:
+class RewardModelAnnotator(Checked):
     """Scores prompt and answer as the reward stage encodes them, read at the last token.
 
     Args:
@@ -52,22 +54,13 @@ class RewardModelAnnotator:
     source: str | Path
     _: KW_ONLY
     name: str = "reward_model"
-    max_length: int = 1024
-    tie_below: float = 0.0
-    batch_size: int = 256
-    micro_batch_size: int = 32
+    max_length: Count = 1024
+    tie_below: float = number(0.0, at_least=0)
+    batch_size: Count = 256
+    micro_batch_size: Count = 32
     revision: str | None = None
     precision: str = "32-true"
     kind: AnnotatorKind = field(default="reward_model", init=False)
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if min(self.max_length, self.batch_size, self.micro_batch_size) < 1 or self.tie_below < 0:
-            raise ValueError(
-                f"RewardModelAnnotator: max_length={self.max_length}, batch_size="
-                f"{self.batch_size} and micro_batch_size={self.micro_batch_size} must be at least "
-                f"1, tie_below={self.tie_below} at least 0"
-            )
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:

@@ -10,8 +10,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, SupportsFloat
 
-from rlhf_lightning.arguments import CodeName
+from rlhf_lightning.arguments import CodeName, Count
 from rlhf_lightning.data.demo import grammar
+from rlhf_lightning.hparams import Checked
 
 _WORD = re.compile(r"\w+")
 
@@ -24,7 +25,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class LengthRule:
+class LengthRule(Checked):
     """Prefers answers of about so many words: minus the log of the factor by which they miss it.
 
     Args:
@@ -32,13 +33,8 @@ class LengthRule:
         weight: of the rule.
     """
 
-    words: int
+    words: Count
     weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the number."""
-        if self.words < 1:
-            raise ValueError(f"LengthRule.words={self.words} must be at least 1")
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return 0 at the wanted length, -log 2 at half and at twice of it."""

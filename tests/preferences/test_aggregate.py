@@ -62,8 +62,6 @@ def test_what_is_no_preference_says_why() -> None:
     assert left_out([*found, found[0], verdict("first")]) == {NO_VOTE: 2, NO_MAJORITY: 1, TIE: 1}
     with pytest.raises(ValueError, match="no vote"):
         preference_row(found[0])
-    with pytest.raises(ValueError, match="method='vote' is unknown"):
-        verdict("first", method="vote")
 
 
 def test_annotators_are_weighed_by_how_right_they_are() -> None:

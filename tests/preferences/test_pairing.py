@@ -107,16 +107,7 @@ def test_the_best_meets_the_worst() -> None:
     assert same == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": "best"}, "pairing.method='best' is unknown"),
-        ({"per_prompt": 0}, "per_prompt=0"),
-        ({"num_pairs": 0}, "num_pairs=0"),
-        ({"method": "best_against_worst"}, "needs pairing.score"),
-    ],
-)
-def test_what_cannot_be_paired_says_why(changes, message) -> None:
-    settings = {"method": "random", "per_prompt": 1, "num_pairs": None, "seed": 1} | changes
-    with pytest.raises(ValueError, match=message):
+def test_a_method_that_needs_a_score_says_so() -> None:
+    settings = {"method": "best_against_worst", "per_prompt": 1, "num_pairs": None, "seed": 1}
+    with pytest.raises(ValueError, match=r"needs pairing\.score"):
         make_pairs(candidates(1), **settings)
