@@ -13,7 +13,6 @@ from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.reading import parse, read_file
 
 ABSENT = "not set"
-_ABSENT_BEFORE = "(absent)"  # in files of earlier versions
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,6 @@ def read_changes(folder: RunFolder) -> list[Change] | None:
     if not path.is_file():
         return None
     try:
-        return parse(
-            list[Change], read_file(path).decode().replace(f'"{_ABSENT_BEFORE}"', f'"{ABSENT}"')
-        )
+        return parse(list[Change], read_file(path))
     except ValueError:
         return None

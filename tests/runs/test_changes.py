@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rlhf_lightning.runs.changes import Change, find_changes, read_changes, write_changes
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.changes import Change, find_changes
 
 SHIPPED = {
     "seed": 1,
@@ -37,10 +34,3 @@ def test_a_key_that_only_one_of_them_has_is_not_set_in_the_other():
         Change("scorer.function", "not set", "f.py:score"),
         Change("scorer.source", "artifacts/reward", "not set"),
     ], "that mean was null says nothing"
-
-
-def test_a_file_of_an_earlier_version_says_it_in_the_same_words(tmp_path: Path):
-    folder = RunFolder(tmp_path).create()
-    folder.config.parent.mkdir(exist_ok=True)
-    write_changes(folder, [Change("a", "(absent)", "1")])
-    assert read_changes(folder) == [Change("a", "not set", "1")]

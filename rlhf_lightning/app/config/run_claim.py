@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +40,28 @@ class ClaimFolder(Callback):
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         """Take the folder of a single run."""
+        self._take(config, "run")
+
+    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        """Take the folder of a sweep, for as long as it lasts."""
+        self._take(config, "sweep")
+
+    def _take(self, config: Any, kind: str) -> None:
         HydraConfig.instance().set_config(config)  # the folder's name may refer to it
-        job = config.hydra
+        hydra = config.hydra
         try:
-            folder = RunFolder(Path(str(job.run.dir)))
-            _check_where_hydra_writes(job)
-            words = list(job.overrides.task)
-            settings = command_settings(str(job.job.config_name), config, words)
+            folder = Path(str(hydra[kind].dir))
+            _check_where_hydra_writes(hydra)
+            check = partial(check_free_sweep, folder)
+            if kind == "run":
+                words = list(hydra.overrides.task)
+                settings = command_settings(str(hydra.job.config_name), config, words)
+                check = partial(check_folder, settings, RunFolder(folder))
         except ConfigError as error:
             fail(str(error))
         except OmegaConfBaseException as error:  # of the folder's name
             fail(describe_interpolation(error))
-        _or_fail("hydra.run.dir", folder.path, lambda: check_folder(settings, folder))
-
-    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
-        """Take the folder of a sweep, for as long as it lasts."""
-        HydraConfig.instance().set_config(config)
-        try:
-            folder = Path(str(config.hydra.sweep.dir))
-            _check_where_hydra_writes(config.hydra)
-        except ConfigError as error:
-            fail(str(error))
-        except OmegaConfBaseException as error:
-            fail(describe_interpolation(error))
-        _or_fail("hydra.sweep.dir", folder, lambda: check_free_sweep(folder))
+        _or_fail(f"hydra.{kind}.dir", folder, check)
 
 
 def check_folder(settings: RunSettings, folder: RunFolder) -> None:
