@@ -33,7 +33,11 @@ from rlhf_lightning import (
     export_model,
     trainer_arguments,
 )
+from rlhf_lightning.doctor.interventions import ActionSettings
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
+from rlhf_lightning.runs.doctor_log import read_events
+from rlhf_lightning.runs.stopping import RunStoppedError
 from tests.builders.record_files import write_material
 
 ITERATIONS = 4
@@ -438,3 +442,48 @@ def test_a_trainer_that_fits_a_second_time_leaves_the_run_as_it_is(material, tmp
     with pytest.raises(FileExistsError, match="another folder"):
         trainer.fit(module, data)
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
+
+
+def constant(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def test_the_doctor_notices_a_constant_reward_unless_it_is_switched_off(material, tmp_path):
+    for name, given in (("watched", {}), ("alone", {"doctor": False})):
+        module = ppo(material, reward=constant)
+        trainer = L.Trainer(**arguments(tmp_path / name, max_iterations=8, **given))
+        trainer.fit(module, prompts(material, module))
+    alerts = [event.name for event in read_events(tmp_path / "watched/doctor.jsonl")]
+    assert "constant_score" in alerts
+    assert not (tmp_path / "alone/doctor.jsonl").exists()
+
+
+def test_a_doctor_that_stops_the_run_says_so_in_the_summary(material, tmp_path):
+    doctor = {
+        "actions": ActionSettings(on_alarm="stop", alarm_patience=1),
+        "thresholds": DoctorThresholds(kl_high_warn=1e-12, kl_high_alarm=1e-11, raise_after=1),
+    }
+    module = ppo(material)
+    trainer = L.Trainer(**arguments(tmp_path / "run", max_iterations=9, doctor=doctor))
+    with pytest.raises(RunStoppedError, match="the doctor, after iteration"):
+        trainer.fit(module, prompts(material, module))
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "stopped"
+    with pytest.raises(ValueError, match="on_alarm='rollback'"):
+        arguments(tmp_path / "other", doctor={"actions": ActionSettings(on_alarm="rollback")})
+
+
+def test_early_stopping_ends_with_the_best_weights(material, tmp_path):
+    module = SFTModule.from_pretrained(material["policy"], sft=SFTHparams(learning_rate=0.3))
+    data = DemonstrationDataModule(material["demonstrations"], module.tokenizer, batch_size=4)
+    given = {"max_iterations": 12, "validations": 6, "early_stopping": 1}
+    trainer = L.Trainer(**arguments(tmp_path / "run", **given))
+    trainer.fit(module, data)
+    assert len(rows(tmp_path / "run")) < 12
+    best = torch.load(tmp_path / "run/checkpoints/best.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(value, best[name]) for name, value in module.state_dict().items())
+
+
+def test_a_logger_is_named_or_given(material, tmp_path):
+    assert type(arguments(tmp_path, logger="wandb")["logger"]).__name__ == "IterationWandbLogger"
+    with pytest.raises(ValueError, match="logger='mlflow'"):
+        arguments(tmp_path, logger="mlflow")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -26,24 +27,20 @@ from rlhf_lightning.app.evaluation import (
     model_config,
     safety_prompts,
 )
-from rlhf_lightning.app.stages.spec import StageCallbacks, TrainingComponents
-from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
-from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
-from rlhf_lightning.callbacks.console import ProgressBar
+from rlhf_lightning.app.stages.spec import TrainingComponents
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.records import Refusals
-from rlhf_lightning.callbacks.faults import SaveFaultyBatch
-from rlhf_lightning.callbacks.metrics_log import MetricsLog
-from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.same_configuration import SameConfiguration
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
-from rlhf_lightning.callbacks.wandb_content import WandbContent
+from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from rlhf_lightning.callbacks.wandb_logger import wandb_logger
 from rlhf_lightning.data.batch_size import BatchSizeError, batch_that_fits
 from rlhf_lightning.data.first_screen import warn_of_cut_responses
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.strategy import make_strategy
+from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.models.learning_rates import default_learning_rate
 from rlhf_lightning.models.loading import loading_options
@@ -56,42 +53,38 @@ from rlhf_lightning.runs.summary import git_commit, installed_versions
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, with_template
 
 
-def make_doctor(settings: TrainSettings, folder: RunFolder) -> list[Doctor]:
-    """Return the doctor of a PPO run; none with `doctor=none`, or where nothing is judged.
+def doctor_arguments(settings: TrainSettings) -> bool | dict[str, Any]:
+    """Return what `trainer_arguments` is given as `doctor`; False where nothing is judged.
 
     Raises:
         ConfigError: for gold as the second scorer, or a rollback without a best checkpoint.
     """
     doctor = settings.doctor
     if doctor is None or (settings.only_runs and not doctor.preflight):
-        return []
+        return False
     _refuse_gold(settings.evaluation.gold, doctor.second_scorer)
-    actions = doctor.actions
     monitor = settings.callbacks.checkpoint.monitor
-    if actions is not None and actions.on_alarm == "rollback" and monitor is None:
+    if doctor.actions is not None and doctor.actions.on_alarm == "rollback" and monitor is None:
         raise ConfigError(
             "doctor.actions.on_alarm=rollback goes back to the best checkpoint, and "
             "callbacks.checkpoint.monitor=null keeps none: set it to doctor/quality with "
             "callbacks.checkpoint.mode=max, as doctor=act does"
         )
-    second = doctor.second_scorer
+    given = {"domains": doctor.harmful_domains, "patterns": doctor.refusals}
     try:
-        return [
-            Doctor(
-                folder,
-                doctor.thresholds,
-                actions=actions,
-                second_scorer=None if second is None else second.build(),
-                second_every_n_iterations=doctor.second_every_n_iterations,
-                refusals=Refusals(
-                    tuple(doctor.harmful_domains or ()), tuple(doctor.refusals or ())
-                ),
-                preflight=doctor.preflight,
-                watches=not settings.only_runs,
-            )
-        ]
+        refusals = Refusals(**{k: tuple(v) for k, v in given.items() if v is not None})
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    arguments = {
+        "thresholds": doctor.thresholds,
+        "actions": doctor.actions,
+        "second_scorer": None if doctor.second_scorer is None else doctor.second_scorer.build(),
+        "second_every_n_iterations": doctor.second_every_n_iterations,
+        "refusals": refusals,
+        "preflight": doctor.preflight,
+        "watches": not settings.only_runs,
+    }
+    return without_defaults(arguments, Doctor) or True
 
 
 def _refuse_gold(gold: Target | None, second_scorer: Target | None) -> None:
@@ -149,9 +142,6 @@ def sweep_group(name: str) -> str | None:
     return f"{name}/{Path(config.sweep.dir).name}"
 
 
-STOPS_BY = "val/loss"  # early stopping
-
-
 def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     """Build what the settings describe; models are built later, in `configure_model`."""
     stage, start = settings.spec, settings.start
@@ -182,7 +172,7 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     extras |= stage.arguments(settings, tokenizer, generator, extras["fingerprint"])
     scorer: Scorer | None = extras.get("scorer")
     module = settings.module.build(**settings.all_hparams, **extras)
-    module.source = source
+    module.source, module.tokenizer = source, tokenizer
     sampling = Sampling(
         generator,
         tokenizer,
@@ -193,8 +183,8 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
     )
     if stage.trains_policy:
         safety_prompts(settings, tokenizer)  # of a file, asked at the end: fail before training
-    own = stage.callbacks(settings, folder, tokenizer, sampling, scorer)
-    trainer = make_trainer(settings, folder, data, tokenizer, own)
+    own = stage.callbacks(settings, tokenizer, sampling, scorer)
+    trainer = make_trainer(settings, folder, own)
     return TrainingComponents(settings, tokenizer, data, module, trainer, sampling, scorer, rates)
 
 
@@ -326,35 +316,30 @@ def function_digests(scorer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def make_trainer(
-    settings: TrainSettings,
-    folder: RunFolder,
-    data: RecordDataModule,
-    tokenizer: PreTrainedTokenizerBase,
-    own: StageCallbacks,
+    settings: TrainSettings, folder: RunFolder, own: Sequence[L.Callback]
 ) -> L.Trainer:
     """Return the Trainer: one epoch of `num_iterations` batches, our callbacks, our checkpoints."""
     given = settings.trainer
-    validates = not settings.spec.rolls_out and given.validations > 0
-    total, limit = data.num_iterations, given.limit_train_batches
-    total = total if limit is None else min(total, limit)
     trainer = L.Trainer(
-        max_epochs=1,
-        accelerator=given.accelerator,
-        devices=given.devices,
-        num_nodes=given.num_nodes,
-        precision=given.precision,
-        strategy=make_strategy(settings.strategy.model_dump(), num_devices=given.world_size),
-        logger=make_logger(settings, folder),
-        callbacks=make_callbacks(settings, folder, tokenizer, own),
-        plugins=[AtomicCheckpointIO()],
-        limit_train_batches=limit,
-        limit_val_batches=given.limit_val_batches if validates else 0,
-        val_check_interval=max(total // given.validations, 1) if validates else None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        use_distributed_sampler=False,
-        enable_model_summary=False,
-        default_root_dir=folder.path,
+        **trainer_arguments(
+            folder.path,
+            **run_arguments(settings),
+            checkpoint=checkpoint_arguments(settings) | {"started": started()},
+            logger=make_logger(settings, folder),
+            callbacks=[
+                *own,
+                SameConfiguration(settings.config_hash, str(folder.path)),
+                *(node.build() for node in settings.callbacks.extra.values()),
+            ],
+            record=False,  # of the whole command, by app/train.py
+            name=settings.name,
+            accelerator=given.accelerator,
+            devices=given.devices,
+            num_nodes=given.num_nodes,
+            precision=given.precision,
+            strategy=make_strategy(settings.strategy.model_dump(), num_devices=given.world_size),
+            limit_val_batches=given.limit_val_batches if not settings.spec.rolls_out else 0,
+        )
     )
     # Lightning's handlers exchange data inside the handler, which hangs where one rank alone is
     # told, and put Slurm jobs back into the queue from a checkpoint of their own.
@@ -362,34 +347,31 @@ def make_trainer(
     return trainer
 
 
-def make_callbacks(
-    settings: TrainSettings,
-    folder: RunFolder,
-    tokenizer: PreTrainedTokenizerBase,
-    own: StageCallbacks,
-) -> list[L.Callback]:
-    """Return our callbacks, those of the stage, and the user's."""
-    given = settings.callbacks
-    early, kept = given.early_stopping, given.checkpoint.model_dump()
-    stops = {} if early is None else early.model_dump(exclude_unset=True)
-    if early is not None and kept["monitor"] is None:  # a best one to end with
-        kept |= {"monitor": STOPS_BY, "mode": stops.get("mode", "min")}
+def run_arguments(settings: TrainSettings) -> dict[str, Any]:
+    """Return the arguments of `trainer_arguments` that the settings say as plain values."""
+    given, early = settings.callbacks, settings.callbacks.early_stopping
+    return {
+        "max_iterations": settings.trainer.limit_train_batches,
+        "validations": settings.trainer.validations if not settings.spec.rolls_out else 0,
+        "checkpoint_every_n_iterations": given.checkpoint.every_n_iterations,
+        "samples_every_n_iterations": given.samples.every_n_iterations,
+        "num_samples": given.samples.num_samples,
+        "doctor": doctor_arguments(settings),
+        "early_stopping": None if early is None else early.model_dump(exclude_unset=True),
+    }
+
+
+def checkpoint_arguments(settings: TrainSettings) -> dict[str, Any]:
+    """Return the further arguments of `IterationCheckpoint`."""
+    kept = settings.callbacks.checkpoint.model_dump(exclude={"every_n_iterations"})
     if settings.only_runs and str(kept["monitor"]).startswith("doctor/"):
         kept["monitor"] = None  # nothing is watched
-    callbacks: list[L.Callback] = [
-        *own.first,
-        RandomState(),
-        IterationCheckpoint(folder.checkpoints, **kept, started=started()),
-        SaveFaultyBatch(folder, cast(Any, tokenizer)),
-        WandbContent(cast(Any, tokenizer), **given.samples.model_dump()),
-        ProgressBar(settings.name),
-        SameConfiguration(settings.config_hash, str(folder.path)),
-        *own.last,
-    ]
-    if early is not None:
-        # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
-        stops = {"check_on_train_epoch_end": False} | stops
-        callbacks += [PatientStopping(STOPS_BY, **stops), BestWeights()]
-    extra = [node.build() for node in given.extra.values()]
-    # Behind all that log; the checkpoints, which are to find the row, Lightning puts behind it.
-    return [*callbacks, *extra, MetricsLog(folder)]
+    return without_defaults(kept, IterationCheckpoint)
+
+
+def without_defaults(arguments: Mapping[str, Any], call: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments that are not the defaults of what they are given to."""
+    usual = {p.name: p.default for p in inspect.signature(call).parameters.values()}
+    if call is Doctor:
+        usual |= {"thresholds": DoctorThresholds(), "refusals": Refusals()}
+    return {name: value for name, value in arguments.items() if value != usual.get(name, ...)}

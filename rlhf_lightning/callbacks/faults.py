@@ -30,12 +30,10 @@ class SaveFaultyBatch(Callback):
 
     Args:
         folder: the run folder.
-        tokenizer: decodes ids.
     """
 
-    def __init__(self, folder: RunFolder, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self.tokenizer = tokenizer
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -43,9 +41,10 @@ class SaveFaultyBatch(Callback):
         """Save the batch of a `NonFiniteError`, and let the error say where it is."""
         if not isinstance(exception, NonFiniteError):
             return
+        module: Any = pl_module  # whose tokenizer decodes ids
         target = self.folder.faults / f"iteration={exception.iteration:06d}"
         try:
-            save_batch(exception.batch, target / f"rank_{trainer.global_rank}", self.tokenizer)
+            save_batch(exception.batch, target / f"rank_{trainer.global_rank}", module.tokenizer)
         except OSError as error:  # what stopped the run must not be hidden by a full disk
             logger.warning("the batch that stopped the run could not be saved: %s", error)
         else:

@@ -9,10 +9,34 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
 VALIDATION = "val/"
+
+
+class Validations(Callback):
+    """Spread validations evenly over the iterations of a run, the last one at its end.
+
+    Args:
+        count: of them; 0 for none.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Set the interval, now that the data know how many iterations there are."""
+        if stage != "fit":
+            return
+        data: Any = getattr(trainer, "datamodule", None)
+        limit = trainer.limit_train_batches
+        planned = [limit] if type(limit) is int else []
+        planned += [data.num_iterations] if hasattr(data, "num_iterations") else []
+        if not self.count:
+            trainer.limit_val_batches = 0
+        elif planned:
+            trainer.val_check_interval = max(min(planned) // self.count, 1)
 
 
 def current_iteration(trainer: Trainer) -> int:

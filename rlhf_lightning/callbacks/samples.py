@@ -23,7 +23,6 @@ class SampleLog(Callback):
 
     Args:
         folder: the run folder.
-        tokenizer: decodes ids; None takes that of the module.
         every_n_iterations: how often.
         num_samples: rows each time.
 
@@ -35,13 +34,11 @@ class SampleLog(Callback):
     def __init__(
         self,
         folder: RunFolder,
-        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         every_n_iterations: Count = 10,
         num_samples: Count = 8,
     ) -> None:
         self.folder = folder
-        self.tokenizer = tokenizer
         self.every_n_iterations = every_n_iterations
         self.num_samples = num_samples
         self._appender = SamplesAppender(folder.samples)
@@ -67,10 +64,9 @@ class SampleLog(Callback):
         ends = iteration in (1, last_iteration(trainer))
         if ends or iteration % self.every_n_iterations == 0:
             module: Any = pl_module
-            tokenizer = self.tokenizer or module.tokenizer
             rows = describe_rollout(
                 rollout,
-                tokenizer,
+                module.tokenizer,
                 self.num_samples,
                 skip_special_tokens=module.sampling.skip_special_tokens,
             )

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
 
-from rlhf_lightning.arguments import Count, PathOrName, checked
+from rlhf_lightning.arguments import Count, CountOrZero, PathOrName, checked
+from rlhf_lightning.callbacks.best_weights import BestWeights, PatientStopping
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.console import ProgressBar
+from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.callbacks.faults import SaveFaultyBatch
+from rlhf_lightning.callbacks.iterations import Validations
 from rlhf_lightning.callbacks.metrics_log import MetricsLog
+from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.random_state import RandomState
 from rlhf_lightning.callbacks.run_record import LastCheckpoint, RunRecord
 from rlhf_lightning.callbacks.samples import SampleLog
+from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
+from rlhf_lightning.callbacks.wandb_content import WandbContent
+from rlhf_lightning.callbacks.wandb_logger import wandb_logger
 from rlhf_lightning.runs.folder import RunFolder
+
+STOPS_BY = "val/loss"  # early stopping
 
 
 @checked
@@ -24,46 +35,90 @@ def trainer_arguments(
     folder: PathOrName,
     *,
     max_iterations: Count | None = None,
-    checkpoint_every_n_iterations: Count = 20,
+    validations: CountOrZero = 4,
+    checkpoint_every_n_iterations: Count | None = 20,
+    checkpoint: Mapping[str, Any] | None = None,
     samples_every_n_iterations: Count = 10,
+    num_samples: Count = 8,
+    doctor: bool | Mapping[str, Any] = True,
+    early_stopping: Count | Mapping[str, Any] | None = None,
+    logger: str | bool | Logger | Sequence[Logger] | None = False,
     callbacks: Callback | Sequence[Callback] | None = None,
+    record: bool = True,
+    name: str = "train",
     **trainer: Any,
 ) -> dict[str, Any]:
     """Return keyword arguments for `L.Trainer` with which a stage is one run in `folder`.
 
     The folder gets `metrics.csv` (a row an iteration), `samples.jsonl`, checkpoints that no kill
-    can damage, `summary.json` and `report.html`. `fit(..., ckpt_path="last")` goes on bit for bit
-    from its newest checkpoint.
+    can damage, the batch that a non-finite value stopped the run at, `summary.json` and
+    `report.html`. `fit(..., ckpt_path="last")` goes on bit for bit from its newest checkpoint.
 
     Args:
         folder: of the run; a second run into it without `ckpt_path="last"` is refused.
         max_iterations: batches to train on. It reaches the Trainer, the schedule and a DataModule
             that was given neither `num_iterations` nor `num_epochs`; None leaves it to that one.
+        validations: how often SFT, a reward model and DPO are validated, at even distances.
         checkpoint_every_n_iterations: how often a checkpoint is written; the last one always is.
+        checkpoint: further arguments of `IterationCheckpoint`, such as `monitor` and `keep_last`.
         samples_every_n_iterations: how often PPO's samples are written.
+        num_samples: how many of them.
+        doctor: watches the rollouts of PPO, GRPO and their relatives; False for none, or
+            arguments of `Doctor`, such as `{"preflight": True}`.
+        early_stopping: validations without a lower `val/loss` after which training ends, or
+            arguments of Lightning's `EarlyStopping`. The run ends with its best weights.
+        logger: `"wandb"` or `"tensorboard"` for ours, or any of Lightning's.
         callbacks: one, or several, behind ours.
+        record: write `summary.json` and `report.html`, and refuse to run over another run.
+        name: of the run, before the progress bar.
         trainer: any other argument of `L.Trainer`; these win.
+
+    Raises:
+        ValueError: for an unknown logger, or a doctor that goes back to an earlier checkpoint,
+            which needs a new Trainer: `rlhf-train doctor=act` makes one.
     """
     run = RunFolder(Path(folder))
+    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+    watching = dict(doctor) if isinstance(doctor, Mapping) else {}
+    if record and getattr(watching.get("actions"), "on_alarm", None) == "rollback":
+        raise ValueError(
+            "ActionSettings.on_alarm='rollback' starts a new fit from an earlier checkpoint, which "
+            "one Trainer cannot: use 'stop', or rlhf-train doctor=act"
+        )
+    saving = {"every_n_iterations": checkpoint_every_n_iterations, **(checkpoint or {})}
+    stopping = {"patience": early_stopping} if isinstance(early_stopping, int) else early_stopping
+    if stopping is not None and saving.get("monitor") is None:  # a best one to end with
+        saving |= {"monitor": STOPS_BY, "mode": stopping.get("mode", "min")}
+    samples = {"every_n_iterations": samples_every_n_iterations, "num_samples": num_samples}
     ours: list[Callback] = [
-        RunRecord(run),
+        SaveFaultyBatch(run),
+        *(callback for callback in given if isinstance(callback, PeriodicEvaluation)),
+        *([] if doctor is False else [Doctor(run, **watching)]),
+        *([RunRecord(run), LastCheckpoint(run)] if record else []),
         RandomState(),
-        SampleLog(run, every_n_iterations=samples_every_n_iterations),
-        LastCheckpoint(run),
-        IterationCheckpoint(run.checkpoints, every_n_iterations=checkpoint_every_n_iterations),
+        *([] if "val_check_interval" in trainer else [Validations(validations)]),
+        IterationCheckpoint(run.checkpoints, **saving),
+        WandbContent(**samples),
+        SampleLog(run, **samples),
     ]
     if trainer.get("enable_progress_bar", True):
-        ours.append(ProgressBar())
-    given = [callbacks] if isinstance(callbacks, Callback) else callbacks or []
+        ours.append(ProgressBar(name))
     if trainer.get("enable_checkpointing", True) is False:
         ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
+    if stopping is not None:
+        # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
+        ours += [
+            PatientStopping(STOPS_BY, **{"check_on_train_epoch_end": False, **stopping}),
+            BestWeights(),
+        ]
+    ours += [callback for callback in given if not isinstance(callback, PeriodicEvaluation)]
     return {
         "max_epochs": 1,
         "limit_train_batches": max_iterations,
         # The log behind all that log; Lightning puts the checkpoints behind it.
-        "callbacks": [*ours, *given, MetricsLog(run)],
+        "callbacks": [*ours, MetricsLog(run)],
         "plugins": [AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
-        "logger": False,
+        "logger": _logger(run, logger) if isinstance(logger, str) else logger,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
         "use_distributed_sampler": False,
@@ -71,6 +126,14 @@ def trainer_arguments(
         "default_root_dir": run.path,
         **trainer,
     }
+
+
+def _logger(run: RunFolder, kind: str) -> Logger:
+    if kind == "wandb":
+        return wandb_logger(run)
+    if kind == "tensorboard":
+        return tensorboard_logger(run)
+    raise ValueError(f"logger={kind!r} must be 'wandb', 'tensorboard' or a logger of Lightning")
 
 
 def _listed(value: Any) -> list[Any]:

@@ -17,7 +17,6 @@ import torch
 import wandb
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -50,19 +49,16 @@ class WandbContent(Callback):
     `samples/best` and `samples/worst` by score every few iterations, of the first process.
 
     Args:
-        tokenizer: decodes ids.
         every_n_iterations: how often the tables are written, besides after the first iteration.
         num_samples: rows of each table.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
         *,
         every_n_iterations: int = 10,
         num_samples: int = 8,
     ) -> None:
-        self.tokenizer = tokenizer
         self.every_n_iterations = every_n_iterations
         self.num_samples = num_samples
 
@@ -93,7 +89,7 @@ class WandbContent(Callback):
         rows = order[: min(self.num_samples, len(scored))]
         skip = module.sampling.skip_special_tokens
         return describe_rollout(
-            scored[rows], self.tokenizer, self.num_samples, skip_special_tokens=skip
+            scored[rows], module.tokenizer, self.num_samples, skip_special_tokens=skip
         )
 
 

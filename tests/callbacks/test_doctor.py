@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rlhf_lightning.evaluation.final_metrics import score_spread
 from rlhf_lightning.rollout.scorers.base import Scores
 from rlhf_lightning.runs.doctor_log import coverage_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
+from rlhf_lightning.runs.stopping import RunStoppedError
 from tests.builders.stages import TokenScorer, ppo_hparams, some_score
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
 
@@ -244,7 +246,8 @@ def test_an_alarm_that_stays_ends_the_fit_and_a_resumed_one_has_its_patience_aga
     ends = []
     for resume in (False, True):
         doctor = doctor_of(tmp_path, actions=actions, limits=limits)
-        fit(tmp_path, doctor, resume=resume)
+        with pytest.raises(RunStoppedError, match="the doctor, after iteration"):
+            fit(tmp_path, doctor, resume=resume)
         assert doctor.request is not None
         assert doctor.request.kind == "stop"
         ends.append(doctor.request.iteration)
@@ -264,7 +267,8 @@ def test_training_goes_back_only_to_before_the_alarm(tmp_path, save_every, kind,
     limits = {"kl_high_warn": 1e-9, "kl_high_alarm": 1e-8}
     doctor = doctor_of(tmp_path, actions=actions, limits=limits)
     saves = {"every_n_iterations": save_every, "monitor": "doctor/quality", "mode": "max"}
-    fit(tmp_path, doctor, saves=saves)
+    with pytest.raises(RunStoppedError) if kind == "stop" else nullcontext():
+        fit(tmp_path, doctor, saves=saves)
     assert doctor.policy.alarmed_iterations == [3, 4, 5]
     assert doctor.request is not None
     assert (doctor.request.kind, doctor.request.checkpoint) == (kind, back_to)

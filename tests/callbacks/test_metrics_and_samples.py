@@ -65,6 +65,7 @@ class Rollouts(Callback):
     """Makes the step return a rollout, as PPO's does."""
 
     def setup(self, trainer, pl_module, stage):
+        pl_module.tokenizer = tiny_tokenizer()
         step = pl_module.training_step
 
         def training_step(batch, batch_idx):
@@ -76,7 +77,7 @@ class Rollouts(Callback):
 
 def test_samples_are_written_at_the_first_last_and_every_nth_iteration_and_cut_on_resume(tmp_path):
     def callbacks(folder: Path) -> list[Callback]:
-        log = SampleLog(RunFolder(folder), tiny_tokenizer(), every_n_iterations=3, num_samples=1)
+        log = SampleLog(RunFolder(folder), every_n_iterations=3, num_samples=1)
         return [Rollouts(), log]
 
     whole = tmp_path / "whole"
@@ -105,10 +106,10 @@ def test_all_rows_of_a_rollout_have_score_and_length_and_those_of_a_prompt_are_c
 
 
 def test_a_step_without_a_rollout_writes_no_samples(tmp_path):
-    run(tmp_path, num_iterations=2, callbacks=[SampleLog(RunFolder(tmp_path), tiny_tokenizer())])
+    run(tmp_path, num_iterations=2, callbacks=[SampleLog(RunFolder(tmp_path))])
     assert not (tmp_path / "samples.jsonl").exists()
     with pytest.raises(ValueError, match="num_samples=0"):
-        SampleLog(RunFolder(tmp_path), tiny_tokenizer(), num_samples=0)
+        SampleLog(RunFolder(tmp_path), num_samples=0)
 
 
 def test_validation_stands_on_the_row_of_its_iteration_and_on_no_other(tmp_path):

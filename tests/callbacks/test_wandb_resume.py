@@ -74,7 +74,7 @@ def test_a_run_that_fails_is_closed_with_an_alert_that_says_why(tmp_path, monkey
             tmp_path,
             die_at=("train", 3),
             logger=wandb_logger(folder, mode="offline"),
-            callbacks=[WandbContent(None)],  # type: ignore[arg-type]
+            callbacks=[WandbContent()],
         )
     (found,) = offline_wandb.segments(tmp_path)
     (alert,) = [r["alert"] for r in found if "alert" in r]
@@ -175,7 +175,7 @@ def train(folder: Path, logger: Any = None, **settings: Any) -> None:
         validate_every=3,
         save_every=2,
         logger=logger,
-        callbacks=[WandbContent(None), *extra],  # type: ignore[arg-type]
+        callbacks=[WandbContent(), *extra],
         **({"num_iterations": NUM_ITERATIONS} | settings),
     )
     if isinstance(logger, IterationWandbLogger):

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_lightning.app.build import make_callbacks
+from rlhf_lightning.app.build import checkpoint_arguments
 from rlhf_lightning.app.config.save import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.run_summary import earlier_seconds, readable_count
-from rlhf_lightning.app.stages.spec import StageCallbacks
 from rlhf_lightning.app.train import run
-from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.profiling import ProfileIterations
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.sources.base import FirstRecords
@@ -111,15 +109,13 @@ def test_an_evaluation_of_a_run_that_only_shows_that_it_runs_judges_nothing_eith
     assert settings.gates
 
 
-def test_a_run_without_a_watching_doctor_chooses_no_checkpoint_by_what_it_would_log(tmp_path):
+def test_a_run_without_a_watching_doctor_chooses_no_checkpoint_by_what_it_would_log():
     watched = settings_of("+experiment=ppo", "doctor=act")
     for settings, monitor in (
         (watched, "doctor/quality"),
         (settings_of("+experiment=ppo", "doctor=act", "debug=fast"), None),
     ):
-        callbacks = make_callbacks(settings, RunFolder(tmp_path), None, StageCallbacks())
-        (checkpoint,) = (c for c in callbacks if isinstance(c, IterationCheckpoint))
-        assert checkpoint.monitor == monitor
+        assert checkpoint_arguments(settings).get("monitor") == monitor
 
 
 def test_profile_writes_where_the_time_went_and_a_trace(start, tmp_path, capsys):

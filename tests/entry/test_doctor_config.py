@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_lightning.app.build import make_doctor
+from rlhf_lightning.app.build import doctor_arguments
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import read_saved
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
 from tests.builders.command_lines import settings_of
 
 GOLD = "rlhf_lightning.data.demo.gold.gold_scores"
@@ -26,7 +27,9 @@ def composed(*overrides: str, stage: str = "ppo") -> TrainSettings:
 
 
 def doctors(tmp_path: Path, *overrides: str, stage: str = "ppo") -> list[Any]:
-    return list(make_doctor(composed(*overrides, stage=stage), RunFolder(tmp_path)))
+    given = doctor_arguments(composed(*overrides, stage=stage))
+    found = trainer_arguments(tmp_path, doctor=given, record=False)["callbacks"]
+    return [callback for callback in found if isinstance(callback, Doctor)]
 
 
 def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
@@ -40,9 +43,7 @@ def test_a_doctor_watches_ppo_by_default_and_changes_nothing(tmp_path):
     assert doctor.refusals.judge("sums", "i can not help with that .") is None
 
 
-def test_nobody_watches_other_stages_or_where_it_is_switched_off(tmp_path):
-    sft = composed(stage="sft")
-    assert sft.spec.callbacks(sft, RunFolder(tmp_path), None, None, None).first == ()
+def test_nobody_watches_where_it_is_switched_off(tmp_path):
     assert doctors(tmp_path, "doctor=none") == []
 
 
@@ -71,7 +72,7 @@ def test_the_preflight_is_a_choice_of_its_own_and_a_key(tmp_path):
         (["+doctor.refusal=x"], "unknown key doctor.refusal; did you mean doctor.refusals"),
         (["doctor.refusals=['(']"], "doctor.refusals: missing"),
         (["doctor.refusals=[]"], "doctor.refusals is empty"),
-        (["doctor.second_every_n_iterations=0"], "second_every_n_iterations=0, expected at least"),
+        (["doctor.second_every_n_iterations=0"], "doctor.second_every_n_iterations=0"),
         (
             ["doctor=act", "doctor.actions.on_alarm=restart"],
             "doctor.actions.on_alarm='restart' must be one of",

@@ -47,6 +47,7 @@ def main(stage: str, strategy: str, out: Path, limit: int) -> None:
         ]
         module = tiny(max_skipped_steps=limit)
         batches = [batch(seed=i) for i in range(ITERATIONS)]
+    module.tokenizer = tiny_tokenizer()
     share = ROWS // world_size
     poison = Poison("loss", {2} if rank == world_size - 1 else ())
     folder = RunFolder(out)
@@ -55,7 +56,7 @@ def main(stage: str, strategy: str, out: Path, limit: int) -> None:
         strategy=strategy_of(strategy, world_size),
         use_distributed_sampler=False,
         default_root_dir=out,
-        callbacks=[poison, SaveFaultyBatch(folder, tiny_tokenizer())],
+        callbacks=[poison, SaveFaultyBatch(folder)],
     )
     loader = DataLoader([b[rank * share : (rank + 1) * share] for b in batches], batch_size=None)
     stopped = ""

@@ -61,8 +61,9 @@ class FillDisk(Callback):
 def with_filler(monkeypatch: pytest.MonkeyPatch, callback: Callback) -> None:
     from rlhf_lightning.app import build as assembly
 
-    make = assembly.make_callbacks
-    monkeypatch.setattr(assembly, "make_callbacks", lambda *parts: [callback, *make(*parts)])
+    make = assembly.make_trainer
+    added = lambda settings, folder, own: make(settings, folder, [callback, *own])  # noqa: E731
+    monkeypatch.setattr(assembly, "make_trainer", added)
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(

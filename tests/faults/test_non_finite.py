@@ -44,6 +44,7 @@ def stage(name: str, **hparams: Any) -> tuple[Any, list[Any]]:
 
 
 def fit(module: Any, batches: list[Any], *callbacks: Any) -> Any:
+    module.tokenizer = tiny_tokenizer()
     the_trainer = trainer(callbacks=list(callbacks))
     the_trainer.fit(module, DataLoader(batches, batch_size=None))
     return the_trainer
@@ -128,7 +129,7 @@ def test_too_many_in_a_row_stop_the_run_and_keep_the_batch(name, tmp_path):
     folder = RunFolder(tmp_path)
     poison = Poison("loss", {2, 3})
     with pytest.raises(NonFiniteError) as caught:
-        fit(module, batches, poison, SaveFaultyBatch(folder, tiny_tokenizer()))
+        fit(module, batches, poison, SaveFaultyBatch(folder))
     message = str(caught.value)
     assert message.startswith("iteration 3: ")
     assert f"module.{name}.max_skipped_steps={7 if name == 'ppo' else 1} are skipped" in message
@@ -156,7 +157,7 @@ def test_a_stopped_rollout_says_which_rows_were_not_finite(tmp_path):
     module.scorer = scorer_with({1: math.nan}, ROWS)
     folder = RunFolder(tmp_path)
     with pytest.raises(NonFiniteError, match="1 of 16 scores"):
-        fit(module, batches, SaveFaultyBatch(folder, tiny_tokenizer()))
+        fit(module, batches, SaveFaultyBatch(folder))
     saved = folder.faults / "iteration=000001"
     rows = [json.loads(line) for line in (saved / "rank_0.jsonl").read_text().splitlines()]
     assert len(rows) == ROWS
@@ -203,7 +204,7 @@ def test_a_full_disk_does_not_hide_why_the_run_stopped(tmp_path, caplog):
             module,
             batches,
             Poison("loss", {1}),
-            SaveFaultyBatch(RunFolder(tmp_path), tiny_tokenizer()),
+            SaveFaultyBatch(RunFolder(tmp_path)),
         )
     assert "The batch is in" not in str(caught.value)
     assert "could not be saved" in caplog.text

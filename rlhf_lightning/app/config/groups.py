@@ -323,7 +323,7 @@ class DoctorSettings(Settings):
     actions: hparams_of(ActionSettings) | None = None  # type: ignore[valid-type]
     preflight: bool = False
     second_scorer: Scorer | None = None
-    second_every_n_iterations: int = 1
+    second_every_n_iterations: Count = 1
     harmful_domains: list[str] | None = None
     refusals: list[str] | None = None
 

@@ -17,6 +17,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks.doctor.alert_log import AlertLog, EndRequest
 from rlhf_lightning.callbacks.doctor.preflight import PreflightError, first_rollout
 from rlhf_lightning.callbacks.doctor.records import (
@@ -39,6 +40,7 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import DoctorEvent
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.reading import parse, read_file
+from rlhf_lightning.runs.stopping import RunStoppedError
 
 _WEIGHT = "domain_weights."
 
@@ -137,7 +139,7 @@ _ALERT_COSTS, _ALERT_COSTS_SCORES, _SERIOUS_COSTS_ALERTS = 100.0, 3.0, 10.0
 
 
 class Doctor(Callback):
-    """Watches PPO; see docs/doctor.md.
+    """Watches PPO, GRPO and their relatives; see docs/doctor.md. Other stages have no rollouts.
 
     Args:
         folder: the run folder, for `doctor.jsonl`.
@@ -150,23 +152,20 @@ class Doctor(Callback):
         watches: look at every iteration; False leaves the preflight alone.
     """
 
+    @checked
     def __init__(
         self,
         folder: RunFolder,
-        thresholds: DoctorThresholds,
+        thresholds: DoctorThresholds | None = None,
         *,
         actions: ActionSettings | None = None,
         second_scorer: Scorer | None = None,
-        second_every_n_iterations: int = 1,
+        second_every_n_iterations: Count = 1,
         refusals: Refusals | None = None,
         preflight: bool = False,
         watches: bool = True,
     ) -> None:
-        if second_every_n_iterations < 1:
-            raise ValueError(
-                f"doctor.second_every_n_iterations={second_every_n_iterations}, expected at least 1"
-            )
-        self.thresholds = thresholds
+        self.thresholds = thresholds or DoctorThresholds()
         self.actions = actions
         self.second_scorer = second_scorer
         self.second_every_n_iterations = second_every_n_iterations
@@ -175,7 +174,7 @@ class Doctor(Callback):
         self.watches = watches
         self.folder = folder
         self.alert_log = AlertLog(folder)
-        self.detectors = Detectors(thresholds, 0)
+        self.detectors = Detectors(self.thresholds, 0)
         self.policy = InterventionPolicy(actions or ActionSettings())
         self.request: EndRequest | None = None
         self.gaps = Gaps()
@@ -191,6 +190,8 @@ class Doctor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the log, and after a rollback make the changes that it was made for."""
+        if not hasattr(pl_module, "controls"):
+            return
         self.detectors.history.num_iterations = last_iteration(trainer)
         start = current_iteration(trainer)
         handover = self._taken_over(trainer, start)
@@ -216,7 +217,8 @@ class Doctor(Callback):
         Raises:
             PreflightError: on every rank, if a check fails.
         """
-        if not self.preflight or current_iteration(trainer) != 1:
+        first = current_iteration(trainer) == 1
+        if not (self.preflight and first and hasattr(pl_module, "controls")):
             return
         # Lightning opens the precision's context around training steps alone.
         with trainer.strategy.precision_plugin.forward_context():
@@ -272,6 +274,21 @@ class Doctor(Callback):
         self._log(pl_module, measured)
         if self.actions is not None:
             self._act(trainer, module, iteration)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run with the reason, if this fit was ended by a stop.
+
+        Raises:
+            RunStoppedError: on every rank.
+        """
+        if (request := self.request) is not None and request.kind == "stop":
+            raise RunStoppedError(
+                f"the doctor, after iteration {request.iteration}: {request.reason}. What helps: "
+                f"{request.remedy}. To go on from here with other settings, give them with "
+                f"ckpt_path={self.folder.last_checkpoint} (actions.on_alarm=none goes on whatever "
+                "the alarm); as it is, it goes on too, and stops if the alarm stays for "
+                f"{self.policy.settings.alarm_patience} iterations more"
+            )
 
     # -- going back and ending ----------------------------------------------------------------
 

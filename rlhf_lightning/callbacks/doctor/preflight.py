@@ -35,7 +35,9 @@ def first_rollout(module: Any, prompts: PromptBatch) -> FirstRollout:
     rollout, _ = module.collect_rollout(prompts, 0)
     skip = module.sampling.skip_special_tokens
     answers = answers_of(rollout, prompts, module.tokenizer, skip_special_tokens=skip)
-    measured = measure_answers(all_records(rollout, answers, Refusals(), None), score_clip=None)
+    measured = measure_answers(
+        all_records(rollout, answers, Refusals((), ()), None), score_clip=None
+    )
     rows = [row for rank in gathered(_rows(module, rollout)) for row in rank]
     tokens = sum(row["length"] for row in rows)
     known = [row["score"] for row in rows if row["score"] is not None]
