@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
     from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
     from rlhf_lightning.data.datamodules import (
         DemonstrationDataModule,
         PreferenceDataModule,
         PromptDataModule,
     )
+    from rlhf_lightning.data.demo.source import DemoSource
+    from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
     from rlhf_lightning.data.sources.base import FileSource
     from rlhf_lightning.distributed.strategy import FSDP2Strategy
+    from rlhf_lightning.doctor.interventions import ActionSettings
+    from rlhf_lightning.doctor.thresholds import DoctorThresholds
     from rlhf_lightning.evaluation.compare import compare
+    from rlhf_lightning.evaluation.normalization import normalize_reward_model
+    from rlhf_lightning.evaluation.safety import PhraseRefusals, SafetyCheck
     from rlhf_lightning.hparams import (
         DPOHparams,
         GRPOHparams,
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from rlhf_lightning.modules.grpo import PolicyGradientModule
     from rlhf_lightning.modules.ppo import PPOModule
     from rlhf_lightning.modules.reward import RewardModule
+    from rlhf_lightning.modules.schedules import Schedule
     from rlhf_lightning.modules.sft import SFTModule
     from rlhf_lightning.rollout.scorers.base import (
         FunctionScorer,
@@ -40,9 +48,12 @@ if TYPE_CHECKING:
 
 # The public names and where they live; imported when they are asked for, as torch takes seconds.
 _HOMES = {
+    "ActionSettings": "rlhf_lightning.doctor.interventions",
     "DPOHparams": "rlhf_lightning.hparams",
     "DPOModule": "rlhf_lightning.modules.dpo",
+    "DemoSource": "rlhf_lightning.data.demo.source",
     "DemonstrationDataModule": "rlhf_lightning.data.datamodules",
+    "DoctorThresholds": "rlhf_lightning.doctor.thresholds",
     "FSDP2Strategy": "rlhf_lightning.distributed.strategy",
     "FileSource": "rlhf_lightning.data.sources.base",
     "FunctionScorer": "rlhf_lightning.rollout.scorers.base",
@@ -50,6 +61,8 @@ _HOMES = {
     "LoraHparams": "rlhf_lightning.hparams",
     "PPOHparams": "rlhf_lightning.hparams",
     "PPOModule": "rlhf_lightning.modules.ppo",
+    "PeriodicEvaluation": "rlhf_lightning.callbacks.periodic_evaluation",
+    "PhraseRefusals": "rlhf_lightning.evaluation.safety",
     "PolicyGradientModule": "rlhf_lightning.modules.grpo",
     "PreferenceDataModule": "rlhf_lightning.data.datamodules",
     "PromptDataModule": "rlhf_lightning.data.datamodules",
@@ -58,16 +71,23 @@ _HOMES = {
     "RewardModule": "rlhf_lightning.modules.reward",
     "SFTHparams": "rlhf_lightning.hparams",
     "SFTModule": "rlhf_lightning.modules.sft",
+    "SafetyCheck": "rlhf_lightning.evaluation.safety",
     "SamplingHparams": "rlhf_lightning.hparams",
+    "Schedule": "rlhf_lightning.modules.schedules",
     "WeightedScorer": "rlhf_lightning.rollout.scorers.base",
     "compare": "rlhf_lightning.evaluation.compare",
+    "demo_tokenizer": "rlhf_lightning.data.demo.vocabulary",
     "export_model": "rlhf_lightning.modules.export",
+    "normalize_reward_model": "rlhf_lightning.evaluation.normalization",
     "trainer_arguments": "rlhf_lightning.callbacks.trainer_arguments",
 }
 __all__ = [
+    "ActionSettings",
     "DPOHparams",
     "DPOModule",
+    "DemoSource",
     "DemonstrationDataModule",
+    "DoctorThresholds",
     "FSDP2Strategy",
     "FileSource",
     "FunctionScorer",
@@ -75,6 +95,8 @@ __all__ = [
     "LoraHparams",
     "PPOHparams",
     "PPOModule",
+    "PeriodicEvaluation",
+    "PhraseRefusals",
     "PolicyGradientModule",
     "PreferenceDataModule",
     "PromptDataModule",
@@ -83,10 +105,14 @@ __all__ = [
     "RewardModule",
     "SFTHparams",
     "SFTModule",
+    "SafetyCheck",
     "SamplingHparams",
+    "Schedule",
     "WeightedScorer",
     "compare",
+    "demo_tokenizer",
     "export_model",
+    "normalize_reward_model",
     "trainer_arguments",
 ]
 

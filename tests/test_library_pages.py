@@ -80,7 +80,7 @@ def test_compare_adds_its_figures_responses_and_histograms_to_the_page_of_the_ru
     assert summary.metrics["val/score_win_rate"] == found.win_rate
     assert len(values["length"]) == len(values["baseline_length"]) == found.num_prompts
     page = folder.report.read_text()
-    assert "baseline, mean" in page
+    assert "before, mean" in page
     assert f"{found.num_prompts} held-out prompts" in page
     assert "compare(" not in page
     assert "the reward it was trained on" in verdict(summary).sentence

@@ -25,7 +25,7 @@ from rlhf_lightning.app.evaluation import (
     check_context_length,
     context_length,
     model_config,
-    safety_prompts,
+    prompt_length,
 )
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
@@ -42,6 +42,7 @@ from rlhf_lightning.distributed.launch import started
 from rlhf_lightning.distributed.strategy import make_strategy
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.generate import Sampling
+from rlhf_lightning.evaluation.held_out import encode_safety_prompts
 from rlhf_lightning.models.learning_rates import default_learning_rate
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.rollout.scorers.base import Scorer
@@ -181,9 +182,15 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
         micro_batch_size=settings.evaluation.micro_batch_size,
         skip_special_tokens=settings.evaluation.skip_special_tokens,
     )
-    if stage.trains_policy:
-        safety_prompts(settings, tokenizer)  # of a file, asked at the end: fail before training
-    own = stage.callbacks(settings, tokenizer, sampling, scorer)
+    if stage.trains_policy and settings.safety is not None:
+        encode_safety_prompts(  # of a file, asked at the end: fail before training
+            settings.safety.build().records(),
+            [tokenizer],
+            max_prompt_length=prompt_length(settings),
+            batch_size=settings.evaluation.batch_size,
+            setting=f"data.{settings.data.prompt_length_key}",
+        )
+    own = stage.callbacks(settings, sampling, scorer)
     trainer = make_trainer(settings, folder, own)
     return TrainingComponents(settings, tokenizer, data, module, trainer, sampling, scorer, rates)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from rlhf_lightning.arguments import Count, checked
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
+from rlhf_lightning.evaluation.compare import comparison_in_training
 from rlhf_lightning.evaluation.generate import side_by_side
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, SideAnswers
+from rlhf_lightning.evaluation.safety import SafetyCheck
 
 NUM_SAMPLES = 8  # of the table in W&B
 
@@ -24,22 +28,41 @@ class PeriodicEvaluation(Callback):
     The reference is asked once. The noise is that of rows, so an evaluation changes no rollout.
 
     Args:
-        comparison: what is asked, and who judges.
+        comparison: what is asked, and who judges; None for the held-out prompts of the Trainer's
+            DataModule, with what follows.
         every_n_iterations: how often.
-
-    Raises:
-        ValueError: for a number below 1.
+        num_prompts: how many are asked at most.
+        gold: a function `(prompts, completions, finished, **columns) -> list of numbers`.
+        safety: which prompts are to be refused, and what tells a refusal.
     """
 
-    def __init__(self, comparison: HeldOutComparison, *, every_n_iterations: int) -> None:
-        if every_n_iterations < 1:
-            raise ValueError(
-                f"PeriodicEvaluation.every_n_iterations={every_n_iterations}, expected at least 1"
-            )
+    @checked
+    def __init__(
+        self,
+        comparison: HeldOutComparison | None = None,
+        *,
+        every_n_iterations: Count,
+        num_prompts: Count = 128,
+        gold: Callable[..., list[float]] | None = None,
+        safety: SafetyCheck | None = None,
+    ) -> None:
         self.comparison = comparison
         self.every_n_iterations = every_n_iterations
+        self._asked: dict[str, Any] = {"num_prompts": num_prompts, "gold": gold, "safety": safety}
         self._baseline: SideAnswers | None = None
         self._names: set[str] = set()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Choose the prompts, where they are not given.
+
+        Raises:
+            ValueError: if none is held out.
+        """
+        if self.comparison is None:
+            data: Any = getattr(trainer, "datamodule", None)
+            self.comparison = comparison_in_training(pl_module, data, **self._asked)
+        if self.comparison is None:
+            raise ValueError("PeriodicEvaluation: no prompt of the data is held out")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -51,6 +74,7 @@ class PeriodicEvaluation(Callback):
             return
         started = time.perf_counter()
         module: Any = pl_module
+        assert self.comparison is not None  # since the start
         with trainer.strategy.precision_plugin.forward_context():
             if self._baseline is None:
                 self._baseline = self.comparison.ask_baseline(module.reference)

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlhf_lightning import hparams
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
+from rlhf_lightning.callbacks.wandb_content import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.reward_accuracy import held_out_pairs
@@ -28,7 +29,13 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError, claim_run
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
-from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
+from rlhf_lightning.runs.summary import (
+    GateResult,
+    Summary,
+    new_summary,
+    read_summary,
+    write_summary,
+)
 from rlhf_lightning.runs.taken import check_free, spent_seconds
 
 logger = logging.getLogger(__name__)
@@ -94,7 +101,12 @@ class RunRecord(Callback):
             self._end(trainer, _held_out(trainer, pl_module), status="completed")
 
     def on_compare_end(
-        self, trainer: Trainer, findings: Findings, baseline: str, reward: object
+        self,
+        trainer: Trainer,
+        findings: Findings,
+        gates: tuple[GateResult, ...],
+        baseline: str,
+        judge: object,
     ) -> None:
         """Add what `compare` measured of the trained policy to the summary and the report.
 
@@ -103,21 +115,28 @@ class RunRecord(Callback):
         Args:
             trainer: of the policy.
             findings: of the comparison.
+            gates: what was reached.
             baseline: what it compared with.
-            reward: what it compared by: a name or a scorer.
+            judge: what it compared by: a name, a function or a scorer.
         """
         if not trainer.is_global_zero or not self.folder.summary.is_file():
             return
         summary = read_summary(self.folder)
         if summary.status == "running":
             return
-        findings.write(self.folder, 0)  # as of an evaluation: the baseline may be any policy
-        about = {"baseline": baseline, "compared by": _reward(reward)}
+        module: Any = trainer.lightning_module
+        iteration = current_iteration(trainer)
+        # Iteration 0 is that of an evaluation: the baseline may be any policy.
+        findings.write(self.folder, iteration if baseline == _start(module) else 0)
+        for tracker in wandb_loggers(trainer):
+            log_samples(tracker, iteration, "held_out", findings.samples)
+        about = {"baseline": baseline, "compared by": _reward(judge)}
         about = {name: without_folders(value) for name, value in about.items()}
         kept = {k: v for k, v in summary.metrics.items() if k not in self._compared}
         self._compared = set(findings.metrics) - set(kept)
         metrics = {**kept, **findings.metrics}
-        summary = replace(summary, metrics=metrics, about={**summary.about, **about})
+        about = {**summary.about, **about}
+        summary = replace(summary, metrics=metrics, gates=gates, about=about)
         write_summary(self.folder, summary)
         write_report(self.folder)
 
@@ -182,7 +201,7 @@ def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     """Return from what, on what and against what a module trains, and what is not the default."""
     given: Any = module.hparams
     data, scorer = getattr(trainer, "datamodule", None), getattr(module, "scorer", None)
-    about = {"trained from": given.get("policy") or given.get("source") or type(module).__name__}
+    about = {"trained from": _start(module) or type(module).__name__}
     about["data"] = "batches of its own" if data is None else _data(data)
     if isinstance(module, DPOModule):
         about["objective"] = module.algorithm.kind
@@ -205,6 +224,11 @@ def _about(trainer: Trainer, module: LightningModule) -> dict[str, str]:
     return {name: without_folders(str(value)) for name, value in about.items()}
 
 
+def _start(module: LightningModule) -> str | None:
+    """Return the folder or hub name that a module was built from."""
+    return module.hparams.get("policy") or module.hparams.get("source")
+
+
 def _data(data: Any) -> str:
     source = getattr(data, "source", None)
     name = getattr(source, "path", None) or getattr(source, "name", None) or type(source).__name__
@@ -218,7 +242,8 @@ def _reward(scorer: Any) -> str:
     weights = getattr(scorer, "weights", None)
     if weights is not None and (parts := getattr(scorer, "scorers", None)):
         return " + ".join(f"{weights.get(name, 1.0):g} {name}" for name in parts)
-    return str(getattr(scorer, "name", None) or type(scorer).__name__)
+    named = getattr(scorer, "name", None) or getattr(scorer, "__name__", None)
+    return str(named or type(scorer).__name__)
 
 
 class LastCheckpoint(ModelCheckpoint):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +11,32 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.arguments import Count, Length, PathOrName, Seed, Size, Temperature, checked
+from rlhf_lightning.arguments import (
+    Count,
+    CountOrZero,
+    Length,
+    PathOrName,
+    Seed,
+    Size,
+    Temperature,
+    checked,
+)
 from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
-from rlhf_lightning.evaluation.final_metrics import Findings
-from rlhf_lightning.evaluation.generate import Sampling, side_by_side, values_of
-from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions, encode_questions
-from rlhf_lightning.evaluation.metrics import Judges
+from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.evaluation.generate import Sampling
+from rlhf_lightning.evaluation.held_out import HeldOutComparison, held_out_comparison
+from rlhf_lightning.evaluation.safety import SafetyCheck, required_measures
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.pretrained import as_scorer, naming_argument
 from rlhf_lightning.rollout.generators.base import CachedGenerator
-from rlhf_lightning.rollout.scorers.base import Scorer
 from rlhf_lightning.runs.source import reads_one_model
+from rlhf_lightning.runs.summary import GateResult
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, load_tokenizer, stop_ids
-
-WIN_RATE = "val/score_win_rate"
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,13 @@ class Comparison:
     """The comparison of a policy with a baseline on the same held-out prompts.
 
     Args:
-        win_rate: share of prompts on which the policy's answer scores higher, ties one half.
+        win_rate: share of prompts on which the policy's answer is better, ties one half: by the
+            gold reward where there is one, else by the reward.
         low, high: its 95 % interval; see docs/evaluation.md.
         num_prompts: that both were asked.
         metrics: everything that was measured, as `val/*`; see docs/metrics.md.
         samples: prompts with an answer of each side.
+        gates: what was reached of `gates`.
     """
 
     win_rate: float
@@ -50,6 +59,7 @@ class Comparison:
     num_prompts: int
     metrics: Mapping[str, float]
     samples: Sequence[Mapping[str, Any]]
+    gates: tuple[GateResult, ...] = ()
 
 
 @checked(but=("prompts", "reward"))
@@ -58,20 +68,25 @@ def compare(
     baseline: PathOrName | nn.Module,
     prompts: str | Path | Rows | RecordSource | RecordDataModule,
     *,
-    reward: Any,
+    reward: Any = None,
+    gold: Callable[..., list[float]] | None = None,
+    safety: SafetyCheck | None = None,
+    gates: Mapping[str, Any] | None = None,
     num_prompts: Count = 400,
+    num_samples: CountOrZero | None = None,
     answers_per_prompt: Size = 1,
     max_new_tokens: Size | None = None,
     max_prompt_length: Length | None = None,
     temperature: Temperature | None = None,
     batch_size: Size = 64,
+    micro_batch_size: Size | None = None,
     seed: Seed = 1,
 ) -> Comparison:
-    """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward`.
+    """Return the win rate of `policy` over `baseline` on held-out prompts, by `reward` or `gold`.
 
     Both answer the same prompts, sampled at `temperature` with noise of their own. A reward that a
     policy was trained on says how far training went, not how good the answers are: for that give
-    one that no stage has seen.
+    `gold`, which no stage has seen.
 
     After `fit` by a Trainer of `trainer_arguments` the run's summary and report show it.
 
@@ -80,56 +95,124 @@ def compare(
         baseline: likewise.
         prompts: a DataModule, or what one takes as its source; its held-out part is asked. The data
             that the policy was trained on have the held-out part of that training.
-        reward: function, folder or hub name of a reward model, or scorer; see `PPOModule`.
-        num_prompts: how many are asked at most; the first of the held-out part.
+        reward: function, folder or hub name of a reward model, or scorer; see `PPOModule`. None for
+            the one that the policy was trained on, if it was.
+        gold: a function `(prompts, completions, finished, **columns) -> list of numbers`.
+        safety: which prompts are to be refused, and what tells a refusal.
+        gates: by name, such as `{"moved": {"metric": "val/kl_per_token", "at_least": 0.01}}`.
+        num_prompts: how many are asked at most; a random part of the held-out ones.
+        num_samples: that are kept; None for all.
         answers_per_prompt: of each side.
         max_new_tokens: of a response; None for what the policy was trained with, else 64.
         max_prompt_length: longer prompts are left out; None for the DataModule's, else 512.
         temperature: of sampling, 0 for the likeliest token; None for what the policy was trained
             with, else 1.
         batch_size: prompts that are answered together.
-        seed: of sampling.
+        micro_batch_size: rows of a forward of the KL; None for all of a batch.
+        seed: of the drawing and the sampling.
 
     Raises:
+        TypeError: if nobody judges.
         ValueError: if no prompt is held out, the two tokenizers differ, or the reward scores no
             pair of responses.
     """
     mine, theirs = _side(policy, "policy"), _side(baseline, "baseline")
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
-    scorer = as_scorer(reward, mine.source, mine.tokenizer)
+    reward = getattr(policy, "scorer", None) if reward is None else reward
+    if reward is None and gold is None:
+        raise TypeError("compare needs reward=, a function or a reward model, or gold=")
+    scorer = None if reward is None else as_scorer(reward, mine.source, mine.tokenizer)
     source, data = _held_out(policy, prompts)
-    sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
     max_prompt_length = max_prompt_length or (512 if data is None else data.max_length)
-    records: Any = source.records("prompts", "validation")[:num_prompts]
-    (batches,), asked = encode_questions(
-        records,
-        [mine.tokenizer],
+    sampling = _sampling(policy, mine, max_new_tokens, temperature, micro_batch_size)
+    comparison = held_out_comparison(
+        source,
+        sampling,
+        scorer=scorer,
+        gold=gold,
+        safety=safety,
+        num_prompts=num_prompts,
+        answers_per_prompt=answers_per_prompt,
         max_prompt_length=max_prompt_length,
         batch_size=batch_size,
-        answers_per_prompt=answers_per_prompt,
+        seed=seed,
+        over_long="drop" if data is None else data.over_long,
     )
-    if not asked:
+    if comparison is None:
         raise ValueError(
             f"no prompt of {prompts} is held out with at most {max_prompt_length} tokens: give a "
             "source with a validation part (validation_fraction=, validation_path=)"
         )
-    longest = max_new_tokens or sampled.max_new_tokens
     if data is None:  # else it was said of the data that was trained on
-        warn_of_plain_prompts(records, mine.tokenizer)
+        warn_of_plain_prompts(source.records("prompts", "validation"), mine.tokenizer)
     if data is None or not hasattr(policy, "sampling"):
+        longest = sampling.max_new_tokens
         warn_of_cut_responses(source, "validation", mine.tokenizer, longest, key="max_new_tokens")
-    pad: Any = mine.tokenizer.pad_token_id
-    sampling = Sampling(
-        CachedGenerator(stop_ids(mine.tokenizer, mine.source), int(pad)),
-        mine.tokenizer,
+    if scorer is not None and scorer is not getattr(policy, "scorer", None):
+        for model in scorer.build(None):
+            model.to(mine.model.device)
+    with mine.precision:
+        findings = comparison.findings(mine.model, theirs.model, num_samples=num_samples)
+    by = "val/score_win_rate" if gold is None else "val/gold_win_rate"
+    if by not in findings.metrics:
+        raise ValueError(
+            "no score: the reward has none (None) for the two responses to any of the prompts; "
+            "compare by one that applies to them"
+        )
+    required = required_measures(None if safety is None else safety.prompts)
+    results = check_gates(gates or {}, findings.metrics, required=required)
+    judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
+    for callback in getattr(mine.trainer, "callbacks", ()):
+        if hasattr(callback, "on_compare_end"):
+            callback.on_compare_end(mine.trainer, findings, results, theirs.name, judge)
+    rate, low, high = (findings.metrics[f"{by}{end}"] for end in ("", "_low", "_high"))
+    num_asked = sum(map(len, comparison.questions.batches)) // answers_per_prompt
+    return Comparison(rate, low, high, num_asked, findings.metrics, findings.samples, results)
+
+
+def _sampling(
+    policy: Any,
+    side: _Side,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    micro_batch_size: int | None,
+) -> Sampling:
+    """Return how both sides answer: as the policy was trained, but for what is given."""
+    sampled = getattr(policy, "sampling", None) or SamplingHparams(max_new_tokens=64)
+    pad: Any = side.tokenizer.pad_token_id
+    return Sampling(
+        CachedGenerator(stop_ids(side.tokenizer, side.source), int(pad)),
+        side.tokenizer,
         temperature=sampled.temperature if temperature is None else temperature,
-        max_new_tokens=longest,
+        max_new_tokens=max_new_tokens or sampled.max_new_tokens,
+        micro_batch_size=micro_batch_size,
         skip_special_tokens=sampled.skip_special_tokens,
     )
-    questions = Questions(batches, answers_per_prompt=answers_per_prompt)
-    findings = _asked(mine, theirs, questions, sampling, scorer, reward, seed=seed)
-    rate, low, high = (findings.metrics[f"{WIN_RATE}{end}"] for end in ("", "_low", "_high"))
-    return Comparison(rate, low, high, len(asked), findings.metrics, findings.samples)
+
+
+def comparison_in_training(
+    module: Any, data: RecordDataModule, *, num_prompts: int, **judges: Any
+) -> HeldOutComparison | None:
+    """Return what compares a policy that is being trained with its reference, every few iterations.
+
+    Args:
+        module: with policy, reference and scorer.
+        data: that it is trained on, with a held-out part.
+        num_prompts: at most so many are asked.
+        judges: `gold` and `safety`, as in `compare`.
+    """
+    return held_out_comparison(
+        data.source,
+        _sampling(module, _side(module, "policy"), None, None, None),
+        scorer=module.scorer,
+        num_prompts=num_prompts,
+        answers_per_prompt=1,
+        max_prompt_length=data.max_length,
+        batch_size=64,
+        seed=module.hparams.get("seed", 1),
+        over_long=data.over_long,
+        **judges,
+    )
 
 
 def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule | None]:
@@ -145,39 +228,6 @@ def _held_out(policy: Any, prompts: Any) -> tuple[RecordSource, RecordDataModule
     labels = [getattr(one, "label", None) for one in both]
     same = rows[0] is rows[1] and labels[0] == labels[1] is not None
     return (data.source, data) if same else (source, None)
-
-
-def _asked(
-    mine: _Side,
-    theirs: _Side,
-    questions: Questions,
-    sampling: Sampling,
-    scorer: Scorer,
-    reward: Any,
-    *,
-    seed: int,
-) -> Findings:
-    for model in scorer.build(None):
-        model.to(mine.model.device)
-    comparison = HeldOutComparison(
-        questions, sampling, Judges(scored=True), seed=seed, scorer=scorer
-    )
-    with mine.precision:
-        first = comparison.ask_policy(mine.model, theirs.model)
-        second = comparison.ask_baseline(theirs.model)
-    metrics = comparison.measure(first, second)
-    if WIN_RATE not in metrics:
-        raise ValueError(
-            "no score: the reward has none (None) for the two responses to any of the prompts; "
-            "compare by one that applies to them"
-        )
-    samples = side_by_side(first.main, second.main, len(first.main.prompts))
-    findings = Findings(metrics, samples, values_of(first.main, second.main))
-    by = str(reward) if isinstance(reward, str | Path) else scorer
-    for callback in getattr(mine.trainer, "callbacks", ()):
-        if hasattr(callback, "on_compare_end"):
-            callback.on_compare_end(mine.trainer, findings, theirs.name, by)
-    return findings
 
 
 @dataclass(frozen=True)

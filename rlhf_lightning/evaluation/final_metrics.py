@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from rlhf_lightning.batches import PromptBatch, SFTBatch
+from rlhf_lightning.batches import SFTBatch
 from rlhf_lightning.distributed.collectives import global_sum
-from rlhf_lightning.evaluation.generate import Sampling, sample_answers, shared_among_ranks
-from rlhf_lightning.functional.statistics import EQUAL_SCORES, all_equal
-from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.models.modes import in_eval_mode
+from rlhf_lightning.functional.statistics import all_equal
+from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.sft import SFTModule
-from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 
 logger = logging.getLogger(__name__)
@@ -86,46 +82,3 @@ def held_out_loss(module: SFTModule, policy: PolicyModel, batches: Iterable[SFTB
         sums += torch.stack([loss * num_tokens, num_tokens]).double()
     loss, tokens = global_sum(sums).tolist()
     return loss / max(tokens, 1)
-
-
-@torch.no_grad()
-def normalize_reward_model(
-    model: ScalarHeadModel,
-    policy: PolicyModel,
-    batches: Iterable[PromptBatch],
-    sampling: Sampling,
-    *,
-    seed: int,
-) -> dict[str, float]:
-    """Fold mean 0 and std 1 over samples of the SFT policy into the head; ranks share the prompts.
-
-    A model that gives all samples one score, or one that is not finite, is left as it is, and a
-    warning says so: what it was trained to can still be looked at.
-
-    Returns:
-        `reward/sample_mean` and `reward/sample_std` before, so that they can be undone; nothing
-        where the model was left as it is.
-    """
-    scorer = RewardModelScorer(lambda: model, micro_batch_size=sampling.micro_batch_size)
-    scorer.model = model
-    with in_eval_mode(model):
-        answers = shared_among_ranks(
-            list(batches),
-            lambda own: sample_answers(
-                policy, own, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
-            ),
-        )
-    scores = torch.tensor(answers.scores, dtype=torch.float64)
-    mean, std = float(scores.mean()), float(scores.std(correction=0))
-    if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
-        logger.warning(
-            "the reward model is not normalized: it scores all %d samples of the policy alike "
-            "(mean %g, standard deviation %g). It has learnt nothing that tells them apart, and "
-            "PPO would gain nothing from it",
-            len(scores),
-            mean,
-            std,
-        )
-        return {}
-    model.normalize(mean, std)
-    return {"reward/sample_mean": mean, "reward/sample_std": std}

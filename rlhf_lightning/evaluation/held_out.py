@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +15,27 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.data.collate import PromptCollator
-from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
+from rlhf_lightning.data.encode import (
+    EncodedPrompt,
+    OverLong,
+    encode_prompt,
+    give_same_columns,
+)
 from rlhf_lightning.data.records import PromptRecord, Text
+from rlhf_lightning.data.sampler import validation_part
+from rlhf_lightning.data.sources.base import RecordSource
+from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import (
+    GoldReward,
     PolicyAnswers,
     Sampling,
     sample_answers,
     shared_among_ranks,
+    side_by_side,
+    values_of,
 )
 from rlhf_lightning.evaluation.metrics import Judges, measure_sides
+from rlhf_lightning.evaluation.safety import SafetyCheck
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Scorer, make_answers
@@ -96,6 +110,28 @@ class HeldOutComparison:
         )
         return other._ask(baseline, None, 1)
 
+    def findings(
+        self,
+        policy: PolicyModel,
+        baseline: PolicyModel,
+        *,
+        num_samples: int | None = None,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> Findings:
+        """Ask both policies and return what was measured, with samples and values.
+
+        Args:
+            policy: answers, and is measured against `baseline`.
+            baseline: answers too; the KL is from it.
+            num_samples: prompts that are kept with an answer of each; None for all.
+            metrics: that are known already.
+        """
+        mine, theirs = self.ask_policy(policy, baseline), self.ask_baseline(baseline)
+        count = len(mine.main.prompts) if num_samples is None else num_samples
+        samples = side_by_side(mine.main, theirs.main, count)
+        values = values_of(mine.main, theirs.main)
+        return Findings({**metrics, **self.measure(mine, theirs)}, samples, values)
+
     def measure(self, mine: SideAnswers, theirs: SideAnswers) -> dict[str, float]:
         """Return all measures of the policy against the baseline, as `val/*`."""
         metrics = measure_sides(mine.main, theirs.main, self.judges, seed=self.seed)
@@ -130,17 +166,61 @@ class HeldOutComparison:
         )
 
 
-def repeated(batch: PromptBatch, times: int) -> list[PromptBatch]:
-    """Return batches of the same size in which each prompt stands `times` times in a row.
+def held_out_comparison(
+    source: RecordSource,
+    sampling: Sampling,
+    *,
+    scorer: Scorer | None,
+    gold: GoldReward | None,
+    safety: SafetyCheck | None,
+    num_prompts: int,
+    answers_per_prompt: int,
+    max_prompt_length: int,
+    batch_size: int,
+    seed: int,
+    over_long: OverLong = "drop",
+    setting: str = "max_prompt_length",
+) -> HeldOutComparison | None:
+    """Return what compares policies on the held-out prompts of a source; None if it has none.
 
-    Their row ids are those of the prompts times `times`, plus the number of the answer.
+    Args:
+        source: of records with prompts.
+        sampling: how both answer; its tokenizer is that of both.
+        scorer: scores answers, or None.
+        gold: scores texts, and no stage has seen it; or None.
+        safety: which prompts are to be refused, and what refuses; or None.
+        num_prompts: at most so many are asked, a random part of those that are short enough.
+        answers_per_prompt: of each side.
+        max_prompt_length: in tokens.
+        batch_size: rows of a batch.
+        seed: of the drawing, the noise and the bootstrap.
+        over_long: what becomes of longer prompts.
+        setting: the key that the length stands under.
+
+    Raises:
+        BadRecordError: for a file of safety prompts that cannot be read.
+        ValueError: if all of its prompts of a kind are too long.
     """
-    if times == 1:
-        return [batch]
-    rows = batch[torch.arange(len(batch)).repeat_interleave(times)]
-    numbers = torch.arange(times).repeat(len(batch))
-    rows = replace(rows, row_ids=rows.row_ids * times + numbers)
-    return [rows[slice(start, start + len(batch))] for start in range(0, len(rows), len(batch))]
+    tokenizer: Any = sampling.tokenizer
+    lengths: dict[str, Any] = {"max_prompt_length": max_prompt_length, "batch_size": batch_size}
+    records: Any = source.records("prompts", "validation")
+    (batches,), asked = encode_questions(
+        records,
+        [tokenizer],
+        **lengths,
+        answers_per_prompt=answers_per_prompt,
+        num_prompts=num_prompts,
+        seed=seed,
+        over_long=over_long,
+    )
+    if not asked:
+        return None
+    dangers = [] if safety is None else safety.records()
+    (unsafe,) = encode_safety_prompts(dangers, [tokenizer], **lengths, setting=setting)
+    judges = Judges(gold, scored=scorer is not None, safety=safety)
+    return HeldOutComparison(
+        Questions(batches, unsafe, answers_per_prompt), sampling, judges, seed, scorer
+    )
 
 
 def encode_questions(
@@ -150,6 +230,9 @@ def encode_questions(
     max_prompt_length: int,
     batch_size: int,
     answers_per_prompt: int = 1,
+    num_prompts: int | None = None,
+    seed: int = 1,
+    over_long: OverLong = "drop",
 ) -> tuple[list[list[PromptBatch]], list[int]]:
     """Return the prompts as each tokenizer reads them, and which they are.
 
@@ -162,21 +245,29 @@ def encode_questions(
         max_prompt_length: in tokens of each.
         batch_size: rows of a batch.
         answers_per_prompt: how often each prompt stands, in a row.
+        num_prompts: a random part of so many is asked; None for all.
+        seed: of the drawing.
+        over_long: what becomes of longer prompts.
 
     Returns:
         Batches by tokenizer, and the indices of the records that are asked.
     """
     encoded = [
-        [encode_prompt(record, encoder, max_length=max_prompt_length) for record in records]
+        [
+            encode_prompt(record, encoder, max_length=max_prompt_length, over_long=over_long)
+            for record in records
+        ]
         for encoder in map(TextEncoder, tokenizers)
     ]
-    asked = [i for i in range(len(records)) if all(rows[i] is not None for rows in encoded)]
+    short = [i for i in range(len(records)) if all(rows[i] is not None for rows in encoded)]
+    asked = validation_part(short, num_prompts, seed)
     batches = []
-    for rows, tokenizer in zip(encoded, tokenizers, strict=True):
+    sides: list[list[Any]] = [[rows[index] for index in asked] for rows in encoded]
+    give_same_columns(*sides)
+    for rows, tokenizer in zip(sides, tokenizers, strict=True):
         repeated: list[tuple[EncodedPrompt, int]] = [
             (row, position * answers_per_prompt + answer)
-            for position, index in enumerate(asked)
-            if (row := rows[index]) is not None
+            for position, row in enumerate(rows)
             for answer in range(answers_per_prompt)
         ]
         collate = PromptCollator(int(tokenizer.pad_token_id))  # type: ignore[arg-type]

@@ -12,13 +12,13 @@ from rlhf_lightning.app.batch_arithmetic import FEW_STEPS, more_steps
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import prompt_data
 from rlhf_lightning.app.run_summary import (
     batch_arithmetic,
     few_steps,
     start_settings,
 )
 from rlhf_lightning.data.batch_size import batch_that_fits
+from rlhf_lightning.evaluation.normalization import normalization_prompts
 from rlhf_lightning.models import factory
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import overrides_of, settings_of
@@ -127,7 +127,8 @@ def test_as_many_records_as_a_batch_are_enough(start, tmp_path):
 def test_few_prompts_may_be_asked_several_times_where_nothing_is_trained_on_them(start, tmp_path):
     settings = composed("reward", start, *own_records(tmp_path, "reward", 5), "data.batch_size=4")
     parts = assemble(settings, RunFolder(tmp_path / "run"))
-    asked = list(prompt_data(settings, parts.tokenizer, num_prompts=8).train_dataloader())
+    source, lengths = settings.data.source.build(), {"max_prompt_length": 64, "batch_size": 4}
+    asked = list(normalization_prompts(source, parts.tokenizer, num_samples=8, seed=1, **lengths))
     assert sum(len(batch) for batch in asked) == 8
     assert settings.spec.start_notes(settings, 5, 3) == [
         "module.reward.normalization_samples=512 is more than the 5 training records: prompts are "

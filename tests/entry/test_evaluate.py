@@ -14,9 +14,11 @@ from transformers import AutoTokenizer
 
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.app.evaluation import prompt_data
+from rlhf_lightning.app.evaluation import comparison_arguments
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
+from rlhf_lightning.evaluation.generate import Sampling
+from rlhf_lightning.evaluation.held_out import held_out_comparison
 from rlhf_lightning.evaluation.human import KEY, PAIRS, STORE
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import now
@@ -115,7 +117,11 @@ def test_the_prompts_are_those_that_a_stage_asks_at_its_end(
 ) -> None:
     asked = [sample["prompt"] for sample in read_samples(evaluated.samples)]
     settings = settings_for("ppo", start, "evaluation.num_prompts=24", "evaluation.batch_size=8")
-    batches = prompt_data(settings, demo_tokenizer(), num_prompts=24).val_dataloader()
+    sampling = Sampling(None, demo_tokenizer(), temperature=1.0, max_new_tokens=8)  # type: ignore[arg-type]
+    source, given = settings.data.source.build(), comparison_arguments(settings, num_prompts=24)
+    comparison = held_out_comparison(source, sampling, scorer=None, **given)
+    assert comparison is not None
+    batches = comparison.questions.batches
     assert asked == [text for batch in batches for text in batch.columns["prompt"]]
     first = DemoSource(seed=1).records("prompts", "validation")[:24]
     assert asked != [record.prompt for record in first]

@@ -44,8 +44,8 @@ def test_a_run_that_is_killed_at_its_end_and_resumed_writes_its_comparison_once(
 
 
 def test_without_held_out_prompts_the_stage_ends_without_a_comparison(monkeypatch, caplog):
-    data = SimpleNamespace(val_dataloader=list)
-    monkeypatch.setattr(held_out_prompts, "prompt_data", lambda *_, **__: data)
+    monkeypatch.setattr(held_out_prompts, "held_out_comparison", lambda *_, **__: None)
+    monkeypatch.setattr(held_out_prompts, "comparison_arguments", lambda *_, **__: {})
     settings = settings_of("+experiment=ppo", "artifacts.sft=x", "evaluation.num_prompts=8")
     parts = SimpleNamespace(
         tokenizer=None, module=SimpleNamespace(reference=None), sampling=None, scorer=None

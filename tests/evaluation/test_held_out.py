@@ -14,7 +14,6 @@ from rlhf_lightning.evaluation.held_out import (
     Questions,
     encode_questions,
     encode_safety_prompts,
-    repeated,
     written_answers,
 )
 from rlhf_lightning.evaluation.metrics import Judges
@@ -65,20 +64,9 @@ def test_safety_prompts_that_are_too_long_are_counted_and_none_of_a_kind_is_refu
     assert "1 of 2 harmful prompts have more than prompts.max_length=5 tokens" in caplog.text
 
 
-def test_a_repeated_batch_has_every_prompt_several_times_in_a_row():
-    batch = prompt_batch(prompt_rows([4, 6, 5]), first_row=10)
-    parts = repeated(batch, 2)
-    assert [len(part) for part in parts] == [3, 3]
-    assert torch.cat([part.row_ids for part in parts]).tolist() == [20, 21, 22, 23, 24, 25]
-    ids = torch.cat([part.input_ids for part in parts])
-    assert torch.equal(ids, batch.input_ids.repeat_interleave(2, 0))
-    assert repeated(batch, 1) == [batch]
-
-
 def test_the_same_policy_says_the_same_again_and_other_things_as_the_baseline():
-    questions = Questions(
-        repeated(prompt_batch(prompt_rows([4, 6, 5, 3])), 2), answers_per_prompt=2
-    )
+    twice = prompt_batch(prompt_rows([4, 6, 5, 3]))[torch.arange(4).repeat_interleave(2)]
+    questions = Questions([replace(twice, row_ids=torch.arange(8))], answers_per_prompt=2)
     comparison = HeldOutComparison(questions, sampling(), Judges(), seed=1)
     policy = tiny_policy(seed=1)
     first, again = (comparison.ask_policy(policy, policy).main for _ in range(2))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_lightning.evaluation.final_metrics import normalize_reward_model
 from rlhf_lightning.evaluation.generate import Sampling, sample_answers
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions
 from rlhf_lightning.evaluation.metrics import Judges
+from rlhf_lightning.evaluation.normalization import fold_normalization
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
@@ -46,17 +46,17 @@ def test_every_rank_normalizes_with_the_moments_of_the_samples_that_ranks_have_s
     policy, reward = tiny_policy(), tiny_scalar_model(bias=3.0)
     models = [copy.deepcopy(reward) for _ in range(2)]
     batches = [PROMPTS[slice(0, 3)], PROMPTS[slice(3, 6)], PROMPTS[slice(6, 8)]]
-    alone = normalize_reward_model(reward, policy, batches, sampling(EOS), seed=3)
+    alone = fold_normalization(reward, policy, batches, sampling(EOS), seed=3)
 
     def one(rank: int) -> dict[str, float]:
         own = copy.deepcopy(policy)
-        return normalize_reward_model(models[rank], own, batches, sampling(EOS), seed=3)
+        return fold_normalization(models[rank], own, batches, sampling(EOS), seed=3)
 
     measured = ranks.run(one)
     assert measured[0] == measured[1]
     assert measured[0] == alone
     # As normalized, the scores of the same samples have mean 0 and a biased variance of 1.
-    again = normalize_reward_model(reward, policy, batches, sampling(EOS), seed=3)
+    again = fold_normalization(reward, policy, batches, sampling(EOS), seed=3)
     assert again["reward/sample_mean"] == pytest.approx(0, abs=1e-6)
     assert again["reward/sample_std"] == pytest.approx(1, abs=1e-6)
     said = sample_answers(

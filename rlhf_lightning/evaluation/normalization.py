@@ -1,0 +1,173 @@
+"""Scores of a reward model with mean 0 and standard deviation 1 over samples of the SFT policy."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_lightning.arguments import Count, Length, Seed, Size, Temperature, checked
+from rlhf_lightning.batches import PromptBatch
+from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.encode import OverLong
+from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.records import Record
+from rlhf_lightning.data.sources.base import RecordSource
+from rlhf_lightning.data.sources.given import Rows, as_source
+from rlhf_lightning.evaluation.generate import Sampling, sample_answers, shared_among_ranks
+from rlhf_lightning.functional.statistics import EQUAL_SCORES
+from rlhf_lightning.models.factory import frozen, load_policy
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
+from rlhf_lightning.models.modes import in_eval_mode
+from rlhf_lightning.modules.reward import RewardModule
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+from rlhf_lightning.rollout.noise import RowNoise
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
+from rlhf_lightning.text.tokenizers import stop_ids
+
+logger = logging.getLogger(__name__)
+
+
+class _Prompts(PromptDataModule):
+    """Prompts that are answered and not trained on: of few, each is asked several times."""
+
+    _may_repeat = True
+
+    def _warn(self, records: Sequence[Record]) -> None:
+        """Leave it to the data that is trained on, whose prompts these are."""
+
+
+def normalization_prompts(
+    source: RecordSource,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_samples: int,
+    batch_size: int,
+    max_prompt_length: int,
+    seed: int,
+    over_long: OverLong = "drop",
+) -> Iterable[PromptBatch]:
+    """Return batches of training prompts, at least `num_samples` in all."""
+    batch_size = min(batch_size, num_samples)
+    data = _Prompts(
+        source,
+        tokenizer,
+        batch_size=batch_size,
+        num_iterations=-(-num_samples // batch_size),
+        max_prompt_length=max_prompt_length,
+        seed=seed,
+        over_long=over_long,
+    )
+    return data.train_dataloader()
+
+
+@checked(but=("prompts",))
+def normalize_reward_model(
+    module: RewardModule,
+    prompts: str | Path | Rows | RecordSource | RecordDataModule,
+    *,
+    num_samples: Count | None = None,
+    max_new_tokens: Size = 64,
+    max_prompt_length: Length | None = None,
+    temperature: Temperature = 1.0,
+    batch_size: Size = 128,
+    micro_batch_size: Size | None = None,
+    seed: Seed = 1,
+) -> dict[str, float]:
+    """Give a trained reward model mean 0 and std 1 over samples of the policy it started from.
+
+    `rlhf-train +experiment=reward` does the same. Call it between `fit` and `export_model`.
+
+    Args:
+        module: after `fit`.
+        prompts: a DataModule, or what one takes as its source; its training part is answered.
+        num_samples: responses; None for `RewardHparams.normalization_samples`.
+        max_new_tokens: of a response.
+        max_prompt_length: longer prompts are left out; None for the DataModule's, else 512.
+        temperature: of sampling.
+        batch_size: prompts that are answered together.
+        micro_batch_size: rows of a forward of the reward model; None for all of a batch.
+        seed: of the sampling.
+
+    Returns:
+        `reward/sample_mean` and `reward/sample_std` before; nothing where all scores are equal.
+    """
+    data = prompts if isinstance(prompts, RecordDataModule) else None
+    tokenizer: Any = module.tokenizer
+    start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
+    if isinstance(module.model, AdaptedScalarModel):
+        policy: PolicyModel = frozen(AdaptedPolicy(module.model.base, None))
+    else:
+        policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
+    device = module.trainer.strategy.root_device
+    with module.trainer.strategy.precision_plugin.forward_context():
+        return fold_normalization(
+            module.model.to(device),
+            policy.to(device),
+            normalization_prompts(
+                as_source(prompts, "prompts") if data is None else data.source,
+                tokenizer,
+                num_samples=num_samples or module.reward.normalization_samples,
+                batch_size=batch_size,
+                max_prompt_length=max_prompt_length or (512 if data is None else data.max_length),
+                seed=seed,
+                over_long="drop" if data is None else data.over_long,
+            ),
+            Sampling(
+                CachedGenerator(stop_ids(tokenizer, start), int(tokenizer.pad_token_id)),
+                tokenizer,
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+                micro_batch_size=micro_batch_size,
+            ),
+            seed=seed,
+        )
+
+
+@torch.no_grad()
+def fold_normalization(
+    model: ScalarHeadModel,
+    policy: PolicyModel,
+    batches: Iterable[PromptBatch],
+    sampling: Sampling,
+    *,
+    seed: int,
+) -> dict[str, float]:
+    """Fold mean 0 and std 1 over samples of the SFT policy into the head; ranks share the prompts.
+
+    A model that gives all samples one score, or one that is not finite, is left as it is, and a
+    warning says so: what it was trained to can still be looked at.
+
+    Returns:
+        `reward/sample_mean` and `reward/sample_std` before, so that they can be undone; nothing
+        where the model was left as it is.
+    """
+    scorer = RewardModelScorer(lambda: model, micro_batch_size=sampling.micro_batch_size)
+    scorer.model = model
+    with in_eval_mode(model):
+        answers = shared_among_ranks(
+            list(batches),
+            lambda own: sample_answers(
+                policy, own, sampling, noise=RowNoise(seed, "normalization"), scorer=scorer
+            ),
+        )
+    scores = torch.tensor(answers.scores, dtype=torch.float64)
+    mean, std = float(scores.mean()), float(scores.std(correction=0))
+    if not std > EQUAL_SCORES * max(1.0, abs(mean)) or not math.isfinite(mean + std):
+        logger.warning(
+            "the reward model is not normalized: it scores all %d samples of the policy alike "
+            "(mean %g, standard deviation %g). It has learnt nothing that tells them apart, and "
+            "PPO would gain nothing from it",
+            len(scores),
+            mean,
+            std,
+        )
+        return {}
+    model.normalize(mean, std)
+    return {"reward/sample_mean": mean, "reward/sample_std": std}
