@@ -12,11 +12,10 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.stages.spec import TrainingComponents
 from rlhf_lightning.evaluation.final_metrics import Findings
-from rlhf_lightning.evaluation.held_out import held_out_comparison
+from rlhf_lightning.evaluation.held_out import held_out_comparison, start_in_memory
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.loading import load_config, loading_options
-from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.precision import round_frozen_weights
 
 logger = logging.getLogger(__name__)
@@ -108,9 +107,8 @@ def start_policy(settings: TrainSettings, parts: TrainingComponents) -> PolicyMo
     Raises:
         ManifestError: if another model stands in its place by now.
     """
-    trained = getattr(parts.module, settings.spec.trained)
-    if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
-        return frozen(AdaptedPolicy(trained.base, None))
+    if (held := start_in_memory(parts.module)) is not None:
+        return held
     policy = frozen(load_policy(str(settings.start), **settings.model.origin))
     parts.module.source.check()  # behind the load: it may take minutes
     round_frozen_weights(policy.model, settings.compute_precision)

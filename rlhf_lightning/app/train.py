@@ -6,6 +6,7 @@ Heavy imports stay inside functions: `--help` and a config error answer at once.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rlhf_lightning.app.command_line import (
     fail,
     quieten,
     run_job,
+    say,
     this_job,
 )
 from rlhf_lightning.app.computing import computing
@@ -28,6 +30,7 @@ from rlhf_lightning.app.config.local_files import digests_of
 from rlhf_lightning.app.config.run_claim import check_folder, hydra_log, runs_to_continue
 from rlhf_lightning.app.config.save import keep_changes, keep_secrets
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.config.validate import check_devices, check_run, read_settings
 from rlhf_lightning.app.failures import (
     exit_with,
@@ -58,6 +61,7 @@ from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
 from rlhf_lightning.runs.taken import drop_unused, spent_seconds
 
+AS_PYTHON = "--as-python"
 register()
 register_help()
 prepare_process()
@@ -279,8 +283,25 @@ def main() -> None:
     except ValueError as error:
         fail(str(error))
     agree_on("launch time", launch_time)
+    if AS_PYTHON in sys.argv:
+        sys.argv.remove(AS_PYTHON)
+        _print_program()
+        return
     check_command_line("train")
     run_job("train", _job)
+
+
+def _print_program() -> None:
+    overrides = sys.argv[1:]
+    settings = check_command_line("train")
+    if settings is None:
+        fail(f"{AS_PYTHON} prints one run: leave -m and other flags out")
+    from rlhf_lightning.app.as_python import as_python
+
+    try:
+        say(as_python(settings, overrides))
+    except (ConfigError, TargetError) as error:
+        fail(str(error))
 
 
 if __name__ == "__main__":

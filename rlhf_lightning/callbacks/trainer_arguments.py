@@ -79,44 +79,28 @@ def trainer_arguments(
     """
     run = RunFolder(Path(folder))
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-    watching = dict(doctor) if isinstance(doctor, Mapping) else {}
-    if record and getattr(watching.get("actions"), "on_alarm", None) == "rollback":
-        raise ValueError(
-            "ActionSettings.on_alarm='rollback' starts a new fit from an earlier checkpoint, which "
-            "one Trainer cannot: use 'stop', or rlhf-train doctor=act"
-        )
     saving = {"every_n_iterations": checkpoint_every_n_iterations, **(checkpoint or {})}
-    stopping = {"patience": early_stopping} if isinstance(early_stopping, int) else early_stopping
-    if stopping is not None and saving.get("monitor") is None:  # a best one to end with
-        saving |= {"monitor": STOPS_BY, "mode": stopping.get("mode", "min")}
     samples = {"every_n_iterations": samples_every_n_iterations, "num_samples": num_samples}
-    ours: list[Callback] = [
+    ours = [
         SaveFaultyBatch(run),
         *(callback for callback in given if isinstance(callback, PeriodicEvaluation)),
-        *([] if doctor is False else [Doctor(run, **watching)]),
+        *_doctor(run, doctor, record),
         *([RunRecord(run), LastCheckpoint(run)] if record else []),
         RandomState(),
         *([] if "val_check_interval" in trainer else [Validations(validations)]),
-        IterationCheckpoint(run.checkpoints, **saving),
+        *_saving(run, saving, early_stopping),
         WandbContent(**samples),
         SampleLog(run, **samples),
+        *([ProgressBar(name)] if trainer.get("enable_progress_bar", True) else []),
+        *(callback for callback in given if not isinstance(callback, PeriodicEvaluation)),
+        MetricsLog(run),  # behind all that log; Lightning puts the checkpoints behind it
     ]
-    if trainer.get("enable_progress_bar", True):
-        ours.append(ProgressBar(name))
     if trainer.get("enable_checkpointing", True) is False:
         ours = [callback for callback in ours if not isinstance(callback, Checkpoint)]
-    if stopping is not None:
-        # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
-        ours += [
-            PatientStopping(STOPS_BY, **{"check_on_train_epoch_end": False, **stopping}),
-            BestWeights(),
-        ]
-    ours += [callback for callback in given if not isinstance(callback, PeriodicEvaluation)]
     return {
         "max_epochs": 1,
         "limit_train_batches": max_iterations,
-        # The log behind all that log; Lightning puts the checkpoints behind it.
-        "callbacks": [*ours, MetricsLog(run)],
+        "callbacks": ours,
         "plugins": [AtomicCheckpointIO(), *_listed(trainer.pop("plugins", None))],
         "logger": _logger(run, logger) if isinstance(logger, str) else logger,
         "num_sanity_val_steps": 0,
@@ -126,6 +110,30 @@ def trainer_arguments(
         "default_root_dir": run.path,
         **trainer,
     }
+
+
+def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> list[Callback]:
+    arguments = dict(given) if isinstance(given, Mapping) else {}
+    if record and getattr(arguments.get("actions"), "on_alarm", None) == "rollback":
+        raise ValueError(
+            "ActionSettings.on_alarm='rollback' starts a new fit from an earlier checkpoint, which "
+            "one Trainer cannot: use 'stop', or rlhf-train doctor=act"
+        )
+    return [] if given is False else [Doctor(run, **arguments)]
+
+
+def _saving(
+    run: RunFolder, saving: dict[str, Any], stops_after: int | Mapping[str, Any] | None
+) -> list[Callback]:
+    """Return what saves checkpoints, and what ends the run early with the best of them."""
+    if stops_after is None:
+        return [IterationCheckpoint(run.checkpoints, **saving)]
+    stopping = {"patience": stops_after} if isinstance(stops_after, int) else stops_after
+    if saving.get("monitor") is None:
+        saving |= {"monitor": STOPS_BY, "mode": stopping.get("mode", "min")}
+    # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
+    stops = PatientStopping(STOPS_BY, **{"check_on_train_epoch_end": False, **stopping})
+    return [IterationCheckpoint(run.checkpoints, **saving), stops, BestWeights()]
 
 
 def _logger(run: RunFolder, kind: str) -> Logger:

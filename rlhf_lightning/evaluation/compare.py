@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,12 @@ from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.generate import Sampling
-from rlhf_lightning.evaluation.held_out import HeldOutComparison, held_out_comparison
+from rlhf_lightning.evaluation.held_out import (
+    HeldOutComparison,
+    held_out_comparison,
+    prompt_room,
+    start_in_memory,
+)
 from rlhf_lightning.evaluation.safety import SafetyCheck, required_measures
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.factory import frozen, load_policy
@@ -57,8 +62,8 @@ class Comparison:
     low: float
     high: float
     num_prompts: int
-    metrics: Mapping[str, float]
-    samples: Sequence[Mapping[str, Any]]
+    metrics: Mapping[str, float] = field(repr=False)
+    samples: Sequence[Mapping[str, Any]] = field(repr=False)
     gates: tuple[GateResult, ...] = ()
 
 
@@ -104,7 +109,8 @@ def compare(
         num_samples: that are kept; None for all.
         answers_per_prompt: of each side.
         max_new_tokens: of a response; None for what the policy was trained with, else 64.
-        max_prompt_length: longer prompts are left out; None for the DataModule's, else 512.
+        max_prompt_length: longer prompts are left out; None for the DataModule's, else 512, if that
+            leaves room for a response in the policy's context.
         temperature: of sampling, 0 for the likeliest token; None for what the policy was trained
             with, else 1.
         batch_size: prompts that are answered together.
@@ -116,26 +122,25 @@ def compare(
         ValueError: if no prompt is held out, the two tokenizers differ, or the reward scores no
             pair of responses.
     """
-    mine, theirs = _side(policy, "policy"), _side(baseline, "baseline")
+    mine = _side(policy, "policy")
+    start = start_in_memory(policy) if str(baseline) == mine.source else None
+    theirs = _side(baseline, "baseline") if start is None else _start_side(mine, start)
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
     reward = getattr(policy, "scorer", None) if reward is None else reward
-    if reward is None and gold is None:
-        raise TypeError("compare needs reward=, a function or a reward model, or gold=")
     scorer = None if reward is None else as_scorer(reward, mine.source, mine.tokenizer)
     source, data = _held_out(policy, prompts)
-    max_prompt_length = max_prompt_length or (512 if data is None else data.max_length)
     sampling = _sampling(policy, mine, max_new_tokens, temperature, micro_batch_size)
+    if max_prompt_length is None:
+        wanted = 512 if data is None else data.max_length
+        max_prompt_length = prompt_room(mine.model, wanted, sampling.max_new_tokens)
     comparison = held_out_comparison(
         source,
         sampling,
-        scorer=scorer,
-        gold=gold,
-        safety=safety,
+        **{"scorer": scorer, "gold": gold, "safety": safety, "seed": seed},
         num_prompts=num_prompts,
         answers_per_prompt=answers_per_prompt,
         max_prompt_length=max_prompt_length,
         batch_size=batch_size,
-        seed=seed,
         over_long="drop" if data is None else data.over_long,
     )
     if comparison is None:
@@ -146,8 +151,23 @@ def compare(
     if data is None:  # else it was said of the data that was trained on
         warn_of_plain_prompts(source.records("prompts", "validation"), mine.tokenizer)
     if data is None or not hasattr(policy, "sampling"):
-        longest = sampling.max_new_tokens
-        warn_of_cut_responses(source, "validation", mine.tokenizer, longest, key="max_new_tokens")
+        _warn_of_cut_responses(source, sampling)
+    judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
+    return _compared(mine, theirs, comparison, judge, gates or {}, num_samples, policy)
+
+
+def _compared(
+    mine: _Side,
+    theirs: _Side,
+    comparison: HeldOutComparison,
+    judge: Any,
+    gates: Mapping[str, Any],
+    num_samples: int | None,
+    policy: Any,
+) -> Comparison:
+    scorer, gold = comparison.scorer, comparison.judges.gold
+    if scorer is None and gold is None:
+        raise TypeError("compare needs reward=, a function or a reward model, or gold=")
     if scorer is not None and scorer is not getattr(policy, "scorer", None):
         for model in scorer.build(None):
             model.to(mine.model.device)
@@ -159,15 +179,21 @@ def compare(
             "no score: the reward has none (None) for the two responses to any of the prompts; "
             "compare by one that applies to them"
         )
+    safety = comparison.judges.safety
     required = required_measures(None if safety is None else safety.prompts)
-    results = check_gates(gates or {}, findings.metrics, required=required)
-    judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
+    results = check_gates(gates, findings.metrics, required=required)
     for callback in getattr(mine.trainer, "callbacks", ()):
         if hasattr(callback, "on_compare_end"):
             callback.on_compare_end(mine.trainer, findings, results, theirs.name, judge)
     rate, low, high = (findings.metrics[f"{by}{end}"] for end in ("", "_low", "_high"))
-    num_asked = sum(map(len, comparison.questions.batches)) // answers_per_prompt
+    num_asked = int(findings.metrics["val/num_prompts"])
     return Comparison(rate, low, high, num_asked, findings.metrics, findings.samples, results)
+
+
+def _warn_of_cut_responses(source: RecordSource, sampling: Sampling) -> None:
+    tokenizer: Any = sampling.tokenizer
+    longest = sampling.max_new_tokens
+    warn_of_cut_responses(source, "validation", tokenizer, longest, key="max_new_tokens")
 
 
 def _sampling(
@@ -201,13 +227,15 @@ def comparison_in_training(
         num_prompts: at most so many are asked.
         judges: `gold` and `safety`, as in `compare`.
     """
+    side = _side(module, "policy")
+    sampling = _sampling(module, side, None, None, None)
     return held_out_comparison(
         data.source,
-        _sampling(module, _side(module, "policy"), None, None, None),
+        sampling,
         scorer=module.scorer,
         num_prompts=num_prompts,
         answers_per_prompt=1,
-        max_prompt_length=data.max_length,
+        max_prompt_length=prompt_room(side.model, data.max_length, sampling.max_new_tokens),
         batch_size=64,
         seed=module.hparams.get("seed", 1),
         over_long=data.over_long,
@@ -243,6 +271,11 @@ class _Side:
 @reads_one_model
 def _load(source: str | Path) -> tuple[PolicyModel, PreTrainedTokenizerBase]:
     return frozen(load_policy(source)), load_tokenizer(source)
+
+
+def _start_side(mine: _Side, start: PolicyModel) -> _Side:
+    device = mine.model.device
+    return replace(mine, model=start.to(device), name=mine.source, trainer=None)
 
 
 def _side(policy: Any, name: str) -> _Side:

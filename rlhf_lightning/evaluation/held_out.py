@@ -36,7 +36,10 @@ from rlhf_lightning.evaluation.generate import (
 )
 from rlhf_lightning.evaluation.metrics import Judges, measure_sides
 from rlhf_lightning.evaluation.safety import SafetyCheck
+from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.models.factory import frozen
 from rlhf_lightning.models.heads import PolicyModel
+from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Scorer, make_answers
 from rlhf_lightning.text.tokens import TextEncoder, prompt_and_answers
@@ -164,6 +167,26 @@ class HeldOutComparison:
                 lambda own: sample_answers(model, own, self.sampling, noise=unsafe),
             ),
         )
+
+
+def start_in_memory(module: Any) -> PolicyModel | None:
+    """Return the policy that a module started from, where it is in memory.
+
+    It is the reference of the module, or the base that its adapter was trained on.
+    """
+    reference = getattr(module, "reference", None)
+    if isinstance(reference, PolicyModel):
+        return reference
+    trained = getattr(module, "model", None) or getattr(module, "policy", None)
+    if isinstance(trained, AdaptedPolicy | AdaptedScalarModel):
+        return frozen(AdaptedPolicy(trained.base, None))
+    return None
+
+
+def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
+    """Return the longest prompt, at most `wanted`, that leaves room for a response."""
+    limit = max_positions(policy.model)
+    return wanted if limit is None else max(min(wanted, limit - max_new_tokens), 1)
 
 
 def held_out_comparison(

@@ -20,10 +20,10 @@ from rlhf_lightning.data.records import Record
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.generate import Sampling, sample_answers, shared_among_ranks
+from rlhf_lightning.evaluation.held_out import prompt_room, start_in_memory
 from rlhf_lightning.functional.statistics import EQUAL_SCORES
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.modes import in_eval_mode
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
@@ -89,7 +89,8 @@ def normalize_reward_model(
         prompts: a DataModule, or what one takes as its source; its training part is answered.
         num_samples: responses; None for `RewardHparams.normalization_samples`.
         max_new_tokens: of a response.
-        max_prompt_length: longer prompts are left out; None for the DataModule's, else 512.
+        max_prompt_length: longer prompts are left out; None for the DataModule's, else 512, if that
+            leaves room for a response in the policy's context.
         temperature: of sampling.
         batch_size: prompts that are answered together.
         micro_batch_size: rows of a forward of the reward model; None for all of a batch.
@@ -101,10 +102,10 @@ def normalize_reward_model(
     data = prompts if isinstance(prompts, RecordDataModule) else None
     tokenizer: Any = module.tokenizer
     start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
-    if isinstance(module.model, AdaptedScalarModel):
-        policy: PolicyModel = frozen(AdaptedPolicy(module.model.base, None))
-    else:
+    policy = start_in_memory(module)
+    if policy is None:
         policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
+    wanted = 512 if data is None else data.max_length
     device = module.trainer.strategy.root_device
     with module.trainer.strategy.precision_plugin.forward_context():
         return fold_normalization(
@@ -115,7 +116,7 @@ def normalize_reward_model(
                 tokenizer,
                 num_samples=num_samples or module.reward.normalization_samples,
                 batch_size=batch_size,
-                max_prompt_length=max_prompt_length or (512 if data is None else data.max_length),
+                max_prompt_length=max_prompt_length or prompt_room(policy, wanted, max_new_tokens),
                 seed=seed,
                 over_long="drop" if data is None else data.over_long,
             ),

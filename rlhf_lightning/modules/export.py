@@ -45,7 +45,7 @@ def export_model(
     writes.
 
     Args:
-        module: that `from_pretrained` or `load_from_checkpoint` built, with its models.
+        module: with its models and its tokenizer.
         folder: a new one, or one that this function has written before.
         dtype: of the weights; None keeps fp32. A scalar head stays in fp32.
 
@@ -57,7 +57,7 @@ def export_model(
     made: Any = module
     model = getattr(module, "model", None) or getattr(module, "policy", None)
     source = module.hparams.get("policy") or module.hparams.get("source")
-    if model is None or source is None:
+    if model is None or getattr(module, "tokenizer", None) is None:
         raise ValueError(
             f"{type(module).__name__} has no model to export: build it by from_pretrained() and "
             "train it, or by load_from_checkpoint()"
@@ -66,7 +66,8 @@ def export_model(
     state = full_state(model)
     if module.global_rank != 0:
         return Path(folder).expanduser()
-    options = {k: module.hparams[k] for k in ("revision", "trust_remote_code")}
+    options = {k: module.hparams.get(k) for k in ("revision", "trust_remote_code")}
+    options["trust_remote_code"] = bool(options["trust_remote_code"])
     if isinstance(model, AdaptedPolicy | AdaptedScalarModel):
         model = merge_adapter(model, state, load_policy(source, **options))
         made.source.check()  # behind the load: it may take minutes
@@ -80,7 +81,9 @@ def export_model(
             state,
             stop_ids=stop_ids(made.tokenizer, source, revision=options["revision"]),
             dtype=dtype or torch.float32,
-            base_dtype=base_dtype(load_config(source, loading_options(source, **options))),
+            base_dtype=torch.float32
+            if source is None
+            else base_dtype(load_config(source, loading_options(source, **options))),
         )
     return Path(folder).expanduser()
 

@@ -1,0 +1,388 @@
+"""A configuration as a short Python program of public names that trains the same, to the bit.
+
+`python -m rlhf_lightning.train +experiment=ppo ... --as-python` prints it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rlhf_lightning
+from rlhf_lightning.app.build import (
+    checkpoint_arguments,
+    doctor_arguments,
+    make_tokenizer,
+    run_arguments,
+    with_vocabulary,
+)
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.config.groups import Target
+from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.targets import Node
+from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
+from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
+from rlhf_lightning.distributed.strategy import FSDP2Strategy
+from rlhf_lightning.evaluation.compare import compare
+from rlhf_lightning.evaluation.normalization import normalize_reward_model
+from rlhf_lightning.hparams import SamplingHparams
+from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.modules.export import export_model
+from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.rollout.generators.base import CachedGenerator
+
+WIDTH = 100
+SOME_GPU = ("cuda", "gpu")
+_ADAMW = {"betas": (0.9, 0.999), "eps": 1e-5, "weight_decay": 0.0, "fused": True}  # the modules'
+_BF16 = "bf16-mixed"
+
+
+class Code(str):
+    """An expression of the program, in place of a value."""
+
+    __slots__ = ()
+
+
+class Calls:
+    """Writes values and calls as expressions, and remembers what they import."""
+
+    def __init__(self) -> None:
+        self.imports: dict[str, set[str]] = defaultdict(set)
+
+    def name(self, thing: Any) -> str:
+        """Return the name of a class or function: the public one where it has one."""
+        module, name = thing.__module__, thing.__qualname__
+        if name in rlhf_lightning.__all__ and getattr(rlhf_lightning, name) is thing:
+            module = "rlhf_lightning"
+        elif module.startswith("torch.optim"):
+            module = "torch.optim"
+        self.imports[module].add(name.partition(".")[0])
+        return str(name)
+
+    def call(self, thing: Any, /, *args: Any, **kwargs: Any) -> Code:
+        """Return a call, without the arguments that are the defaults."""
+        return self.written(self.name(thing), *args, **without_defaults(thing, kwargs))
+
+    def written(self, name: str, /, *args: Any, **kwargs: Any) -> Code:
+        """Return a call of a name; broken into lines where it is long."""
+        parts = [self.value(arg) for arg in args]
+        parts += [f"{key}={self.value(value)}" for key, value in kwargs.items()]
+        return Code(_bracketed(f"{name}(", parts, ")"))
+
+    def value(self, value: Any) -> str:
+        """Return a value as an expression."""
+        if isinstance(value, Code):
+            return value
+        if isinstance(value, Target):
+            value = value.read()
+        if isinstance(value, Node):
+            return self._node(value)
+        if isinstance(value, Mapping):
+            items = [f"{key!r}: {self.value(inside)}" for key, inside in value.items()]
+            return _bracketed("{", [item.replace("'", '"', 2) for item in items], "}")
+        if isinstance(value, list | tuple):
+            return _bracketed("[", [self.value(inside) for inside in value], "]")
+        if isinstance(value, torch.dtype):
+            self.imports["torch"].add("")
+        elif is_dataclass(value) and not isinstance(value, type):
+            given = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+            usual = {f.name: f.default for f in fields(value) if f.default is not MISSING}
+            changed = {k: v for k, v in given.items() if k not in usual or v != usual[k]}
+            return self.written(self.name(type(value)), **changed)
+        elif isinstance(value, Path):
+            value = str(value)
+        return f'"{value}"' if isinstance(value, str) and '"' not in value else repr(value)
+
+    def _node(self, node: Node) -> str:
+        if node.is_looked_up:
+            return self.name(node.call)
+        given = without_defaults(node.call, node.arguments)
+        if not node.is_partial:
+            return self.written(self.name(node.call), **given)
+        self.imports["functools"].add("partial")
+        return self.written("partial", Code(self.name(node.call)), **given)
+
+    def import_lines(self) -> str:
+        """Return the imports, in the order of isort."""
+        plain = [f"import {module}" for module, names in self.imports.items() if "" in names]
+        lines = [
+            _bracketed(f"from {module} import (", sorted(names), ")").replace("(", "", 1)[:-1]
+            if len(f"from {module} import {', '.join(sorted(names))}") <= WIDTH
+            else _bracketed(f"from {module} import (", sorted(names), ")")
+            for module, named in sorted(self.imports.items())
+            if (names := named - {""})
+        ]
+        return "\n".join([*sorted(plain), *lines])
+
+
+def without_defaults(call: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are not the defaults of a class or function."""
+    usual = {p.name: p.default for p in inspect.signature(call).parameters.values()}
+    return {name: value for name, value in given.items() if not _equal(value, usual.get(name, ...))}
+
+
+def _equal(value: Any, usual: Any) -> bool:
+    if isinstance(value, list | tuple) and isinstance(usual, list | tuple):
+        return list(value) == list(usual)
+    return type(value) is type(usual) and bool(value == usual)
+
+
+def _bracketed(start: str, parts: Sequence[str], end: str) -> str:
+    line = f"{start}{', '.join(parts)}{end}"
+    if len(line) <= WIDTH - 12 and "\n" not in line:
+        return line
+    inside = "".join(f"    {line}\n" for part in parts for line in f"{part},".split("\n"))
+    return f"{start}\n{inside}{end}"
+
+
+def as_python(settings: TrainSettings, overrides: Sequence[str]) -> str:
+    """Return the program.
+
+    Args:
+        settings: of the command.
+        overrides: of its command line, for the first line.
+
+    Raises:
+        ConfigError: for a setting that has no argument in Python, with its key.
+    """
+    calls = Calls()
+    calls.imports["lightning as L"].add("")
+    folder = Path(settings.paths.outputs) / settings.name / "program"
+    lines = [f"L.seed_everything({settings.seed}, workers=True)"]
+    if settings.model.cpu_threads is not None and settings.trainer.accelerator not in SOME_GPU:
+        calls.imports["torch"].add("")
+        lines.append(f"torch.set_num_threads({settings.model.cpu_threads})")
+    _refuse(settings)
+    lines += [f"module = {_module(settings, calls)}"]
+    if settings.start is None:
+        settings_tokenizer = calls.value(settings.model.tokenizer)
+        lines.append(f"module.tokenizer = {settings_tokenizer}")
+    lines += [f"data = {_data(settings, calls)}", f"trainer = {_trainer(settings, folder, calls)}"]
+    lines.append("trainer.fit(module, data)")
+    lines += _end(settings, folder, calls)
+    command = " ".join(("python -m rlhf_lightning.train", *overrides))
+    body = "\n".join(lines)
+    return f'"""{command}"""\n\n{calls.import_lines()}\n\n{body}\n'
+
+
+def _refuse(settings: TrainSettings) -> None:
+    """Refuse settings that no argument says.
+
+    Raises:
+        ConfigError: with the first key.
+    """
+    model, rollout = settings.model, settings.rollout.read("rollout")
+    builder = settings.module.get(settings.spec.models) or {}
+    same = SamplingHparams().skip_special_tokens
+    sampling = settings.all_hparams.get("sampling")
+    skips = same if sampling is None else sampling.skip_special_tokens
+    doctor = settings.doctor
+    actions = None if doctor is None or not settings.spec.rolls_out else doctor.actions
+    ends = "none" if actions is None or actions.on_alarm != "rollback" else "rollback"
+    left = {
+        "doctor.actions.on_alarm": (ends, "none"),
+        "model.cpu_kernels": (model.cpu_kernels, True),
+        "model.kernels": (model.kernels, "auto"),
+        "model.micro_batches": (model.micro_batches, "auto"),
+        "model.chat_template_arguments": (model.chat_template_arguments or {}, {}),
+        "rollout": (rollout.call, CachedGenerator),
+        "artifacts.ppo": (builder.get("start"), None),
+        f"module.{settings.spec.models}.dropout": (builder.get("dropout") or 0.0, 0.0),
+        "evaluation.skip_special_tokens": (settings.evaluation.skip_special_tokens, skips),
+    }
+    for key, (value, usual) in left.items():
+        if value != usual:
+            shown = getattr(value, "__name__", value)
+            raise ConfigError(f"{key}={shown} has no argument in Python: run it by rlhf-train")
+
+
+def _module(settings: TrainSettings, calls: Calls) -> Code:
+    """Return the module that is trained, made by `from_pretrained` where it starts from a model."""
+    spec, model = settings.spec, settings.model
+    given: dict[str, Any] = {k: v for k, v in settings.all_hparams.items() if v != type(v)()}
+    schedule = settings.scheduler.read("scheduler")
+    if schedule.call is not Schedule or without_defaults(Schedule, schedule.arguments):
+        given["schedule"] = schedule
+    optimizer = settings.optimizer.read("optimizer")
+    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in optimizer.arguments.items()}
+    if optimizer.call is not torch.optim.AdamW or plain != _ADAMW:
+        given["optimizer"] = optimizer
+    cls = settings.module.read("module").call
+    if settings.start is None:
+        return _from_scratch(settings, calls, cls, given)
+    if settings.lora is not None:
+        given["lora"] = replace(settings.lora, base_precision="32-true")  # the Trainer's
+    given |= {
+        "seed": settings.seed,
+        "activation_checkpointing": model.activation_checkpointing,
+        "chat_template": model.chat_template,
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    own = [settings.start]
+    if spec.rolls_out:
+        reward = _reward(settings)
+        own.append(reward)
+        given |= _value(settings, reward)
+    given = without_defaults(cls.from_pretrained, given)
+    return calls.written(f"{calls.name(cls)}.from_pretrained", *own, **given)
+
+
+def _from_scratch(settings: TrainSettings, calls: Calls, cls: type, given: dict[str, Any]) -> Code:
+    fields_ = dict(with_vocabulary(settings, make_tokenizer(settings)).model.from_scratch or {})
+    calls.imports["functools"].add("partial")
+    builder = calls.written(
+        "partial", Code(calls.name(load_policy)), from_scratch=fields_, seed=settings.seed
+    )
+    optimizer = given.get("optimizer", settings.optimizer)
+    given |= {"optimizer": optimizer, "schedule": given.get("schedule", settings.scheduler)}
+    hparams = settings.all_hparams | given
+    return calls.written(calls.name(cls), **{settings.spec.models: builder}, **hparams)
+
+
+def _reward(settings: TrainSettings) -> Any:
+    """Return the reward as the name of a model or of a function in a file, else as its scorer."""
+    scorer = settings.scorer
+    assert scorer is not None  # of a stage that rolls out
+    found = scorer.read("scorer")
+    if scorer.class_name == "RewardModelScorer":
+        load = found.arguments["load"].arguments
+        usual = {"micro_batch_size": None, "policy": settings.start, "source": load["source"]}
+        rest = {k: v for k, v in found.arguments.items() if k != "load"}
+        if rest == usual and load.get("precision", "32-true") == "32-true" and len(load) <= 2:
+            return load["source"]
+    if scorer.class_name == "FunctionScorer" and set(scorer.arguments) == {"function"}:
+        function = str(scorer.get("function"))
+        return function if function.rpartition(":")[0].endswith(".py") else scorer
+    return scorer
+
+
+def _value(settings: TrainSettings, reward: Any) -> dict[str, Any]:
+    """Return where PPO's value model starts, unless `from_pretrained` takes the same by itself."""
+    models = settings.module.get("models")
+    if "value" not in models:
+        return {}
+    by_itself = isinstance(reward, str) and not reward.endswith(":") and settings.lora is None
+    reads_model = by_itself and settings.scorer.class_name == "RewardModelScorer"
+    value, stored = models["value"], models["value_head"] == "stored"
+    if stored:
+        return {} if reads_model and value == reward else {"value": value}
+    if reads_model or value not in (None, settings.start):
+        raise ConfigError(
+            "module.models.value_head=zero has no argument in Python beside a reward model: run it "
+            "by rlhf-train"
+        )
+    return {}
+
+
+def _data(settings: TrainSettings, calls: Calls) -> Code:
+    node = settings.data.read("data")
+    given = {k: v for k, v in node.arguments.items() if k not in ("source", "tokenizer")}
+    default_seed = settings.seed if settings.start is not None else 1
+    if given.get("seed") == default_seed:  # the module's
+        del given["seed"]
+    if given.get("kind") == node.call.kinds[0]:
+        del given["kind"]
+    given = without_defaults(node.call, given)
+    source = node.arguments["source"]
+    return calls.written(calls.name(node.call), source, Code("module.tokenizer"), **given)
+
+
+def _trainer(settings: TrainSettings, folder: Path, calls: Calls) -> Code:
+    given, trainer = run_arguments(settings), settings.trainer
+    doctor = settings.doctor
+    if isinstance(given["doctor"], dict) and doctor is not None and doctor.second_scorer:
+        given["doctor"] = doctor_arguments(settings) | {"second_scorer": doctor.second_scorer}
+    early = given["early_stopping"]
+    given["early_stopping"] = early["patience"] if early and set(early) == {"patience"} else early
+    given["checkpoint"] = checkpoint_arguments(settings) or None
+    if not settings.spec.validates:
+        del given["validations"]
+    if settings.logger.kind in ("wandb", "tensorboard"):
+        given["logger"] = settings.logger.kind
+    callbacks: list[Any] = list(settings.callbacks.extra.values())
+    evaluation = settings.evaluation
+    if evaluation.every_n_iterations is not None:
+        judged = {"gold": evaluation.gold, "safety": settings.safety}
+        callbacks.append(
+            calls.call(
+                PeriodicEvaluation,
+                every_n_iterations=evaluation.every_n_iterations,
+                num_prompts=evaluation.during_training,
+                **judged,
+            )
+        )
+    given = without_defaults(trainer_arguments, given | {"callbacks": callbacks or None})
+    given["devices"] = trainer.devices
+    others = {
+        "accelerator": (trainer.accelerator, "auto"),
+        "num_nodes": (trainer.num_nodes, 1),
+        "precision": (trainer.precision, "32-true"),
+        "limit_val_batches": (trainer.limit_val_batches if settings.spec.validates else None, None),
+    }
+    given |= {name: value for name, (value, usual) in others.items() if value != usual}
+    strategy = settings.strategy
+    if strategy.name == "ddp":
+        given["strategy"] = "ddp"
+    elif strategy.name == "fsdp":
+        given["strategy"] = calls.call(
+            FSDP2Strategy,
+            shard_over=strategy.shard_over,
+            cpu_offload=strategy.cpu_offload,
+            sharded_checkpoints=strategy.checkpoint == "sharded",
+            gradient_sync=strategy.gradient_sync or "micro_batch",
+            compute_dtype=getattr(torch, strategy.compute_dtype or "float32"),
+            timeout=timedelta(minutes=strategy.timeout_minutes),
+        )
+    arguments = calls.written(calls.name(trainer_arguments), str(folder), **given)
+    return Code(f"L.Trainer(**{arguments})")
+
+
+def _end(settings: TrainSettings, folder: Path, calls: Calls) -> list[str]:
+    """Return what follows the training: normalization, the comparison, the export."""
+    lines = []
+    evaluation, sampling = settings.evaluation, settings.all_hparams.get("sampling")
+    lengths = {
+        "max_new_tokens": evaluation.max_new_tokens,
+        "temperature": evaluation.temperature,
+        "batch_size": evaluation.batch_size,
+        "micro_batch_size": evaluation.micro_batch_size,
+        "seed": settings.seed,
+    }
+    for key in ("max_new_tokens", "temperature"):
+        if sampling is not None and lengths[key] == getattr(sampling, key):
+            del lengths[key]
+    judged = evaluation.gold is not None or settings.scorer is not None
+    if not settings.spec.trains_policy and settings.hparams.normalization_samples:
+        given = without_defaults(normalize_reward_model, lengths)
+        name = calls.name(normalize_reward_model)
+        lines.append(calls.written(name, Code("module"), Code("data"), **given))
+    if settings.spec.trains_policy and settings.start is not None and judged:
+        if sampling is None and lengths["temperature"] == 1.0:
+            del lengths["temperature"]
+        given = {
+            "reward": None if settings.spec.rolls_out else settings.scorer,
+            "gold": evaluation.gold,
+            "safety": settings.safety,
+            "gates": settings.gates or None,
+            "num_prompts": evaluation.num_prompts,
+            "num_samples": evaluation.num_samples,
+            "answers_per_prompt": evaluation.answers_per_prompt,
+            **lengths,
+            "batch_size": min(evaluation.batch_size, evaluation.num_prompts),
+        }
+        own = (Code("module"), settings.start, Code("data"))
+        given = without_defaults(compare, given)
+        lines.append(f"print({calls.written(calls.name(compare), *own, **given)})")
+    given = {"dtype": torch.bfloat16} if settings.export.dtype == "bf16" else {}
+    export = calls.written(
+        calls.name(export_model), Code("module"), str(folder / "export"), **given
+    )
+    return [*lines, str(export)]

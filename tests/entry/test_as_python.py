@@ -1,0 +1,113 @@
+"""`--as-python`: the program trains what the command trains, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_lightning.app.as_python import as_python
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples
+from rlhf_lightning.runs.summary import read_summary
+from tests.builders.command_lines import settings_of, train
+from tests.builders.runs import completed, settings_for
+
+STAGES = ("base", "sft", "reward", "ppo", "grpo", "dpo")
+WHOLE = ("trainer.limit_val_batches=null",)
+OWN = {
+    "base": WHOLE,
+    "sft": ("trainer.validations=3", "callbacks.early_stopping={patience: 1}", *WHOLE),
+    "reward": WHOLE,
+    "grpo": ("lora=lora", "lora.r=4"),
+}
+
+
+def program(*overrides: str) -> str:
+    return as_python(settings_of(*overrides), overrides)
+
+
+def figures(folder: RunFolder) -> list[dict[str, float]]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "throughput/")) and v == v}
+        for row in read_metrics(folder.metrics)
+    ]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_program_trains_what_the_command_trains_to_the_bit(
+    stage: str, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ("debug=fast", "logger=none", *OWN.get(stage, ()))
+    command = completed(tmp_path / "command", stage, start, *given)
+    written = as_python(settings_for(stage, start, *given), given)
+    names: dict[str, Any] = {}
+    exec(compile(written, f"{stage}.py", "exec"), names)
+    (summary,) = tmp_path.glob("outputs/*/program/summary.json")
+    mine = RunFolder(summary.parent)
+    assert figures(mine) == figures(command)
+    for name in ("samples", "distributions"):
+        one, other = (getattr(folder, name) for folder in (mine, command))
+        assert (read_samples(one) if one.exists() else []) == (
+            read_samples(other) if other.exists() else []
+        )
+    files = sorted(file.name for file in command.export.glob("*.safetensors"))
+    assert files
+    for file in files:
+        assert (mine.export / file).read_bytes() == (command.export / file).read_bytes()
+    told, wanted = read_summary(mine).metrics, read_summary(command).metrics
+    for name in told.keys() & wanted.keys():
+        assert told[name] == wanted[name], name
+
+
+def test_a_program_says_what_differs_from_the_defaults():
+    found = program("+experiment=ppo", "seed=2", "logger=none", "module.ppo.kl_coef=0.1")
+    assert found.startswith('"""python -m rlhf_lightning.train +experiment=ppo seed=2')
+    assert "kl_coef=0.1" in found
+    assert "PPOModule.from_pretrained(" in found
+    assert "cliprange" not in found
+    assert "hydra" not in found
+    assert "max_iterations" not in found
+    compile(found, "program", "exec")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ("+experiment=ppo", "strategy=fsdp", "trainer.devices=2", "trainer.accelerator=cpu"),
+            ("strategy=FSDP2Strategy(", "devices=2"),
+        ),
+        (
+            ("+experiment=ppo", "doctor=act", "doctor.actions.on_alarm=stop"),
+            ('"actions": ActionSettings(on_alarm="stop")', '"monitor": "doctor/quality"'),
+        ),
+        (
+            ("+experiment=ppo", "model=qwen2_5_0_5b", "dataset=ultrafeedback", "lora=lora"),
+            ("LoraHparams()", 'precision="bf16-mixed"'),
+        ),
+        (("+experiment=dpo", "evaluation.gold=null"), ("trainer.fit(module, data)\nexport_model",)),
+    ],
+)
+def test_what_a_program_holds(overrides, parts):
+    found = program(*overrides)
+    compile(found, "program", "exec")
+    for part in parts:
+        assert part in found
+
+
+def test_what_python_cannot_say_is_refused_by_its_key():
+    with pytest.raises(ConfigError, match=r"doctor\.actions\.on_alarm=rollback has no argument"):
+        program("+experiment=ppo", "doctor=act")
+    with pytest.raises(ConfigError, match="rollout=TransformersGenerator has no argument"):
+        program("+experiment=ppo", "rollout=transformers")
+
+
+def test_the_command_prints_the_program_and_trains_nothing(tmp_path):
+    done = train(tmp_path, "+experiment=sft", "--as-python")
+    assert done.returncode == 0, done.stderr
+    assert "trainer.fit(module, data)" in done.stdout
+    assert list(tmp_path.iterdir()) == []
