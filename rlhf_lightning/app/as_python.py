@@ -18,7 +18,6 @@ import torch
 import rlhf_lightning
 from rlhf_lightning.app.build import (
     checkpoint_arguments,
-    doctor_arguments,
     make_tokenizer,
     run_arguments,
     with_vocabulary,
@@ -219,19 +218,19 @@ def _module(settings: TrainSettings, calls: Calls) -> Code:
         return _from_scratch(settings, calls, cls, given)
     if settings.lora is not None:
         given["lora"] = replace(settings.lora, base_precision="32-true")  # the Trainer's
-    given |= {
-        "seed": settings.seed,
-        "activation_checkpointing": model.activation_checkpointing,
-        "chat_template": model.chat_template,
-        "revision": model.revision,
-        "trust_remote_code": model.trust_remote_code,
+    options = {  # of ModuleOptions, with the values that are theirs where they are left out
+        "seed": (settings.seed, 1),
+        "activation_checkpointing": (model.activation_checkpointing, False),
+        "chat_template": (model.chat_template, None),
+        "revision": (model.revision, None),
+        "trust_remote_code": (model.trust_remote_code, False),
     }
+    given |= {name: value for name, (value, usual) in options.items() if value != usual}
     own = [settings.start]
     if spec.rolls_out:
         reward = _reward(settings)
         own.append(reward)
         given |= _value(settings, reward)
-    given = without_defaults(cls.from_pretrained, given)
     return calls.written(f"{calls.name(cls)}.from_pretrained", *own, **given)
 
 
@@ -266,11 +265,11 @@ def _reward(settings: TrainSettings) -> Any:
 
 def _value(settings: TrainSettings, reward: Any) -> dict[str, Any]:
     """Return where PPO's value model starts, unless `from_pretrained` takes the same by itself."""
-    models = settings.module.get("models")
+    models, scorer = settings.module.get("models"), settings.scorer
     if "value" not in models:
         return {}
     by_itself = isinstance(reward, str) and not reward.endswith(":") and settings.lora is None
-    reads_model = by_itself and settings.scorer.class_name == "RewardModelScorer"
+    reads_model = by_itself and scorer is not None and scorer.class_name == "RewardModelScorer"
     value, stored = models["value"], models["value_head"] == "stored"
     if stored:
         return {} if reads_model and value == reward else {"value": value}
@@ -299,11 +298,11 @@ def _trainer(settings: TrainSettings, folder: Path, calls: Calls) -> Code:
     given, trainer = run_arguments(settings), settings.trainer
     doctor = settings.doctor
     if isinstance(given["doctor"], dict) and doctor is not None and doctor.second_scorer:
-        given["doctor"] = doctor_arguments(settings) | {"second_scorer": doctor.second_scorer}
+        given["doctor"] |= {"second_scorer": doctor.second_scorer}
     early = given["early_stopping"]
     given["early_stopping"] = early["patience"] if early and set(early) == {"patience"} else early
     given["checkpoint"] = checkpoint_arguments(settings) or None
-    if not settings.spec.validates:
+    if settings.spec.rolls_out:
         del given["validations"]
     if settings.logger.kind in ("wandb", "tensorboard"):
         given["logger"] = settings.logger.kind
@@ -325,7 +324,10 @@ def _trainer(settings: TrainSettings, folder: Path, calls: Calls) -> Code:
         "accelerator": (trainer.accelerator, "auto"),
         "num_nodes": (trainer.num_nodes, 1),
         "precision": (trainer.precision, "32-true"),
-        "limit_val_batches": (trainer.limit_val_batches if settings.spec.validates else None, None),
+        "limit_val_batches": (
+            trainer.limit_val_batches if not settings.spec.rolls_out else None,
+            None,
+        ),
     }
     given |= {name: value for name, (value, usual) in others.items() if value != usual}
     strategy = settings.strategy
@@ -347,7 +349,7 @@ def _trainer(settings: TrainSettings, folder: Path, calls: Calls) -> Code:
 
 def _end(settings: TrainSettings, folder: Path, calls: Calls) -> list[str]:
     """Return what follows the training: normalization, the comparison, the export."""
-    lines = []
+    lines: list[str] = []
     evaluation, sampling = settings.evaluation, settings.all_hparams.get("sampling")
     lengths = {
         "max_new_tokens": evaluation.max_new_tokens,

@@ -147,7 +147,7 @@ def _questions(
 
     several = settings.evaluation.answers_per_prompt
     tokenizers = [side.tokenizer for side in sides]
-    same = {
+    same: dict[str, Any] = {
         "max_prompt_length": settings.prompts.max_length,
         "batch_size": settings.evaluation.batch_size,
     }

@@ -128,6 +128,7 @@ def compare(
     check_same_tokenizer(mine.tokenizer, theirs.source, fix="compare policies of one tokenizer")
     reward = getattr(policy, "scorer", None) if reward is None else reward
     scorer = None if reward is None else as_scorer(reward, mine.source, mine.tokenizer)
+    judges: dict[str, Any] = {"scorer": scorer, "gold": gold, "safety": safety, "seed": seed}
     source, data = _held_out(policy, prompts)
     sampling = _sampling(policy, mine, max_new_tokens, temperature, micro_batch_size)
     if max_prompt_length is None:
@@ -136,7 +137,7 @@ def compare(
     comparison = held_out_comparison(
         source,
         sampling,
-        **{"scorer": scorer, "gold": gold, "safety": safety, "seed": seed},
+        **judges,
         num_prompts=num_prompts,
         answers_per_prompt=answers_per_prompt,
         max_prompt_length=max_prompt_length,

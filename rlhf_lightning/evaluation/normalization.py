@@ -99,26 +99,29 @@ def normalize_reward_model(
     Returns:
         `reward/sample_mean` and `reward/sample_std` before; nothing where all scores are equal.
     """
-    data = prompts if isinstance(prompts, RecordDataModule) else None
+    if isinstance(prompts, RecordDataModule):
+        source, length, over_long = prompts.source, prompts.max_length, prompts.over_long
+    else:
+        source, length, over_long = as_source(prompts, "prompts"), 512, "drop"
     tokenizer: Any = module.tokenizer
+    trained: Any = module.model
     start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
     policy = start_in_memory(module)
     if policy is None:
         policy = frozen(load_policy(start, **{name: module.hparams[name] for name in origin}))
-    wanted = 512 if data is None else data.max_length
     device = module.trainer.strategy.root_device
     with module.trainer.strategy.precision_plugin.forward_context():
         return fold_normalization(
-            module.model.to(device),
+            trained.to(device),
             policy.to(device),
             normalization_prompts(
-                as_source(prompts, "prompts") if data is None else data.source,
+                source,
                 tokenizer,
                 num_samples=num_samples or module.reward.normalization_samples,
                 batch_size=batch_size,
-                max_prompt_length=max_prompt_length or prompt_room(policy, wanted, max_new_tokens),
+                max_prompt_length=max_prompt_length or prompt_room(policy, length, max_new_tokens),
                 seed=seed,
-                over_long="drop" if data is None else data.over_long,
+                over_long=over_long,
             ),
             Sampling(
                 CachedGenerator(stop_ids(tokenizer, start), int(tokenizer.pad_token_id)),

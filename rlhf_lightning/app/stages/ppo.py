@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
+import lightning as L
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_lightning.app.build import function_digests, make_doctor, scorer_fingerprints
+from rlhf_lightning.app.build import function_digests, scorer_fingerprints
 from rlhf_lightning.app.config.compose import ConfigError, choices
 from rlhf_lightning.app.config.groups import Target
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.config.validate import built
-from rlhf_lightning.app.evaluation import compare, held_out_comparison
+from rlhf_lightning.app.evaluation import compare, comparison_arguments
 from rlhf_lightning.app.stages.spec import (
     POLICY,
     SCALAR,
     Stage,
-    StageCallbacks,
     TrainingComponents,
 )
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.same_configuration import SameSources
-from rlhf_lightning.callbacks.samples import SampleLog
 from rlhf_lightning.evaluation.final_metrics import Findings, score_spread
 from rlhf_lightning.evaluation.generate import Sampling
+from rlhf_lightning.evaluation.held_out import held_out_comparison
 from rlhf_lightning.functional.losses import POLICY_LOSSES
 from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
 from rlhf_lightning.models.ppo_models import ADAPTER
@@ -133,33 +133,23 @@ class PPOStage(Stage):
         return made
 
     def callbacks(
-        self,
-        settings: TrainSettings,
-        folder: RunFolder,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        scorer: Scorer | None,
-    ) -> StageCallbacks:
-        """Return the evaluation every few iterations, the doctor, and the log of samples."""
+        self, settings: TrainSettings, sampling: Sampling, scorer: Scorer | None
+    ) -> list[L.Callback]:
+        """Return the evaluation every few iterations, and the check that scorers stay the same."""
         scorer_node = _scorer(settings).node()
-        every, during = settings.evaluation.every_n_iterations, []
-        if every is not None:
+        own: list[L.Callback] = [
+            SameSources(scorer_fingerprints(scorer_node), function_digests(scorer_node))
+        ]
+        if (every := settings.evaluation.every_n_iterations) is not None:
             comparison = held_out_comparison(
-                settings,
-                tokenizer,
+                settings.data.source.build(),
                 sampling,
-                scorer,
-                num_prompts=settings.evaluation.during_training,
+                scorer=scorer,
+                **comparison_arguments(settings, num_prompts=settings.evaluation.during_training),
             )
             if comparison is not None:
-                during = [PeriodicEvaluation(comparison, every_n_iterations=every)]
-        return StageCallbacks(
-            first=[*during, *make_doctor(settings, folder)],
-            last=[
-                SameSources(scorer_fingerprints(scorer_node), function_digests(scorer_node)),
-                SampleLog(folder, cast(Any, tokenizer), **settings.callbacks.samples.model_dump()),
-            ],
-        )
+                own.append(PeriodicEvaluation(comparison, every_n_iterations=every))
+        return own
 
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents

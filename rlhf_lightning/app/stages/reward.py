@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.evaluation import placed, prompt_data, start_policy, validate
+from rlhf_lightning.app.evaluation import placed, prompt_length, start_policy, validate
 from rlhf_lightning.app.stages.spec import SCALAR, Stage, TrainingComponents
 from rlhf_lightning.data.encode import EncodedPreference
-from rlhf_lightning.evaluation.final_metrics import Findings, normalize_reward_model
+from rlhf_lightning.evaluation.final_metrics import Findings
+from rlhf_lightning.evaluation.normalization import fold_normalization, normalization_prompts
 from rlhf_lightning.evaluation.reward_accuracy import (
     ScoredPair,
     comparable_rows,
@@ -60,11 +61,19 @@ class RewardStage(Stage):
         count = self.num_answered(settings)
         if count:
             policy = start_policy(settings, parts)
-            data = prompt_data(settings, parts.tokenizer, num_prompts=count)
-            metrics |= normalize_reward_model(
+            prompts = normalization_prompts(
+                settings.data.source.build(),
+                parts.tokenizer,
+                num_samples=count,
+                batch_size=settings.evaluation.batch_size,
+                max_prompt_length=prompt_length(settings),
+                seed=settings.seed,
+                over_long=settings.data.arguments["over_long"],
+            )
+            metrics |= fold_normalization(
                 placed(parts, parts.module.model),
                 placed(parts, policy),
-                data.train_dataloader(),
+                prompts,
                 parts.sampling,
                 seed=settings.seed,
             )

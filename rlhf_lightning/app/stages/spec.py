@@ -47,14 +47,6 @@ class TrainingComponents:
     rates: tuple[str, ...]  # the learning rates, with why, a line each
 
 
-@dataclass(frozen=True)
-class StageCallbacks:
-    """Callbacks that a stage adds: before all others, so that rows hold what they log, or last."""
-
-    first: Sequence[L.Callback] = ()
-    last: Sequence[L.Callback] = ()
-
-
 class Stage:
     """One kind of training. Each file of this folder has one, as `STAGE`.
 
@@ -150,15 +142,10 @@ class Stage:
         return {}
 
     def callbacks(
-        self,
-        settings: TrainSettings,
-        folder: RunFolder,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
-        scorer: Scorer | None,
-    ) -> StageCallbacks:
+        self, settings: TrainSettings, sampling: Sampling, scorer: Scorer | None
+    ) -> Sequence[L.Callback]:
         """Return what it adds to the callbacks of every run."""
-        return StageCallbacks()
+        return ()
 
     def finish(
         self, settings: TrainSettings, folder: RunFolder, parts: TrainingComponents

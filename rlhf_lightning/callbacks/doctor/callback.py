@@ -217,8 +217,8 @@ class Doctor(Callback):
         Raises:
             PreflightError: on every rank, if a check fails.
         """
-        first = current_iteration(trainer) == 1
-        if not (self.preflight and first and hasattr(pl_module, "controls")):
+        begins = current_iteration(trainer) == 1 and hasattr(pl_module, "controls")
+        if not (self.preflight and begins):
             return
         # Lightning opens the precision's context around training steps alone.
         with trainer.strategy.precision_plugin.forward_context():
