@@ -188,7 +188,6 @@ def _refuse(settings: TrainSettings) -> None:
     left = {
         "doctor.actions.on_alarm": (ends, "none"),
         "model.cpu_kernels": (model.cpu_kernels, True),
-        "model.kernels": (model.kernels, "auto"),
         "model.micro_batches": (model.micro_batches, "auto"),
         "model.chat_template_arguments": (model.chat_template_arguments or {}, {}),
         "rollout": (rollout.call, CachedGenerator),
