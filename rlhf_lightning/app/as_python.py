@@ -329,21 +329,27 @@ def _trainer(settings: TrainSettings, folder: Path, calls: Calls) -> Code:
         ),
     }
     given |= {name: value for name, (value, usual) in others.items() if value != usual}
-    strategy = settings.strategy
-    if strategy.name == "ddp":
-        given["strategy"] = "ddp"
-    elif strategy.name == "fsdp":
-        given["strategy"] = calls.call(
-            FSDP2Strategy,
-            shard_over=strategy.shard_over,
-            cpu_offload=strategy.cpu_offload,
-            sharded_checkpoints=strategy.checkpoint == "sharded",
-            gradient_sync=strategy.gradient_sync or "micro_batch",
-            compute_dtype=getattr(torch, strategy.compute_dtype or "float32"),
-            timeout=timedelta(minutes=strategy.timeout_minutes),
-        )
+    if (strategy := _strategy(settings, calls)) is not None:
+        given["strategy"] = strategy
     arguments = calls.written(calls.name(trainer_arguments), str(folder), **given)
     return Code(f"L.Trainer(**{arguments})")
+
+
+def _strategy(settings: TrainSettings, calls: Calls) -> str | None:
+    strategy = settings.strategy
+    if strategy.name == "auto":
+        return None
+    if strategy.name == "ddp":
+        return "ddp"
+    return calls.call(
+        FSDP2Strategy,
+        shard_over=strategy.shard_over,
+        cpu_offload=strategy.cpu_offload,
+        sharded_checkpoints=strategy.checkpoint == "sharded",
+        gradient_sync=strategy.gradient_sync or "micro_batch",
+        compute_dtype=getattr(torch, strategy.compute_dtype or "float32"),
+        timeout=timedelta(minutes=strategy.timeout_minutes),
+    )
 
 
 def _end(settings: TrainSettings, folder: Path, calls: Calls) -> list[str]:
@@ -369,7 +375,6 @@ def _end(settings: TrainSettings, folder: Path, calls: Calls) -> list[str]:
         if sampling is None and lengths["temperature"] == 1.0:
             del lengths["temperature"]
         given = {
-            "reward": None if settings.spec.rolls_out else settings.scorer,
             "gold": evaluation.gold,
             "safety": settings.safety,
             "gates": settings.gates or None,
@@ -381,6 +386,8 @@ def _end(settings: TrainSettings, folder: Path, calls: Calls) -> list[str]:
         }
         own = (Code("module"), settings.start, Code("data"))
         given = without_defaults(compare, given)
+        if settings.scorer is not None and not settings.spec.rolls_out:
+            given = dict(reward=settings.scorer, **given)
         lines.append(f"print({calls.written(calls.name(compare), *own, **given)})")
     given = {"dtype": torch.bfloat16} if settings.export.dtype == "bf16" else {}
     export = calls.written(

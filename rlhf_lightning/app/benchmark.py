@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.command_line import say
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.targets import TargetError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from rlhf_lightning.data.records import PromptRecord
-    from rlhf_lightning.evaluation.benchmarks import Candidates, RewardBenchmark, Scored
+from rlhf_lightning.app.evaluate_parts import load_side
+from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.evaluation.benchmarks import Candidates, RewardBenchmark, Scored, offsets
+from rlhf_lightning.evaluation.held_out import written_answers
+from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
+from rlhf_lightning.models.precision import in_precision
+from rlhf_lightning.text.tokenizers import load_tokenizer
 
 
 def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
@@ -26,11 +30,6 @@ def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
     Raises:
         ConfigError: if files, tasks or scorer do not fit.
     """
-    from rlhf_lightning.app.evaluate_parts import load_side
-    from rlhf_lightning.data.errors import BadRecordError
-    from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
-    from rlhf_lightning.models.precision import in_precision
-
     assert settings.benchmark is not None
     try:
         settings.check_targets()
@@ -46,13 +45,6 @@ def measured_benchmark(settings: EvaluateSettings) -> dict[str, float]:
 
 def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scored]:
     """Return the scorer's scores of all answers."""
-    import torch
-
-    from rlhf_lightning.evaluation.benchmarks import Scored, offsets
-    from rlhf_lightning.evaluation.held_out import written_answers
-    from rlhf_lightning.models.precision import in_precision
-    from rlhf_lightning.text.tokenizers import load_tokenizer
-
     target = settings.scorer
     if target is None:
         raise ConfigError(
@@ -97,8 +89,6 @@ def _scored(settings: EvaluateSettings, benchmark: RewardBenchmark) -> list[Scor
 
 def _records(candidates: Sequence[Candidates]) -> list[PromptRecord]:
     """Return the prompt of each answer."""
-    from rlhf_lightning.data.records import PromptRecord
-
     return [
         PromptRecord(
             one.prompt,

@@ -1,7 +1,4 @@
-"""Collect preference records or demonstrations of prompts: `python -m rlhf_lightning.collect`.
-
-Heavy imports stay inside functions: `--help` and a config error answer at once.
-"""
+"""Collect preference records or demonstrations of prompts: `python -m rlhf_lightning.collect`."""
 
 from __future__ import annotations
 
@@ -28,8 +25,17 @@ from rlhf_lightning.app.config.save import keep_secrets
 from rlhf_lightning.app.failures import exits_are_failures, record_failure
 from rlhf_lightning.app.prerequisites import prepare_inputs
 from rlhf_lightning.app.sweep import in_sweep
+from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
+from rlhf_lightning.models.precision import set_matmul_precision
+from rlhf_lightning.preferences.publishing import (
+    copy_collection,
+    flat_metrics,
+    write_collection,
+    write_demonstrations,
+)
+from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import artifact_lock, claim_run
 from rlhf_lightning.runs.summary import Summary, new_summary, read_summary, write_summary
@@ -82,11 +88,6 @@ def _collect(
     settings: CollectSettings, folder: RunFolder, summary: Summary, published: str | None
 ) -> Summary:
     begun = time.perf_counter()
-    from rlhf_lightning.callbacks.console import print_verdict
-    from rlhf_lightning.models.precision import set_matmul_precision
-    from rlhf_lightning.preferences.publishing import copy_collection
-    from rlhf_lightning.reports.page import write_report
-
     quieten()
     set_matmul_precision(settings.trainer.matmul_precision)
     made = _demonstrations if settings.records == "demonstrations" else _preferences
@@ -126,8 +127,6 @@ def _preferences(
     settings: CollectSettings, folder: RunFolder, summary: Summary
 ) -> tuple[Summary, dict[str, float], list[str]]:
     """Write preference records; return the summary begun, the metrics, and lines for the end."""
-    from rlhf_lightning.preferences.publishing import flat_metrics, write_collection
-
     lab = replace(build_lab(settings, folder.path), say=say)
     prompts = [] if lab.worst else read_prompts(settings)
     summary = started(folder, summary, _start_lines(settings, lab, len(prompts)))
@@ -143,8 +142,6 @@ def _demonstrations(
     settings: CollectSettings, folder: RunFolder, summary: Summary
 ) -> tuple[Summary, dict[str, float], list[str]]:
     """Write the best answers as demonstrations; return as `_preferences` does."""
-    from rlhf_lightning.preferences.publishing import write_demonstrations
-
     sampler = build_rejection_sampler(settings, folder.path, say)
     prompts = read_prompts(settings)
     lines: dict[str, object] = {

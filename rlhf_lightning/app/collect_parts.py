@@ -6,20 +6,21 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf_lightning.app.config.commands import AdversarialSettings, CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import ModelSettings, Target
 from rlhf_lightning.app.config.targets import TargetError
-
-if TYPE_CHECKING:
-    from rlhf_lightning.data.records import PromptRecord
-    from rlhf_lightning.preferences.annotators import Annotator
-    from rlhf_lightning.preferences.best_of_n import RejectionSampler
-    from rlhf_lightning.preferences.candidates import LoadedPolicy, Sampling
-    from rlhf_lightning.preferences.collection import Lab
-    from rlhf_lightning.preferences.pairing import WorstSamples
+from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
+from rlhf_lightning.data.records import PromptRecord, prompt_key
+from rlhf_lightning.preferences.annotators import Annotator
+from rlhf_lightning.preferences.best_of_n import RejectionSampler
+from rlhf_lightning.preferences.candidates import LoadedPolicy, Sampling, load_candidate_policy
+from rlhf_lightning.preferences.collection import Lab, LabHparams
+from rlhf_lightning.preferences.decoding import grid
+from rlhf_lightning.preferences.pairing import WorstSamples
+from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
+from rlhf_lightning.text.tokenizers import load_tokenizer
 
 
 def build_lab(settings: CollectSettings, folder: Path) -> Lab:
@@ -28,8 +29,6 @@ def build_lab(settings: CollectSettings, folder: Path) -> Lab:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    from rlhf_lightning.preferences.collection import Lab, LabHparams
-
     annotator = settings.annotator
     try:
         settings.check_targets()
@@ -55,9 +54,6 @@ def build_rejection_sampler(
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    from rlhf_lightning.preferences.best_of_n import RejectionSampler
-    from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
-
     candidates, gold = settings.candidates, settings.dataset.gold
     longest = candidates.max_prompt_length + candidates.max_new_tokens
     try:
@@ -79,9 +75,6 @@ def build_rejection_sampler(
 
 
 def _sampling(settings: CollectSettings) -> Sampling:
-    from rlhf_lightning.preferences.candidates import Sampling
-    from rlhf_lightning.preferences.decoding import grid
-
     candidates = settings.candidates
     return Sampling(
         policies={
@@ -105,10 +98,6 @@ def read_prompts(settings: CollectSettings) -> list[PromptRecord]:
     Raises:
         ConfigError: if there is none.
     """
-    from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
-    from rlhf_lightning.data.records import prompt_key
-    from rlhf_lightning.text.tokenizers import load_tokenizer
-
     source = settings.dataset.source.build()
     records = source.records("prompts", settings.candidates.split)
     found = {prompt_key(record): record for record in records}
@@ -137,9 +126,6 @@ def _annotators(nodes: Sequence[Target | None]) -> list[Annotator]:
 
 
 def _worst(settings: AdversarialSettings, precision: str) -> WorstSamples | None:
-    from rlhf_lightning.preferences.pairing import WorstSamples
-    from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
-
     if settings.run is None:
         return None
     if settings.source is None:
@@ -153,8 +139,6 @@ def _worst(settings: AdversarialSettings, precision: str) -> WorstSamples | None
 
 
 def _policy(source: str, model: ModelSettings, precision: str) -> Callable[[], LoadedPolicy]:
-    from rlhf_lightning.preferences.candidates import load_candidate_policy
-
     return partial(
         load_candidate_policy,
         source,

@@ -1,7 +1,4 @@
-"""A policy against a baseline on held-out prompts: `python -m rlhf_lightning.evaluate`.
-
-Heavy imports stay inside functions: `--help` and a config error answer at once.
-"""
+"""A policy against a baseline on held-out prompts: `python -m rlhf_lightning.evaluate`."""
 
 from __future__ import annotations
 
@@ -9,8 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlhf_lightning.app.benchmark import measured_benchmark
 from rlhf_lightning.app.command_line import (
     check_command_line,
     ended_in_one_line,
@@ -34,11 +32,31 @@ from rlhf_lightning.app.evaluate_parts import (
     reward_spread,
 )
 from rlhf_lightning.app.failures import exits_are_failures, record_failure
+from rlhf_lightning.callbacks.console import print_verdict
+from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import agree_on, launch_time
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation.gates import check_gates
+from rlhf_lightning.evaluation.generate import side_by_side, values_of
+from rlhf_lightning.evaluation.held_out import SideAnswers
+from rlhf_lightning.evaluation.human import (
+    blind_pairs,
+    human_measures,
+    judge_measures,
+    labelling_command,
+    read_key,
+    read_labels,
+    write_blind,
+)
+from rlhf_lightning.evaluation.reference_answers import against_references, find_references
+from rlhf_lightning.evaluation.safety import required_measures
+from rlhf_lightning.models.precision import in_precision, set_matmul_precision
+from rlhf_lightning.preferences.annotation.database import StoreError
+from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.lock import claim_run
+from rlhf_lightning.runs.model_card import add_figures
+from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import (
     GateResult,
@@ -47,9 +65,6 @@ from rlhf_lightning.runs.summary import (
     read_summary,
     write_summary,
 )
-
-if TYPE_CHECKING:
-    from rlhf_lightning.evaluation.held_out import SideAnswers
 
 register()
 prepare_process()
@@ -91,10 +106,6 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
 @exits_are_failures()
 def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     begun = time.perf_counter()
-    from rlhf_lightning.evaluation.generate import side_by_side, values_of
-    from rlhf_lightning.evaluation.human import labelling_command
-    from rlhf_lightning.models.precision import in_precision, set_matmul_precision
-
     quieten()
     set_matmul_precision(settings.trainer.matmul_precision)
     if settings.benchmark is not None:
@@ -142,8 +153,6 @@ def _evaluate(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -
 
 
 def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
-    from rlhf_lightning.app.benchmark import measured_benchmark
-
     begun = time.perf_counter()
     card = _card_folder(settings) if settings.card else None
     summary = started(folder, summary, _benchmark_lines(settings))
@@ -157,9 +166,6 @@ def _benchmarked(settings: EvaluateSettings, folder: RunFolder, summary: Summary
     )
     _tell(folder, summary)
     if card is not None:
-        from rlhf_lightning.runs.model_card import add_figures
-        from rlhf_lightning.runs.public_config import without_folders
-
         about = "; ".join(f"{key}: {value}" for key, value in _benchmark_lines(settings).items())
         title = _benchmark_title(settings)
         try:
@@ -216,10 +222,6 @@ def import_labels(settings: EvaluateSettings) -> Summary:
     Raises:
         ConfigError: if there is no such evaluation, or nobody has labelled.
     """
-    from rlhf_lightning.data.errors import BadRecordError
-    from rlhf_lightning.evaluation.human import human_measures, read_key, read_labels
-    from rlhf_lightning.preferences.annotation.database import StoreError
-
     folder = RunFolder(Path(str(settings.people.run)))
     file = None if settings.people.labels is None else Path(settings.people.labels)
     try:
@@ -240,8 +242,6 @@ def import_labels(settings: EvaluateSettings) -> Summary:
 def _gates(
     settings: EvaluateSettings, metrics: Mapping[str, float | None]
 ) -> tuple[GateResult, ...]:
-    from rlhf_lightning.evaluation.safety import required_measures
-
     safety = settings.safety
     required = required_measures(None if safety is None else safety.get("prompts"))
     return check_gates(settings.gates, metrics, required=required)
@@ -253,8 +253,6 @@ def _against_references(
     """Return the win rates of both sides against the data set's own answers, where it has some."""
     if not settings.references:
         return {}
-    from rlhf_lightning.evaluation.reference_answers import against_references, find_references
-
     source = settings.dataset.source.build()
     found = find_references(source, sides.records, settings.prompts.split)
     if not found:
@@ -276,8 +274,6 @@ def _judged(
 ) -> dict[str, float]:
     if settings.judge is None:
         return {}
-    from rlhf_lightning.evaluation.human import judge_measures
-
     judge = settings.judge.build()
     where = folder.path / "judge"
     where.mkdir(exist_ok=True)
@@ -287,8 +283,6 @@ def _judged(
 def _export(
     settings: EvaluateSettings, folder: RunFolder, mine: SideAnswers, theirs: SideAnswers
 ) -> None:
-    from rlhf_lightning.evaluation.human import blind_pairs, write_blind
-
     pairs, key = blind_pairs(
         mine.main,
         theirs.main,
@@ -300,9 +294,6 @@ def _export(
 
 
 def _tell(folder: RunFolder, summary: Summary) -> None:
-    from rlhf_lightning.callbacks.console import print_verdict
-    from rlhf_lightning.reports.page import write_report
-
     write_summary(folder, summary)
     write_report(folder)
     print_verdict(summary, folder)

@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.prerequisites import is_available, prepare_inputs
+from rlhf_lightning.data.encode import encode_prompt
+from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
+from rlhf_lightning.data.records import PromptRecord, prompt_key
+from rlhf_lightning.data.sampler import validation_part
+from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
+from rlhf_lightning.evaluation.generate import Sampling, gold_scores
+from rlhf_lightning.evaluation.held_out import (
+    HeldOutComparison,
+    Questions,
+    SideAnswers,
+    encode_questions,
+    encode_safety_prompts,
+)
+from rlhf_lightning.evaluation.metrics import Judges, by_prompt
+from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
-
-if TYPE_CHECKING:
-    from rlhf_lightning.data.records import PromptRecord
-    from rlhf_lightning.evaluation.generate import Sampling
-    from rlhf_lightning.evaluation.held_out import HeldOutComparison, Questions, SideAnswers
-    from rlhf_lightning.evaluation.metrics import Judges
-    from rlhf_lightning.preferences.candidates import LoadedPolicy
 
 SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
 
@@ -77,9 +85,6 @@ def build_sides(settings: EvaluateSettings) -> Sides:
     Raises:
         ConfigError: with the key, what it got and what it wants.
     """
-    from rlhf_lightning.data.first_screen import warn_of_cut_responses, warn_of_plain_prompts
-    from rlhf_lightning.evaluation.held_out import HeldOutComparison
-
     source, judges, scorer = _judges(settings)
     held_out = _prompts(settings, source)
     policy, baseline = load_side(settings, settings.policy), load_side(settings, settings.baseline)
@@ -116,8 +121,6 @@ def build_sides(settings: EvaluateSettings) -> Sides:
 
 def _judges(settings: EvaluateSettings) -> tuple[Any, Judges, Any]:
     """Return the source of prompts, the judges, and the scorer or None."""
-    from rlhf_lightning.evaluation.metrics import Judges
-
     gold, safety, scorer = settings.evaluation.gold, settings.safety, settings.scorer
     try:
         settings.check_targets()
@@ -139,12 +142,6 @@ def _questions(
     judges: Judges,
 ) -> list[Questions]:
     """Return what each side is asked, as its tokenizer reads it."""
-    from rlhf_lightning.evaluation.held_out import (
-        Questions,
-        encode_questions,
-        encode_safety_prompts,
-    )
-
     several = settings.evaluation.answers_per_prompt
     tokenizers = [side.tokenizer for side in sides]
     same: dict[str, Any] = {
@@ -178,9 +175,6 @@ def _drawn(
     They are drawn as at the end of a stage, from all that are short enough: with its seed, number
     and length they are the same ones.
     """
-    from rlhf_lightning.data.encode import encode_prompt
-    from rlhf_lightning.data.records import prompt_key
-    from rlhf_lightning.data.sampler import validation_part
 
     def fits(record: PromptRecord) -> bool:
         length = settings.prompts.max_length
@@ -193,8 +187,6 @@ def _drawn(
 
 def load_side(settings: EvaluateSettings, source: str) -> LoadedPolicy:
     """Return the policy of a folder or hub name."""
-    from rlhf_lightning.preferences.candidates import load_candidate_policy
-
     model = settings.model
     return load_candidate_policy(
         source,
@@ -206,8 +198,6 @@ def load_side(settings: EvaluateSettings, source: str) -> LoadedPolicy:
 
 
 def _sampling(settings: EvaluateSettings, side: LoadedPolicy) -> Sampling:
-    from rlhf_lightning.evaluation.generate import Sampling
-
     return Sampling(
         settings.rollout.build()(side.stop_ids, side.tokenizer.pad_token_id),
         side.tokenizer,
@@ -237,11 +227,6 @@ def measured_best_of(
     """
     if not settings.best_of.n:
         return {}, []
-    from rlhf_lightning.evaluation.best_of import measure_best_of, sample_pool
-    from rlhf_lightning.evaluation.generate import gold_scores
-    from rlhf_lightning.evaluation.held_out import encode_questions
-    from rlhf_lightning.evaluation.metrics import by_prompt
-
     comparison = sides.comparison
     assert comparison.scorer is not None  # or the settings were refused
     (batches,), _ = encode_questions(

@@ -9,14 +9,14 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.settings import PlanSettings
+from rlhf_lightning.app.memory_plan.report import Report, make_report
+from rlhf_lightning.app.memory_plan.request import device_bytes, read_run
+from rlhf_lightning.app.memory_plan.simulation import simulate
+from rlhf_lightning.app.memory_plan.table import print_report
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
-
-if TYPE_CHECKING:
-    from rlhf_lightning.app.memory_plan.report import Report
 
 
 def run(settings: PlanSettings) -> Report:
@@ -25,10 +25,6 @@ def run(settings: PlanSettings) -> Report:
     Raises:
         ConfigError: if the configuration gives the model no shape.
     """
-    from rlhf_lightning.app.memory_plan.report import make_report
-    from rlhf_lightning.app.memory_plan.request import device_bytes, read_run
-    from rlhf_lightning.app.memory_plan.simulation import simulate
-
     planned = read_run(settings, settings.plan)
     with cpu_kernels(settings.model.cpu_kernels):
         report = make_report(planned.run, device_bytes(planned.run, settings.plan), planned.notes)
@@ -42,8 +38,6 @@ def _show(settings: PlanSettings) -> None:
     if settings.plan.format == "json":
         say(json.dumps(asdict(report), indent=2))
         return
-    from rlhf_lightning.app.memory_plan.table import print_report
-
     print_report(report, title=" ".join(sys.argv[1:]))
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import ReportSettings
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.reports.compare import write_comparison
+from rlhf_lightning.reports.page import write_report
+from rlhf_lightning.runs.folder import RunFolder
 
 
 def run(folders: Sequence[Path], output: Path | None = None) -> list[Path]:
@@ -24,10 +27,6 @@ def run(folders: Sequence[Path], output: Path | None = None) -> list[Path]:
         FileNotFoundError: if a folder holds no summary.json.
         ValueError: if a file of a run is damaged.
     """
-    from rlhf_lightning.reports.compare import write_comparison
-    from rlhf_lightning.reports.page import write_report
-    from rlhf_lightning.runs.folder import RunFolder
-
     runs = [RunFolder(one) for folder in folders for one in run_folders(folder)]
     written = [write_report(folder) for folder in runs]
     if len(runs) > 1:

@@ -1,7 +1,4 @@
-"""Train one stage of RLHF: `python -m rlhf_lightning.train +experiment=sft | reward | ppo`.
-
-Heavy imports stay inside functions: `--help` and a config error answer at once.
-"""
+"""Train one stage of RLHF: `python -m rlhf_lightning.train +experiment=sft | reward | ppo`."""
 
 from __future__ import annotations
 
@@ -15,6 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+
+from rlhf_lightning.app.as_python import as_python
+from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.command_line import (
     check_command_line,
     fail,
@@ -39,9 +40,14 @@ from rlhf_lightning.app.failures import (
     explain_lost_rank,
     record_failure,
 )
+from rlhf_lightning.app.finalize import finish, finish_tracking
+from rlhf_lightning.app.fit import fit
 from rlhf_lightning.app.prerequisites import prepare_inputs
+from rlhf_lightning.app.run_summary import memory_advice, start_settings
 from rlhf_lightning.app.stages.spec import Stage, run_kind
 from rlhf_lightning.app.sweep import goes_on, in_sweep
+from rlhf_lightning.callbacks.console import print_start, print_verdict
+from rlhf_lightning.callbacks.wandb_content import early_end_alerted
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     agree_on,
@@ -53,6 +59,8 @@ from rlhf_lightning.distributed.launch import (
     launch_time,
 )
 from rlhf_lightning.distributed.process import prepare_process
+from rlhf_lightning.models.precision import set_matmul_precision
+from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.public_config import without_folders
@@ -159,8 +167,6 @@ def _total(summary: Summary, started: float) -> float:
 
 
 def _memory_advice(settings: TrainSettings, overrides: list[str], evaluates: bool) -> str:
-    from rlhf_lightning.app.run_summary import memory_advice
-
     return memory_advice(settings, overrides, evaluates=evaluates)
 
 
@@ -170,17 +176,6 @@ def _train(
 ) -> Summary:
     started = time.perf_counter()
     quieten()
-    import lightning as L
-
-    from rlhf_lightning.app.build import assemble
-    from rlhf_lightning.app.finalize import finish, finish_tracking
-    from rlhf_lightning.app.fit import fit
-    from rlhf_lightning.app.run_summary import start_settings
-    from rlhf_lightning.callbacks.console import print_start, print_verdict
-    from rlhf_lightning.callbacks.wandb_content import early_end_alerted
-    from rlhf_lightning.models.precision import set_matmul_precision
-    from rlhf_lightning.reports.page import write_report
-
     set_matmul_precision(settings.trainer.matmul_precision)
     L.seed_everything(settings.seed, workers=True, verbose=False)
     parts = assemble(settings, folder)
@@ -296,8 +291,6 @@ def _print_program() -> None:
     settings = check_command_line("train")
     if settings is None:
         fail(f"{AS_PYTHON} prints one run: leave -m and other flags out")
-    from rlhf_lightning.app.as_python import as_python
-
     try:
         say(as_python(settings, overrides))
     except (ConfigError, TargetError) as error:

@@ -149,10 +149,7 @@ def compare(
             f"no prompt of {prompts} is held out with at most {max_prompt_length} tokens: give a "
             "source with a validation part (validation_fraction=, validation_path=)"
         )
-    if data is None:  # else it was said of the data that was trained on
-        warn_of_plain_prompts(source.records("prompts", "validation"), mine.tokenizer)
-    if data is None or not hasattr(policy, "sampling"):
-        _warn_of_cut_responses(source, sampling)
+    _warn(source, sampling, known=data is not None, writes=hasattr(policy, "sampling"))
     judge = gold or (str(reward) if isinstance(reward, str | Path) else scorer)
     return _compared(mine, theirs, comparison, judge, gates or {}, num_samples, policy)
 
@@ -191,10 +188,14 @@ def _compared(
     return Comparison(rate, low, high, num_asked, findings.metrics, findings.samples, results)
 
 
-def _warn_of_cut_responses(source: RecordSource, sampling: Sampling) -> None:
+def _warn(source: RecordSource, sampling: Sampling, *, known: bool, writes: bool) -> None:
+    """Name odd prompts and cut responses, unless that was said of the data of the training."""
     tokenizer: Any = sampling.tokenizer
-    longest = sampling.max_new_tokens
-    warn_of_cut_responses(source, "validation", tokenizer, longest, key="max_new_tokens")
+    if not known:
+        warn_of_plain_prompts(source.records("prompts", "validation"), tokenizer)
+    if not (known and writes):
+        longest = sampling.max_new_tokens
+        warn_of_cut_responses(source, "validation", tokenizer, longest, key="max_new_tokens")
 
 
 def _sampling(

@@ -117,7 +117,7 @@ def normalize_reward_model(
             normalization_prompts(
                 source,
                 tokenizer,
-                num_samples=num_samples or module.reward.normalization_samples,
+                num_samples=num_samples or module.algorithm.normalization_samples,
                 batch_size=batch_size,
                 max_prompt_length=max_prompt_length or prompt_room(policy, length, max_new_tokens),
                 seed=seed,
