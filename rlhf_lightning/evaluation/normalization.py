@@ -102,7 +102,8 @@ def normalize_reward_model(
     if isinstance(prompts, RecordDataModule):
         source, length, over_long = prompts.source, prompts.max_length, prompts.over_long
     else:
-        source, length, over_long = as_source(prompts, "prompts"), 512, "drop"
+        given: Any = prompts
+        source, length, over_long = as_source(given, "prompts"), 512, "drop"
     tokenizer: Any = module.tokenizer
     trained: Any = module.model
     start, origin = str(module.hparams["source"]), ("revision", "trust_remote_code")
