@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ from rlhf_lightning.arguments import Address, SecretName
 from rlhf_lightning.hparams import Checked, number
 from rlhf_lightning.preferences.annotators import AnnotationError
 from rlhf_lightning.rollout.scorers.hparams import check_url
-from rlhf_lightning.rollout.service_client import ServiceClient, root_cause, unused_proxy
+from rlhf_lightning.rollout.service_client import ServiceClient, key_in, root_cause, unused_proxy
 from rlhf_lightning.runs.reading import loads
-from rlhf_lightning.runs.secrets import learn_secrets
 
 NUM_SHOWN = 200  # characters of an error that a service sent
 MOST_TOKENS = 10**9  # of a request: a larger count is none
@@ -157,7 +155,7 @@ class JudgeService:
             ) from error
         self._openai = openai
         self.hparams = hparams
-        self._key = _key(hparams.api_key_env)
+        self._key = key_in("judge.api_key_env", hparams.api_key_env)
         self._base_url = hparams.base_url or "https://api.openai.com/v1"
         self._limit = RateLimit(hparams.requests_per_minute)
 
@@ -343,19 +341,6 @@ def _top_tokens(places: Any) -> Iterator[tuple[str, float]]:
         token, logprob = _at(each, "token"), _at(each, "logprob")
         if isinstance(token, str) and isinstance(logprob, int | float) and LEAST < logprob <= SLACK:
             yield token, float(logprob)
-
-
-def _key(name: str | None) -> str | None:
-    if name is None:
-        return None
-    key = os.environ.get(name, "").strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(
-            f"judge.api_key_env={name}: that environment variable holds no key: export it before "
-            "the run, or set api_key_env=null for a service that wants none"
-        )
-    learn_secrets({"api_key": key}, environment={})
-    return key
 
 
 def _retries(error: Any) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 from urllib.request import getproxies_environment
 
 import httpx
+
+from rlhf_lightning.runs.secrets import learn_secrets
 
 MOST_BYTES = 32 * 2**20  # of a body: scores of some thousand responses are a hundredth of it
 _OF_TRANSFER = (b"content-encoding", b"content-length", b"transfer-encoding")
@@ -79,3 +82,21 @@ def unused_proxy(url: str) -> str:
     return f". {names} of the environment is not used: give an address that needs none" * bool(
         names
     )
+
+
+def key_in(setting: str, name: str | None) -> str | None:
+    """Return the key of a service in the environment variable `name`; None where it has no name.
+
+    Raises:
+        ValueError: naming the setting, if the variable holds no key.
+    """
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(
+            f"{setting}={name}: that environment variable holds no key: export it before the run, "
+            f"or set {setting}=null for a service that wants none"
+        )
+    learn_secrets({"api_key": key}, environment={})
+    return key

@@ -59,7 +59,7 @@ def test_a_token_that_is_not_there_is_an_error_before_anything_is_asked(monkeypa
         monkeypatch.delenv("REWARD_TOKEN", raising=False)
     else:
         monkeypatch.setenv("REWARD_TOKEN", value)
-    with pytest.raises(ValueError, match=r"token_env=REWARD_TOKEN: .* no token") as caught:
+    with pytest.raises(ValueError, match=r"token_env=REWARD_TOKEN: .* no key") as caught:
         scorer("http://127.0.0.1:1/", token_env="REWARD_TOKEN")
     assert not (value or "").strip() or value not in str(caught.value)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import ssl
 import time
@@ -26,11 +25,11 @@ from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams
 from rlhf_lightning.rollout.service_client import (
     MOST_BYTES,
     ServiceClient,
+    key_in,
     root_cause,
     unused_proxy,
 )
 from rlhf_lightning.runs.reading import loads
-from rlhf_lightning.runs.secrets import learn_secrets
 from rlhf_lightning.text.messages import as_text
 from rlhf_lightning.text.reward_texts import AnswerText
 
@@ -62,7 +61,7 @@ class RewardService:
     def __init__(self, hparams: HttpScorerHparams) -> None:
         self.hparams = hparams
         self.url = hparams.url
-        self._token = _token(hparams.token_env)
+        self._token = key_in("scorer.token_env", hparams.token_env)
         self._jitter = random.Random()
 
     def client(self) -> ServiceClient:
@@ -191,19 +190,6 @@ def _seconds(retry_after: str | None) -> float:
         except (ValueError, OverflowError):
             return 0.0
     return seconds if seconds > 0 else 0.0
-
-
-def _token(name: str | None) -> str | None:
-    if name is None:
-        return None
-    token = os.environ.get(name, "").strip()
-    if not token or not token.isascii() or not token.isprintable():
-        raise ValueError(
-            f"scorer.token_env={name}: that environment variable holds no token: export it before "
-            "the run"
-        )
-    learn_secrets({"token": token}, environment={})
-    return token
 
 
 Rows = Mapping[str, Sequence[Any]]
