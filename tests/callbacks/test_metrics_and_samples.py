@@ -11,6 +11,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 from rlhf_lightning.batches import FINISHED_BY_LENGTH, FINISHED_BY_STOP, RolloutBatch
 from rlhf_lightning.callbacks.samples import SampleLog, describe_rollout, rollout_values
+from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_metrics, read_samples
 from tests.builders.models import tiny_tokenizer
 from tests.builders.runs import killed
@@ -65,7 +66,7 @@ class Rollouts(Callback):
     """Makes the step return a rollout, as PPO's does."""
 
     def setup(self, trainer, pl_module, stage):
-        pl_module.tokenizer = tiny_tokenizer()
+        pl_module.tokenizer, pl_module.sampling = tiny_tokenizer(), SamplingHparams()
         step = pl_module.training_step
 
         def training_step(batch, batch_idx):
