@@ -305,7 +305,7 @@ class OnPolicyHparams(Checked):
     kl_estimator: str = choice("k2", "k3")
     kl_target: float | None = number(None, above=0, usual=(1, 30))
     kl_horizon: int = number(10_000, at_least=1)
-    surrogate: str = "ppo"
+    surrogate: str = choice("ppo", "gspo", "cispo")
     loss_reduction: str = choice("token", "sequence", "constant")
     cliprange: float = number(0.2, above=0, at_most=1, usual=(0.05, 0.4))
     cliprange_high: float | None = number(None, above=0, usual=(0.05, 0.5))

@@ -79,8 +79,8 @@ RANGES |= dict.fromkeys(COUNTS, (1, 10**19))
 ANY = (-1e30, 1e30)
 # Any text may be one of these: a name on the hub, a folder that is made.
 NAMED = ("source", "path", "validation_path", "folder", "value", "policy", "revision", "name")
-MAY_BE_EMPTY = ("name", "revision", "surrogate", "fingerprint")
-NAMED += ("target_modules", "surrogate", "fingerprint", "name")
+MAY_BE_EMPTY = ("name", "revision", "fingerprint")
+NAMED += ("target_modules", "fingerprint", "name")
 
 
 def calls() -> list[str]:

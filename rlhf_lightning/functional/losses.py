@@ -11,8 +11,7 @@ Losses of responses `[B, R]` also take a divisor of `loss_divisor` as `num_token
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from rlhf_lightning.functional.sequences import IGNORED_LABEL
 
 
 class PolicyLoss(NamedTuple):
-    """Result of the functions in `POLICY_LOSSES`: scalars; only `loss` has a graph.
+    """Result of a policy loss: scalars; only `loss` has a graph.
 
     `clipfrac` and `approx_kl` weigh tokens as the loss does, so that those of micro-batches and
     ranks add up too: means over tokens with a token count, means over sequences of each
@@ -40,36 +39,6 @@ class PolicyLoss(NamedTuple):
     loss: Tensor
     clipfrac: Tensor
     approx_kl: Tensor
-
-
-class PolicyLossFunction(Protocol):
-    """Signature that all policy losses share."""
-
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        cliprange: float,
-        cliprange_high: float | None,
-        dual_clip: float | None,
-        num_tokens: Tensor | float | None,
-    ) -> PolicyLoss:
-        """Return the loss; the arguments are those of `ppo_policy_loss`."""
-
-
-POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
-_Function = TypeVar("_Function", bound=PolicyLossFunction)
-
-
-def _registered(name: str) -> Callable[[_Function], _Function]:
-    def register(function: _Function) -> _Function:
-        POLICY_LOSSES[name] = function
-        return function
-
-    return register
 
 
 class ValueLoss(NamedTuple):
@@ -145,7 +114,6 @@ def causal_lm_loss(logits: Tensor, labels: Tensor, *, num_tokens: Tensor | float
     return total / _divisor(labels != IGNORED_LABEL, num_tokens)
 
 
-@_registered("ppo")
 def ppo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -195,7 +163,6 @@ def ppo_policy_loss(
     )
 
 
-@_registered("gspo")
 def gspo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -240,7 +207,6 @@ def gspo_policy_loss(
     )
 
 
-@_registered("cispo")
 def cispo_policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -249,7 +215,6 @@ def cispo_policy_loss(
     *,
     cliprange: float,
     cliprange_high: float | None,
-    dual_clip: float | None,
     num_tokens: Tensor | float | None,
 ) -> PolicyLoss:
     """Return the policy gradient with clipped weights, to be minimised.
@@ -265,22 +230,13 @@ def cispo_policy_loss(
         mask: `[B, R]` bool, True on actions, the stop token included.
         cliprange: how far the weight may fall below 1; 1 for no lower bound, as in the paper.
         cliprange_high: how far it may rise above 1; None for `cliprange`.
-        dual_clip: must be None: the weight is bounded for either sign of A.
         num_tokens: as in `ppo_policy_loss`.
 
     Returns:
         Scalars, at least float32.
 
-    Raises:
-        ValueError: if `dual_clip` is not None.
-
     Source: MiniMax 2025, "MiniMax-M1", equations 4 and 5.
     """
-    if dual_clip is not None:
-        raise ValueError(
-            f"dual_clip={dual_clip} must be None for CISPO, which bounds the weight itself: lower "
-            "cliprange_high instead"
-        )
     high = cliprange if cliprange_high is None else cliprange_high
     divisor = _divisor(mask, num_tokens)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from rlhf_lightning.hparams import GRPOHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.on_policy import OnPolicyModule, OnPolicyOptions, OnPolicyParts
-from rlhf_lightning.rollout.estimators import GroupBaseline
+from rlhf_lightning.rollout.estimators import AdvantageEstimator, GroupBaseline, Returns
 
 
 class PolicyGradientModule(OnPolicyModule):
@@ -29,8 +29,8 @@ class PolicyGradientModule(OnPolicyModule):
         models: builds policy and reference.
         parts: see `OnPolicyParts` and `ModuleParts`.
 
-    Source: Shao et al. 2024, "DeepSeekMath"; for the others see `GroupBaseline` and
-    `functional.losses`.
+    Source: Shao et al. 2024, "DeepSeekMath"; for the others see `rollout.estimators`
+    and `functional.surrogates`.
     """
 
     stage = "grpo"
@@ -46,7 +46,10 @@ class PolicyGradientModule(OnPolicyModule):
         models: Callable[[], PolicyModels],
         **parts: Unpack[OnPolicyParts],
     ) -> None:
-        super().__init__(grpo, models, GroupBaseline(grpo.baseline, grpo.scale), **parts)
+        estimator: AdvantageEstimator = Returns(whiten=grpo.scale == "global_std")
+        if grpo.baseline != "none":
+            estimator = GroupBaseline(grpo.baseline, grpo.scale)  # type: ignore[arg-type]
+        super().__init__(grpo, models, estimator, **parts)
 
     @classmethod
     @checked(but=("reward",))
@@ -107,9 +110,9 @@ class PolicyGradientModule(OnPolicyModule):
                 f"{int(sizes.max())} rows that follow each other: give each prompt as many rows as "
                 "the others, next to each other, with one group_id"
             )
-        if self.algorithm.baseline != "none" and len(sizes) == len(prompts):
+        if isinstance(self.estimator, GroupBaseline) and len(sizes) == len(prompts):
             raise ValueError(
-                f"GRPOHparams.baseline={self.algorithm.baseline} compares the responses to one "
+                f"GRPOHparams.baseline={self.estimator.baseline} compares the responses to one "
                 "prompt, and every prompt has one: use data.num_generations=8, that is "
                 "PromptDataModule(num_generations=8), or baseline=none"
             )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, NotRequired, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,10 @@ from rlhf_lightning.arguments import PathOrName, Seed, checked
 from rlhf_lightning.batches import PromptBatch, RolloutBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.distributed.collectives import gathered, global_sum, unsharded, world_size
-from rlhf_lightning.functional.losses import POLICY_LOSSES, loss_divisor, policy_kl_loss
+from rlhf_lightning.functional.losses import loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.off_policy import masked_weights, truncated_weights
+from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
 from rlhf_lightning.models.building import completed
 from rlhf_lightning.models.forward import micro_batches, response_statistics
@@ -70,6 +72,8 @@ class OnPolicyParts(ModuleParts):
         generator: continues prompts.
         tokenizer: turns responses into text.
         seed: seeds sampling noise and minibatch order.
+        surrogate: the loss of the policy; None for that of the hyper-parameters.
+        estimator: of advantages; None for that of the module.
     """
 
     sampling: SamplingHparams
@@ -77,6 +81,8 @@ class OnPolicyParts(ModuleParts):
     generator: Generator
     tokenizer: PreTrainedTokenizerBase
     seed: Seed
+    surrogate: NotRequired[Surrogate | None]
+    estimator: NotRequired[AdvantageEstimator | None]
 
 
 class OnPolicyOptions(ModuleOptions, total=False):
@@ -85,10 +91,14 @@ class OnPolicyOptions(ModuleOptions, total=False):
     Attributes:
         reward_weights: of a list of rewards, one each; 1 by default.
         sampling: how rollouts are sampled; the defaults of `SamplingHparams`.
+        surrogate: the loss of the policy; None for that of the hyper-parameters.
+        estimator: of advantages; None for that of the module.
     """
 
     reward_weights: Sequence[float] | None
     sampling: SamplingHparams | None
+    surrogate: Surrogate | None
+    estimator: AdvantageEstimator | None
 
 
 class OnPolicyModule(RLHFModule):
@@ -97,7 +107,7 @@ class OnPolicyModule(RLHFModule):
     Args:
         algorithm: coefficients.
         models: builds policy and reference, and what else is trained.
-        estimator: of advantages.
+        default_estimator: of advantages, where no other one is given.
         parts: see `OnPolicyParts` and `ModuleParts`.
 
     Attributes:
@@ -122,22 +132,22 @@ class OnPolicyModule(RLHFModule):
         self,
         algorithm: OnPolicyHparams,
         models: Callable[[], PolicyModels],
-        estimator: AdvantageEstimator,
+        default_estimator: AdvantageEstimator,
         *,
         sampling: SamplingHparams,
         scorer: Scorer,
         generator: Generator,
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
+        surrogate: Surrogate | None = None,
+        estimator: AdvantageEstimator | None = None,
         **parts: Unpack[ModuleParts],
     ) -> None:
         super().__init__(algorithm, models, **parts)
-        if algorithm.surrogate not in POLICY_LOSSES:
-            raise ValueError(
-                f"{type(algorithm).__name__}.surrogate={algorithm.surrogate!r}: use "
-                f"{', '.join(POLICY_LOSSES)}"
-            )
-        self.estimator = estimator
+        made = SURROGATES[algorithm.surrogate]
+        named = {item.name: getattr(algorithm, item.name) for item in fields(made)}
+        self.surrogate: Surrogate = surrogate or made(**named)
+        self.estimator = estimator or default_estimator
         self.sampling = sampling
         self.scorer = scorer
         self.generator: Generator = generator
@@ -271,7 +281,7 @@ class OnPolicyModule(RLHFModule):
         measured = accumulate_gradients(
             self, minibatch, parts, terms, counts, list(models.values())
         )
-        self.step_0.check_ratio(measured, self, self.algorithm.cliprange)
+        self.step_0.check_ratio(measured, self, getattr(self.surrogate, "cliprange", math.inf))
         if self.policy_loss in terms and self._is_too_far(measured):  # else the critic warms up
             self.optimizers().zero_grad()
             distance = (f"{self.stage}/{name}" for name in ("approx_kl", "clipfrac"))
@@ -324,14 +334,11 @@ class OnPolicyModule(RLHFModule):
             num_sequences=counts.num_sequences,
             max_length=self.sampling.max_new_tokens,
         )
-        result = POLICY_LOSSES[algorithm.surrogate](
+        result = self.surrogate(
             new.logprobs,
             micro_batch.logprobs,
             corrected_advantages(micro_batch, algorithm),
             mask,
-            cliprange=algorithm.cliprange,
-            cliprange_high=algorithm.cliprange_high,
-            dual_clip=algorithm.dual_clip,
             num_tokens=divisor,
         )
         loss = result.loss

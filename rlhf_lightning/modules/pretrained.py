@@ -214,6 +214,8 @@ def of_policy(
         generator=CachedGenerator(stops, int(tokenizer.pad_token_id)),
         tokenizer=tokenizer,
         seed=options["seed"],
+        surrogate=options["surrogate"],
+        estimator=options["estimator"],
         **hparams,
         **start.parts,
     )
@@ -223,6 +225,7 @@ def of_policy(
         reward=str(reward) if isinstance(reward, str | Path) else reward,
         reward_weights=None if weights is None else list(weights),
         **hparams,
+        **{key: repr(it) for key in ("surrogate", "estimator") if (it := options[key]) is not None},
         **kept,
     )
     return module  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ Legend: B rows of a rank, R response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -99,18 +99,17 @@ class GroupBaseline:
     """Advantages of whole responses against the others of their prompt, without a value model.
 
     Args:
-        baseline: "mean" of the group or "leave_one_out", of the sums of the token rewards; "none"
-            takes every token's rewards to go.
+        baseline: "mean" of the group or "leave_one_out", of the sums of the token rewards.
         scale: "none"; "group_std", the standard deviation of the group; or "global_std", which
             whitens over the actions of all ranks.
 
     Source: Shao et al. 2024, "DeepSeekMath" (mean, group_std: GRPO); Liu et al. 2025 (mean, none:
-    Dr. GRPO); Ahmadian et al. 2024 (leave_one_out: RLOO); Hu et al. 2025, "REINFORCE++" (none or
-    mean, global_std).
+    Dr. GRPO); Ahmadian et al. 2024 (leave_one_out: RLOO); Hu et al. 2025, "REINFORCE++" (mean,
+    global_std).
     """
 
-    baseline: str
-    scale: str
+    baseline: Literal["mean", "leave_one_out"]
+    scale: Literal["none", "group_std", "global_std"]
 
     @property
     def scale_free(self) -> bool:
@@ -121,16 +120,36 @@ class GroupBaseline:
         self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor
     ) -> tuple[Tensor, None]:
         """Return advantages, and no targets."""
-        if self.baseline == "none":
-            advantages = token_returns(rewards, mask, gamma=1.0)  # [B, R]
-        else:
-            of_rows = group_advantages(
-                zero_off_mask(rewards, mask).sum(-1),
-                group_ids,
-                baseline=cast(Any, self.baseline),
-                scale="group_std" if self.scale == "group_std" else "none",
-            )
-            advantages = zero_off_mask(of_rows.unsqueeze(-1).expand_as(rewards), mask)
-        if self.scale == "global_std":
-            advantages = whitened(advantages, mask)
-        return advantages, None
+        of_rows = group_advantages(
+            zero_off_mask(rewards, mask).sum(-1),
+            group_ids,
+            baseline=self.baseline,
+            scale="group_std" if self.scale == "group_std" else "none",
+        )
+        advantages = zero_off_mask(of_rows.unsqueeze(-1).expand_as(rewards), mask)  # [B, R]
+        return whitened(advantages, mask) if self.scale == "global_std" else advantages, None
+
+
+@dataclass(frozen=True)
+class Returns:
+    """The rewards from each token on as its advantage, without a baseline but the mean of all.
+
+    Args:
+        whiten: over the actions of all ranks.
+
+    Source: Hu et al. 2025, "REINFORCE++".
+    """
+
+    whiten: bool
+
+    @property
+    def scale_free(self) -> bool:
+        """False: rewards are compared over all prompts."""
+        return False
+
+    def __call__(
+        self, rewards: Tensor, values: Tensor | None, mask: Tensor, group_ids: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return advantages, and no targets."""
+        advantages = token_returns(rewards, mask, gamma=1.0)  # [B, R]
+        return whitened(advantages, mask) if self.whiten else advantages, None

@@ -15,17 +15,19 @@ from rlhf_lightning.functional.advantages import (
     length_adaptive_lambda,
 )
 from rlhf_lightning.functional.losses import (
-    POLICY_LOSSES,
-    cispo_policy_loss,
-    gspo_policy_loss,
     loss_divisor,
     policy_kl_loss,
 )
 from rlhf_lightning.functional.preference_losses import dpo_loss
 from rlhf_lightning.functional.rewards import overlong_penalty
 from rlhf_lightning.functional.statistics import best_of_n_kl, best_of_n_unbiased
+from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
 
-CLIP: dict[str, Any] = {"cliprange": 0.02, "cliprange_high": 0.03, "dual_clip": None}
+
+def surrogate(name: str) -> Surrogate:
+    return SURROGATES[name](cliprange=0.02, cliprange_high=0.03)
+
+
 LENGTHS = torch.tensor([5, 2, 0, 1, 4, 3])
 MASK = torch.arange(5) < LENGTHS[:, None]
 BASELINES = [("mean", "none"), ("mean", "group_std"), ("leave_one_out", "none")]
@@ -53,27 +55,26 @@ def divisor(reduction: Any, rows: slice = slice(None)) -> Tensor:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", SURROGATES)
 def test_policy_losses_and_measures_of_micro_batches_add_up(name: str, reduction: str):
-    loss, tensors = POLICY_LOSSES[name], (*batch(), MASK)
-    whole = loss(*tensors, **CLIP, num_tokens=divisor(reduction))
+    loss, tensors = surrogate(name), (*batch(), MASK)
+    whole = loss(*tensors, num_tokens=divisor(reduction))
     assert min(abs(part) for part in whole) > 1e-3
     for size in (1, 2, 4):
         cuts = [slice(i, i + size) for i in range(0, len(MASK), size)]
         parts = [
-            loss(*(t[rows] for t in tensors), **CLIP, num_tokens=divisor(reduction, rows))
-            for rows in cuts
+            loss(*(t[rows] for t in tensors), num_tokens=divisor(reduction, rows)) for rows in cuts
         ]
         for field in whole._fields:
             total = sum(getattr(part, field) for part in parts)
             torch.testing.assert_close(total, getattr(whole, field))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", SURROGATES)
 def test_measures_under_a_constant_divisor_become_token_means_by_the_documented_factor(name: str):
-    loss, tensors = POLICY_LOSSES[name], (*batch(), MASK)
-    by_token = loss(*tensors, **CLIP, num_tokens=None)
-    constant = loss(*tensors, **CLIP, num_tokens=divisor("constant"))
+    loss, tensors = surrogate(name), (*batch(), MASK)
+    by_token = loss(*tensors, num_tokens=None)
+    constant = loss(*tensors, num_tokens=divisor("constant"))
     factor = divisor("constant") / MASK.sum()
     torch.testing.assert_close(constant.clipfrac * factor, by_token.clipfrac)
     torch.testing.assert_close(constant.approx_kl * factor, by_token.approx_kl)
@@ -81,13 +82,13 @@ def test_measures_under_a_constant_divisor_become_token_means_by_the_documented_
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("garbage", [1e30, torch.inf, torch.nan])
-@pytest.mark.parametrize("name", [*POLICY_LOSSES, "k2", "k3"])
+@pytest.mark.parametrize("name", [*SURROGATES, "k2", "k3"])
 def test_nothing_off_the_mask_reaches_loss_or_gradient(name: str, garbage: float, reduction: str):
     def loss_and_gradient(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
         leaf = tensors[0].clone().requires_grad_()
-        if name in POLICY_LOSSES:
+        if name in SURROGATES:
             arguments = (leaf, *tensors[1:], MASK)
-            loss = POLICY_LOSSES[name](*arguments, **CLIP, num_tokens=divisor(reduction)).loss
+            loss = surrogate(name)(*arguments, num_tokens=divisor(reduction)).loss
         else:
             loss = policy_kl_loss(
                 leaf, tensors[1], MASK, estimator=name, num_tokens=divisor(reduction)
@@ -102,11 +103,11 @@ def test_nothing_off_the_mask_reaches_loss_or_gradient(name: str, garbage: float
     assert clean[1].abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", SURROGATES)
 def test_at_ratio_one_every_policy_loss_has_the_same_gradient(name: str):
     logprobs, _, advantages = batch()
     leaf = logprobs.clone().requires_grad_()
-    loss = POLICY_LOSSES[name](leaf, logprobs, advantages, MASK, **CLIP, num_tokens=None).loss
+    loss = surrogate(name)(leaf, logprobs, advantages, MASK, num_tokens=None).loss
     (gradient,) = torch.autograd.grad(loss, leaf)
     wanted = torch.where(MASK, -advantages / MASK.sum(), 0)
     torch.testing.assert_close(gradient, wanted)
@@ -114,18 +115,13 @@ def test_at_ratio_one_every_policy_loss_has_the_same_gradient(name: str):
 
 def test_cispo_keeps_the_gradient_of_every_token_and_gspo_clips_whole_responses():
     logprobs, old, advantages = batch()
-    for loss, reached in ((cispo_policy_loss, MASK), (gspo_policy_loss, None)):
+    for loss, reached in ((surrogate("cispo"), MASK), (surrogate("gspo"), None)):
         leaf = logprobs.clone().requires_grad_()
-        result = loss(leaf, old, advantages, MASK, **CLIP, num_tokens=None)
+        result = loss(leaf, old, advantages, MASK, num_tokens=None)
         assert 0 < result.clipfrac < 1
         moved = torch.autograd.grad(result.loss, leaf)[0] != 0
         rows = moved.any(-1, keepdim=True)
         assert torch.equal(moved, MASK & rows if reached is None else reached)
-
-
-def test_cispo_refuses_a_dual_clip():
-    with pytest.raises(ValueError, match=r"dual_clip=3.0 must be None for CISPO"):
-        cispo_policy_loss(*batch(), MASK, **(CLIP | {"dual_clip": 3.0}), num_tokens=None)
 
 
 def test_unknown_choices_are_named():

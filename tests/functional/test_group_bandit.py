@@ -16,9 +16,10 @@ from torch import Tensor
 
 from rlhf_lightning.functional.kl import kl_k1
 from rlhf_lightning.functional.logprobs import token_logprobs
-from rlhf_lightning.functional.losses import POLICY_LOSSES, policy_kl_loss
+from rlhf_lightning.functional.losses import policy_kl_loss
 from rlhf_lightning.functional.rewards import shape_rewards
-from rlhf_lightning.rollout.estimators import GroupBaseline
+from rlhf_lightning.functional.surrogates import ClippedRatio
+from rlhf_lightning.rollout.estimators import GroupBaseline, Returns
 from tests.vectors.cases import Case, case
 
 NUM_ITERATIONS = 100
@@ -37,7 +38,9 @@ def train(bandit: Case, baseline: str, scale: str, kl: str) -> Tensor:
     rows = NUM_PROMPTS * GROUP
     mask = torch.ones(rows, 1, dtype=torch.bool)
     group_ids = torch.arange(rows) // GROUP
-    estimator = GroupBaseline(baseline, scale)
+    estimator: Any = Returns(whiten=scale == "global_std")
+    if baseline != "none":
+        estimator = GroupBaseline(baseline, scale)  # type: ignore[arg-type]
 
     def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:  # [B, 1]
         return token_logprobs(logits.expand(rows, 1, -1), tokens, temperature=1.0)
@@ -55,10 +58,8 @@ def train(bandit: Case, baseline: str, scale: str, kl: str) -> Tensor:
         advantages, _ = estimator(rewards, None, mask, group_ids)
         for _ in range(NUM_EPOCHS):
             logprobs = logprobs_of(logits, tokens)
-            clip: dict[str, Any] = {"cliprange": 0.2, "cliprange_high": None, "dual_clip": None}
-            loss = POLICY_LOSSES["ppo"](
-                logprobs, old_logprobs, advantages, mask, **clip, num_tokens=None
-            ).loss
+            surrogate = ClippedRatio(cliprange=0.2)
+            loss = surrogate(logprobs, old_logprobs, advantages, mask, num_tokens=None).loss
             if kl != "k1":
                 estimate: Any = kl
                 loss = loss + beta * policy_kl_loss(

@@ -6,6 +6,7 @@ test, on the same cases, passes before and fails after.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -327,7 +328,7 @@ MUTATIONS = [
         "cispo_loses_clipped_tokens",
         ESTIMATORS,
         "cispo_policy_loss",
-        ppo_policy_loss,
+        partial(ppo_policy_loss, dual_clip=None),
         "estimators",
         "cispo_0.2_0.28",
     ),

@@ -43,7 +43,9 @@ def test_estimators_match_the_vectors(case: Case, dtype: torch.dtype):
     assert_matches(case, computed, dtype, of_key=OF_DIFFERENCES.get(kind, {}))
 
 
-def policy_loss(case: Case, dtype: torch.dtype, loss: Callable[..., Any], reduction: str):
+def policy_loss(
+    case: Case, dtype: torch.dtype, loss: Callable[..., Any], reduction: str, **more: Any
+):
     logprobs, mask = case.tensor("logprobs", dtype).requires_grad_(), case.mask()
     result = loss(
         logprobs,
@@ -52,7 +54,7 @@ def policy_loss(case: Case, dtype: torch.dtype, loss: Callable[..., Any], reduct
         mask,
         cliprange=case.inputs["cliprange"],
         cliprange_high=case.inputs["cliprange_high"],
-        dual_clip=None,
+        **more,
         num_tokens=loss_divisor(
             mask,
             reduction=reduction,
@@ -69,7 +71,8 @@ def policy_loss(case: Case, dtype: torch.dtype, loss: Callable[..., Any], reduct
 
 
 def surrogate(case: Case, dtype: torch.dtype):
-    computed = policy_loss(case, dtype, ppo_policy_loss, REDUCTIONS[case.inputs["divisor"]])
+    reduction = REDUCTIONS[case.inputs["divisor"]]
+    computed = policy_loss(case, dtype, ppo_policy_loss, reduction, dual_clip=None)
     del computed["clipfrac"]  # the case has none
     return computed
 
@@ -80,7 +83,7 @@ def gspo(case: Case, dtype: torch.dtype):
     others = (case.tensor("old_logprobs", dtype), -torch.ones(mask.shape, dtype=dtype), mask)
     rows = zip(case.tensor("logprobs", dtype), *others, strict=True)
     ratios = [gspo_policy_loss(*(part[None] for part in row), **wide).loss for row in rows]
-    return policy_loss(case, dtype, gspo_policy_loss, "sequence") | {
+    return policy_loss(case, dtype, gspo_policy_loss, "sequence", dual_clip=None) | {
         "sequence_ratio": torch.stack(ratios)
     }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.functional import off_policy
-from rlhf_lightning.functional.losses import POLICY_LOSSES, ppo_policy_loss
+from rlhf_lightning.functional.losses import ppo_policy_loss
 from rlhf_lightning.functional.off_policy import (
     masked_weights,
     mismatch,
@@ -18,6 +18,7 @@ from rlhf_lightning.functional.off_policy import (
     sequence_ratios,
     truncated_weights,
 )
+from rlhf_lightning.functional.surrogates import SURROGATES
 from tests.vectors.cases import DTYPES, Case, assert_matches, case, cases
 
 PLAIN: dict[str, Any] = {"cliprange_high": None, "dual_clip": None}
@@ -165,7 +166,7 @@ def test_weights_carry_no_graph_and_are_1_where_the_sampler_is_the_trainer(weigh
     assert no_gap == (0, 0, 0, 0, 1)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", SURROGATES)
 def test_weighing_advantages_weighs_the_loss_of_each_token_of_every_surrogate(name: str):
     vector = case("off_policy", CASES["truncated"])
     mask = vector.mask()
@@ -173,18 +174,14 @@ def test_weighing_advantages_weighs_the_loss_of_each_token_of_every_surrogate(na
         vector.tensor(n, torch.float64) for n in ("logprobs", "old_logprobs", "sampler_logprobs")
     )
     advantages = vector.tensor("advantages", torch.float64).unsqueeze(-1).expand(mask.shape)
-    options = {"cliprange": 0.2, **PLAIN} | ({} if name == "cispo" else {"dual_clip": 1.5})
+    surrogate = SURROGATES[name](cliprange=0.2, **({} if name == "cispo" else {"dual_clip": 1.5}))
     weights = truncated_weights(old, sampler, mask, cap=1.1)
     each = torch.zeros_like(weights)
     for row, column in mask.nonzero().tolist():
         divisor = torch.full_like(weights, torch.inf)
         divisor[row, column] = 1.0
-        each[row, column] = POLICY_LOSSES[name](
-            logprobs, old, advantages, mask, **options, num_tokens=divisor
-        ).loss
-    whole = POLICY_LOSSES[name](
-        logprobs, old, advantages * weights, mask, **options, num_tokens=None
-    ).loss
+        each[row, column] = surrogate(logprobs, old, advantages, mask, num_tokens=divisor).loss
+    whole = surrogate(logprobs, old, advantages * weights, mask, num_tokens=None).loss
     assert each.abs().sum() > 1
     torch.testing.assert_close(whole, (each * weights).sum() / mask.sum())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from rlhf_lightning.batches import RolloutBatch
+from rlhf_lightning.functional.surrogates import ClippedRatio
 from rlhf_lightning.hparams import PPOHparams
 from rlhf_lightning.models.forward import response_statistics
 from rlhf_lightning.modules.optimization import StepCounts
+from rlhf_lightning.rollout.estimators import Returns
 from tests.builders.models import flat_gradients
 from tests.builders.stages import (
     GROUP,
@@ -275,15 +277,31 @@ def test_groups_of_one_row_are_refused_unless_nothing_is_compared():
     assert module.num_optimizer_steps == 1
 
 
-@pytest.mark.parametrize("make", [tiny_grpo, tiny_module])
-def test_an_unknown_surrogate_is_named(make):
-    hparams = (
-        {"grpo": grpo_hparams(surrogate="nosuch")}
-        if make is tiny_grpo
-        else {"ppo": ppo_hparams(surrogate="nosuch")}
-    )
-    with pytest.raises(ValueError, match=r"Hparams\.surrogate='nosuch': use ppo, gspo, cispo"):
-        make(**hparams)
+@dataclass(frozen=True)
+class Weighed:
+    """A surrogate with a parameter that no other has."""
+
+    factor: float
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask, *, num_tokens):
+        found = ClippedRatio(cliprange=0.2)(
+            logprobs, old_logprobs, self.factor * advantages, mask, num_tokens=num_tokens
+        )
+        assert found.loss.isfinite()
+        return found
+
+
+def test_a_surrogate_and_an_estimator_of_one_s_own_take_the_place_of_those_by_name():
+    batch = [group_prompts()]
+    own = {"surrogate": Weighed(2.0), "estimator": Returns(whiten=True)}
+    whitened = {"baseline": "none", "scale": "global_std"}
+    found = []
+    for parts in (own, {"grpo": grpo_hparams(**whitened)}):
+        module = tiny_grpo(**parts)
+        fit(module, batch)
+        assert float(module.rollouts[0].advantages.sum().abs()) < 1e-3
+        found.append(module.steps[0]["grpo/policy_loss"])
+    assert found[0] == pytest.approx(2 * found[1], abs=1e-6)
 
 
 # -- PPO with what it shares ------------------------------------------------------------------

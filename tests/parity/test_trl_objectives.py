@@ -19,12 +19,12 @@ pytest.importorskip("trl", reason="TRL is in the extra `dev`", exc_type=ImportEr
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from rlhf_lightning.functional.losses import (
-    POLICY_LOSSES,
     loss_divisor,
     policy_kl_loss,
     ppo_policy_loss,
 )
 from rlhf_lightning.functional.preference_losses import dpo_loss
+from rlhf_lightning.functional.surrogates import SURROGATES
 
 pytestmark = pytest.mark.timeout(120)
 SAME = {"rtol": 1e-4, "atol": 1e-7}
@@ -113,16 +113,8 @@ def test_policy_losses_and_gradients_with_k3_in_the_loss_are_those_of_trl(
         num_sequences=len(MASK),
         max_length=MAX_LENGTH,
     )
-    ours = POLICY_LOSSES[name](
-        new,
-        old,
-        SCORES[:, None].expand(MASK.shape),
-        MASK,
-        cliprange=1.0 if is_cispo else 0.2,
-        cliprange_high=0.28,
-        dual_clip=None,
-        num_tokens=divisor,
-    )
+    surrogate = SURROGATES[name](cliprange=1.0 if is_cispo else 0.2, cliprange_high=0.28)
+    ours = surrogate(new, old, SCORES[:, None].expand(MASK.shape), MASK, num_tokens=divisor)
     assert ours.clipfrac > 0
     kl = policy_kl_loss(new, ref, MASK, estimator="k3", num_tokens=divisor)
     check_same(ours.loss + BETA * kl, theirs, [new])

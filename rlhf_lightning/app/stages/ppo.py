@@ -26,7 +26,6 @@ from rlhf_lightning.callbacks.same_configuration import SameSources
 from rlhf_lightning.evaluation.final_metrics import Findings, score_spread
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import held_out_comparison
-from rlhf_lightning.functional.losses import POLICY_LOSSES
 from rlhf_lightning.models.adapter_files import check_same_scale, read_adapter
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.modules.ppo import PPOModule
@@ -57,16 +56,12 @@ class PPOStage(Stage):
     objective = "val/score_win_rate"
 
     def check(self, settings: TrainSettings) -> None:
-        """Check surrogate, KL controller, penalty on length, scorer, and adapters' dropout.
+        """Check KL controller, penalty on length, scorer, and adapters' dropout.
 
         Raises:
             ConfigError: with the key, what it got and what it wants.
         """
         hparams, place = settings.hparams, f"module.{self.settings}"
-        if hparams.surrogate not in POLICY_LOSSES:
-            raise ConfigError(
-                f"{place}.surrogate={hparams.surrogate!r}: use {', '.join(POLICY_LOSSES)}"
-            )
         rows = settings.data.num_rows
         if hparams.kl_target is not None and hparams.kl_horizon * 5 <= rows:
             raise ConfigError(
