@@ -152,11 +152,11 @@ def _frontier_chart(runs: Sequence[Run]) -> list[Figure]:
     """Return win rate by the score over KL, a mark a run; none with fewer than two."""
     series = []
     for run in runs:
-        kl, rate, *ends = (
+        kl, rate, low, high = (
             run.metrics.get(key) for key in (KL, SCORE_WINS, *bound_keys(SCORE_WINS))
         )
         points = [] if kl is None or rate is None else [(kl, rate)]
-        bounds = [] if None in ends else [ends]
+        bounds = [] if low is None or high is None else [(low, high)]
         series.append(Series(run.label, points, "marks", bounds))
     known = [point for one in series for point in one.points]
     if len(known) < 2:

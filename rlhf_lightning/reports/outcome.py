@@ -32,8 +32,10 @@ _BEST_OF = {
 }
 # Judges of a win rate, the one that counts most first.
 _ROUND_JUDGES = {"gold": "gold reward", "human": "people", "judge": "a judge"}
-_ROUND_COLUMNS = ("score_win_rate", "gold", "kl_per_token", "response_length")
-_ROUND_COLUMNS += ("accuracy", "label_ceiling")
+_ROUND_COLUMNS = (
+    *("score_win_rate", "gold", "kl_per_token", "response_length"),
+    *("accuracy", "label_ceiling"),
+)
 
 
 def domains_section(metrics: Metrics) -> str:

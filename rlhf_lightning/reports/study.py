@@ -426,8 +426,8 @@ def _charts(study: Study) -> tuple[str, list[Figure]]:
             known = [p for r in group if (p := measured(r.metrics)) is not None]
             if known:
                 mean = over_seeds(known, same_prompts=study.same_prompts)
-                bounds = _within(mean.low), _within(mean.high)
-                found.append(((fmean(p.kl for p in known), mean.value), bounds))
+                interval = _within(mean.low), _within(mean.high)
+                found.append(((fmean(p.kl for p in known), mean.value), interval))
         points, bounds = ([part[i] for part in sorted(found)] for i in (0, 1))
         series.append(Series(row, points, "marks", bounds))
     lead = (

@@ -29,8 +29,10 @@ from rlhf_lightning.runs.outcome import (
 from rlhf_lightning.runs.summary import Summary
 
 # Compared with the policy before.
-_CHANGES = ("score", "gold", "exact_match", "first_word_match", "solved", "answered")
-_CHANGES += ("response_length", "eos_fraction", "distinct_2", "refusal_rate", "over_refusal_rate")
+_CHANGES = (
+    *("score", "gold", "exact_match", "first_word_match", "solved", "answered"),
+    *("response_length", "eos_fraction", "distinct_2", "refusal_rate", "over_refusal_rate"),
+)
 # Whose win rate is the headline, the one that counts most first.
 JUDGES = {"gold": "the gold reward", "human": "people", "judge": "the judge", "score": "score"}
 SPREAD = "rollout/score_std_max"
