@@ -263,9 +263,9 @@ def merge_adapter(
     halves = _by_module(state)
     for path in {path for path, _ in halves}:
         delta = (halves[path, "lora_B"] @ halves[path, "lora_A"]) * (lora.alpha / lora.r)
-        module: Any = into.model.get_submodule(path)
-        delta = delta.T if isinstance(module, Conv1D) else delta
-        module.weight.add_(delta.to(module.weight))
+        layer: Any = into.model.get_submodule(path)
+        delta = delta.T if isinstance(layer, Conv1D) else delta
+        layer.weight.add_(delta.to(layer.weight))
     if isinstance(model, AdaptedPolicy):
         return into
     head = scalar_head(model.base.hidden_size, init_std=0.0)

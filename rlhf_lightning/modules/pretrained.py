@@ -166,13 +166,13 @@ def of_one_model(
     start = Start.read(source, "source", options)
 
     def build() -> Any:
-        return load(str(source), lora=of_trainer(module, options["lora"])["lora"], **start.loading)
+        return load(str(source), lora=of_trainer(built, options["lora"])["lora"], **start.loading)
 
     made: Any = cls
-    module: Any = made(**{argument: build}, **hparams, **start.parts)
-    module.tokenizer = start.tokenizer
-    module.keep(start, source=str(source), **hparams)
-    return module  # type: ignore[no-any-return]
+    built: Any = made(**{argument: build}, **hparams, **start.parts)
+    built.tokenizer = start.tokenizer
+    built.keep(start, source=str(source), **hparams)
+    return built  # type: ignore[no-any-return]
 
 
 def of_policy(
@@ -205,10 +205,10 @@ def of_policy(
     hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
 
     def models() -> Any:
-        return build(str(policy), scorer, **of_trainer(module, lora), **start.loading)
+        return build(str(policy), scorer, **of_trainer(built, lora), **start.loading)
 
     made: Any = cls
-    module: Any = made(
+    built: Any = made(
         models=models,
         scorer=scorer,
         generator=CachedGenerator(stops, int(tokenizer.pad_token_id)),
@@ -219,7 +219,7 @@ def of_policy(
         **hparams,
         **start.parts,
     )
-    module.keep(
+    built.keep(
         start,
         policy=str(policy),
         reward=str(reward) if isinstance(reward, str | Path) else reward,
@@ -228,7 +228,7 @@ def of_policy(
         **{key: repr(it) for key in ("surrogate", "estimator") if (it := options[key]) is not None},
         **kept,
     )
-    return module  # type: ignore[no-any-return]
+    return built  # type: ignore[no-any-return]
 
 
 def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:

@@ -224,7 +224,7 @@ def load_function(path: CodeName) -> RewardFunction:
     file, colon, name = path.rpartition(":")
     try:
         if colon:
-            module: Any = _load_file(Path(file))
+            module: object = _load_file(Path(file))
         else:
             module_name, _, name = path.rpartition(".")
             module = importlib.import_module(module_name)
