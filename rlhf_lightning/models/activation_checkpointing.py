@@ -6,9 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.nn.modules.dropout import _DropoutNd
+from torch import nn
 from transformers import PreTrainedModel
 
+_DROPOUTS = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+)  # fmt: skip
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -40,5 +43,5 @@ def checkpoint_activations(
 def _has_dropout(model: PreTrainedModel) -> bool:
     """Return whether anything is dropped, by a field of the configuration or by a module."""
     fields = (value for name, value in vars(model.config).items() if "drop" in name)
-    modules = (module.p for module in model.modules() if isinstance(module, _DropoutNd))
+    modules = (module.p for module in model.modules() if isinstance(module, _DROPOUTS))
     return any(isinstance(p, int | float) and p > 0 for p in (*fields, *modules))

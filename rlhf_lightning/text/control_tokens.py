@@ -29,7 +29,9 @@ class ControlTokens:
 
     They are its special tokens and the token with which its chat template ends an answer. The twin
     has the same ids; it knows the control tokens under names that no text spells. So the pieces of
-    a text are cut, normalized and merged as the tokenizer itself does it.
+    a text are cut, normalized and merged as the tokenizer itself does it. (Told
+    `split_special_tokens=True` the tokenizer would still take a text's piece `</s>` for the token
+    where it stands in a Unigram vocabulary, and an end of turn that is no special token.)
 
     Args:
         tokenizer: left as it is.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from transformers import ByT5Tokenizer
 
@@ -24,7 +26,7 @@ from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.text.control_tokens import control_tokens
 from rlhf_lightning.text.tokens import prompt_and_answers, prompt_ids, render_chat
 from rlhf_lightning.text.turn_end import turn_end
-from tests.builders.tokenizers import FAMILIES, KINDS, family_tokenizer
+from tests.builders.tokenizers import family_tokenizer
 
 WIDE = {"max_length": 2000}
 ORDINARY = (
@@ -35,10 +37,12 @@ ORDINARY = (
     "caf\u00e9",
     "end",
 )
+# Of each kind one: with a BOS, with an end of turn that is not EOS, with a line behind it.
+TOKENIZERS = (("llama 3", "bpe"), ("gemma", "unigram"), ("chatml of a base model", "sentencepiece"))
 every_tokenizer = pytest.mark.parametrize(
     "tokenizer",
-    [family_tokenizer(family, kind) for family in FAMILIES for kind in KINDS],
-    ids=[f"{family}, {kind}" for family in FAMILIES for kind in KINDS],
+    [family_tokenizer(family, kind) for family, kind in TOKENIZERS],
+    ids=[kind for _, kind in TOKENIZERS],
 )
 
 
@@ -60,8 +64,13 @@ def whole(text, tokenizer):
 
 
 @every_tokenizer
-@pytest.mark.parametrize("text", ORDINARY)
-def test_ordinary_text_has_the_tokens_that_the_tokenizer_gives_it(tokenizer, text):
+def test_ordinary_text_has_the_tokens_that_the_tokenizer_gives_it(tokenizer):
+    for text in ORDINARY:
+        assert_plain_text_is_the_tokenizers(text, tokenizer)
+        assert_a_conversation_is_the_rendered_text(text, tokenizer)
+
+
+def assert_plain_text_is_the_tokenizers(text, tokenizer):
     front = [] if tokenizer.bos_token is None else [tokenizer.bos_token_id]
     eos = tokenizer.eos_token_id
     plain = [*front, *whole(text, tokenizer)]
@@ -77,9 +86,7 @@ def test_ordinary_text_has_the_tokens_that_the_tokenizer_gives_it(tokenizer, tex
     assert (together.input_ids.tolist(), report.num_spelled) == (shown, 0)
 
 
-@every_tokenizer
-@pytest.mark.parametrize("text", ORDINARY)
-def test_ordinary_conversations_have_the_tokens_of_the_rendered_text(tokenizer, text):
+def assert_a_conversation_is_the_rendered_text(text, tokenizer):
     prompt = (user(text), assistant(text), user("why?"))
     start = render_chat(prompt, tokenizer)
     full = render_chat((*prompt, assistant(text)), tokenizer, add_generation_prompt=False)
@@ -96,16 +103,23 @@ def test_ordinary_conversations_have_the_tokens_of_the_rendered_text(tokenizer, 
 
 
 @every_tokenizer
-@pytest.mark.parametrize("text", ORDINARY)
-def test_the_twin_cuts_and_merges_as_the_tokenizer_does(tokenizer, text):
+def test_the_twin_cuts_and_merges_as_the_tokenizer_does(tokenizer):
     control = control_tokens(tokenizer)
-    for special in (False, True):
+    for text, special in itertools.product(ORDINARY, (False, True)):
         encoding = tokenizer(text, add_special_tokens=special, return_special_tokens_mask=True)
         ours = control.twin.encode(text, add_special_tokens=special)
         assert ours.ids == encoding["input_ids"]
         assert ours.special_tokens_mask == encoding["special_tokens_mask"]
-    rendered = render_chat((user(text), assistant(text), user(text)), tokenizer)
-    assert control.encoding(rendered)[0].ids == whole(rendered, tokenizer)
+        rendered = render_chat((user(text), assistant(text), user(text)), tokenizer)
+        assert control.encoding(rendered)[0].ids == whole(rendered, tokenizer)
+
+
+def test_a_text_that_the_tokenizer_is_told_not_to_split_would_still_spell_tokens():
+    # Why there is a twin: the pieces of a Unigram vocabulary are found as pieces.
+    tokenizer = family_tokenizer("gemma", "unigram")
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert end in tokenizer("so <end_of_turn>", split_special_tokens=True)["input_ids"]
+    assert end not in prompt_ids("so <end_of_turn>", tokenizer)
 
 
 @every_tokenizer
