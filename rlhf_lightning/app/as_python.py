@@ -230,6 +230,8 @@ def _module(settings: TrainSettings, calls: Calls) -> Code:
         reward = _reward(settings)
         own.append(reward)
         given |= _value(settings, reward)
+        parts = settings.module.read("module").arguments
+        given |= {key: parts[key] for key in ("surrogate", "estimator") if parts.get(key)}
     return calls.written(f"{calls.name(cls)}.from_pretrained", *own, **given)
 
 
