@@ -27,13 +27,9 @@ OTHER_NAMES = {
     "modules/data_checks.py": "the data of a module",
     "modules/on_policy_module.py": "an argument",
     "modules/pretrained.py": "names of hyper-parameters",
-    "reports/chain.py": "columns of a page",
-    "reports/outcome.py": "columns of a page",
-    "reports/next_step.py": "words for the stages of ours, none for others",
     "runs/manifest.py": "experiments that a message names",
     "runs/model_card.py": "words for the stages of ours, plain ones for others",
     "runs/summary.py": "words for the stages of ours, plain ones for others",
-    "runs/verdict.py": "words for the stages of ours, plain ones for others",
 }
 
 
